@@ -1,0 +1,147 @@
+"""Config files: read YAML, apply `section.key=value` overrides, explain what is wrong, print what was resolved."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from tba.config.sections import Config
+
+
+class ConfigError(ValueError):
+    """The config cannot be used; the message says what, the value, what is allowed and what to change."""
+
+
+def load_config(path: Path | None = None, overrides: Iterable[str] = (), **values: Any) -> Config:
+    """Resolve a config: defaults, then file, then `values` (merged section by section), then dotted `overrides`."""
+    data = Config().model_dump(mode="json")
+    data = _merge(data, _read_yaml(path) if path is not None else {})
+    data = _merge(data, values)
+    for override in overrides:
+        key, value = _parse_override(override)
+        _set(data, key, value)
+    return make_config(data)
+
+
+def make_config(data: Mapping[str, Any]) -> Config:
+    """Check a plain mapping; every problem is listed with its full key."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML that `load_config` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"config file {path} does not exist: give a YAML file, for example configs/arithmetic.yaml.")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"config file {path} holds a {type(data).__name__}; expected sections such as `train:`.")
+    return data
+
+
+def _merge(base: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in extra.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), dict):
+            merged[key] = _merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _parse_override(override: str) -> tuple[list[str], Any]:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} has no value: write section.key=value, for example train.max_steps=100.")
+    try:
+        value = yaml.safe_load(text) if text else None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from None
+    if isinstance(value, str):
+        value = _scientific(value)
+    return key.split("."), value
+
+
+def _scientific(text: str) -> str | float:
+    """YAML 1.1 reads `1e-5` as text; users mean the number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _set(data: dict[str, Any], key: list[str], value: Any) -> None:
+    for name in key[:-1]:
+        inner = data.get(name)
+        if isinstance(inner, (int, float)) and not isinstance(inner, bool):
+            inner = {"start": inner}  # `beta: 0.05` in the file, `objective.beta.end=0.01` on the command line
+        elif not isinstance(inner, dict):
+            inner = {}
+        data[name] = inner
+        data = inner
+    data[key[-1]] = value
+
+
+def _explain(problem: Mapping[str, Any]) -> str:
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        return _unknown_key(location)
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return message if not key or key.split(".")[-1] in message else f"{key}: {message}"
+    return f"{key}: {message}, got {problem['input']!r}."
+
+
+def _unknown_key(location: list[str]) -> str:
+    section = _section_at(location[:-1])
+    known = list(section.model_fields) if section is not None else []
+    prefix = ".".join(location[:-1])
+    close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+    if close:
+        return f"unknown key {'.'.join(location)}: did you mean {'.'.join([*location[:-1], close[0]])}?"
+    elsewhere = _keys_named(location[-1])
+    if elsewhere:
+        return f"unknown key {'.'.join(location)}: did you mean {elsewhere[0]}?"
+    return f"unknown key {'.'.join(location)}: {prefix or 'the config'} takes {', '.join(known)}."
+
+
+def _section_at(location: list[str]) -> type[BaseModel] | None:
+    section: type[BaseModel] | None = Config
+    for name in location:
+        if section is None or name not in section.model_fields:
+            return section
+        section = _section_type(section.model_fields[name].annotation)
+    return section
+
+
+def _section_type(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for found in map(_section_type, get_args(annotation)) if found is not None), None)
+
+
+def _keys_named(name: str) -> list[str]:
+    """Full keys whose last part resembles `name`: `max_steps` at the top level means train.max_steps."""
+    keys = {}
+    for section_name, info in Config.model_fields.items():
+        section = _section_type(info.annotation)
+        for field in section.model_fields if section is not None else ():
+            keys.setdefault(field, f"{section_name}.{field}")
+    return [keys[found] for found in difflib.get_close_matches(name, list(keys), n=1, cutoff=0.7)]

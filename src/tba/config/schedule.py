@@ -1,0 +1,57 @@
+"""Schedules: pure functions of the optimizer step, so that nothing changes config at run time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from tba.config.base import Section
+
+
+class Schedule(Section):
+    """A number that changes with the step. A bare number in YAML is a constant: `beta: 0.05`."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """constant; linear or cosine from `start` to `end` over `steps`; wsd = warm-up, stable, then cosine decay to `end`."""
+    start: float
+    """Value at the first step after warm-up."""
+    end: float | None = None
+    """Value at the end; None = `start` for constant, 0 otherwise."""
+    steps: int | None = Field(default=None, ge=1)
+    """Steps over which it runs, then constant; None = train.max_steps."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up from start / warmup_steps."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """wsd only: length of the final decay; None = a fifth of `steps`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_number(cls, value: Any) -> Any:
+        return {"start": value} if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _check(self) -> Schedule:
+        if self.kind == "constant" and self.end not in (None, self.start):
+            raise ValueError(
+                f"a constant schedule has end={self.end} unlike start={self.start}: set kind to linear, cosine or wsd."
+            )
+        if self.steps is not None and self.warmup_steps >= self.steps:
+            raise ValueError(f"warmup_steps={self.warmup_steps} leaves nothing of steps={self.steps}: make it smaller.")
+        return self
+
+    def at(self, step: int, *, max_steps: int) -> float:
+        """Value for optimizer step `step` (0 is the first)."""
+        if step < self.warmup_steps:
+            return self.start * (step + 1) / self.warmup_steps
+        if self.kind == "constant":
+            return self.start
+        end = 0.0 if self.end is None else self.end
+        total = self.steps or max_steps
+        first = self.warmup_steps
+        if self.kind == "wsd":
+            first = max(first, total - (self.decay_steps or max(1, total // 5)))
+        done = min(1.0, max(0.0, (step - first) / max(1, total - first)))
+        fraction = done if self.kind == "linear" else 0.5 * (1.0 - math.cos(math.pi * done))
+        return self.start + (end - self.start) * fraction

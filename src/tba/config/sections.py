@@ -1,0 +1,271 @@
+"""Every setting, one section per folder of the package. The string under a field gives its unit and special values.
+
+Checks that one section decides stand with it; checks across sections stand in `Config` below. All of them run before a
+model loads.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tba.config.base import Section
+from tba.config.schedule import Schedule
+
+
+class ModelConfig(Section):
+    path: str = "tba:arithmetic"
+    """A folder, a hub name, or `tba:arithmetic` for the start model shipped with the package."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype of trainer and engine; auto = float32 on a CPU, bfloat16 on a GPU. Master weights are always float32."""
+    device: str = "auto"
+    """auto = cuda where there is one, else cpu."""
+    trust_remote_code: bool = False
+    """True runs Python code that comes with the model: only for sources you trust."""
+
+
+class RewardConfig(Section):
+    function: str
+    """`path/to/file.py:name`, a function with TRL's signature f(prompts, completions, **columns) -> list[float | None]."""
+    weight: float = 1.0
+    """Factor in the sum of rewards."""
+    name: str | None = None
+    """Name in metrics and stored data; None = the function's own name."""
+
+
+class TaskConfig(Section):
+    name: str = "arithmetic"
+    """A registered task, or `own` for your own data and reward functions."""
+    data: str | None = None
+    """own: JSONL file with a `prompt` column (text or chat messages); other columns go to the reward."""
+    eval_data: str | None = None
+    """own: held-out JSONL; None = `eval_fraction` of the data, chosen by a hash of the prompt."""
+    eval_fraction: float = Field(default=0.1, ge=0.0, lt=1.0)
+    """own: share of the prompts held out when there is no eval_data; 0 = no evaluation."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """own: at least one; `--reward file.py:f` adds one with weight 1."""
+    num_train_prompts: int = Field(default=20_000, ge=1)
+    """arithmetic: training problems, generated from train_seed."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Longest prompt in tokens; None = what the model's context leaves beside generate.max_new_tokens."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TaskConfig:
+        if self.name == "own" and self.data is None:
+            raise ValueError("task.data is needed for task.name=own: pass --data prompts.jsonl.")
+        if self.name == "own" and not self.rewards:
+            raise ValueError("task.rewards is empty for task.name=own: pass --reward file.py:function.")
+        return self
+
+
+class GenerateConfig(Section):
+    engine: Literal["native", "transformers"] = "native"
+    """native = our slot engine; transformers = `model.generate`, slow, for models the native engine does not know."""
+    slots: int = Field(default=128, ge=1)
+    """Responses decoded side by side."""
+    max_new_tokens: int = Field(default=64, ge=1)
+    """Longest response in tokens."""
+    min_new_tokens: int = Field(default=0, ge=0)
+    """Stop tokens are forbidden before this many tokens."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Temperature of the policy: generation, log_pi and log_ref all use logits / temperature."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Behaviour only; log_pi in the loss is never truncated. 1 = off."""
+    top_k: int = Field(default=0, ge=0)
+    """Behaviour only. 0 = off."""
+    update: Literal["in_flight", "drain"] = "in_flight"
+    """New weights between decode steps, keeping the old KV, or after running responses finished. Sync mode drains."""
+
+
+class SearchConfig(Section):
+    samples_multiplier: float = Field(default=1.0, ge=1.0)
+    """S = ceil(samples_multiplier * train.samples_per_prompt) responses are generated per prompt."""
+    shuffle: bool = True
+    """False = prompts in the order of the data."""
+    reward_timeout_seconds: float = Field(default=30.0, gt=0.0)
+    """A reward call that takes longer is killed and costs its samples."""
+    max_reward_failures: int = Field(default=100, ge=1)
+    """Failed samples in a row that stop the run."""
+
+
+class ReplayConfig(Section):
+    capacity: int = Field(default=1_000_000, ge=1)
+    """Trajectories in all; the oldest go first."""
+    capacity_per_prompt: int = Field(default=100, ge=1)
+    """Trajectories of one prompt; the oldest go first."""
+    on_policy_probability: float = Field(default=0.95, ge=0.0, le=1.0)
+    """m: share of prompt slots drawn from the fresh set; the rest come from all that is stored."""
+    fresh_steps: int | None = Field(default=None, ge=1)
+    """Groups received in the last so many optimizer steps are fresh; None = 2 * train.publish_every."""
+    inverse_temperature: float = Field(default=0.0, ge=0.0)
+    """Old responses are drawn with probability ~ exp(inverse_temperature * reward); 0 = uniform."""
+    deduplicate: bool = True
+    """The newer of two responses with the same tokens wins. Sync mode keeps both: on-policy data has multiplicities."""
+    imports: tuple[str, ...] = ()
+    """JSONL files of existing responses to start from (`prompt`, `completion`; optional `rewards`)."""
+
+
+class ObjectiveConfig(Section):
+    name: Literal["tb"] = "tb"
+    """tb = VarGrad trajectory balance."""
+    beta: Schedule = Schedule(start=0.05)
+    """Temperature of the target pi_ref * exp(r / beta); must stay positive."""
+    residual_clip: float | None = Field(default=None, gt=0.0)
+    """Largest |residual| of a response, in nats times beta (reward units); None = no clip."""
+
+    @field_validator("beta")
+    @classmethod
+    def _positive(cls, beta: Schedule) -> Schedule:
+        end = beta.start if beta.kind == "constant" else (0.0 if beta.end is None else beta.end)
+        if beta.start <= 0 or end <= 0:
+            raise ValueError(f"objective.beta must stay above 0, got start={beta.start}, end={end}: set objective.beta.end.")
+        return beta
+
+
+class TrainConfig(Section):
+    max_steps: int = Field(default=200, ge=1)
+    """Optimizer steps."""
+    responses_per_step: int = Field(default=128, ge=2)
+    """Responses in one optimizer step: prompts_per_step * samples_per_prompt."""
+    samples_per_prompt: int = 8
+    """K: responses of one prompt in a step."""
+    learning_rate: Schedule = Schedule(start=2e-4)
+    """Of AdamW. With float32 master weights 1e-6 to 4e-6 for models of 0.5B and more, 2e-4 for the shipped one."""
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    adam_epsilon: float = Field(default=1e-8, gt=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0.0)
+    """Gradients are in reward units (see docs/algorithm.md), so this means the same at every beta. None = no clipping."""
+    tokens_per_micro_batch: int = Field(default=16_384, ge=1)
+    """Most tokens in one forward and backward pass; a longer response still runs, alone."""
+    share_prompts: bool = True
+    """The responses of a prompt in a micro-batch share one pass over the prompt's tokens; exact, only faster."""
+    publish_every: int = Field(default=1, ge=1)
+    """k: optimizer steps between two publications of weights."""
+    truncated: Literal["keep", "drop", "penalise"] = "keep"
+    """Responses cut off at the length limit: keep their reward (the default, as the paper's GSM8K; a task's no-EOS rule
+    scores them), drop them from the loss, or replace their reward by truncated_reward (the paper's TL;DR)."""
+    truncated_reward: float = -1.0
+    """Reward of a cut-off response under truncated=penalise."""
+    equal_reward_groups: Literal["keep", "drop"] = "keep"
+    """Groups whose rewards are all equal. Kept by default: in TB they carry the pull to the reference."""
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    """Steps between checkpoints; None = only at the end."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """The last so many are kept."""
+
+    @property
+    def prompts_per_step(self) -> int:
+        """P = responses_per_step / samples_per_prompt."""
+        return self.responses_per_step // self.samples_per_prompt
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if self.samples_per_prompt < 2:
+            raise ValueError(
+                f"train.samples_per_prompt must be at least 2, got {self.samples_per_prompt}: "
+                "with one sample the residual is always zero and nothing is learned."
+            )
+        if self.responses_per_step % self.samples_per_prompt:
+            lower = self.responses_per_step // self.samples_per_prompt * self.samples_per_prompt
+            raise ValueError(
+                f"train.responses_per_step={self.responses_per_step} is not divisible by "
+                f"train.samples_per_prompt={self.samples_per_prompt}: use "
+                f"{lower or self.samples_per_prompt} or {lower + self.samples_per_prompt}."
+            )
+        return self
+
+
+class EvaluateConfig(Section):
+    every: int | None = Field(default=None, ge=1)
+    """Steps between evaluations; None = at the start and the end only."""
+    num_prompts: int = Field(default=500, ge=1)
+    """Held-out prompts."""
+    samples_per_prompt: int = Field(default=0, ge=0)
+    """Samples at the training temperature for pass@k and avg@k; 0 = greedy accuracy only."""
+
+
+class ObserveConfig(Section):
+    log_every: int = Field(default=1, ge=1)
+    """Steps between lines of metrics.jsonl."""
+    samples_every: int = Field(default=20, ge=1)
+    """Steps between entries of samples.jsonl."""
+    progress: bool = True
+    """Live line on the terminal."""
+
+
+class Config(Section):
+    """A whole run. `tba train CONFIG.yaml key.sub=value ... --dry-run` prints it resolved."""
+
+    name: str | None = None
+    """Name of the run folder; None = task, objective and seed."""
+    output: Path = Path("runs")
+    """Folder of run folders."""
+    overwrite: bool = False
+    """True replaces a finished run of the same name."""
+    seed: int = Field(default=0, ge=0)
+    """Of prompt order, sampling and replay."""
+    mode: Literal["sync"] = "sync"
+    """sync = searcher and trainer take turns in one process, lag 0."""
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    generate: GenerateConfig = GenerateConfig()
+    search: SearchConfig = SearchConfig()
+    replay: ReplayConfig = ReplayConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def run_name(self) -> str:
+        return self.name or f"{self.task.name}-{self.objective.name}-seed{self.seed}"
+
+    @property
+    def run_folder(self) -> Path:
+        return self.output / self.run_name
+
+    @property
+    def samples_generated_per_prompt(self) -> int:
+        """S = ceil(search.samples_multiplier * train.samples_per_prompt)."""
+        return math.ceil(self.search.samples_multiplier * self.train.samples_per_prompt)
+
+    @property
+    def fresh_steps(self) -> int:
+        """replay.fresh_steps, or twice the publication interval; 1 in sync mode: only the current version is sampled."""
+        if self.mode == "sync":
+            return 1
+        return self.replay.fresh_steps or 2 * self.train.publish_every
+
+    def beta_at(self, step: int) -> float:
+        return self.objective.beta.at(step, max_steps=self.train.max_steps)
+
+    def learning_rate_at(self, step: int) -> float:
+        return self.train.learning_rate.at(step, max_steps=self.train.max_steps)
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if self.mode == "sync" and self.train.publish_every != 1:
+            raise ValueError(
+                f"train.publish_every={self.train.publish_every} makes no sense in sync mode, where every step trains on "
+                "responses of the current weights: leave it at 1."
+            )
+        if self.train.prompts_per_step * self.train.samples_per_prompt > self.replay.capacity:
+            raise ValueError(
+                f"replay.capacity={self.replay.capacity} cannot hold one step of "
+                f"train.responses_per_step={self.train.responses_per_step}: raise it."
+            )
+        if self.replay.capacity_per_prompt < self.samples_generated_per_prompt:
+            raise ValueError(
+                f"replay.capacity_per_prompt={self.replay.capacity_per_prompt} cannot hold one visit's "
+                f"{self.samples_generated_per_prompt} responses: raise it."
+            )
+        if self.generate.min_new_tokens > self.generate.max_new_tokens:
+            raise ValueError(
+                f"generate.min_new_tokens={self.generate.min_new_tokens} is above "
+                f"generate.max_new_tokens={self.generate.max_new_tokens}: no response could end."
+            )
+        return self

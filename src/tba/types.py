@@ -1,0 +1,274 @@
+"""What flows through the pipeline, in order: Prompt -> Request -> Completion -> Trajectory -> TrajectoryGroup -> Batch,
+and Weights on the way back.
+
+Every record is frozen and complete when made. Token data is NumPy (int32 ids, float32 log-probs) until the trainer turns
+a Batch into tensors. Axis letters: P prompts, K responses per prompt, T tokens of one response, N tokens of all responses
+of a batch laid end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Finish = Literal["stop", "length"]
+"""Why a response ended: it produced a stop token, or it was cut off at its length limit."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prompt:
+    """A problem to solve.
+
+    Prompt(id="train-17", token_ids=np.array([1, 40, 7]), text="2+2=", columns={"answer": "4"})
+    """
+
+    id: str
+    """Unique in its split; part of the key of every random number drawn for it."""
+    token_ids: np.ndarray
+    """int32 [tokens], never empty; holds the BOS token already where the model wants one."""
+    text: str | list[dict[str, str]]
+    """As the data has it (plain text or chat messages): what reward functions are given."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns of the row, for the reward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to choose tokens.
+
+    Sampling(temperature=0.7, max_new_tokens=64) samples the tempered policy, as TB is defined.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    policy_temperature: float | None = None
+    """Temperature of the policy that is trained; None = `temperature`. They differ only under exploration."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 = all tokens."""
+    greedy: bool = False
+    min_new_tokens: int = 0
+    """Stop tokens are forbidden before this many tokens (the behaviour log-prob accounts for it)."""
+
+    @property
+    def training_temperature(self) -> float:
+        return self.temperature if self.policy_temperature is None else self.policy_temperature
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """One visit to a prompt.
+
+    Request(prompt=prompt, first_sample=16) asks for sample indices 16, 17, ...: a later visit never reuses randomness.
+    """
+
+    prompt: Prompt
+    first_sample: int = 0
+    prefix_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """int32 response tokens already chosen; generation continues after them, positions counted from the response's start."""
+    sampling: Sampling | None = None
+    """Overrides the call's sampling for this visit (exploration)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion:
+    """One response as an engine produced it.
+
+    Completion(prompt_id="train-17", sample_index=3, token_ids=[9, 4, 2], behaviour_log_probs=[-.1, -.7, -.0],
+               policy_log_probs=[-.1, -.7, -.0], version_spans=((0, 12),), finish="stop")
+    """
+
+    prompt_id: str
+    sample_index: int
+    token_ids: np.ndarray
+    """int32 [T], the stop token included; a prefix it was continued from is included too."""
+    behaviour_log_probs: np.ndarray
+    """float32 [T], as sampled: after temperature, truncation and forbidden tokens. NaN where unknown (prefix, import)."""
+    policy_log_probs: np.ndarray
+    """float32 [T], at the training temperature, without truncation. NaN where unknown."""
+    version_spans: tuple[tuple[int, int], ...]
+    """((first token, version), ...): which weights chose which tokens."""
+    finish: Finish
+    num_prefix_tokens: int = 0
+
+    @property
+    def version(self) -> int:
+        """The oldest version that chose one of its tokens: its lag is counted from there."""
+        return min(version for _, version in self.version_spans)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trajectory:
+    """A scored response.
+
+    Trajectory(completion=completion, rewards={"exact_match": 1.0}, log_ref=[-.2, -.6, -.1], reference_version=0,
+               loss_mask=[True, True, True])
+    """
+
+    completion: Completion
+    rewards: Mapping[str, float]
+    """Components by name, combined at training time. NaN = not applicable."""
+    log_ref: np.ndarray
+    """float32 [T], log-probs of the reference at the training temperature."""
+    reference_version: int
+    loss_mask: np.ndarray
+    """bool [T]: True where the policy chose the token (not a tool's or a user's words)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrajectoryGroup:
+    """The responses of one visit to one prompt, sent and stored together.
+
+    TrajectoryGroup(id="searcher-0/41", prompt=prompt, trajectories=(t0, t1, t2, t3), searcher=0)
+    """
+
+    id: str
+    """Unique in a run: no group is stored twice."""
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+    searcher: int = 0
+
+    @property
+    def version(self) -> int:
+        return min(trajectory.completion.version for trajectory in self.trajectories)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Totals:
+    """Normalisers of the whole step, which every micro-batch of it carries.
+
+    Totals(prompts=16, responses=128, tokens=5120)
+    """
+
+    prompts: int
+    responses: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """P prompts x K responses sampled from replay. Responses are P-major: response r is prompt r // K, sample r % K.
+
+    `rewards` maps a component's name to its [P, K] values; `reward_PK` and `weight_PK` are filled in by
+    `tba.train.rewards.combine` at training time, so that weights and schedules never freeze into stored data.
+    """
+
+    prompt_ids: tuple[str, ...]
+    """P ids."""
+    prompt_tokens: tuple[Tensor, ...]
+    """P tensors, int64 [prompt tokens]."""
+    token_ids_N: Tensor
+    """int64, all responses laid end to end."""
+    offsets: Tensor
+    """int64 [P*K + 1] on the CPU: response r is token_ids_N[offsets[r]:offsets[r + 1]]."""
+    loss_mask_N: Tensor
+    log_ref_N: Tensor
+    behaviour_N: Tensor
+    """Behaviour log-probs; NaN where unknown."""
+    policy_N: Tensor
+    """Policy log-probs of the version that generated; NaN where unknown."""
+    rewards: Mapping[str, Tensor]
+    reward_PK: Tensor
+    weight_PK: Tensor
+    """1 = trains, 0 = dropped (by the truncation, lag or equal-reward rule)."""
+    version_PK: Tensor
+    """int64, the oldest version that chose a token of the response."""
+    truncated_PK: Tensor
+    """bool: cut off at the length limit."""
+    rows_PK: Tensor
+    """int64 rows of the replay buffer, for what is trained and how often."""
+    totals: Totals
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(P, K)."""
+        return self.reward_PK.shape[0], self.reward_PK.shape[1]
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [P*K] on the CPU."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    def response_of_token(self) -> Tensor:
+        """int64 [N]: which response each token belongs to."""
+        device = self.token_ids_N.device
+        return torch.repeat_interleave(torch.arange(len(self.lengths), device=device), self.lengths.to(device))
+
+    def sum_per_response(self, values_N: Tensor) -> Tensor:
+        """Sum a token quantity over each response's chosen tokens -> [P, K], in fp32 (fp64 stays fp64)."""
+        values_N = values_N if values_N.dtype == torch.float64 else values_N.float()
+        masked_N = torch.where(self.loss_mask_N, values_N, torch.zeros_like(values_N))
+        sums = torch.zeros(len(self.lengths), dtype=values_N.dtype, device=values_N.device)
+        return sums.index_add(0, self.response_of_token(), masked_N).view(self.shape)
+
+    def groups(self, start: int, stop: int) -> Batch:
+        """Prompts start to stop, whole, with the totals of the full step."""
+        (_, K), lo, hi = self.shape, start * self.shape[1], stop * self.shape[1]
+        first, last = int(self.offsets[lo]), int(self.offsets[hi])
+        return replace(
+            self,
+            prompt_ids=self.prompt_ids[start:stop],
+            prompt_tokens=self.prompt_tokens[start:stop],
+            offsets=self.offsets[lo : hi + 1] - first,
+            rewards={name: value[start:stop] for name, value in self.rewards.items()},
+            **{name: getattr(self, name)[first:last] for name in TOKEN_FIELDS},
+            **{name: getattr(self, name)[start:stop] for name in RESPONSE_FIELDS},
+        )
+
+    def to(self, device: torch.device) -> Batch:
+        """Move what objectives compute on; offsets stay on the CPU."""
+        moved = {name: getattr(self, name).to(device) for name in (*TOKEN_FIELDS, *RESPONSE_FIELDS)}
+        return replace(
+            self,
+            prompt_tokens=tuple(tokens.to(device) for tokens in self.prompt_tokens),
+            rewards={name: value.to(device) for name, value in self.rewards.items()},
+            **moved,
+        )
+
+
+TOKEN_FIELDS = ("token_ids_N", "loss_mask_N", "log_ref_N", "behaviour_N", "policy_N")
+RESPONSE_FIELDS = ("reward_PK", "weight_PK", "version_PK", "truncated_PK", "rows_PK")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Forward:
+    """What the model said about a batch: the input of every objective.
+
+    Forward(log_pi_N=tensor([-.1, -.7, -.0])) for one response of three tokens.
+    """
+
+    log_pi_N: Tensor
+    """[N] log-probs of the response tokens under the current policy at the training temperature."""
+    entropy_N: Tensor | None = None
+    """[N] entropy of the policy at each token, without gradient."""
+    values_N: Tensor | None = None
+    log_z_P: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Loss:
+    """What an objective returns: `value` is back-propagated, `metrics` are plain numbers for the log."""
+
+    value: Tensor
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Weights:
+    """Named tensors of one version, as published.
+
+    Weights(version=12, tensors={"lm_head.weight": ...}, checksum=8349202)
+    """
+
+    version: int
+    """Number of optimizer steps behind them."""
+    tensors: Mapping[str, Tensor]
+    checksum: int
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.tensors.items())
