@@ -8,7 +8,7 @@ of a batch laid end to end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -206,19 +206,28 @@ class Batch:
         sums = torch.zeros(len(self.lengths), dtype=values_N.dtype, device=values_N.device)
         return sums.index_add(0, self.response_of_token(), masked_N).view(self.shape)
 
-    def groups(self, start: int, stop: int) -> Batch:
-        """Prompts start to stop, whole, with the totals of the full step."""
-        (_, K), lo, hi = self.shape, start * self.shape[1], stop * self.shape[1]
-        first, last = int(self.offsets[lo]), int(self.offsets[hi])
+    def take(self, prompts: Sequence[int]) -> Batch:
+        """The given prompts with all their responses, in that order, with the totals of the full step."""
+        K, index = self.shape[1], torch.as_tensor(prompts, dtype=torch.long)
+        responses = (index[:, None] * K + torch.arange(K)).flatten()
+        tokens = self.tokens_of(responses)
+        lengths = self.lengths[responses]
+        device = self.reward_PK.device
         return replace(
             self,
-            prompt_ids=self.prompt_ids[start:stop],
-            prompt_tokens=self.prompt_tokens[start:stop],
-            offsets=self.offsets[lo : hi + 1] - first,
-            rewards={name: value[start:stop] for name, value in self.rewards.items()},
-            **{name: getattr(self, name)[first:last] for name in TOKEN_FIELDS},
-            **{name: getattr(self, name)[start:stop] for name in RESPONSE_FIELDS},
+            prompt_ids=tuple(self.prompt_ids[p] for p in prompts),
+            prompt_tokens=tuple(self.prompt_tokens[p] for p in prompts),
+            offsets=torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]),
+            rewards={name: value[index.to(device)] for name, value in self.rewards.items()},
+            **{name: getattr(self, name)[tokens.to(device)] for name in TOKEN_FIELDS},
+            **{name: getattr(self, name)[index.to(device)] for name in RESPONSE_FIELDS},
         )
+
+    def tokens_of(self, responses: Tensor) -> Tensor:
+        """int64 on the CPU: where the tokens of the given responses lie in N, response after response."""
+        lengths = self.lengths[responses]
+        starts = self.offsets[:-1][responses] - (lengths.cumsum(0) - lengths)
+        return torch.repeat_interleave(starts, lengths) + torch.arange(int(lengths.sum()))
 
     def to(self, device: torch.device) -> Batch:
         """Move what objectives compute on; offsets stay on the CPU."""

@@ -141,6 +141,8 @@ class TrainConfig(Section):
     """Gradients are in reward units (see docs/algorithm.md), so this means the same at every beta. None = no clipping."""
     tokens_per_micro_batch: int = Field(default=16_384, ge=1)
     """Most tokens in one forward and backward pass; a longer response still runs, alone."""
+    responses_per_micro_batch: int | None = Field(default=None, ge=1)
+    """Most responses in one pass, besides the token limit; None = as many as fit."""
     share_prompts: bool = True
     """The responses of a prompt in a micro-batch share one pass over the prompt's tokens; exact, only faster."""
     publish_every: int = Field(default=1, ge=1)

@@ -1,0 +1,101 @@
+"""The `tba` command.
+
+    tba train configs/arithmetic.yaml train.max_steps=100
+    tba evaluate runs/arithmetic-tb-seed0 --task arithmetic
+    tba prepare arithmetic --output prepared
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from tba.config import Config, ConfigError, dump_config, load_config
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+
+Overrides = Annotated[Optional[list[str]], typer.Argument(help="CONFIG.yaml and section.key=value overrides, in any order.")]
+
+
+@app.command()
+def train(
+    arguments: Overrides = None,
+    model: Annotated[Optional[str], typer.Option(help="Folder or hub name; same as model.path=...")] = None,
+    data: Annotated[Optional[str], typer.Option(help="JSONL with a `prompt` column: your own problem.")] = None,
+    reward: Annotated[Optional[list[str]], typer.Option(help="file.py:function, TRL's signature; may be repeated.")] = None,
+    max_steps: Annotated[Optional[int], typer.Option(help="Same as train.max_steps=...")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
+) -> None:
+    """Train a policy: tba train CONFIG.yaml key=value ... or tba train --model M --data D --reward R."""
+    config = resolve(arguments or [], model=model, data=data, reward=reward or [], max_steps=max_steps)
+    if dry_run:
+        typer.echo(dump_config(config), nl=False)
+        return
+    from tba.launch import train as run_training  # torch loads only when it is needed
+
+    summary = run_training(config)
+    typer.echo(json.dumps(summary))
+
+
+@app.command()
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A run folder, a model folder or a hub name.")],
+    overrides: Annotated[Optional[list[str]], typer.Argument(help="section.key=value overrides.")] = None,
+    task: Annotated[Optional[str], typer.Option(help="Task; a run folder knows its own.")] = None,
+    num_prompts: Annotated[Optional[int], typer.Option(help="Held-out prompts.")] = None,
+    samples: Annotated[int, typer.Option(help="k of pass@k and avg@k; 0 = greedy accuracy only.")] = 0,
+) -> None:
+    """Greedy accuracy on held-out prompts, and pass@k and avg@k with --samples k."""
+    from tba.launch import evaluate_model
+
+    values = list(overrides or [])
+    values += [f"task.name={task}"] if task else []
+    values += [f"evaluate.num_prompts={num_prompts}"] if num_prompts else []
+    values += [f"evaluate.samples_per_prompt={samples}"]
+    typer.echo(json.dumps(evaluate_model(target, values)))
+
+
+@app.command()
+def prepare(
+    task: Annotated[str, typer.Argument(help="arithmetic")],
+    output: Annotated[Path, typer.Option(help="Folder for the data and the start model.")] = Path("prepared"),
+) -> None:
+    """Make a task's data and its supervised start model."""
+    from tba.tasks.registry import prepare_task
+
+    typer.echo(json.dumps(prepare_task(task, output)))
+
+
+def resolve(
+    arguments: list[str], *, model: str | None, data: str | None, reward: list[str], max_steps: int | None
+) -> Config:
+    """Config file (an argument without `=`), overrides (arguments with `=`) and the shortcuts, later ones winning."""
+    files = [argument for argument in arguments if "=" not in argument]
+    if len(files) > 1:
+        raise ConfigError(f"one config file at a time, got {', '.join(files)}: overrides are written key=value.")
+    values: dict[str, dict] = {}
+    if model is not None:
+        values["model"] = {"path": model}
+    if data is not None or reward:
+        values["task"] = {"name": "own", "rewards": [{"function": function} for function in reward]}
+        if data is not None:
+            values["task"]["data"] = data
+    if max_steps is not None:
+        values["train"] = {"max_steps": max_steps}
+    overrides = [argument for argument in arguments if "=" in argument]
+    return load_config(Path(files[0]) if files else None, overrides, **values)
+
+
+def main() -> None:
+    """Entry point: errors the user can mend are printed without a traceback, exit status 2; others keep theirs."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        app()
+    except (ConfigError, ValueError, FileNotFoundError, FileExistsError) as error:
+        typer.echo(f"tba: {error}", err=True)
+        raise SystemExit(2) from None

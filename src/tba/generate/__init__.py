@@ -1,0 +1,1 @@
+"""Engines: prompts in, responses with log-probs and version spans out."""

@@ -1,0 +1,184 @@
+"""The engine for models the native one does not know: transformers' own forward pass and cache, one prompt at a time.
+
+Same contract, same random numbers, same log-probs as the native engine; only slower. The samples of one request are a
+batch of equal length, so nothing is padded; the batch runs until its last response finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tba.generate.responses import Response, checked_requests, finished_at_once, responses_of, sequence_of
+from tba.generate.sampling import Needs, SamplingState, needs_of, response_key, sample, token_log_probs
+from tba.types import Completion, Request, Sampling, Weights
+
+
+class TransformersEngine:
+    """Decodes with `model` itself, so it must be a copy that nobody trains."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        stop_ids: Sequence[int],
+        seed: int,
+        max_length: int,
+        update: Literal["in_flight", "drain"] = "in_flight",
+        version: int = 0,
+    ) -> None:
+        self.model: Any = model.eval()
+        self.device = next(model.parameters()).device
+        self.stop_ids = frozenset(stop_ids)
+        self._stop_ids = torch.tensor(sorted(self.stop_ids), device=self.device)
+        self.seed, self.max_length, self.update, self.version = seed, max_length, update, version
+        self._running: _Group | None = None
+        self._pending: Weights | None = None
+        self._generating = False
+
+    def load(self, weights: Weights) -> None:
+        """Take new weights: now, or under `drain` when the running prompt has finished."""
+        if self.update == "drain" and self._running is not None:
+            self._pending = weights
+            return
+        self._load_now(weights)
+        if self._running is not None:
+            self._running.open_spans(weights.version)
+
+    def generate(
+        self,
+        requests: Iterable[Request],
+        *,
+        samples_per_prompt: int,
+        sampling: Sampling,
+        between_steps: Callable[[], None] | None = None,
+    ) -> Iterator[Completion]:
+        """Yield responses as they finish, prompt after prompt."""
+        if self._generating:
+            raise RuntimeError("this engine is already generating: exhaust or close the other iterator first.")
+        self._generating = True
+        try:
+            for request in checked_requests(requests, sampling, self.max_length):
+                yield from self._generate_group(responses_of(request, samples_per_prompt, sampling), between_steps)
+        finally:
+            self._finish_group()
+            self._generating = False
+
+    def _generate_group(
+        self, responses: list[Response], between_steps: Callable[[], None] | None
+    ) -> Iterator[Completion]:
+        at_once = [finished_at_once(response, self.stop_ids, self.version) for response in responses]
+        if at_once and at_once[0] is not None:  # samples of one request share prefix and limit
+            yield from (completion for completion in at_once if completion is not None)
+            return
+        group = self._running = _Group(responses, self.seed, self.version, self.device)
+        while group.open_rows:
+            if between_steps is not None:
+                between_steps()
+            yield from self._step(group)
+        self._finish_group()
+
+    @torch.no_grad()
+    def _step(self, group: _Group) -> list[Completion]:
+        output = self.model(input_ids=group.next_ids, past_key_values=group.cache, use_cache=True, logits_to_keep=1)
+        group.cache = output.past_key_values
+        sampled = sample(output.logits[:, -1].float(), group.sampling_state(), self._stop_ids, group.needs())
+        group.append(sampled.tokens, sampled.behaviour, sampled.policy)
+        return group.take_finished(self.stop_ids)
+
+    def _finish_group(self) -> None:
+        self._running = None
+        if self._pending is not None:
+            weights, self._pending = self._pending, None
+            self._load_now(weights)
+
+    def _load_now(self, weights: Weights) -> None:
+        """Names as published: tied tensors come once."""
+        missing, unknown = self.model.load_state_dict(dict(weights.tensors), strict=False)
+        tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        tied -= {name for name, _ in self.model.named_parameters()}
+        missing = [name for name in missing if name not in tied]
+        if missing or unknown:
+            raise KeyError(f"weights do not fit the engine's model: missing {missing[:1]}, unknown {unknown[:1]}.")
+        self.version = weights.version
+
+
+class _Group:
+    """The samples of one request, decoded together. Axes: B samples."""
+
+    def __init__(self, responses: list[Response], seed: int, version: int, device: torch.device) -> None:
+        self.responses = responses
+        self.open_rows = set(range(len(responses)))
+        self.sampling = responses[0].sampling
+        sequence = torch.from_numpy(sequence_of(responses[0].request)).to(device)
+        self.next_ids: Tensor = sequence.expand(len(responses), -1)
+        self.cache: Any = None
+        prefix = torch.from_numpy(responses[0].request.prefix_ids.astype(np.int64)).to(device)
+        unknown = torch.full((len(responses),), float("nan"), device=device)
+        self.columns = [(token.expand(len(responses)), unknown, unknown) for token in prefix]
+        keys = [response_key(seed, response.request.prompt.id, response.sample_index) for response in responses]
+        self.keys = torch.tensor(keys, device=device)
+        self.open_spans(version)
+
+    def open_spans(self, version: int) -> None:
+        for row in self.open_rows:
+            self.responses[row].open_span(len(self.columns), version)
+
+    def needs(self) -> Needs:
+        return needs_of(self.sampling)._replace(forbidden=len(self.columns) < self.sampling.min_new_tokens)
+
+    def sampling_state(self) -> SamplingState:
+        sampling, like = self.sampling, self.keys
+        real = lambda value: torch.full(like.shape, value, dtype=torch.float32, device=like.device)  # noqa: E731
+        return SamplingState(
+            key=self.keys,
+            position=torch.full_like(like, len(self.columns)),
+            temperature=real(sampling.temperature),
+            policy_temperature=real(sampling.training_temperature),
+            top_p=real(sampling.top_p),
+            top_k=torch.full_like(like, sampling.top_k),
+            greedy=torch.full_like(like, int(sampling.greedy)),
+            min_new_tokens=torch.full_like(like, sampling.min_new_tokens),
+        )
+
+    def append(self, tokens: Tensor, behaviour: Tensor, policy: Tensor) -> None:
+        self.columns.append((tokens, behaviour, policy))
+        self.next_ids = tokens[:, None]
+
+    def take_finished(self, stop_ids: frozenset[int]) -> list[Completion]:
+        last = self.columns[-1][0].tolist()
+        full = len(self.columns) >= self.sampling.max_new_tokens
+        finished = [row for row in sorted(self.open_rows) if full or last[row] in stop_ids]
+        self.open_rows.difference_update(finished)
+        return [self._completion(row, stop_ids) for row in finished]
+
+    def _completion(self, row: int, stop_ids: frozenset[int]) -> Completion:
+        tokens, behaviour, policy = (
+            torch.stack([column[part][row] for column in self.columns]).cpu().numpy() for part in range(3)
+        )
+        return self.responses[row].completion(tokens.astype(np.int32), behaviour, policy, stop_ids)
+
+
+class TransformersScorer:
+    """Log-probs of given responses by the model's own forward pass, one at a time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
+        self.device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def score(
+        self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
+    ) -> list[np.ndarray]:
+        """float32 log-probs of each response's tokens after its prompt, at `temperature`."""
+        return [self._score(prompt, response, temperature) for prompt, response in zip(prompt_ids, response_ids)]
+
+    def _score(self, prompt: np.ndarray, response: np.ndarray, temperature: float) -> np.ndarray:
+        ids = torch.from_numpy(np.concatenate((prompt, response)).astype(np.int64)).to(self.device)
+        logits = self.model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        tokens = ids[len(prompt) :]
+        return token_log_probs(logits, tokens, torch.full(tokens.shape, temperature, device=ids.device)).cpu().numpy()

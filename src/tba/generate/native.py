@@ -1,0 +1,285 @@
+"""The native engine: slots decoded side by side with our own decoder, finished slots refilled at once.
+
+Each turn of the loop: free slots are given to waiting responses, one decode step runs for all running ones, the finished
+are handed out. A prompt is prefilled once; its keys and values are forked into the slots of its samples as they fall free.
+
+`load` may be called whenever the caller has control: between two completions, or from `between_steps`.
+    in_flight   new weights act from the next token on; the keys and values of earlier tokens stay as the old weights made
+                them, and so do those of prompts that wait. Spans say which version chose which token.
+    drain       running responses finish first, then the weights are copied, waiting prompts are prefilled again, and slots
+                fill up: every response is of one version. The tensors handed to `load` must not change until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tba.generate.backlog import Admission, Backlog
+from tba.generate.batching import length_batches, padded
+from tba.generate.responses import Response, checked_requests
+from tba.generate.sampling import Needs, needs_of, sample
+from tba.generate.slots import Prefilled, SlotAttention, SlotCache, SlotState
+from tba.models.decoder import Decoder
+from tba.models.decoder_attention import CausalAttention
+from tba.models.families import make_decoder
+from tba.types import Completion, Request, Sampling, Weights
+
+PREFILL_TOKENS = 8192
+"""Most tokens in one prefill pass."""
+
+
+class NativeEngine:
+    """Generates with a copy of `model` in static tensors; the model itself is not kept."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        stop_ids: Sequence[int],
+        seed: int,
+        slots: int,
+        max_length: int,
+        update: Literal["in_flight", "drain"] = "in_flight",
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        version: int = 0,
+    ) -> None:
+        self.seed, self.max_length, self.update = seed, max_length, update
+        self.version = version
+        self.device = torch.device(device)
+        self.decoder: Decoder = make_decoder(model, max_length=max_length, dtype=dtype, device=self.device)
+        # Small batched products are slow in bf16 on a CPU, and the cache of fp32 is the more exact one.
+        cache_dtype = torch.float32 if self.device.type == "cpu" else dtype
+        self.cache = SlotCache(self.decoder.spec, slots, max_length, cache_dtype, self.device)
+        self.state = SlotState(slots, max_length, self.device)
+        self.stop_ids = frozenset(stop_ids)
+        self._stop_ids = torch.tensor(sorted(self.stop_ids), device=self.device)
+        self._is_stop = torch.zeros(self.decoder.spec.vocab_size, dtype=torch.bool, device=self.device)
+        self._is_stop[self._stop_ids] = True
+        self._running = _Running(slots)
+        self._pending: Weights | None = None
+        self._generating = False
+
+    def load(self, weights: Weights) -> None:
+        """Take new weights: now, or under `drain` when running responses have finished."""
+        if self.update == "drain" and self._running.any():
+            self._pending = weights
+            return
+        self._load_now(weights)
+        for slot, response in self._running.items():
+            response.open_span(int(self._running.num_tokens[slot]), weights.version)
+
+    def generate(
+        self,
+        requests: Iterable[Request],
+        *,
+        samples_per_prompt: int,
+        sampling: Sampling,
+        between_steps: Callable[[], None] | None = None,
+    ) -> Iterator[Completion]:
+        """Yield responses as they finish. Requests are read lazily, so an endless iterator keeps the slots full."""
+        if self._generating:
+            raise RuntimeError("this engine is already generating: exhaust or close the other iterator first.")
+        self._generating = True
+        backlog = Backlog(
+            checked_requests(requests, sampling, self.max_length),
+            samples_per_prompt=samples_per_prompt,
+            sampling=sampling,
+            prefill=self._prefill,
+            stop_ids=self.stop_ids,
+        )
+        try:
+            yield from self._loop(backlog, between_steps)
+        finally:
+            self._running.clear()
+            self._load_pending()
+            self._generating = False
+
+    def _loop(self, backlog: Backlog, between_steps: Callable[[], None] | None) -> Iterator[Completion]:
+        while True:
+            if not self._running.any():
+                self._load_pending()
+            if self.update == "drain" and backlog.is_older_than(self.version):
+                backlog.prefill_again()
+            self._refill(backlog)
+            while backlog.completed:
+                yield backlog.completed.pop()
+            if self._running.any():
+                if between_steps is not None:
+                    between_steps()
+                yield from self._step()
+            elif self._pending is None and not backlog.waiting:
+                return
+
+    def _refill(self, backlog: Backlog) -> None:
+        """Give free slots to waiting responses (not while draining), then close the holes that remain."""
+        free = self._running.free_slots()
+        if free and self._pending is None:
+            admissions = backlog.take(len(free), self.version)
+            if admissions:
+                self._admit(free[: len(admissions)], admissions)
+        sources, targets = self._running.close_holes()
+        if sources:
+            self._move(sources, targets)
+
+    @torch.inference_mode()
+    def _admit(self, slots: list[int], admissions: Sequence[Admission]) -> None:
+        for prefilled in {id(admission.prefilled): admission.prefilled for admission in admissions}.values():
+            chosen = [(s, a.row) for s, a in zip(slots, admissions) if a.prefilled is prefilled]
+            targets, rows = torch.tensor(chosen, device=self.device).unbind(1)
+            self.cache.fork(targets, prefilled, rows)
+        responses = [admission.response for admission in admissions]
+        self.state.place(torch.tensor(slots, device=self.device), responses, self.seed)
+        for slot, response in zip(slots, responses):
+            response.open_span(response.num_prefix_tokens, self.version)
+            self._running.put(slot, response)
+
+    @torch.inference_mode()
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        source, target = torch.tensor(sources, device=self.device), torch.tensor(targets, device=self.device)
+        self.cache.move(source, target, self._running.num_keys())
+        self.state.move(source, target)
+
+    def _step(self) -> list[Completion]:
+        """One token for every running response; those that finished."""
+        running = self._running
+        finished = self._decode(running.count, running.num_keys(), running.needs())
+        running.advance()
+        slots = finished.nonzero().flatten()
+        return self._harvest(slots) if len(slots) else []
+
+    @torch.inference_mode()
+    def _decode(self, count: int, num_keys: int, needs: Needs) -> Tensor:
+        """Pure work on static tensors, no host in between -> which slots finished, bool [count]."""
+        state, decoder = self.state, self.decoder
+        ids, positions = state.column("ids", count), state.column("positions", count)
+        attend = SlotAttention(decoder.spec, self.cache, positions, num_keys)
+        logits = decoder.logits(decoder.hidden(ids, positions, attend))
+        sampled = sample(logits, state.sampling(count), self._stop_ids, needs)
+        state.record(count, sampled)
+        return self._is_stop[sampled.tokens] | (state.column("num_tokens", count) >= state.column("limits", count))
+
+    @torch.inference_mode()
+    def _harvest(self, slots: Tensor) -> list[Completion]:
+        tokens, behaviour, policy = (
+            table[slots].cpu().numpy() for table in (self.state.tokens, self.state.behaviour, self.state.policy)
+        )
+        completions = []
+        for row, slot in enumerate(slots.tolist()):
+            count = int(self._running.num_tokens[slot])
+            response = self._running.remove(slot)
+            completions.append(
+                response.completion(
+                    tokens[row, :count].astype(np.int32),
+                    behaviour[row, :count].copy(),
+                    policy[row, :count].copy(),
+                    self.stop_ids,
+                )
+            )
+        return completions
+
+    @torch.inference_mode()
+    def _prefill(self, sequences: Sequence[np.ndarray]) -> list[tuple[Prefilled, int]]:
+        """Keys and values of all but the last token of each sequence, in batches of similar length."""
+        found: dict[int, tuple[Prefilled, int]] = {}
+        lengths = [len(sequence) - 1 for sequence in sequences]
+        for batch in length_batches(lengths, token_budget=PREFILL_TOKENS):
+            prefilled = self._prefill_batch([sequences[index][:-1] for index in batch])
+            found.update((index, (prefilled, row)) for row, index in enumerate(batch))
+        return [found[index] for index in range(len(sequences))]
+
+    def _prefill_batch(self, rows: Sequence[np.ndarray]) -> Prefilled:
+        columns = max(1, *(len(row) for row in rows)) if rows else 1
+        ids = padded(rows, columns=columns, device=self.device)
+        positions = torch.arange(columns, device=self.device).expand_as(ids)
+        attend = CausalAttention(self.decoder.spec, *ids.shape, keep=True)
+        self.decoder.store_only(ids.flatten(), positions.flatten(), attend)
+        dtype = self.cache.keys.dtype
+        return Prefilled(
+            keys=torch.stack([key.transpose(2, 3) for key in attend.keys]).to(dtype),
+            values=torch.stack(attend.values).to(dtype),
+            version=self.version,
+        )
+
+    def _load_pending(self) -> None:
+        if self._pending is not None:
+            self._load_now(self._pending)
+            self._pending = None
+
+    def _load_now(self, weights: Weights) -> None:
+        self.decoder.load(weights.tensors)
+        self.version = weights.version
+
+
+class _Running:
+    """The host's view of the slots: which response is where, and the few numbers that shape the next step."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.responses: list[Response | None] = [None] * num_slots
+        self.count = 0
+        """Slots up to the last running one."""
+        self.holes: list[int] = []
+        self.positions = np.zeros(num_slots, dtype=np.int64)
+        self.num_tokens = np.zeros(num_slots, dtype=np.int64)
+        self.min_new_tokens = np.zeros(num_slots, dtype=np.int64)
+        self.flags = np.zeros((num_slots, len(Needs._fields)), dtype=bool)
+
+    def any(self) -> bool:
+        return self.count > len(self.holes)
+
+    def items(self) -> Iterator[tuple[int, Response]]:
+        return ((slot, response) for slot, response in enumerate(self.responses) if response is not None)
+
+    def free_slots(self) -> list[int]:
+        return [*self.holes, *range(self.count, len(self.responses))]
+
+    def put(self, slot: int, response: Response) -> None:
+        """Slots are taken in the order of `free_slots`."""
+        if self.holes and self.holes[0] == slot:
+            self.holes.pop(0)
+        self.count = max(self.count, slot + 1)
+        self.responses[slot] = response
+        self.positions[slot] = response.start_position
+        self.num_tokens[slot] = response.num_prefix_tokens
+        self.min_new_tokens[slot] = response.sampling.min_new_tokens
+        self.flags[slot] = needs_of(response.sampling)
+
+    def remove(self, slot: int) -> Response:
+        response, self.responses[slot] = self.responses[slot], None
+        assert response is not None
+        self.holes.append(slot)
+        return response
+
+    def clear(self) -> None:
+        self.responses = [None] * len(self.responses)
+        self.count, self.holes = 0, []
+
+    def advance(self) -> None:
+        self.positions[: self.count] += 1
+        self.num_tokens[: self.count] += 1
+
+    def num_keys(self) -> int:
+        """Keys the longest running response sees at its next step."""
+        return int(self.positions[: self.count].max()) + 1
+
+    def needs(self) -> Needs:
+        found = self.flags[: self.count].any(axis=0).tolist()
+        early = bool((self.num_tokens[: self.count] < self.min_new_tokens[: self.count]).any())
+        return Needs(*found)._replace(forbidden=early)
+
+    def close_holes(self) -> tuple[list[int], list[int]]:
+        """Move the last running responses into holes -> (from, to)."""
+        num_running = self.count - len(self.holes)
+        targets = [slot for slot in self.holes if slot < num_running]
+        sources = [slot for slot in range(num_running, self.count) if self.responses[slot] is not None]
+        for source, target in zip(sources, targets):
+            self.responses[target], self.responses[source] = self.responses[source], None
+            for table in (self.positions, self.num_tokens, self.min_new_tokens, self.flags):
+                table[target] = table[source]
+        self.count, self.holes = num_running, []
+        return sources, targets

@@ -1,0 +1,177 @@
+"""From logits to tokens: counter-based randomness, inverse CDF, two log-probs per token.
+
+The rules, exactly (`examples/sync_loop.py` repeats them, and samples the identical tokens):
+
+1. Each response has a key: the first 8 bytes of blake2b("{seed}/{prompt id}/{sample index}", digest_size=8), read as a
+   little-endian signed 64-bit integer.
+2. Its token number p (0 is the response's first) uses x = mix(key + (p + 1) * 0x9E3779B97F4A7C15 mod 2^64), where mix is
+   the finaliser of splitmix64: z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB; z ^= z >> 31.
+3. u = ((x >> 40) + 0.5) * 2^-24 in float32. The shifts are logical.
+4. probs = softmax(logits.float() / temperature) with truncated tokens set to 0, cdf = cumsum(probs) in vocabulary order,
+   token = number of entries of cdf that are <= u * cdf[-1], and at most the last token whose probability is not 0.
+
+So a token depends on (seed, prompt id, sample index, p) and the logits, never on slots, batches or searchers.
+
+Truncation follows temperature: top_k keeps the k most likely tokens (of equal ones the lower id), top_p then the smallest
+set of the most likely whose share of what top_k kept reaches p, at least one. Before `min_new_tokens` stop tokens have
+logit -inf. The behaviour log-prob is that of the distribution sampled from, after all this (0 for greedy); the policy
+log-prob is log_softmax(logits.float() / policy_temperature), nothing forbidden or cut.
+
+Axes: B responses, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tba.types import Sampling
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same bits as this unsigned one."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+GAMMA = _signed(0x9E3779B97F4A7C15)
+MIX_1 = _signed(0xBF58476D1CE4E5B9)
+MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def response_key(seed: int, prompt_id: str, sample_index: int) -> int:
+    """Key of one response's random numbers, a signed 64-bit integer."""
+    digest = hashlib.blake2b(f"{seed}/{prompt_id}/{sample_index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def uniforms(key_B: Tensor, position_B: Tensor) -> Tensor:
+    """One float32 in (0, 1] per response, for its token number `position` (both int64)."""
+    z = key_B + (position_B + 1) * GAMMA
+    z = (z ^ _shift_right(z, 30)) * MIX_1
+    z = (z ^ _shift_right(z, 27)) * MIX_2
+    z = z ^ _shift_right(z, 31)
+    return (_shift_right(z, 40).float() + 0.5) * 2.0**-24
+
+
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's is arithmetic and drags the sign along."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+class Needs(NamedTuple):
+    """What at least one response of the batch asks for; the rest is skipped. All False is plain sampling at T = 1."""
+
+    temperature: bool = False
+    """Some temperature is not 1."""
+    policy: bool = False
+    """Some policy temperature is not the temperature."""
+    truncation: bool = False
+    greedy: bool = False
+    forbidden: bool = False
+    """Some response is still shorter than its min_new_tokens."""
+
+
+def needs_of(sampling: Sampling) -> Needs:
+    """What one response asks for during its whole life (`forbidden` ends before)."""
+    return Needs(
+        temperature=sampling.temperature != 1.0 and not sampling.greedy,
+        policy=sampling.training_temperature != sampling.temperature or sampling.greedy,
+        truncation=(sampling.top_p < 1.0 or sampling.top_k > 0) and not sampling.greedy,
+        greedy=sampling.greedy,
+        forbidden=sampling.min_new_tokens > 0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SamplingState:
+    """Per-response settings as tensors [B]; views of the slots, so that nothing is copied per step."""
+
+    key: Tensor
+    """int64"""
+    position: Tensor
+    """int64, number of response tokens so far."""
+    temperature: Tensor
+    """float32; 1 where greedy."""
+    policy_temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    """int64; 0 = all."""
+    greedy: Tensor
+    """int64, 0 or 1."""
+    min_new_tokens: Tensor
+
+
+class Sampled(NamedTuple):
+    """tokens int64 [B], log-probs float32 [B]."""
+
+    tokens: Tensor
+    behaviour: Tensor
+    policy: Tensor
+
+
+def sample(logits_BV: Tensor, state: SamplingState, stop_ids: Tensor, needs: Needs) -> Sampled:
+    """Choose a token per response. Pure tensor code; `needs` only skips what would change nothing."""
+    behaviour_BV = logits_BV
+    if needs.forbidden:
+        behaviour_BV = _forbid_stops(behaviour_BV, state, stop_ids)
+    allowed_BV = behaviour_BV
+    if needs.temperature:
+        behaviour_BV = behaviour_BV / state.temperature[:, None]
+    probs_BV = torch.softmax(behaviour_BV, dim=-1)
+    if needs.truncation:
+        probs_BV = torch.where(_kept(probs_BV, state), probs_BV, 0.0)
+    tokens, total = invert_cdf(probs_BV, uniforms(state.key, state.position))
+    if needs.greedy:
+        tokens = torch.where(state.greedy.bool(), allowed_BV.argmax(dim=-1), tokens)
+    chosen = probs_BV.gather(1, tokens[:, None]).squeeze(1)
+    behaviour = torch.log(chosen) - torch.log(total) if needs.truncation else torch.log(chosen)
+    if needs.greedy:
+        behaviour = torch.where(state.greedy.bool(), 0.0, behaviour)
+    if not (needs.policy or needs.truncation or needs.forbidden):
+        return Sampled(tokens, behaviour, behaviour)
+    return Sampled(tokens, behaviour, token_log_probs(logits_BV, tokens, state.policy_temperature))
+
+
+def token_log_probs(logits_BV: Tensor, tokens_B: Tensor, temperature_B: Tensor) -> Tensor:
+    """log_softmax(logits.float() / temperature) at the tokens."""
+    scaled_BV = logits_BV.float() / temperature_B[:, None]
+    return scaled_BV.gather(1, tokens_B[:, None]).squeeze(1) - torch.logsumexp(scaled_BV, dim=-1)
+
+
+def invert_cdf(probs_BV: Tensor, u_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Rule 4 -> tokens [B] and cdf[-1] [B]."""
+    cdf_BV = torch.cumsum(probs_BV, dim=-1)
+    total_B = cdf_BV[:, -1]
+    # The cdf never decreases, so counting entries <= target is a binary search.
+    tokens_B = torch.searchsorted(cdf_BV, (u_B * total_B)[:, None], right=True).squeeze(1)
+    last = probs_BV.shape[1] - 1
+    # u = 1 happens once in 2^24 tokens: looking first saves a pass over the vocabulary where looking costs no sync.
+    if probs_BV.device.type == "cpu" and int(tokens_B.max()) <= last:
+        return tokens_B, total_B
+    ids_V = torch.arange(last + 1, device=probs_BV.device)
+    last_possible_B = torch.where(probs_BV > 0, ids_V, 0).amax(dim=-1)
+    return torch.minimum(tokens_B, last_possible_B), total_B
+
+
+def _forbid_stops(logits_BV: Tensor, state: SamplingState, stop_ids: Tensor) -> Tensor:
+    early_B = state.position < state.min_new_tokens
+    at_stops = logits_BV[:, stop_ids].masked_fill(early_B[:, None], float("-inf"))
+    return logits_BV.index_copy(1, stop_ids, at_stops)
+
+
+def _kept(probs_BV: Tensor, state: SamplingState) -> Tensor:
+    """bool [B, V]: what top_k and then top_p leave."""
+    size = probs_BV.shape[1]
+    ordered_BV, ids_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
+    limit_B = torch.where(state.top_k > 0, state.top_k, size)
+    in_top_k = torch.arange(size, device=probs_BV.device) < limit_B[:, None]
+    ordered_BV = torch.where(in_top_k, ordered_BV, 0.0)
+    mass_BV = ordered_BV.cumsum(dim=-1)
+    before_BV = mass_BV - ordered_BV
+    in_top_p = (before_BV < state.top_p[:, None] * mass_BV[:, -1:]) | (state.top_p >= 1.0)[:, None]
+    in_top_p[:, 0] = True
+    return torch.zeros_like(in_top_p).scatter(1, ids_BV, in_top_k & in_top_p)

@@ -1,0 +1,119 @@
+"""Log-probs of given responses under a frozen model: what searchers need of the reference.
+
+Teacher-forced with the native decoder. The responses of one prompt share one pass over the prompt; a response's own pass
+starts with the prompt's last token, so that every pass predicts exactly the response's tokens. No gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tba.generate.batching import length_batches, padded
+from tba.generate.sampling import token_log_probs
+from tba.models.decoder import Decoder
+from tba.models.decoder_attention import CausalAttention, SharedPrefixAttention
+from tba.models.families import make_decoder
+from tba.types import Weights
+
+LOGITS_AT_ONCE = 2**24
+"""Most numbers in one matrix of logits (64 MB)."""
+
+
+class ReferenceScorer:
+    """`ReferenceScorer(model, max_length=512).score(prompts, responses, temperature=1.0)`."""
+
+    def __init__(
+        self,
+        model: nn.Module | Decoder,
+        *,
+        max_length: int = 0,
+        token_budget: int = 8192,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`max_length` (prompt + response) is needed unless a decoder is given."""
+        if isinstance(model, Decoder):
+            self.decoder = model
+        else:
+            self.decoder = make_decoder(model, max_length=max_length, dtype=dtype, device=torch.device(device))
+        self.token_budget = token_budget
+
+    def load(self, weights: Weights) -> None:
+        """Another reference of the same shape (a reference reset)."""
+        self.decoder.load(weights.tensors)
+
+    @torch.inference_mode()
+    def score(
+        self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
+    ) -> list[np.ndarray]:
+        """float32 log-probs of each response's tokens after its prompt, at `temperature`; equal prompts are shared."""
+        responses_of: dict[bytes, list[int]] = {}
+        for index, prompt in enumerate(prompt_ids):
+            responses_of.setdefault(np.asarray(prompt, dtype=np.int64).tobytes(), []).append(index)
+        prompts = [np.frombuffer(key, dtype=np.int64) for key in responses_of]
+        groups = list(responses_of.values())
+        scores: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(response_ids)
+        for batch in length_batches([len(prompt) - 1 for prompt in prompts], token_budget=self.token_budget):
+            owners = [(row, index) for row, prompt in enumerate(batch) for index in groups[prompt]]
+            self._score_prompts([prompts[prompt] for prompt in batch], owners, response_ids, temperature, scores)
+        return scores
+
+    def _score_prompts(
+        self,
+        prompts: Sequence[np.ndarray],
+        owners: Sequence[tuple[int, int]],
+        response_ids: Sequence[np.ndarray],
+        temperature: float,
+        scores: list[np.ndarray],
+    ) -> None:
+        """One pass over the prompts, then passes over their responses; `owners` are (prompt row, response index)."""
+        device = self.decoder.device
+        columns = max(1, *(len(prompt) - 1 for prompt in prompts))
+        ids = padded([prompt[:-1] for prompt in prompts], columns=columns, device=device)
+        positions = torch.arange(columns, device=device).expand_as(ids)
+        prefix = CausalAttention(self.decoder.spec, *ids.shape, keep=True)
+        self.decoder.store_only(ids.flatten(), positions.flatten(), prefix)
+        lengths_P = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+        lengths = [len(response_ids[index]) for _, index in owners]
+        for batch in length_batches(lengths, token_budget=self.token_budget):
+            chosen = [owners[item] for item in batch if lengths[item]]
+            if chosen:
+                found = self._score_responses(prompts, prefix, lengths_P, chosen, response_ids, temperature)
+                for (_, index), log_probs in zip(chosen, found):
+                    scores[index] = log_probs
+
+    def _score_responses(
+        self,
+        prompts: Sequence[np.ndarray],
+        prefix: CausalAttention,
+        lengths_P: Tensor,
+        owners: Sequence[tuple[int, int]],
+        response_ids: Sequence[np.ndarray],
+        temperature: float,
+    ) -> list[np.ndarray]:
+        device = self.decoder.device
+        targets = [np.asarray(response_ids[index]) for _, index in owners]
+        inputs = [np.concatenate((prompts[row][-1:], target[:-1])) for (row, _), target in zip(owners, targets)]
+        columns = max(len(target) for target in targets)
+        rows_B = torch.tensor([row for row, _ in owners], device=device)
+        ids, wanted = (padded(table, columns=columns, device=device) for table in (inputs, targets))
+        offset = torch.arange(columns, device=device)
+        positions = lengths_P[rows_B][:, None] + offset
+        lengths = [len(target) for target in targets]
+        real = offset < torch.tensor(lengths, device=device)[:, None]
+        # Padding behind a response may lie beyond the tables of positions; no real token sees it.
+        positions = torch.where(real, positions, 0)
+        attend = SharedPrefixAttention(self.decoder.spec, prefix, rows_B, lengths_P, columns)
+        hidden = self.decoder.hidden(ids.flatten(), positions.flatten(), attend)
+        flat = self._log_probs(hidden[real.flatten()], wanted[real], temperature)
+        return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
+
+    def _log_probs(self, hidden: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
+        rows = max(1, LOGITS_AT_ONCE // self.decoder.spec.vocab_size)
+        temperature_N = torch.full(tokens_N.shape, temperature, device=hidden.device)
+        parts = zip(hidden.split(rows), tokens_N.split(rows), temperature_N.split(rows))
+        return torch.cat([token_log_probs(self.decoder.logits(h), tokens, t) for h, tokens, t in parts])

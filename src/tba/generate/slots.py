@@ -1,0 +1,184 @@
+"""Slots: the static tensors of the responses being decoded side by side.
+
+Running responses always occupy slots 0 to n - 1, so a decode step works on views: `state[:n]`, `keys[:, :n]`. A finished
+slot is taken by the next response, or, when there is none, by the last running one (`SlotState.move`, `SlotCache.move`).
+In a slot, key index = position of the token, so what lies behind the position is never seen.
+
+Axes: M layers, S slots, K key/value heads, D head dimension, L positions, B prompts of one prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tba.generate.responses import Response
+from tba.generate.sampling import Sampled, SamplingState, response_key
+from tba.models.decoder import DecoderSpec
+
+KEY_STEP = 16
+"""Attention runs over a multiple of this many keys: few distinct shapes, and faster matrix kernels."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prefilled:
+    """Keys and values of a batch of prompts, waiting for slots.
+
+    Holds all tokens but the last of each prompt: the last is fed at the first decode step, which yields the first token.
+    """
+
+    keys: Tensor
+    """[M, B, K, D, L]"""
+    values: Tensor
+    """[M, B, K, L, D]"""
+    version: int
+
+
+class SlotCache:
+    """Keys and values of all slots and layers. Keys lie with positions last: query x key reads them in order."""
+
+    def __init__(
+        self, spec: DecoderSpec, num_slots: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        length = -(-max_length // KEY_STEP) * KEY_STEP
+        shape = (spec.num_layers, num_slots, spec.num_kv_heads)
+        # Zeros, not garbage: 0 x NaN behind the position would be NaN.
+        self.keys = torch.zeros(*shape, spec.head_dim, length, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, length, spec.head_dim, dtype=dtype, device=device)
+
+    def fork(self, slots: Tensor, prefilled: Prefilled, rows: Tensor) -> None:
+        """Copy prompt `rows[i]` into slot `slots[i]`."""
+        length = prefilled.values.shape[3]
+        self.keys[:, slots, :, :, :length] = prefilled.keys[:, rows]
+        self.values[:, slots, :, :length] = prefilled.values[:, rows]
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copy slots, the first `length` positions."""
+        self.keys[:, targets, :, :, :length] = self.keys[:, sources, :, :, :length]
+        self.values[:, targets, :, :length] = self.values[:, sources, :, :length]
+
+
+class SlotAttention:
+    """One token per slot, each seeing its own slot up to its position."""
+
+    def __init__(self, spec: DecoderSpec, cache: SlotCache, positions: Tensor, num_keys: int) -> None:
+        self.spec, self.cache, self.positions = spec, cache, positions
+        self.num_slots = positions.shape[0]
+        self.num_keys = min(-(-num_keys // KEY_STEP) * KEY_STEP, cache.values.shape[3])
+        self.slots = torch.arange(self.num_slots, device=positions.device)
+        self.masks = {window: self._mask(window) for window in set(spec.windows)}
+
+    def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
+        dtype = self.cache.keys.dtype
+        self.cache.keys[layer][self.slots, :, :, self.positions] = key_NKD.to(dtype)
+        self.cache.values[layer][self.slots, :, self.positions] = value_NKD.to(dtype)
+
+    def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
+        """Query heads that share a key head are rows of one small matrix product."""
+        spec, count, length = self.spec, self.num_slots, self.num_keys
+        keys = self.cache.keys[layer, :count].flatten(0, 1)[:, :, :length]
+        values = self.cache.values[layer, :count].flatten(0, 1)[:, :length]
+        query = query_NHD.reshape(count * spec.num_kv_heads, spec.group, spec.head_dim).to(keys.dtype)
+        mask, scale = self.masks[spec.windows[layer]], spec.query_scales[layer]
+        if spec.attention_cap is None:
+            scores = torch.baddbmm(mask, query, keys, alpha=scale)
+        else:
+            cap = spec.attention_cap
+            scores = torch.tanh(torch.bmm(query, keys) * (scale / cap)) * cap + mask
+        return torch.bmm(torch.softmax(scores, dim=-1), values).view(count, spec.num_heads * spec.head_dim)
+
+    def _mask(self, window: int | None) -> Tensor:
+        """0 where a key is seen, -inf elsewhere -> [S * K, 1, L]."""
+        behind = self.positions[:, None] - torch.arange(self.num_keys, device=self.positions.device)
+        hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
+        mask = torch.zeros(hidden.shape, dtype=self.cache.keys.dtype, device=hidden.device)
+        mask.masked_fill_(hidden, float("-inf"))
+        return mask.repeat_interleave(self.spec.num_kv_heads, dim=0)[:, None]
+
+
+INTEGERS = ("ids", "positions", "num_tokens", "limits", "keys", "top_k", "greedy", "min_new_tokens")
+FLOATS = ("temperature", "policy_temperature", "top_p")
+
+
+class SlotState:
+    """What each slot is doing, as columns of two tables (two copies place a new response, whatever it needs).
+
+    ids: token to be fed next; positions: its place in prompt + response; num_tokens: response tokens so far, prefix
+    included; limits: response tokens allowed; keys: of the random numbers.
+    """
+
+    def __init__(self, num_slots: int, max_length: int, device: torch.device) -> None:
+        self.device = device
+        self.integers = torch.zeros(num_slots, len(INTEGERS), dtype=torch.int64, device=device)
+        self.floats = torch.ones(num_slots, len(FLOATS), dtype=torch.float32, device=device)
+        self.tokens = torch.zeros(num_slots, max_length, dtype=torch.int64, device=device)
+        self.behaviour = torch.full((num_slots, max_length), float("nan"), device=device)
+        self.policy = torch.full((num_slots, max_length), float("nan"), device=device)
+
+    def column(self, name: str, num_slots: int) -> Tensor:
+        """A view of the first slots."""
+        if name in FLOATS:
+            return self.floats[:num_slots, FLOATS.index(name)]
+        return self.integers[:num_slots, INTEGERS.index(name)]
+
+    def sampling(self, num_slots: int) -> SamplingState:
+        return SamplingState(
+            key=self.column("keys", num_slots),
+            position=self.column("num_tokens", num_slots),
+            temperature=self.column("temperature", num_slots),
+            policy_temperature=self.column("policy_temperature", num_slots),
+            top_p=self.column("top_p", num_slots),
+            top_k=self.column("top_k", num_slots),
+            greedy=self.column("greedy", num_slots),
+            min_new_tokens=self.column("min_new_tokens", num_slots),
+        )
+
+    def place(self, slots: Tensor, responses: Sequence[Response], seed: int) -> None:
+        """Start responses in slots whose cache holds their prompt and prefix."""
+        self.integers[slots] = torch.tensor([_integers(response, seed) for response in responses], device=self.device)
+        self.floats[slots] = torch.tensor([_floats(response) for response in responses], device=self.device)
+        for slot, response in zip(slots.tolist(), responses):
+            if response.num_prefix_tokens:
+                count = response.num_prefix_tokens
+                prefix = torch.from_numpy(response.request.prefix_ids.astype(np.int64))
+                self.tokens[slot, :count] = prefix.to(self.device)
+                self.behaviour[slot, :count] = float("nan")
+                self.policy[slot, :count] = float("nan")
+
+    def record(self, num_slots: int, sampled: Sampled) -> None:
+        """Append the chosen tokens and make them the next to be fed."""
+        slots, place = torch.arange(num_slots, device=self.device), self.column("num_tokens", num_slots)
+        self.tokens[slots, place] = sampled.tokens
+        self.behaviour[slots, place] = sampled.behaviour
+        self.policy[slots, place] = sampled.policy
+        self.column("ids", num_slots).copy_(sampled.tokens)
+        self.integers[:num_slots, INTEGERS.index("positions") : INTEGERS.index("num_tokens") + 1] += 1
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        for table in (self.integers, self.floats, self.tokens, self.behaviour, self.policy):
+            table[targets] = table[sources]
+
+
+def _integers(response: Response, seed: int) -> tuple[int, ...]:
+    request, sampling = response.request, response.sampling
+    last = request.prefix_ids[-1] if response.num_prefix_tokens else request.prompt.token_ids[-1]
+    key = response_key(seed, request.prompt.id, response.sample_index)
+    return (
+        int(last),
+        response.start_position,
+        response.num_prefix_tokens,
+        sampling.max_new_tokens,
+        key,
+        sampling.top_k,
+        int(sampling.greedy),
+        sampling.min_new_tokens,
+    )
+
+
+def _floats(response: Response) -> tuple[float, float, float]:
+    sampling = response.sampling
+    return (1.0 if sampling.greedy else sampling.temperature, sampling.training_temperature, sampling.top_p)

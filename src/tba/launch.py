@@ -1,0 +1,97 @@
+"""From a config to a finished run: make the roles, let them take turns, write the summary."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tba.config import Config, dump_config
+from tba.evaluate.run import evaluate
+from tba.generate.engine import Engine, make_engine
+from tba.models.load import LoadedModel, load_model
+from tba.models.weights import make_weights
+from tba.observe.files import RunFolder, write_atomic
+from tba.observe.recorder import Recorder
+from tba.runtime.channels import LocalGroups, LocalWeights
+from tba.search.loop import Searcher, training_sampling
+from tba.search.make import make_searcher
+from tba.tasks.base import Task
+from tba.tasks.registry import make_task
+from tba.train.loop import Trainer
+from tba.train.make import make_trainer
+from tba.types import Prompt
+
+logger = logging.getLogger("tba")
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Run a training and return what summary.json holds."""
+    folder = RunFolder.create(config.run_folder, overwrite=config.overwrite)
+    write_atomic(folder.config, dump_config(config))
+    run = make_sync_run(config, folder)
+    try:
+        run.run()
+        return run.trainer.recorder.finish()
+    finally:
+        run.trainer.recorder.close()
+
+
+@dataclass
+class SyncRun:
+    """Searcher and trainer in one process, in turn: every step trains on responses of the current weights."""
+
+    config: Config
+    searcher: Searcher
+    trainer: Trainer
+    engine: Engine
+    task: Task
+    held_out: list[Prompt]
+
+    def run(self) -> None:
+        self.evaluate()
+        while not self.trainer.done:
+            self.step()
+            if self._evaluation_due():
+                self.evaluate()
+
+    def step(self) -> None:
+        self.trainer.recorder.training_starts()
+        self.searcher.step(self.config.train.prompts_per_step)
+        self.trainer.step()
+
+    def evaluate(self) -> None:
+        if not self.held_out:
+            return
+        metrics = evaluate(
+            self.engine,
+            self.task,
+            self.searcher.scorer.tokenizer,
+            prompts=self.held_out,
+            sampling=training_sampling(self.config),
+            samples_per_prompt=self.config.evaluate.samples_per_prompt,
+        )
+        self.trainer.recorder.evaluation(self.trainer.step_index, metrics)
+
+    def _evaluation_due(self) -> bool:
+        every, step = self.config.evaluate.every, self.trainer.step_index
+        return self.trainer.done or (every is not None and step % every == 0)
+
+
+def make_sync_run(config: Config, folder: RunFolder) -> SyncRun:
+    """Load the model once and build both roles around it."""
+    loaded = load_model(config.model)
+    task = make_task(config.task, loaded.tokenizer, max_prompt_tokens=max_prompt_tokens(config, loaded.context))
+    engine = make_engine(
+        loaded.model,
+        loaded.tokenizer,
+        replace_update(config, "drain"),
+        seed=config.seed,
+        max_length=loaded.context,
+    )
+    groups = LocalGroups()
+    searcher = make_searcher(config, loaded, task, engine, groups)
+    recorder = Recorder(config, folder, decode=lambda group: searcher.scorer.texts([t.completion for t in group.trajectories]))
+    trainer = make_trainer(config, loaded, task, groups, LocalWeights(engine.load), recorder)
+    held_out = list(task.prompts("held_out"))[: config.evaluate.num_prompts]
+    return SyncRun(config, searcher, trainer, engine, task, held_out)

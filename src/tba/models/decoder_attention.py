@@ -1,0 +1,102 @@
+"""Attention over a right-padded batch of sequences, optionally after a shared beginning (prefill, checks, scoring).
+
+Axes: B sequences, T tokens of the longest, L keys, H query heads, K key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tba.models.decoder import DecoderSpec
+
+
+def attention(spec: DecoderSpec, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """query [B, H, T, D], key and value [B, K, L, D], mask bool or None = causal -> [B, H, T, D]."""
+    scale, gqa = spec.query_scales[layer], spec.group > 1
+    if spec.attention_cap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+        )
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    key, value = key.repeat_interleave(spec.group, dim=1), value.repeat_interleave(spec.group, dim=1)
+    scores = torch.matmul(query, key.transpose(-1, -2)) * scale
+    scores = torch.tanh(scores / spec.attention_cap) * spec.attention_cap
+    return torch.matmul(scores.masked_fill(~mask, float("-inf")).softmax(dim=-1), value)
+
+
+class CausalAttention:
+    """Right-padded sequences, each seeing itself only. Padding comes last, so no real token ever sees it.
+
+    Keeps every layer's keys [B, K, T, D] and values [B, K, T, D] when `keep` is set.
+    """
+
+    def __init__(self, spec: DecoderSpec, num_rows: int, num_columns: int, *, keep: bool = False) -> None:
+        self.spec = spec
+        self.shape = (num_rows, num_columns)
+        self.keep = keep
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
+        if not self.keep:
+            self.keys.clear()
+            self.values.clear()
+        self.keys.append(key_NKD.unflatten(0, self.shape).transpose(1, 2))
+        self.values.append(value_NKD.unflatten(0, self.shape).transpose(1, 2))
+
+    def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
+        query = query_NHD.unflatten(0, self.shape).transpose(1, 2)
+        mask = self._window_mask(self.spec.windows[layer], query.device)
+        attended = attention(self.spec, layer, query, self.keys[-1], self.values[-1], mask)
+        return attended.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def _window_mask(self, window: int | None, device: torch.device) -> Tensor | None:
+        columns = self.shape[1]
+        if window is None or window >= columns:
+            return None
+        seen = torch.ones(columns, columns, dtype=torch.bool, device=device)
+        return seen.tril().triu(1 - window)
+
+
+class SharedPrefixAttention:
+    """Right-padded continuations, each seeing its row of already computed prefixes, then itself.
+
+    `prefix` holds per layer keys and values [P, K, L, D]; `prefix_rows` [B] says which prefix continues; `prefix_lengths`
+    [P] how much of it is real. Continuation b's tokens have positions prefix_lengths[prefix_rows[b]] + 0, 1, ...
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, prefix: CausalAttention, rows_B: Tensor, lengths_P: Tensor, num_columns: int
+    ) -> None:
+        self.spec = spec
+        self.prefix = prefix
+        self.rows_B = rows_B
+        self.shape = (rows_B.shape[0], num_columns)
+        self.lengths_B = lengths_P[rows_B]
+        self.masks = {window: self._mask(window) for window in set(spec.windows)}
+
+    def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
+        own_key = key_NKD.unflatten(0, self.shape).transpose(1, 2)
+        own_value = value_NKD.unflatten(0, self.shape).transpose(1, 2)
+        self.key = torch.cat((self.prefix.keys[layer][self.rows_B], own_key), dim=2)
+        self.value = torch.cat((self.prefix.values[layer][self.rows_B], own_value), dim=2)
+
+    def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
+        query = query_NHD.unflatten(0, self.shape).transpose(1, 2)
+        attended = attention(self.spec, layer, query, self.key, self.value, self.masks[self.spec.windows[layer]])
+        return attended.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def _mask(self, window: int | None) -> Tensor:
+        """bool [B, 1, T, prefix columns + T]."""
+        device, columns = self.rows_B.device, self.shape[1]
+        prefix_index = torch.arange(self.prefix.shape[1], device=device)
+        offset = torch.arange(columns, device=device)
+        length = self.lengths_B[:, None]
+        real = torch.cat((prefix_index < length, (offset >= 0).expand(self.shape)), dim=1)
+        position_BL = torch.cat((prefix_index.expand(self.shape[0], -1), length + offset), dim=1)
+        behind = (length + offset)[:, :, None] - position_BL[:, None]
+        seen = (behind >= 0) & real[:, None]
+        return (seen if window is None else seen & (behind < window))[:, None]

@@ -1,0 +1,121 @@
+"""The static tensors of a decoder, and how named tensors of a transformers state dict are copied into them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(kw_only=True, eq=False)
+class Linear:
+    """weight [out, in] and bias [out] or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """residual += linear(x), in place; in one kernel where the types allow it."""
+        if self.bias is None and residual.dtype == self.weight.dtype:
+            residual.addmm_(x, self.weight.t())
+        else:
+            residual.add_(self(x))
+
+
+@dataclass(kw_only=True, eq=False)
+class Norm:
+    """Layer norm where there is a bias, else RMS norm; fp32."""
+
+    weight: Tensor
+    bias: Tensor | None
+    epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.bias is not None:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+
+
+@dataclass(kw_only=True, eq=False)
+class Layer:
+    """Weights of one layer: `qkv` is query, key and value heads stacked; `up` is gate over up where the MLP is gated."""
+
+    attention_norm: Norm
+    qkv: Linear
+    output: Linear
+    mlp_norm: Norm
+    up: Linear
+    down: Linear
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    attention_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placement:
+    """Where one named tensor goes.
+
+    Placement(target=qkv.weight[128:192], shape=(64, 128), arrange=pair_rows)
+    """
+
+    target: Tensor
+    """A view of a static tensor."""
+    shape: tuple[int, ...]
+    """Of the named tensor."""
+    arrange: Callable[[Tensor], Tensor]
+    """Named tensor -> values of the target."""
+
+
+@dataclass(kw_only=True, eq=False)
+class DecoderWeights:
+    """Every static tensor of a decoder, and what fills it."""
+
+    embedding: Tensor
+    """[V, hidden]"""
+    layers: list[Layer]
+    final_norm: Norm
+    head: Tensor
+    """[V, hidden]; the embedding itself when tied."""
+    positions: Tensor | None
+    """[positions, hidden], learned; None = rotary."""
+    placements: Mapping[str, Placement]
+    ignored: frozenset[str]
+    """Names that may come and carry nothing new: the head of tied embeddings, buffers."""
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy all named tensors in place; nothing is copied when a name or shape is wrong."""
+        self._check(tensors)
+        for name, placement in self.placements.items():
+            placement.target.copy_(placement.arrange(tensors[name]))
+
+    def _check(self, tensors: Mapping[str, Tensor]) -> None:
+        unknown = [name for name in tensors if name not in self.placements and name not in self.ignored]
+        missing = [name for name in self.placements if name not in tensors]
+        if unknown or missing:
+            raise KeyError(_name_problem(unknown, missing, self.placements))
+        for name, placement in self.placements.items():
+            if tuple(tensors[name].shape) != placement.shape:
+                raise ValueError(
+                    f"weights: {name} has shape {tuple(tensors[name].shape)}, the engine's model has {placement.shape}: "
+                    "load weights of the same model."
+                )
+
+
+def _name_problem(unknown: list[str], missing: list[str], known: Iterable[str]) -> str:
+    parts = []
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], list(known), n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        parts.append(f"{len(unknown)} unknown names, the first {unknown[0]!r}{hint}")
+    if missing:
+        parts.append(f"{len(missing)} missing names, the first {missing[0]!r}")
+    return f"weights do not fit the engine's model: {'; '.join(parts)}. Names are those of its transformers state dict."

@@ -1,0 +1,86 @@
+"""Load a causal language model and its tokenizer from a folder, a hub name, or the package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from tba.config import ModelConfig
+
+SHIPPED = {"tba:arithmetic": "tasks/arithmetic_start"}
+"""Models inside the package, by the name used for model.path."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A model ready to train or to generate, with what belongs to it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    context: int
+    """Longest sequence in tokens, prompt and response together."""
+
+
+def resolve_path(path: str) -> str:
+    """The folder or hub name behind model.path."""
+    if path in SHIPPED:
+        return str(files("tba").joinpath(SHIPPED[path]))
+    if path.startswith("tba:"):
+        raise ValueError(f"model.path={path!r} is not shipped with the package: it has {', '.join(SHIPPED)}.")
+    if _looks_like_folder(path) and not Path(path).is_dir():
+        raise ValueError(f"model.path={path!r}: there is no such folder. Give a folder with config.json or a hub name.")
+    return path
+
+
+def resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """Load with dropout off, in the compute dtype, on the device."""
+    path, device = resolve_path(config.path), resolve_device(config.device)
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=resolve_dtype(config.dtype, device), **options)
+    except OSError as error:
+        raise ValueError(
+            f"model.path={config.path!r} cannot be loaded: {_first_line(error)} Give a folder with config.json and weights, "
+            "or a hub name that can be reached (HF_HUB_OFFLINE=1 forbids downloads)."
+        ) from error
+    return LoadedModel(model=model.to(device).eval(), tokenizer=tokenizer, context=context_length(model.config))
+
+
+def load_tokenizer(config: ModelConfig) -> tuple[PreTrainedTokenizerBase, int]:
+    """Tokenizer and context length, without the weights: what the data checks need."""
+    path = resolve_path(config.path)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    return tokenizer, context_length(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
+
+
+def context_length(model_config: Any) -> int:
+    for name in ("max_position_embeddings", "n_positions", "n_ctx"):
+        if getattr(model_config, name, None):
+            return int(getattr(model_config, name))
+    raise ValueError(f"model type {model_config.model_type!r} does not state its context (max_position_embeddings).")
+
+
+def _looks_like_folder(path: str) -> bool:
+    return path.startswith((".", "/", "~")) or path.count("/") > 1
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

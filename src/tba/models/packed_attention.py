@@ -1,0 +1,191 @@
+"""Attention over packed sequences, for any transformers model that uses the attention interface.
+
+All tokens of a micro-batch lie end to end in one row of T tokens, so no linear layer computes on padding. Only inside
+attention are they laid out in blocks: *roots* are causal sequences that start at position 0 (a prompt, or a prompt with
+its response), *branches* continue a root (a response that shares its prompt's pass with the others of its group) and see
+the root's tokens and their own past.
+
+Axes: T packed tokens, H heads, D head dim, R roots, B branches, L longest root, M longest branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+NAME = "tba_packed"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedLayout:
+    """Where each sequence lies in the packed row.
+
+    PackedLayout(root_lengths=[3], branch_lengths=[2, 1], branch_roots=[0, 0], device=cpu): tokens 0-2 are the root,
+    3-4 and 5 are two branches of it. Roots come first, then branches, each in order.
+    """
+
+    root_lengths: Sequence[int]
+    branch_lengths: Sequence[int] = ()
+    branch_roots: Sequence[int] = ()
+    device: torch.device
+    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    @cached_property
+    def _lengths(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Root and branch lengths, and the root of each branch."""
+        return (
+            torch.tensor(self.root_lengths, dtype=torch.long),
+            torch.tensor(self.branch_lengths, dtype=torch.long),
+            torch.tensor(self.branch_roots, dtype=torch.long),
+        )
+
+    @cached_property
+    def root_index_RL(self) -> Tensor:
+        """Packed index of each root token; padding repeats the root's first token (it is never attended to)."""
+        lengths, _, _ = self._lengths
+        starts = lengths.cumsum(0) - lengths
+        column = torch.arange(int(lengths.max()))
+        return torch.where(column < lengths[:, None], starts[:, None] + column, starts[:, None]).to(self.device)
+
+    @cached_property
+    def branch_index_BM(self) -> Tensor:
+        """Packed index of each branch token; padding repeats the branch's first token."""
+        roots, lengths, _ = self._lengths
+        starts = int(roots.sum()) + lengths.cumsum(0) - lengths
+        column = torch.arange(int(lengths.max()))
+        return torch.where(column < lengths[:, None], starts[:, None] + column, starts[:, None]).to(self.device)
+
+    @cached_property
+    def branch_key_index(self) -> Tensor:
+        """[B, L + M]: the keys a branch may see: its root's tokens, then its own."""
+        _, _, branch_roots = self._lengths
+        return torch.cat([self.root_index_RL[branch_roots.to(self.device)], self.branch_index_BM], dim=1)
+
+    @cached_property
+    def unpack_T(self) -> Tensor:
+        """For each packed token its row in the blocks' outputs (roots flattened, then branches flattened)."""
+        root_lengths, branch_lengths, _ = self._lengths
+        rows = [_rows_of(root_lengths, 0)]
+        if len(branch_lengths):
+            rows.append(_rows_of(branch_lengths, len(root_lengths) * int(root_lengths.max())))
+        return torch.cat(rows).to(self.device)
+
+    def root_mask(self, window: int | None) -> Tensor | None:
+        """None = plain causal; a boolean mask where a sliding window is shorter than the longest root."""
+        length = max(self.root_lengths)
+        if window is None or window >= length:
+            return None
+        position = torch.arange(length, device=self.device)
+        distance = position[:, None] - position
+        return (distance >= 0) & (distance < window)
+
+    def branch_mask(self, window: int | None) -> Tensor:
+        """Boolean [B, 1, M, L + M]: the root's real tokens and the own past, inside the window."""
+        if window not in self._masks:
+            self._masks[window] = self._make_branch_mask(window)
+        mask = self._masks[window]
+        assert mask is not None
+        return mask
+
+    def _make_branch_mask(self, window: int | None) -> Tensor:
+        root_lengths, branch_lengths, branch_roots = self._lengths
+        own_root = root_lengths[branch_roots]
+        root_column, own_column = torch.arange(int(root_lengths.max())), torch.arange(int(branch_lengths.max()))
+        key_position = torch.cat([root_column.expand(len(own_root), -1), own_root[:, None] + own_column], dim=1)
+        real = torch.cat([root_column < own_root[:, None], own_column < branch_lengths[:, None]], dim=1)
+        query_position = own_root[:, None] + own_column
+        distance = query_position[:, :, None] - key_position[:, None, :]
+        seen = real[:, None, :] & (distance >= 0)
+        if window is not None:
+            seen &= distance < window
+        # A padded query would see nothing and give NaN, which poisons gradients even where its output is unused.
+        seen |= (own_column >= branch_lengths[:, None])[:, :, None]
+        return seen[:, None].to(self.device)
+
+
+def _rows_of(lengths: Tensor, first: int) -> Tensor:
+    width = int(lengths.max())
+    column = torch.arange(width)
+    rows = first + torch.arange(len(lengths))[:, None] * width + column
+    return rows[column < lengths[:, None]]
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    packed_layout: PackedLayout | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention function of the transformers interface; query [1, H, T, D] -> output [1, T, H, D]."""
+    if packed_layout is None:
+        raise ValueError(f"attention {NAME!r} needs packed_layout: this model does not pass keyword arguments through.")
+    layout = packed_layout
+    q_THD, k_THD, v_THD = (states[0].transpose(0, 1) for states in (query, key, value))
+    blocks = [
+        _attend(q_THD, k_THD, v_THD, layout.root_index_RL, layout.root_index_RL, layout.root_mask(sliding_window), scaling, softcap)
+    ]
+    if layout.branch_lengths:
+        mask = layout.branch_mask(sliding_window)
+        blocks.append(
+            _attend(q_THD, k_THD, v_THD, layout.branch_index_BM, layout.branch_key_index, mask, scaling, softcap)
+        )
+    rows = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+    return rows.index_select(0, layout.unpack_T)[None], None
+
+
+def _attend(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+) -> Tensor:
+    """Gather blocks, attend, and return the rows [blocks * longest query, H, D]."""
+    q, k, v = (
+        states.index_select(0, index.flatten()).view(*index.shape, *states.shape[1:]).transpose(1, 2)
+        for states, index in ((q_THD, query_index), (k_THD, key_index), (v_THD, key_index))
+    )
+    if softcap is None:
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    else:
+        out = _softcapped_attention(q, k, v, mask, scaling, softcap)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _softcapped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, softcap: float
+) -> Tensor:
+    """Gemma 2: logits are squashed by tanh before the mask; no fused kernel does this everywhere."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    scores = q @ k.transpose(-1, -2) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return torch.softmax(scores.float(), dim=-1).to(v.dtype) @ v
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Switch a model to packed attention; it then needs `packed_layout=` in every forward call."""
+    AttentionInterface.register(NAME, packed_attention)
+    model.set_attn_implementation(NAME)

@@ -1,0 +1,92 @@
+"""A language model as the trainer uses it: packed tokens in, log-probs of the response tokens out."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tba.models.packed_attention import use_packed_attention
+from tba.models.packing import PackedTokens, pack
+from tba.models.logprobs import chosen_log_probs
+from tba.types import Forward
+
+logger = logging.getLogger("tba.models")
+
+
+class PolicyModel:
+    """Computes log_pi of packed responses, with gradients where they are enabled.
+
+    Packed attention needs a model that goes through transformers' attention interface. That is checked once, against
+    the model's own plain forward pass; a model that fails it is computed one sequence at a time, in words.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.packed = self._check_packed()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def forward(self, packed: PackedTokens, *, temperature: float) -> Forward:
+        """log_pi and entropy of all response tokens, in the order the responses were given to `pack`."""
+        if not self.packed:
+            return self._forward_one_by_one(packed, temperature)
+        head = self.model.get_output_embeddings()
+        log_pi, entropy = chosen_log_probs(
+            self._hidden(packed)[packed.predict_M],
+            head.weight,
+            packed.targets_M,
+            temperature=temperature,
+            bias_V=getattr(head, "bias", None),
+            softcap=getattr(self.model.config, "final_logit_softcapping", None),
+        )
+        return Forward(log_pi_N=packed.expand(log_pi), entropy_N=packed.expand(entropy))
+
+    def _hidden(self, packed: PackedTokens) -> Tensor:
+        output = self.model.base_model(
+            input_ids=packed.input_ids_T[None],
+            position_ids=packed.positions_T[None],
+            use_cache=False,
+            packed_layout=packed.layout,
+        )
+        return output.last_hidden_state[0]
+
+    def _forward_one_by_one(self, packed: PackedTokens, temperature: float) -> Forward:
+        """The model's own logits, whatever it does to them; needs a layout without shared prompts."""
+        rows = packed.input_ids_T.split(list(packed.layout.root_lengths))
+        logits_TV = torch.cat([self.model(row[None], use_cache=False).logits[0].float() for row in rows])
+        log_probs_MV = torch.log_softmax(logits_TV[packed.predict_M] / temperature, dim=-1)
+        entropy_M = -(log_probs_MV.detach().exp() * log_probs_MV.detach()).sum(dim=-1)
+        return Forward(log_pi_N=log_probs_MV.gather(1, packed.targets_M[:, None])[:, 0], entropy_N=entropy_M)
+
+    @torch.no_grad()
+    def _check_packed(self) -> bool:
+        """Compare both layouts with the plain forward pass on a few tokens; False = use the slow way."""
+        device, vocabulary = self.device, self.model.config.get_text_config().vocab_size
+        tokens = torch.arange(12, device=device) * 7919 % vocabulary
+        plain = torch.log_softmax(self.model(tokens[None]).logits[0].float(), dim=-1)
+        want = torch.cat([plain[3:7].gather(1, tokens[4:8, None]), plain[3:11].gather(1, tokens[4:12, None])])[:, 0]
+        before = self.model.config._attn_implementation
+        try:
+            use_packed_attention(self.model)
+            self.packed = True
+            gaps = [self._gap(tokens, want, share_prompts=share) for share in (False, True)]
+        except (ValueError, TypeError, KeyError) as error:
+            return self._refuse_packed(before, str(error))
+        tolerance = 1e-3 if plain.dtype == self.model.dtype else 0.25
+        if max(gaps) > tolerance:
+            return self._refuse_packed(before, f"log-probs differ by {max(gaps):.2g} from a plain forward pass")
+        return True
+
+    def _gap(self, tokens: Tensor, want: Tensor, *, share_prompts: bool) -> float:
+        packed = pack([tokens[:4]], [[tokens[4:8], tokens[4:12]]], share_prompts=share_prompts, device=tokens.device)
+        return float((self.forward(packed, temperature=1.0).log_pi_N - want).abs().max())
+
+    def _refuse_packed(self, attention: str, reason: str) -> bool:
+        logger.warning("training one sequence at a time, which is slow: packed attention does not work here (%s).", reason)
+        self.model.set_attn_implementation(attention)
+        return False

@@ -1,0 +1,83 @@
+"""Every metric the program writes: name, unit, how parts of a step are put together.
+
+A metric that is not listed here is refused, so that dashboards and docs never meet an unknown name. `*` stands for one
+part of a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Literal
+
+Reduction = Literal["mean", "sum", "max", "last"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """Metric(name="kl", unit="nats per response", reduction="mean", meaning="...")"""
+
+    name: str
+    unit: str
+    meaning: str
+    reduction: Reduction = "mean"
+
+
+METRICS = (
+    Metric(name="loss", unit="reward", reduction="sum", meaning="What is back-propagated; for TB (beta / 2) x tb/loss."),
+    Metric(name="reward", unit="reward", meaning="Mean combined reward of the trained responses."),
+    Metric(name="rewards/*/mean", unit="reward", meaning="Mean of one component, not-applicable values left out."),
+    Metric(name="reward_std", unit="reward", meaning="Standard deviation within a prompt, mean over prompts."),
+    Metric(name="frac_reward_zero_std", unit="share", meaning="Prompts whose responses all have the same reward."),
+    Metric(name="kl", unit="nats per response", meaning="Mean log_pi - log_ref of the trained responses."),
+    Metric(name="entropy", unit="nats per token", meaning="Entropy of the policy at the trained tokens."),
+    Metric(name="grad_norm", unit="reward", reduction="last", meaning="Before clipping."),
+    Metric(name="learning_rate", unit="", reduction="last", meaning="Of this step."),
+    Metric(name="beta", unit="reward per nat", reduction="last", meaning="Of this step."),
+    Metric(name="completions/mean_length", unit="tokens", meaning="Of the trained responses."),
+    Metric(name="completions/clipped_ratio", unit="share", meaning="Responses cut off at the length limit."),
+    Metric(name="tb/loss", unit="nats^2", reduction="sum", meaning="The paper's VarGrad loss."),
+    Metric(name="tb/log_z", unit="nats", meaning="Mean estimate of log Z."),
+    Metric(name="tb/log_z_std", unit="nats", meaning="Root mean square residual."),
+    Metric(name="tb/max_abs_residual", unit="nats", reduction="max", meaning="Largest |log Z estimate - prompt mean|."),
+    Metric(name="tb/clip_fraction", unit="share", meaning="Responses beyond objective.residual_clip."),
+    Metric(name="off_policy/lag_mean", unit="steps", meaning="Trainer step - oldest version of the response."),
+    Metric(name="off_policy/lag_max", unit="steps", reduction="max", meaning="Largest lag in the step."),
+    Metric(name="off_policy/ess", unit="share", meaning="Effective sample size of pi / pi_behaviour, over responses."),
+    Metric(name="off_policy/kl", unit="nats per response", meaning="Mean policy log-prob when generated - log_pi now."),
+    Metric(name="off_policy/dropped", unit="responses", reduction="sum", meaning="Responses without weight in the step."),
+    Metric(name="buffer/*", unit="", reduction="last", meaning="State of the replay buffer."),
+    Metric(name="searcher/*/*", unit="", reduction="last", meaning="State of one searcher."),
+    Metric(name="search/*", unit="", reduction="last", meaning="All searchers together."),
+    Metric(name="time/*", unit="seconds", reduction="sum", meaning="Wall-clock time of a part of the step."),
+    Metric(name="perf/*", unit="per second", reduction="last", meaning="Rates since the first step."),
+    Metric(name="eval/*/*", unit="", reduction="last", meaning="On held-out prompts."),
+)
+
+
+@lru_cache(maxsize=4096)
+def metric(name: str) -> Metric:
+    """The listed metric behind a name; a KeyError names it otherwise."""
+    for known in METRICS:
+        if fnmatchcase(name, known.name):
+            return known
+    raise KeyError(f"metric {name!r} is not listed in tba/observe/metrics.py: add it there with its unit and meaning.")
+
+
+def reduce_metrics(parts: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    """Put (metrics, weight) of the parts of one step together by each metric's own rule."""
+    names = dict.fromkeys(name for metrics, _ in parts for name in metrics)
+    return {name: _reduce(name, [(metrics[name], weight) for metrics, weight in parts if name in metrics]) for name in names}
+
+
+def _reduce(name: str, values: list[tuple[float, float]]) -> float:
+    reduction = metric(name).reduction
+    if reduction == "sum":
+        return sum(value for value, _ in values)
+    if reduction == "max":
+        return max(value for value, _ in values)
+    if reduction == "last":
+        return values[-1][0]
+    return sum(value * weight for value, weight in values) / max(1e-12, sum(weight for _, weight in values))

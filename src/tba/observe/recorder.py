@@ -1,0 +1,94 @@
+"""Everything a run writes about itself: metrics, samples, progress, summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tba.config import Config
+from tba.observe.files import RunFolder, write_json
+from tba.observe.progress import Progress
+from tba.observe.samples import SampleLog
+from tba.observe.sinks import JsonlSink, Sinks
+from tba.types import TrajectoryGroup
+
+
+class Recorder:
+    """Takes events of the loops; writes metrics.jsonl, samples.jsonl, the progress line and summary.json."""
+
+    def __init__(self, config: Config, folder: RunFolder, *, decode: Callable[[TrajectoryGroup], list[str]]) -> None:
+        self.config = config
+        self.folder = folder
+        self._decode = decode
+        self._sinks = Sinks([JsonlSink(folder.metrics)])
+        self._samples = SampleLog(folder.samples)
+        self._progress = Progress(config)
+        self._last_sample: int | None = None
+        self._first_step_at: float | None = None
+        self._last_step_at = 0.0
+        self._lag_sum, self._lag_max = 0.0, 0.0
+        self.steps = 0
+        self.responses_generated = 0
+        self.responses_trained = 0
+        self.evaluations: list[tuple[int, Mapping[str, float]]] = []
+
+    def training_starts(self) -> None:
+        """The clock of `seconds` starts with the first optimizer step."""
+        if self._first_step_at is None:
+            self._first_step_at = time.perf_counter()
+
+    def group_received(self, step: int, group: TrajectoryGroup) -> None:
+        self.responses_generated += len(group.trajectories)
+        due = self._last_sample is None or step - self._last_sample >= self.config.observe.samples_every
+        if due:
+            self._last_sample = step
+            self._samples.write(step, group, self._decode(group))
+
+    def step(self, step: int, metrics: Mapping[str, float], *, responses: int) -> None:
+        self._last_step_at = time.perf_counter()
+        self.steps = step
+        self.responses_trained += responses
+        self._lag_sum += metrics.get("off_policy/lag_mean", 0.0)
+        self._lag_max = max(self._lag_max, metrics.get("off_policy/lag_max", 0.0))
+        metrics = {**metrics, "perf/responses_per_second": self.responses_trained / max(self.seconds, 1e-9)}
+        if step % self.config.observe.log_every == 0:
+            self._sinks.write(step, metrics)
+        self._progress.step(step, metrics)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.evaluations.append((step, metrics))
+        task = self.config.task.name
+        self._sinks.write(step, {f"eval/{task}/{name}": value for name, value in metrics.items()})
+        self._progress.evaluation(step, metrics)
+
+    @property
+    def seconds(self) -> float:
+        """From the first optimizer step to the last."""
+        return 0.0 if self._first_step_at is None else self._last_step_at - self._first_step_at
+
+    def summary(self) -> dict[str, Any]:
+        first, last = (self.evaluations[0][1], self.evaluations[-1][1]) if self.evaluations else ({}, {})
+        return {
+            "task": self.config.task.name,
+            "objective": self.config.objective.name,
+            "seed": self.config.seed,
+            "steps": self.steps,
+            "seconds": round(self.seconds, 2),
+            "responses_generated": self.responses_generated,
+            "responses_trained": self.responses_trained,
+            "start": dict(first),
+            "final": dict(last),
+            "lag": {"mean": round(self._lag_sum / max(1, self.steps), 3), "max": int(self._lag_max)},
+        }
+
+    def finish(self) -> dict[str, Any]:
+        """Write summary.json and close everything."""
+        summary = self.summary()
+        write_json(self.folder.summary, summary)
+        self.close()
+        return summary
+
+    def close(self) -> None:
+        self._progress.close()
+        self._sinks.close()

@@ -1,0 +1,156 @@
+"""From what arrives to columns, and from columns to what is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tba.replay.arena import BEHAVIOUR, ID, LOG_REF, POLICY, pack_tokens, unpack_ids
+from tba.replay.rows import RowTable
+from tba.replay.shelf import Shelf
+from tba.types import Batch, Totals, Trajectory, TrajectoryGroup
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedGroup:
+    """The columns of a group of R responses with N tokens in all."""
+
+    records: np.ndarray
+    """int32 [N, 4], see arena.py."""
+    ends: np.ndarray
+    """int64 [R]: where each response ends in N."""
+    versions: np.ndarray
+    truncated: np.ndarray
+    rewards: np.ndarray
+    """float32 [R, components], NaN = not applicable."""
+    reference_version: int
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.ends, prepend=0)
+
+    def stored_ids(self) -> list[np.ndarray]:
+        """By response, as `Arena.stored_ids` returns them."""
+        ids = np.ascontiguousarray(self.records[:, ID])
+        return np.split(ids, self.ends[:-1])
+
+    def take(self, keep: np.ndarray) -> PackedGroup:
+        """Some of the responses, in order."""
+        lengths = self.lengths
+        return PackedGroup(
+            records=self.records[np.repeat(keep, lengths)],
+            ends=np.cumsum(lengths[keep]),
+            versions=self.versions[keep],
+            truncated=self.truncated[keep],
+            rewards=self.rewards[keep],
+            reference_version=self.reference_version,
+        )
+
+
+def pack_group(group: TrajectoryGroup, reward_names: Sequence[str]) -> PackedGroup:
+    """Check and flatten a group; it holds at least one trajectory."""
+    trajectories, completions = group.trajectories, [t.completion for t in group.trajectories]
+    for trajectory in trajectories:
+        _check(trajectory, group.id, reward_names)
+    reference_versions = {t.reference_version for t in trajectories}
+    if len(reference_versions) > 1:
+        raise ValueError(
+            f"group {group.id} mixes reference versions {sorted(reference_versions)}: send one group for each."
+        )
+    records = pack_tokens(
+        np.concatenate([c.token_ids for c in completions]),
+        np.concatenate([t.loss_mask for t in trajectories]),
+        np.concatenate([t.log_ref for t in trajectories]),
+        np.concatenate([c.behaviour_log_probs for c in completions]),
+        np.concatenate([c.policy_log_probs for c in completions]),
+    )
+    with np.errstate(over="ignore"):
+        rewards = np.array([[t.rewards.get(name, np.nan) for name in reward_names] for t in trajectories], np.float32)
+    return PackedGroup(
+        records=records,
+        ends=np.cumsum([len(c.token_ids) for c in completions]),
+        versions=np.array([c.version for c in completions]),
+        truncated=np.array([c.finish == "length" for c in completions]),
+        rewards=rewards.reshape(len(trajectories), len(reward_names)),
+        reference_version=reference_versions.pop(),
+    )
+
+
+def _check(trajectory: Trajectory, group_id: str, reward_names: Sequence[str]) -> None:
+    completion = trajectory.completion
+    columns = (trajectory.loss_mask, trajectory.log_ref, completion.behaviour_log_probs, completion.policy_log_probs)
+    num_tokens = len(completion.token_ids)
+    if num_tokens == 0:
+        raise ValueError(f"group {group_id}: sample {completion.sample_index} has no tokens; a response ends with EOS.")
+    if any(len(column) != num_tokens for column in columns):
+        raise ValueError(
+            f"group {group_id}: sample {completion.sample_index} has {num_tokens} tokens, but loss_mask, log_ref, "
+            f"behaviour and policy log-probs of {[len(column) for column in columns]}: they must be as many."
+        )
+    if not trajectory.rewards.keys() <= set(reward_names):
+        unknown = sorted(trajectory.rewards.keys() - set(reward_names))
+        raise ValueError(f"group {group_id} has rewards {unknown}; the buffer knows {list(reward_names)}.")
+
+
+def combine_rewards(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """[R, components] -> finite float32 [R]: the weighted sum, not-applicable components left out."""
+    with np.errstate(invalid="ignore"):  # an infinite reward may meet weight 0, or its opposite
+        score = np.nansum(rewards.astype(np.float64) * weights, axis=1)
+    limit = float(np.finfo(np.float32).max)
+    return np.nan_to_num(score, nan=0.0).clip(-limit, limit).astype(np.float32)
+
+
+def token_key(stored_ids: np.ndarray, shelf: int) -> int:
+    """64 bits from the tokens and the shelf, the same in every process."""
+    digest = int.from_bytes(blake2b(stored_ids.tobytes(), digest_size=8).digest(), "little")
+    return (digest + shelf * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+
+
+def make_batch(
+    shelves: Sequence[Shelf],
+    rows_PK: np.ndarray,
+    *,
+    table: RowTable,
+    records: np.ndarray,
+    lengths: np.ndarray,
+    reward_names: Sequence[str],
+) -> Batch:
+    """Tensors of the sampled rows, whose token records lie end to end."""
+    ids_N, loss_mask_N = unpack_ids(records)
+    floats = records.view(np.float32)
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    P, K = rows_PK.shape
+    return Batch(
+        prompt_ids=tuple(shelf.prompt_id for shelf in shelves),
+        prompt_tokens=tuple(_tensor(shelf.prompt_tokens, np.int64) for shelf in shelves),
+        token_ids_N=torch.from_numpy(ids_N),
+        offsets=torch.from_numpy(offsets),
+        loss_mask_N=torch.from_numpy(loss_mask_N),
+        log_ref_N=_tensor(floats[:, LOG_REF], np.float32),
+        behaviour_N=_tensor(floats[:, BEHAVIOUR], np.float32),
+        policy_N=_tensor(floats[:, POLICY], np.float32),
+        rewards=_components(table.rewards[rows_PK], reward_names),
+        reward_PK=_tensor(table.score[rows_PK], np.float32),
+        weight_PK=torch.ones(P, K),
+        version_PK=_tensor(table.version[rows_PK], np.int64),
+        truncated_PK=_tensor(table.truncated[rows_PK], np.bool_),
+        rows_PK=torch.from_numpy(rows_PK),
+        totals=Totals(prompts=P, responses=P * K, tokens=len(ids_N)),
+    )
+
+
+def _components(rewards_PKC: np.ndarray, reward_names: Sequence[str]) -> Mapping[str, Tensor]:
+    return {name: _tensor(rewards_PKC[:, :, c], np.float32) for c, name in enumerate(reward_names)}
+
+
+def _tensor(values: np.ndarray, dtype: type) -> Tensor:
+    """A fresh copy, contiguous."""
+    return torch.from_numpy(np.array(values, dtype=dtype, order="C"))

@@ -1,0 +1,231 @@
+"""Which responses are sampled: the rules of the paper, each a small class.
+
+    MixedSelector      for each prompt slot: with probability m a fresh prompt, else any prompt
+      FreshSelector      K of the prompt's newest responses, uniformly
+      SoftmaxSelector    K of all its responses, with probability ~ exp(inverse_temperature * score)
+      UniformSelector    K of all its responses, uniformly (inverse temperature 0)
+
+K responses are drawn without replacement; with replacement only from fewer than K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from tba.replay.decks import Deck, PromptDecks
+from tba.replay.forest import SumForest
+from tba.replay.shelf import HOLE, Shelf
+
+MAX_LOG_WEIGHT = 200.0
+"""Weights stay within exp(+-200) of 1, far from overflow and underflow; beyond, the shelf is scaled anew."""
+MAX_ROUNDS = 4
+EXACT_WIDTH = 1024
+"""Up to so many positions are looked at one by one; among more, holes are met and skipped."""
+
+
+class Selector(Protocol):
+    """Told of every change, so that it can keep sums; `slots` are places on the shelf's ring."""
+
+    def insert(self, shelf: Shelf, slots: np.ndarray, rows: np.ndarray) -> None: ...
+
+    def remove(self, shelves: Sequence[Shelf], slots: Sequence[int]) -> None:
+        """Slot i of shelf i became a hole; shelves may repeat, pairs do not."""
+        ...
+
+    def rebuild(self, shelf: Shelf) -> None:
+        """The shelf's slots were dealt out anew; it holds at least one row."""
+        ...
+
+    def choose(self, shelves: Sequence[Shelf], count: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """`count` rows of each shelf."""
+        ...
+
+
+def draw_uniformly(shelf: Shelf, first: int, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Rows from position `first` on, uniformly; without replacement unless there are fewer than `count`."""
+    width = shelf.tail - first
+    if width > max(EXACT_WIDTH, 2 * count):
+        positions = first + (rng.random(3 * count + 8) * width).astype(np.int64)
+        rows = shelf.ring[positions & (shelf.size - 1)]
+        distinct = _first_distinct(rows[rows != HOLE].tolist(), count)
+        if len(distinct) == count:
+            return np.array(distinct)
+    rows = shelf.rows(first)
+    if len(rows) < count:
+        return rows[rng.integers(len(rows), size=count)]
+    return rng.permutation(rows)[:count]
+
+
+def _first_distinct(values: Iterable[int], count: int) -> list[int]:
+    """Drawing with replacement and skipping repeats is drawing without replacement, draw by draw."""
+    return list(dict.fromkeys(values))[:count]
+
+
+class UniformSelector:
+    def insert(self, shelf: Shelf, slots: np.ndarray, rows: np.ndarray) -> None:
+        pass
+
+    def remove(self, shelves: Sequence[Shelf], slots: Sequence[int]) -> None:
+        pass
+
+    def rebuild(self, shelf: Shelf) -> None:
+        pass
+
+    def choose(self, shelves: Sequence[Shelf], count: int, rng: np.random.Generator) -> list[np.ndarray]:
+        return [draw_uniformly(shelf, shelf.head, count, rng) for shelf in shelves]
+
+
+class FreshSelector:
+    def choose(self, shelf: Shelf, count: int, *, since: int, rng: np.random.Generator) -> np.ndarray:
+        """`since` is a stamp; a fresh shelf holds at least one row from then on."""
+        return draw_uniformly(shelf, shelf.position_since(since), count, rng)
+
+
+class SoftmaxSelector:
+    """A sum-tree per shelf over exp(inverse_temperature * score - log_scale); log_scale follows the shelf's maximum."""
+
+    def __init__(self, inverse_temperature: float, score: np.ndarray) -> None:
+        self._inverse_temperature = inverse_temperature
+        self._score = score
+        """Column of finite scores by row."""
+        self._forest = SumForest()
+
+    def insert(self, shelf: Shelf, slots: np.ndarray, rows: np.ndarray) -> None:
+        logits = self._logits(rows)
+        if shelf.tree < 0 or logits.max() > shelf.log_scale + MAX_LOG_WEIGHT:
+            self.rebuild(shelf)
+        else:
+            self._set(shelf, slots, np.exp(logits - shelf.log_scale))
+
+    def remove(self, shelves: Sequence[Shelf], slots: Sequence[int]) -> None:
+        kept = []
+        for shelf, slot in zip(shelves, slots):
+            if shelf.live == 0:
+                self._release(shelf)
+            elif shelf.tree >= 0:
+                kept.append((shelf.tree, shelf.tree_size, slot))
+        if kept:
+            bases, sizes, holes = np.array(kept).T
+            self._forest.set(bases, sizes, holes, np.zeros(len(kept)))
+
+    def rebuild(self, shelf: Shelf) -> None:
+        if shelf.tree_size != shelf.size:
+            self._release(shelf)
+            shelf.tree, shelf.tree_size = self._forest.allocate(shelf.size), shelf.size
+        slots = np.flatnonzero(shelf.ring != HOLE)
+        logits = self._logits(shelf.ring[slots])
+        shelf.log_scale = float(logits.max())
+        weights = np.zeros(shelf.size)
+        weights[slots] = np.exp(logits - shelf.log_scale)
+        self._forest.rebuild(shelf.tree, weights)
+
+    def choose(self, shelves: Sequence[Shelf], count: int, rng: np.random.Generator) -> list[np.ndarray]:
+        if not shelves:
+            return []
+        for shelf in shelves:
+            if self._vanished(shelf):
+                self.rebuild(shelf)
+        draws = self._draw(shelves, count + count // 4 + 4, rng)
+        return [shelf.ring[self._finish(shelf, slots, count, rng)] for shelf, slots in zip(shelves, draws)]
+
+    def _finish(self, shelf: Shelf, slots: list[int], count: int, rng: np.random.Generator) -> list[int]:
+        if shelf.live < count:
+            return slots[:count]
+        chosen = _first_distinct(slots, count)
+        return chosen if len(chosen) == count else self._complete(shelf, chosen, count, rng)
+
+    def _complete(self, shelf: Shelf, chosen: list[int], count: int, rng: np.random.Generator) -> list[int]:
+        """Hide what was drawn and draw among the rest; when little weight is left, continue in log space."""
+        rounds = 0
+        while len(chosen) < count:
+            self._set(shelf, np.array(chosen), np.zeros(len(chosen)))
+            if rounds == MAX_ROUNDS or self._vanished(shelf):
+                chosen = chosen + self._race(shelf, chosen, count - len(chosen), rng)
+            else:
+                chosen = _first_distinct(chosen + self._draw([shelf], count, rng)[0], count)
+            rounds += 1
+        slots = np.array(chosen)
+        self._set(shelf, slots, np.exp(self._logits(shelf.ring[slots]) - shelf.log_scale))
+        return chosen
+
+    def _race(self, shelf: Shelf, chosen: list[int], count: int, rng: np.random.Generator) -> list[int]:
+        """Gumbel top-k, the same law as drawing one after the other: O(n), but right for any scores.
+
+        Where scores are too large for the noise to register it decides between equals.
+        """
+        slots = np.setdiff1d(np.flatnonzero(shelf.ring != HOLE), chosen)
+        noise = rng.gumbel(size=len(slots))
+        order = np.lexsort((noise, self._logits(shelf.ring[slots]) + noise))
+        return slots[order[::-1][:count]].tolist()
+
+    def _draw(self, shelves: Sequence[Shelf], count: int, rng: np.random.Generator) -> list[list[int]]:
+        """Slots with replacement, `count` per shelf."""
+        bases, sizes = np.array([(shelf.tree, shelf.tree_size) for shelf in shelves]).T
+        return self._forest.descend(bases, sizes, rng.random((len(shelves), count))).tolist()
+
+    def _set(self, shelf: Shelf, slots: np.ndarray, weights: np.ndarray) -> None:
+        self._forest.set(np.full(len(slots), shelf.tree), np.full(len(slots), shelf.tree_size), slots, weights)
+
+    def _logits(self, rows: np.ndarray) -> np.ndarray:
+        return self._inverse_temperature * self._score[rows].astype(np.float64)
+
+    def _vanished(self, shelf: Shelf) -> bool:
+        return self._forest.total(shelf.tree) < np.exp(-MAX_LOG_WEIGHT)
+
+    def _release(self, shelf: Shelf) -> None:
+        if shelf.tree >= 0:
+            self._forest.release(shelf.tree, shelf.tree_size)
+        shelf.tree, shelf.tree_size = -1, 0
+
+
+class MixedSelector:
+    """The paper's rule. Prompts are not repeated inside a batch unless there are fewer prompts than slots."""
+
+    def __init__(self, on_policy_probability: float, old: Selector) -> None:
+        self._on_policy_probability = on_policy_probability
+        self._fresh = FreshSelector()
+        self._old = old
+
+    def choose(
+        self,
+        shelves: Mapping[int, Shelf],
+        decks: PromptDecks,
+        num_prompts: int,
+        count: int,
+        rng: np.random.Generator,
+    ) -> tuple[list[Shelf], np.ndarray]:
+        """The shelves of the P slots, and rows [P, K]."""
+        slots = self._choose_prompts(decks, num_prompts, rng)
+        chosen = [shelves[card] for card, _ in slots]
+        old = iter(self._old.choose([shelf for shelf, (_, fresh) in zip(chosen, slots) if not fresh], count, rng))
+        rows_PK = np.empty((num_prompts, count), np.int64)
+        for rows_K, shelf, (_, fresh) in zip(rows_PK, chosen, slots):
+            rows_K[:] = self._fresh.choose(shelf, count, since=decks.fresh_since, rng=rng) if fresh else next(old)
+        return chosen, rows_PK
+
+    def _choose_prompts(self, decks: PromptDecks, num_prompts: int, rng: np.random.Generator) -> list[tuple[int, bool]]:
+        """(prompt, whether it came from the fresh deck) for each slot."""
+        slots: list[tuple[int, bool]] = []
+        used: set[int] = set()
+        for uniform in rng.random(num_prompts).tolist():
+            wants_fresh = uniform < self._on_policy_probability
+            order = [(decks.fresh, True), (decks.all, False)] if wants_fresh else [(decks.all, False)]
+            slot = self._first(order, used, rng)
+            if slot is None:  # every prompt is in the batch already
+                used.clear()
+                slot = self._first(order, used, rng)
+            assert slot is not None, "the decks hold at least one prompt"
+            used.add(slot[0])
+            slots.append(slot)
+        return slots
+
+    @staticmethod
+    def _first(order: list[tuple[Deck, bool]], used: set[int], rng: np.random.Generator) -> tuple[int, bool] | None:
+        for deck, fresh in order:
+            card = deck.draw(rng, exclude=used)
+            if card is not None:
+                return card, fresh
+        return None

@@ -1,0 +1,46 @@
+"""The interfaces between roles, and their form within one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from tba.types import TrajectoryGroup, Weights
+
+
+class GroupSender(Protocol):
+    def send(self, group: TrajectoryGroup) -> None: ...
+
+
+class GroupReceiver(Protocol):
+    def drain(self) -> list[TrajectoryGroup]:
+        """Everything that has arrived, at once; never waits."""
+        ...
+
+
+class WeightPublisher(Protocol):
+    def publish(self, weights: Weights) -> None: ...
+
+
+class LocalGroups:
+    """A queue inside one process: sender and receiver in one."""
+
+    def __init__(self) -> None:
+        self._groups: list[TrajectoryGroup] = []
+
+    def send(self, group: TrajectoryGroup) -> None:
+        self._groups.append(group)
+
+    def drain(self) -> list[TrajectoryGroup]:
+        groups, self._groups = self._groups, []
+        return groups
+
+
+class LocalWeights:
+    """Publishing inside one process: the engine loads at once."""
+
+    def __init__(self, load: Callable[[Weights], None]) -> None:
+        self._load = load
+
+    def publish(self, weights: Weights) -> None:
+        self._load(weights)

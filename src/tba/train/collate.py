@@ -1,0 +1,107 @@
+"""Cut a step's batch into packed micro-batches under a token budget.
+
+Prompts are sorted by length and kept whole where they fit, so that attention blocks have little padding and group-coupled
+losses need one pass only. A prompt whose responses exceed the budget is spread over several micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tba.models.packing import PackedTokens, pack
+from tba.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Limits of one micro-batch.
+
+    Budget(max_tokens=16384) or Budget(max_tokens=16384, max_responses=4, share_prompts=False)
+    """
+
+    max_tokens: int
+    max_responses: int | None = None
+    share_prompts: bool = True
+
+    def admits(self, *, tokens: int, responses: int) -> bool:
+        return tokens <= self.max_tokens and (self.max_responses is None or responses <= self.max_responses)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Some responses of a batch, packed.
+
+    MicroBatch(responses=[0, 1, 2, 3], packed=..., tokens_N=[0, 1, ..., 57])
+    """
+
+    responses: Tensor
+    """int64, ascending."""
+    tokens_N: Tensor
+    """int64: where the packed targets lie in the batch's N."""
+    packed: PackedTokens
+
+
+def split_whole_prompts(batch: Batch, budget: Budget) -> list[list[int]] | None:
+    """Prompts per micro-batch, each prompt whole, similar lengths together; None when a prompt exceeds the budget."""
+    (P, K), cost = batch.shape, _prompt_costs(batch, budget)
+    parts: list[list[int]] = []
+    tokens = 0
+    for prompt in sorted(range(P), key=cost.__getitem__, reverse=True):
+        if not budget.admits(tokens=cost[prompt], responses=K):
+            return None
+        fits = parts and budget.admits(tokens=tokens + cost[prompt], responses=(len(parts[-1]) + 1) * K)
+        if fits:
+            parts[-1].append(prompt)
+            tokens += cost[prompt]
+        else:
+            parts.append([prompt])
+            tokens = cost[prompt]
+    return parts
+
+
+def split_responses(batch: Batch, budget: Budget) -> list[list[int]]:
+    """Responses per micro-batch, in order; a single response beyond the budget runs alone."""
+    K, lengths = batch.shape[1], batch.lengths.tolist()
+    parts: list[list[int]] = [[]]
+    tokens = 0
+    for response, length in enumerate(lengths):
+        same_prompt = bool(parts[-1]) and parts[-1][-1] // K == response // K
+        prompt_tokens = 0 if budget.share_prompts and same_prompt else len(batch.prompt_tokens[response // K])
+        cost = length + prompt_tokens
+        if parts[-1] and not budget.admits(tokens=tokens + cost, responses=len(parts[-1]) + 1):
+            parts.append([])
+            tokens, cost = 0, length + len(batch.prompt_tokens[response // K])
+        parts[-1].append(response)
+        tokens += cost
+    return parts
+
+
+def pack_responses(batch: Batch, responses: list[int], *, share_prompts: bool, device: torch.device) -> MicroBatch:
+    """Pack some responses of a batch, those of a prompt together."""
+    K, index = batch.shape[1], torch.tensor(responses)
+    prompts, own = [], []
+    for prompt, members in _by_prompt(responses, K):
+        prompts.append(batch.prompt_tokens[prompt])
+        own.append([batch.token_ids_N[batch.offsets[r] : batch.offsets[r + 1]] for r in members])
+    packed = pack(prompts, own, share_prompts=share_prompts, device=device)
+    return MicroBatch(responses=index, tokens_N=batch.tokens_of(index), packed=packed)
+
+
+def _by_prompt(responses: list[int], K: int) -> Iterator[tuple[int, list[int]]]:
+    start = 0
+    for end in range(1, len(responses) + 1):
+        if end == len(responses) or responses[end] // K != responses[start] // K:
+            yield responses[start] // K, responses[start:end]
+            start = end
+
+
+def _prompt_costs(batch: Batch, budget: Budget) -> list[int]:
+    """Packed tokens of each prompt with its responses."""
+    (P, K) = batch.shape
+    response_tokens = batch.lengths.view(P, K).sum(dim=1).tolist()
+    copies = 1 if budget.share_prompts else K
+    return [own + copies * len(prompt) for own, prompt in zip(response_tokens, batch.prompt_tokens)]

@@ -1,0 +1,45 @@
+"""What a trained batch looked like: rewards, distance to the reference, staleness."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tba.types import Batch
+
+
+def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, float]:
+    """Metrics of a batch (on the CPU) given log_pi before the update; responses without weight are left out."""
+    kept_PK = batch.weight_PK > 0
+    if not kept_PK.any():
+        return {"off_policy/dropped": float(kept_PK.numel())}
+    log_pi_PK, log_ref_PK = batch.sum_per_response(log_pi_N), batch.sum_per_response(batch.log_ref_N)
+    lag = (step - batch.version_PK)[kept_PK].float()
+    std_P = batch.reward_PK.std(dim=1, unbiased=False)
+    return {
+        "reward": float(batch.reward_PK[kept_PK].mean()),
+        **{f"rewards/{name}/mean": float(value[kept_PK].nanmean()) for name, value in batch.rewards.items()},
+        "reward_std": float(std_P.mean()),
+        "frac_reward_zero_std": float((std_P < 1e-12).float().mean()),
+        "kl": float((log_pi_PK - log_ref_PK)[kept_PK].mean()),
+        "completions/mean_length": float(batch.lengths.view(batch.shape)[kept_PK].float().mean()),
+        "completions/clipped_ratio": float(batch.truncated_PK[kept_PK].float().mean()),
+        "off_policy/lag_mean": float(lag.mean()),
+        "off_policy/lag_max": float(lag.max()),
+        "off_policy/dropped": float((~kept_PK).sum()),
+        **_drift(batch, log_pi_PK, kept_PK),
+    }
+
+
+def _drift(batch: Batch, log_pi_PK: Tensor, kept_PK: Tensor) -> dict[str, float]:
+    """How far the policy has moved from what generated the responses; only where those log-probs are known."""
+    behaviour_PK, policy_PK = batch.sum_per_response(batch.behaviour_N), batch.sum_per_response(batch.policy_N)
+    known_PK = kept_PK & torch.isfinite(behaviour_PK) & torch.isfinite(policy_PK)
+    if not known_PK.any():
+        return {}
+    log_ratio = (log_pi_PK - behaviour_PK)[known_PK]
+    ratio = torch.exp(log_ratio - log_ratio.max())
+    return {
+        "off_policy/ess": float(ratio.sum().square() / ratio.square().sum() / len(ratio)),
+        "off_policy/kl": float((policy_PK - log_pi_PK)[known_PK].mean()),
+    }

@@ -1,0 +1,36 @@
+"""From stored reward components to the reward and weight of each response, at training time.
+
+Nothing here is stored: weights, penalties and rules may change between runs over the same data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from tba.config import TrainConfig
+from tba.types import Batch
+
+
+def combine(batch: Batch, config: TrainConfig, *, reward_weights: Mapping[str, float]) -> Batch:
+    """Weighted sum of the components (not-applicable ones left out), then the truncation and equal-reward rules."""
+    reward_PK = torch.zeros_like(batch.reward_PK)
+    for name, value_PK in batch.rewards.items():
+        reward_PK += reward_weights[name] * torch.nan_to_num(value_PK, nan=0.0)
+    weight_PK = torch.ones_like(reward_PK)
+    if config.truncated == "penalise":
+        reward_PK = torch.where(batch.truncated_PK, config.truncated_reward, reward_PK)
+    if config.truncated == "drop":
+        weight_PK = weight_PK * ~batch.truncated_PK
+    if config.equal_reward_groups == "drop":
+        equal_P1 = (reward_PK == reward_PK[:, :1]).all(dim=1, keepdim=True)
+        weight_PK = weight_PK * ~equal_P1
+    totals = replace(
+        batch.totals,
+        prompts=int((weight_PK.sum(dim=1) > 0).sum()),
+        responses=int(weight_PK.sum()),
+        tokens=int(batch.lengths.view(batch.shape)[weight_PK.cpu() > 0].sum()),
+    )
+    return replace(batch, reward_PK=reward_PK, weight_PK=weight_PK, totals=totals)

@@ -1,0 +1,93 @@
+"""Config: resolution order, schedules, and every error by its message."""
+
+from pathlib import Path
+
+import pytest
+
+from tba.config import ConfigError, Schedule, dump_config, load_config
+from tba.config.files import make_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 3\ntrain:\n  max_steps: 7\n  samples_per_prompt: 4\n")
+    config = load_config(path, ["train.max_steps=9", "objective.beta=1e-3"])
+    assert (config.seed, config.train.max_steps, config.train.samples_per_prompt) == (3, 9, 4)
+    assert config.objective.beta.start == 1e-3
+    assert config.train.responses_per_step == 128
+
+
+def test_the_dumped_config_loads_to_the_same_config(tmp_path):
+    config = load_config(None, ["objective.beta.kind=linear", "objective.beta.end=0.01", "train.learning_rate=3e-6"])
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config))
+    assert load_config(path) == config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_shipped_config_loads(path):
+    load_config(path)
+
+
+def test_there_are_shipped_configs():
+    assert CONFIGS
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.max_step=3", "unknown key train.max_step: did you mean train.max_steps?"),
+        ("max_steps=3", "unknown key max_steps: did you mean train.max_steps?"),
+        ("zzz=3", "unknown key zzz: the config takes name, output"),
+        ("train.samples_per_prompt=1", "train.samples_per_prompt must be at least 2, got 1: with one sample"),
+        ("train.responses_per_step=30", "is not divisible by train.samples_per_prompt=8: use 24 or 32"),
+        ("generate.temperature=0", "generate.temperature: Input should be greater than 0, got 0"),
+        ("objective.beta=-1", "objective.beta must stay above 0, got start=-1.0"),
+        ("objective.beta.kind=linear", "objective.beta must stay above 0, got start=0.05, end=0.0: set objective.beta.end"),
+        ("objective.beta.end=0.1", "objective.beta: a constant schedule has end=0.1"),
+        ("train.max_steps", "override 'train.max_steps' has no value"),
+        ("replay.capacity=10", "replay.capacity=10 cannot hold one step"),
+        ("replay.capacity_per_prompt=4", "replay.capacity_per_prompt=4 cannot hold one visit's 8 responses"),
+        ("generate.min_new_tokens=100", "generate.min_new_tokens=100 is above generate.max_new_tokens=64"),
+        ("train.publish_every=3", "train.publish_every=3 makes no sense in sync mode"),
+        ("task.name=own", "task.data is needed for task.name=own"),
+        ("train.learning_rate.warmup_steps=-1", "train.learning_rate.warmup_steps: Input should be greater than or equal"),
+    ],
+)
+def test_a_bad_setting_is_explained(override, message):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [override])
+    assert message in str(error.value)
+
+
+def test_all_problems_are_listed_at_once():
+    with pytest.raises(ConfigError) as error:
+        make_config({"train": {"max_stepz": 1}, "generate": {"temperature": -1}})
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_a_missing_or_broken_file_is_explained(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "nothing.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("train: [")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(broken)
+
+
+def test_linear_schedule_by_hand():
+    schedule = Schedule(kind="linear", start=1.0, end=0.0, steps=4)
+    assert [schedule.at(step, max_steps=100) for step in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+
+
+def test_cosine_schedule_by_hand():
+    schedule = Schedule(kind="cosine", start=2.0, end=0.0, steps=2)
+    assert [schedule.at(step, max_steps=9) for step in range(3)] == pytest.approx([2.0, 1.0, 0.0])
+
+
+def test_warm_up_stable_decay_by_hand():
+    schedule = Schedule(kind="wsd", start=1.0, end=0.0, steps=10, warmup_steps=2, decay_steps=2)
+    values = [schedule.at(step, max_steps=10) for step in range(11)]
+    assert values == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5, 0])

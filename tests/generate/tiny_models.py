@@ -1,0 +1,75 @@
+"""Tiny random models, one per family, for the engine's tests. Weights are large enough to make log-probs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+VOCABULARY = 37
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED = {**SHAPE, "num_key_value_heads": 2}
+GEMMA = {**GROUPED, "head_dim": 16}
+WINDOWED = {"sliding_window": 5, "query_pre_attn_scalar": 20}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "bos_token_id": 1}
+
+FAMILIES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+    "llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "llama-tied-biased": lambda: transformers.LlamaConfig(
+        **GROUPED, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
+    "llama3-rope": lambda: transformers.LlamaConfig(
+        **GROUPED,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "mistral-window": lambda: transformers.MistralConfig(**GROUPED, sliding_window=5),
+    "qwen2": lambda: transformers.Qwen2Config(**GROUPED, tie_word_embeddings=True),
+    "qwen2-window": lambda: transformers.Qwen2Config(
+        **GROUPED, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=16),
+    "gpt2": lambda: transformers.GPT2Config(**GPT2, eos_token_id=2, scale_attn_by_inverse_layer_idx=True),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SHAPE, rotary_pct=0.5),
+    "gpt_neox-sequential": lambda: transformers.GPTNeoXConfig(**SHAPE, rotary_pct=1.0, use_parallel_residual=False),
+    "gemma": lambda: transformers.GemmaConfig(**GEMMA),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **GEMMA, **WINDOWED, attn_logit_softcapping=2.0, final_logit_softcapping=5.0
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **GEMMA, **WINDOWED, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
+}
+
+
+def make_tiny_model(family: str = "llama", *, seed: int = 0, spread: float = 6.0) -> PreTrainedModel:
+    """A random model; `spread` multiplies the usual initialisation so that the next token matters."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or ".ln_" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif name.endswith("bias"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(spread)
+    return model
