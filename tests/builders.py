@@ -57,3 +57,16 @@ def ragged_batch(P: int = 3, K: int = 4, *, seed: int = 0, dtype: torch.dtype = 
         rows_PK=torch.arange(P * K).view(P, K),
         totals=Totals(prompts=P, responses=P * K, tokens=N),
     )
+
+
+def tiny_tokenizer():
+    """Words w0 ... w39 for ids 0 ... 39."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", clean_up_tokenization_spaces=False
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Optional
@@ -92,10 +93,12 @@ def resolve(
 
 
 def main() -> None:
-    """Entry point: errors the user can mend are printed without a traceback, exit status 2; others keep theirs."""
+    """Entry point: errors the user can mend are printed without a traceback (TBA_TRACEBACK=1 shows it), exit status 2."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         app()
-    except (ConfigError, ValueError, FileNotFoundError, FileExistsError) as error:
+    except (ConfigError, ValueError, FileNotFoundError, FileExistsError, RuntimeError) as error:
+        if os.environ.get("TBA_TRACEBACK"):
+            raise
         typer.echo(f"tba: {error}", err=True)
         raise SystemExit(2) from None

@@ -173,9 +173,11 @@ class ReplayBuffer:
         if self.config.deduplicate:
             ids = packed.stored_ids()
             last = {tokens.tobytes(): response for response, tokens in enumerate(ids)}
-            keep = np.isin(np.arange(len(packed)), list(last.values()))
-            keys = [token_key(ids[response], shelf.index) for response in np.flatnonzero(keep)]
-            self._counts["duplicates"] += int((~keep).sum())
+            distinct = sorted(last.values())
+            keep[:] = False
+            keep[distinct] = True
+            keys = [token_key(ids[response], shelf.index) for response in distinct]
+            self._counts["duplicates"] += len(packed) - len(distinct)
         room = min(self.config.capacity, self.config.capacity_per_prompt)
         too_many = max(0, int(keep.sum()) - room)
         keep[np.flatnonzero(keep)[:too_many]] = False

@@ -52,16 +52,11 @@ class SumForest:
 
     def set(self, bases: np.ndarray, sizes: np.ndarray, slots: np.ndarray, weights: np.ndarray) -> None:
         """Change leaves; entry i is leaf slots[i] of the tree at bases[i]. No leaf is named twice."""
-        nodes, node = self._nodes, sizes + slots
+        nodes, halves, node = self._nodes, bases // 2, sizes + slots
         nodes[bases + node] = weights
-        while True:
-            node = node >> 1
-            inside = node > 0
-            if not inside.all():
-                node, bases = node[inside], bases[inside]
-            if not len(node):
-                return
-            pairs = self._pairs[bases // 2 + node]
+        for _ in range(int(sizes.max()).bit_length() - 1):
+            node = np.maximum(node >> 1, 1)  # shallow trees compute their root again
+            pairs = self._pairs[halves + node]
             nodes[bases + node] = pairs[:, 0] + pairs[:, 1]
 
     def descend(self, bases: np.ndarray, sizes: np.ndarray, uniforms: np.ndarray) -> np.ndarray:

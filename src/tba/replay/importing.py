@@ -8,8 +8,8 @@ One JSON object per line:
 
 A row is matched to a prompt of the task by `id`, or else by `prompt` as the data has it. Text is tokenised and closed
 with EOS; `completion_ids` are taken as they are, and count as cut off when they do not end with EOS. Rewards are
-computed unless given, reference log-probs always. Nobody knows how likely these responses were when they were made: behaviour
-and policy log-probs are NaN.
+computed unless given, reference log-probs always. Nobody knows how likely these responses were when they were made:
+behaviour and policy log-probs are NaN.
 """
 
 from __future__ import annotations

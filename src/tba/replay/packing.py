@@ -15,6 +15,8 @@ from tba.replay.rows import RowTable
 from tba.replay.shelf import Shelf
 from tba.types import Batch, Totals, Trajectory, TrajectoryGroup
 
+LARGEST_SCORE = float(np.finfo(np.float32).max)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedGroup:
@@ -22,8 +24,8 @@ class PackedGroup:
 
     records: np.ndarray
     """int32 [N, 4], see arena.py."""
-    ends: np.ndarray
-    """int64 [R]: where each response ends in N."""
+    lengths: np.ndarray
+    """int64 [R]"""
     versions: np.ndarray
     truncated: np.ndarray
     rewards: np.ndarray
@@ -31,23 +33,19 @@ class PackedGroup:
     reference_version: int
 
     def __len__(self) -> int:
-        return len(self.ends)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.ends, prepend=0)
+        return len(self.lengths)
 
     def stored_ids(self) -> list[np.ndarray]:
         """By response, as `Arena.stored_ids` returns them."""
         ids = np.ascontiguousarray(self.records[:, ID])
-        return np.split(ids, self.ends[:-1])
+        ends = np.cumsum(self.lengths).tolist()
+        return [ids[start:end] for start, end in zip([0, *ends], ends)]
 
     def take(self, keep: np.ndarray) -> PackedGroup:
         """Some of the responses, in order."""
-        lengths = self.lengths
         return PackedGroup(
-            records=self.records[np.repeat(keep, lengths)],
-            ends=np.cumsum(lengths[keep]),
+            records=self.records[np.repeat(keep, self.lengths)],
+            lengths=self.lengths[keep],
             versions=self.versions[keep],
             truncated=self.truncated[keep],
             rewards=self.rewards[keep],
@@ -58,8 +56,9 @@ class PackedGroup:
 def pack_group(group: TrajectoryGroup, reward_names: Sequence[str]) -> PackedGroup:
     """Check and flatten a group; it holds at least one trajectory."""
     trajectories, completions = group.trajectories, [t.completion for t in group.trajectories]
+    known = set(reward_names)
     for trajectory in trajectories:
-        _check(trajectory, group.id, reward_names)
+        _check(trajectory, group.id, known)
     reference_versions = {t.reference_version for t in trajectories}
     if len(reference_versions) > 1:
         raise ValueError(
@@ -76,7 +75,7 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str]) -> PackedGro
         rewards = np.array([[t.rewards.get(name, np.nan) for name in reward_names] for t in trajectories], np.float32)
     return PackedGroup(
         records=records,
-        ends=np.cumsum([len(c.token_ids) for c in completions]),
+        lengths=np.array([len(c.token_ids) for c in completions]),
         versions=np.array([c.version for c in completions]),
         truncated=np.array([c.finish == "length" for c in completions]),
         rewards=rewards.reshape(len(trajectories), len(reward_names)),
@@ -84,28 +83,28 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str]) -> PackedGro
     )
 
 
-def _check(trajectory: Trajectory, group_id: str, reward_names: Sequence[str]) -> None:
+def _check(trajectory: Trajectory, group_id: str, reward_names: set[str]) -> None:
     completion = trajectory.completion
     columns = (trajectory.loss_mask, trajectory.log_ref, completion.behaviour_log_probs, completion.policy_log_probs)
+    lengths = [len(column) for column in columns]
     num_tokens = len(completion.token_ids)
     if num_tokens == 0:
         raise ValueError(f"group {group_id}: sample {completion.sample_index} has no tokens; a response ends with EOS.")
-    if any(len(column) != num_tokens for column in columns):
+    if lengths != [num_tokens] * len(columns):
         raise ValueError(
             f"group {group_id}: sample {completion.sample_index} has {num_tokens} tokens, but loss_mask, log_ref, "
-            f"behaviour and policy log-probs of {[len(column) for column in columns]}: they must be as many."
+            f"behaviour and policy log-probs of {lengths}: they must be as many."
         )
-    if not trajectory.rewards.keys() <= set(reward_names):
-        unknown = sorted(trajectory.rewards.keys() - set(reward_names))
-        raise ValueError(f"group {group_id} has rewards {unknown}; the buffer knows {list(reward_names)}.")
+    if not trajectory.rewards.keys() <= reward_names:
+        unknown = sorted(trajectory.rewards.keys() - reward_names)
+        raise ValueError(f"group {group_id} has rewards {unknown}; the buffer knows {sorted(reward_names)}.")
 
 
 def combine_rewards(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """[R, components] -> finite float32 [R]: the weighted sum, not-applicable components left out."""
-    with np.errstate(invalid="ignore"):  # an infinite reward may meet weight 0, or its opposite
-        score = np.nansum(rewards.astype(np.float64) * weights, axis=1)
-    limit = float(np.finfo(np.float32).max)
-    return np.nan_to_num(score, nan=0.0).clip(-limit, limit).astype(np.float32)
+    applicable = np.where(np.isnan(rewards), 0.0, rewards).astype(np.float64)
+    score = applicable.clip(-LARGEST_SCORE, LARGEST_SCORE) @ weights
+    return score.clip(-LARGEST_SCORE, LARGEST_SCORE).astype(np.float32)
 
 
 def token_key(stored_ids: np.ndarray, shelf: int) -> int:

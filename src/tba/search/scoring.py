@@ -9,21 +9,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from tba.generate.engine import Scorer
 from tba.tasks.base import Task
-from tba.types import Completion, Prompt, Trajectory
+from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
 
 logger = logging.getLogger("tba.search")
-
-
-class Reference(Protocol):
-    def score(
-        self, prompt_ids: list[np.ndarray], response_ids: list[np.ndarray], temperature: float
-    ) -> list[np.ndarray]: ...
 
 
 class TooManyRewardFailures(RuntimeError):
@@ -61,7 +55,7 @@ class GroupScorer:
         *,
         task: Task,
         tokenizer: PreTrainedTokenizerBase,
-        reference: Reference,
+        reference: Scorer,
         temperature: float,
         failures: FailureCount,
         reference_version: int = 0,
@@ -93,6 +87,9 @@ class GroupScorer:
 
     def texts(self, completions: Sequence[Completion]) -> list[str]:
         return self.tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
+
+    def group_texts(self, group: TrajectoryGroup) -> list[str]:
+        return self.texts([trajectory.completion for trajectory in group.trajectories])
 
     def _trajectory(self, completion: Completion, rewards: Mapping[str, float], log_ref: np.ndarray) -> Trajectory:
         return Trajectory(

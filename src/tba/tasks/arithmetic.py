@@ -139,7 +139,7 @@ def _numbers(kind: str, rng: random.Random) -> tuple[int, ...]:
         return (rng.randint(2, 5),)
     if kind == "now":
         return ()
-    return (rng.randint(10, 60) if kind == "has" else rng.randint(2, 30),)
+    return (rng.randint(8, 40) if kind == "has" else rng.randint(2, 20),)
 
 
 def _steps(parts: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[Step, ...]:

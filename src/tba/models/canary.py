@@ -1,0 +1,59 @@
+"""The canary: a few teacher-forced tokens whose log-probs tell whether published weights are the ones in use.
+
+The trainer evaluates it on what it publishes, each searcher on what it has loaded. A weight bundle that never reaches the
+engine, or reaches it wrongly, shows as a difference even when checksum and version look right.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+SAFETY_FACTOR = 5.0
+"""Tolerance = this x the gap at version 0, where both sides surely hold the same weights."""
+SMALLEST_GAP = 1e-5
+"""Gap assumed at least at version 0: two fp32 implementations may agree by luck."""
+MOVED_FACTOR = 4.0
+"""The trainer's canary has moved once it is so many tolerances from version 0."""
+
+
+class CanaryMismatch(RuntimeError):
+    """The engine does not compute with the weights that were published."""
+
+
+def canary_tokens(vocabulary: int, length: int) -> np.ndarray:
+    """Fixed pseudo-random token ids, the same in every process."""
+    return ((np.arange(length + 1, dtype=np.int64) * 7919 + 17) * 104729 % vocabulary).astype(np.int32)
+
+
+def distance(left: np.ndarray, right: np.ndarray) -> float:
+    """Mean absolute difference of log-probs, in nats per token."""
+    return float(np.mean(np.abs(np.asarray(left, np.float64) - np.asarray(right, np.float64))))
+
+
+class CanaryCheck:
+    """A searcher's memory of version 0, against which later versions are judged."""
+
+    def __init__(self) -> None:
+        self._first_published: np.ndarray | None = None
+        self.tolerance = 0.0
+
+    def check(self, *, published: np.ndarray, computed: np.ndarray, version: int) -> float:
+        """Raise unless `computed` is the canary of the published weights; returns the gap."""
+        gap = distance(published, computed)
+        if self._first_published is None:
+            self._first_published = np.array(published, np.float64)
+            self.tolerance = SAFETY_FACTOR * max(gap, SMALLEST_GAP)
+            return gap
+        moved = distance(published, self._first_published)
+        stale = distance(computed, self._first_published)
+        if gap > self.tolerance:
+            raise CanaryMismatch(
+                f"canary of version {version} differs by {gap:.3g} nats per token between trainer and searcher, tolerance "
+                f"{self.tolerance:.3g}: the engine does not compute with the published weights."
+            )
+        if moved > MOVED_FACTOR * self.tolerance and gap >= stale:
+            raise CanaryMismatch(
+                f"canary of version {version} is {gap:.3g} from the trainer's value but {stale:.3g} from version 0's: "
+                "the engine still computes with its first weights."
+            )
+        return gap
