@@ -2,12 +2,12 @@
 
     OMP_NUM_THREADS=1 python benchmarks/engine.py            # about three minutes; --quick for one repeat
 
-Model: Llama shape, random weights, 1.05M parameters: 5 layers, hidden 128, 4 heads over 2 key/value heads of 32, MLP 384,
-vocabulary 512 (tied). Sampling at T = 1 without truncation, one thread, prompts of 24 to 56 tokens. With random weights all
-tokens are nearly equally likely, so 16 of the 512 ids as stop ids end a response with probability 1/32 per token after the
-first 16: lengths 17 to 96, mean about 46. Both sides return a log-prob for every token, and only tokens up to and including
-the stop token count. CPU time is process_time; repeats alternate between the sides and the best of each is shown, because
-other work on the machine only ever slows one down.
+Model: Llama shape, random weights, 1.05M parameters: 5 layers, hidden 128, 4 heads over 2 key/value heads of 32, MLP
+384, vocabulary 512 (tied). Sampling at T = 1 without truncation, one thread, prompts of 24 to 56 tokens. With random
+weights all tokens are nearly equally likely, so 16 of the 512 ids as stop ids end a response with probability 1/32 per
+token after the first 16: lengths 17 to 96, mean about 46. Both sides return a log-prob for every token, and only tokens
+up to and including the stop token count. CPU time is process_time; repeats alternate between the sides and the best of
+each is shown, because other work on the machine only ever slows one down.
 
 Cases:
     one batch      256 prompts, one response each, 256 side by side: `generate` ends with its longest response
@@ -181,7 +181,9 @@ def best(works: Sequence[Work]) -> Work:
     return max(works, key=lambda work: work.rate)
 
 
-def measure(case: Case, sides: dict[str, Callable[[Sequence[Prompt], Case, int], Work]], repeats: int) -> dict[str, Work]:
+def measure(
+    case: Case, sides: dict[str, Callable[[Sequence[Prompt], Case, int], Work]], repeats: int
+) -> dict[str, Work]:
     prompts = make_prompts(case.num_prompts)
     warm = replace(case, min_new_tokens=4, max_new_tokens=4)
     for run in sides.values():
@@ -209,7 +211,7 @@ def report(case: Case, works: dict[str, Work], peaks: dict[torch.dtype, float], 
 
 
 def arithmetic_limit(case: Case, work: Work, peak: float) -> float:
-    """Matrix products only: every prompt token once per prompt, every response token once, at the peak of a large product."""
+    """Weight matrices only, prompt tokens once per prompt, response tokens once, at the speed of a large product."""
     head_dim = HIDDEN // HEADS
     layer = HIDDEN * head_dim * (HEADS + 2 * KV_HEADS) + HIDDEN * HIDDEN + 3 * HIDDEN * MLP
     per_token = 2 * LAYERS * layer

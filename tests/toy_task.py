@@ -14,6 +14,7 @@ class ToyTask:
     """Reward = share of the response's tokens that are 7."""
 
     name = "toy"
+    isolated = False
     reward_weights = {"sevens": 1.0}  # noqa: RUF012
 
     def __init__(self, num_prompts: int = 12, vocabulary: int = 40) -> None:

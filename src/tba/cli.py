@@ -1,8 +1,8 @@
 """The `tba` command.
 
-    tba train configs/arithmetic.yaml train.max_steps=100
-    tba evaluate runs/arithmetic-tb-seed0 --task arithmetic
-    tba prepare arithmetic --output prepared
+tba train configs/arithmetic.yaml train.max_steps=100
+tba evaluate runs/arithmetic-tb-seed0 --task arithmetic
+tba prepare arithmetic --output prepared
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -20,16 +20,20 @@ from tba.config import Config, ConfigError, dump_config, load_config
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
-Overrides = Annotated[Optional[list[str]], typer.Argument(help="CONFIG.yaml and section.key=value overrides, in any order.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="CONFIG.yaml and section.key=value overrides, in any order.")
+]
 
 
 @app.command()
 def train(
     arguments: Overrides = None,
-    model: Annotated[Optional[str], typer.Option(help="Folder or hub name; same as model.path=...")] = None,
-    data: Annotated[Optional[str], typer.Option(help="JSONL with a `prompt` column: your own problem.")] = None,
-    reward: Annotated[Optional[list[str]], typer.Option(help="file.py:function, TRL's signature; may be repeated.")] = None,
-    max_steps: Annotated[Optional[int], typer.Option(help="Same as train.max_steps=...")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub name; same as model.path=...")] = None,
+    data: Annotated[str | None, typer.Option(help="JSONL with a `prompt` column: your own problem.")] = None,
+    reward: Annotated[
+        list[str] | None, typer.Option(help="file.py:function, TRL's signature; may be repeated.")
+    ] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Same as train.max_steps=...")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
 ) -> None:
     """Train a policy: tba train CONFIG.yaml key=value ... or tba train --model M --data D --reward R."""
@@ -40,15 +44,16 @@ def train(
     from tba.launch import train as run_training  # torch loads only when it is needed
 
     summary = run_training(config)
-    typer.echo(json.dumps(summary))
+    if not config.observe.progress:
+        typer.echo(json.dumps(summary))
 
 
 @app.command()
 def evaluate(
     target: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A run folder, a model folder or a hub name.")],
-    overrides: Annotated[Optional[list[str]], typer.Argument(help="section.key=value overrides.")] = None,
-    task: Annotated[Optional[str], typer.Option(help="Task; a run folder knows its own.")] = None,
-    num_prompts: Annotated[Optional[int], typer.Option(help="Held-out prompts.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value overrides.")] = None,
+    task: Annotated[str | None, typer.Option(help="Task; a run folder knows its own.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Held-out prompts.")] = None,
     samples: Annotated[int, typer.Option(help="k of pass@k and avg@k; 0 = greedy accuracy only.")] = 0,
 ) -> None:
     """Greedy accuracy on held-out prompts, and pass@k and avg@k with --samples k."""
@@ -70,6 +75,15 @@ def prepare(
     from tba.tasks.registry import prepare_task
 
     typer.echo(json.dumps(prepare_task(task, output)))
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine has: versions, cores, GPUs, memory, disk, optional packages."""
+    from tba.launch.doctor import examine
+
+    for what, finding in examine():
+        typer.echo(f"{what:>14}  {finding}")
 
 
 def resolve(

@@ -131,10 +131,18 @@ class TrajectoryGroup:
     """Unique in a run: no group is stored twice."""
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
+    """Empty when every reward of the visit failed: it still counts as generated."""
+    num_lost: int = 0
+    """Responses of the visit that were lost to failing rewards."""
     searcher: int = 0
 
     @property
+    def num_generated(self) -> int:
+        return len(self.trajectories) + self.num_lost
+
+    @property
     def version(self) -> int:
+        """The oldest version behind any of its tokens; of a group that has trajectories."""
         return min(trajectory.completion.version for trajectory in self.trajectories)
 
 

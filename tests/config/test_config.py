@@ -51,7 +51,6 @@ def test_there_are_shipped_configs():
         ("replay.capacity=10", "replay.capacity=10 cannot hold one step"),
         ("replay.capacity_per_prompt=4", "replay.capacity_per_prompt=4 cannot hold one visit's 8 responses"),
         ("generate.min_new_tokens=100", "generate.min_new_tokens=100 is above generate.max_new_tokens=64"),
-        ("train.publish_every=3", "train.publish_every=3 makes no sense in sync mode"),
         ("task.name=own", "task.data is needed for task.name=own"),
         ("train.learning_rate.warmup_steps=-1", "train.learning_rate.warmup_steps: Input should be greater than or equal"),
     ],
@@ -59,6 +58,20 @@ def test_there_are_shipped_configs():
 def test_a_bad_setting_is_explained(override, message):
     with pytest.raises(ConfigError) as error:
         load_config(None, [override])
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["mode=sync", "train.publish_every=3"], "train.publish_every=3 makes no sense in sync mode"),
+        (["mode=sync", "search.num_searchers=2"], "search.num_searchers=2 needs mode=async"),
+        (["replay.lag=pace", "replay.max_lag=0", "train.publish_every=2"], "replay.max_lag=0 cannot be kept"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, overrides)
     assert message in str(error.value)
 
 

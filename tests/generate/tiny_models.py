@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tba.types import Completion, Prompt, Request, Weights
+
+transformers.logging.set_verbosity_error()
 
 VOCABULARY = 37
 SHAPE = {
@@ -66,10 +71,63 @@ def make_tiny_model(family: str = "llama", *, seed: int = 0, spread: float = 6.0
     model = AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or ".ln_" in name:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-            elif name.endswith("bias"):
+            if "norm" in name or ".ln_" in name or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.mul_(spread)
     return model
+
+
+def make_prompt(prompt_id: str, length: int, *, seed: int = 0) -> Prompt:
+    rng = np.random.default_rng([seed, length, *prompt_id.encode()])
+    return Prompt(id=prompt_id, token_ids=rng.integers(6, VOCABULARY, size=length).astype(np.int32), text="")
+
+
+def make_requests(*lengths: int) -> list[Request]:
+    """One request per length, with ids p0, p1, ..."""
+    return [Request(prompt=make_prompt(f"p{index}", length)) for index, length in enumerate(lengths)]
+
+
+def make_weights_of(model: PreTrainedModel, version: int) -> Weights:
+    """As a trainer publishes them: tied tensors once."""
+    tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return Weights(version=version, tensors=tensors, checksum=0)
+
+
+def by_key(completions: Iterable[Completion]) -> dict[tuple[str, int], Completion]:
+    return {(completion.prompt_id, completion.sample_index): completion for completion in completions}
+
+
+@torch.no_grad()
+def plain_logits(model: PreTrainedModel, prompt_ids: np.ndarray, response_ids: np.ndarray) -> np.ndarray:
+    """float64 [T, V]: what a plain forward pass says before each response token."""
+    ids = torch.from_numpy(np.concatenate((prompt_ids, response_ids)).astype(np.int64))[None]
+    return model(ids).logits[0, len(prompt_ids) - 1 : -1].double().numpy()
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def plain_log_probs(
+    model: PreTrainedModel, prompt_ids: np.ndarray, response_ids: np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
+    scores = log_softmax(plain_logits(model, prompt_ids, response_ids) / temperature)
+    return scores[np.arange(len(response_ids)), response_ids]
+
+
+def generate_greedily(
+    model: PreTrainedModel, prompt_ids: np.ndarray, max_new_tokens: int, stop_ids: list[int]
+) -> list[int]:
+    """transformers' own greedy answer."""
+    ids = torch.from_numpy(prompt_ids.astype(np.int64))[None]
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=stop_ids,
+        pad_token_id=0,
+    )
+    return output[0, ids.shape[1] :].tolist()

@@ -68,7 +68,9 @@ def _merge(base: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 def _parse_override(override: str) -> tuple[list[str], Any]:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {override!r} has no value: write section.key=value, for example train.max_steps=100.")
+        raise ConfigError(
+            f"override {override!r} has no value: write section.key=value, for example train.max_steps=100."
+        )
     try:
         value = yaml.safe_load(text) if text else None
     except yaml.YAMLError as error:
@@ -139,7 +141,7 @@ def _section_type(annotation: Any) -> type[BaseModel] | None:
 
 def _keys_named(name: str) -> list[str]:
     """Full keys whose last part resembles `name`: `max_steps` at the top level means train.max_steps."""
-    keys = {}
+    keys: dict[str, str] = {}
     for section_name, info in Config.model_fields.items():
         section = _section_type(info.annotation)
         for field in section.model_fields if section is not None else ():

@@ -80,7 +80,20 @@ class GenerateConfig(Section):
     """New weights between decode steps, keeping the old KV, or after running responses finished. Sync mode drains."""
 
 
+class ExploreConfig(Section):
+    """Off-policy exploration, off by default: the loss keeps the training temperature and no truncation."""
+
+    probability: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of visits that explore (the official code: 0.3)."""
+    temperature: tuple[float, float] = (1.0, 1.0)
+    """Range of the sampling temperature of an exploring visit."""
+    top_p: tuple[float, float] = (1.0, 1.0)
+    """Range of its top-p."""
+
+
 class SearchConfig(Section):
+    num_searchers: int = Field(default=1, ge=1)
+    """N: searcher processes. Searcher i owns prompts i, i + N, i + 2N, ..."""
     samples_multiplier: float = Field(default=1.0, ge=1.0)
     """S = ceil(samples_multiplier * train.samples_per_prompt) responses are generated per prompt."""
     shuffle: bool = True
@@ -89,6 +102,11 @@ class SearchConfig(Section):
     """A reward call that takes longer is killed and costs its samples."""
     max_reward_failures: int = Field(default=100, ge=1)
     """Failed samples in a row that stop the run."""
+    explore: ExploreConfig = ExploreConfig()
+    skip_solved_after: int | None = Field(default=None, ge=1)
+    """A prompt whose last so many visits were all solved is skipped every other epoch; None = never."""
+    skip_unsolved_after: int | None = Field(default=None, ge=1)
+    """The same for prompts never solved; None = never."""
 
 
 class ReplayConfig(Section):
@@ -104,6 +122,15 @@ class ReplayConfig(Section):
     """Old responses are drawn with probability ~ exp(inverse_temperature * reward); 0 = uniform."""
     deduplicate: bool = True
     """The newer of two responses with the same tokens wins. Sync mode keeps both: on-policy data has multiplicities."""
+    max_trained_per_generated: float = Field(default=2.0, gt=0.0)
+    """The trainer waits for new responses once it has trained each so often on average (Reverb's limiter)."""
+    max_uses: int | None = Field(default=None, ge=1)
+    """A response leaves the buffer after it was trained so often; None = only age evicts it. 1 = a queue."""
+    lag: Literal["keep", "pace", "drop"] = "keep"
+    """Responses of old weights: keep (TBA: any age trains), pace (searchers wait so that lag stays within max_lag), drop
+    (responses beyond max_lag have no weight in the loss)."""
+    max_lag: int = Field(default=8, ge=0)
+    """Optimizer steps; for lag=pace and lag=drop."""
     imports: tuple[str, ...] = ()
     """JSONL files of existing responses to start from (`prompt`, `completion`; optional `rewards`)."""
 
@@ -121,7 +148,9 @@ class ObjectiveConfig(Section):
     def _positive(cls, beta: Schedule) -> Schedule:
         end = beta.start if beta.kind == "constant" else (0.0 if beta.end is None else beta.end)
         if beta.start <= 0 or end <= 0:
-            raise ValueError(f"objective.beta must stay above 0, got start={beta.start}, end={end}: set objective.beta.end.")
+            raise ValueError(
+                f"objective.beta must stay above 0, got start={beta.start}, end={end}: set objective.beta.end."
+            )
         return beta
 
 
@@ -181,6 +210,19 @@ class TrainConfig(Section):
         return self
 
 
+class RuntimeConfig(Section):
+    threads: int = Field(default=1, ge=1)
+    """Threads of each process. Trainer and searchers share the cores: more threads than cores make all of them slow."""
+    channel_groups: int = Field(default=64, ge=1)
+    """Groups a searcher may have on the way, not yet stored by the trainer, before it waits."""
+    start_seconds: float = Field(default=300.0, gt=0.0)
+    """Deadline for the buffer's first fill: process start, model load and the first groups."""
+    wait_seconds: float = Field(default=300.0, gt=0.0)
+    """Deadline of every other wait, and for a searcher's sign of life."""
+    stop_seconds: float = Field(default=10.0, gt=0.0)
+    """Time for searchers to end when asked, before they are killed."""
+
+
 class EvaluateConfig(Section):
     every: int | None = Field(default=None, ge=1)
     """Steps between evaluations; None = at the start and the end only."""
@@ -210,8 +252,8 @@ class Config(Section):
     """True replaces a finished run of the same name."""
     seed: int = Field(default=0, ge=0)
     """Of prompt order, sampling and replay."""
-    mode: Literal["sync"] = "sync"
-    """sync = searcher and trainer take turns in one process, lag 0."""
+    mode: Literal["async", "sync"] = "async"
+    """async = searchers and trainer in processes of their own, no barrier; sync = they take turns in one, lag 0."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     generate: GenerateConfig = GenerateConfig()
@@ -219,6 +261,7 @@ class Config(Section):
     replay: ReplayConfig = ReplayConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     train: TrainConfig = TrainConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     observe: ObserveConfig = ObserveConfig()
 
@@ -254,6 +297,16 @@ class Config(Section):
             raise ValueError(
                 f"train.publish_every={self.train.publish_every} makes no sense in sync mode, where every step trains on "
                 "responses of the current weights: leave it at 1."
+            )
+        if self.mode == "sync" and self.search.num_searchers != 1:
+            raise ValueError(
+                f"search.num_searchers={self.search.num_searchers} needs mode=async: in sync mode one searcher and the "
+                "trainer take turns."
+            )
+        if self.replay.lag == "pace" and self.replay.max_lag < self.train.publish_every - 1:
+            raise ValueError(
+                f"replay.max_lag={self.replay.max_lag} cannot be kept with weights every "
+                f"train.publish_every={self.train.publish_every} steps: allow at least {self.train.publish_every - 1}."
             )
         if self.train.prompts_per_step * self.train.samples_per_prompt > self.replay.capacity:
             raise ValueError(

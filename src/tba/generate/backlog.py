@@ -38,32 +38,35 @@ class Admission:
 
 
 class Backlog:
-    """Reads requests lazily: only when slots are free, and at most READ_AHEAD prompts beyond them."""
+    """Reads requests lazily: only when slots are free, and at most `read_ahead` prompts more than they need."""
 
     def __init__(
         self,
-        requests: Iterator[Request],
+        requests: Iterator[Request | None],
         *,
         samples_per_prompt: int,
         sampling: Sampling,
         prefill: Prefill,
         stop_ids: Collection[int],
+        num_slots: int,
     ) -> None:
         self.requests = requests
+        self.read_ahead = max(1, min(READ_AHEAD, num_slots // samples_per_prompt))
         self.samples_per_prompt = samples_per_prompt
         self.sampling = sampling
         self.prefill = prefill
         self.stop_ids = stop_ids
         self.waiting: deque[_Waiting] = deque()
+        self.exhausted = False
+        """The requests have come to their end."""
         self.completed: list[Completion] = []
         """Responses whose prefix was complete already; the engine hands them out."""
 
     def take(self, count: int, version: int) -> list[Admission]:
         """Up to `count` responses to start now, in the order of the requests."""
         missing = count - sum(len(waiting.responses) for waiting in self.waiting)
-        if missing > 0:
-            num_prompts = -(-missing // self.samples_per_prompt)
-            self._read(max(num_prompts, min(READ_AHEAD, count)) if num_prompts < READ_AHEAD else num_prompts, version)
+        if missing > 0 and not self.exhausted:
+            self._read(max(self.read_ahead, -(-missing // self.samples_per_prompt)), version)
         admissions: list[Admission] = []
         while self.waiting and len(admissions) < count:
             first = self.waiting[0]
@@ -87,6 +90,8 @@ class Backlog:
     def _read(self, num_prompts: int, version: int) -> None:
         groups: list[deque[Response]] = []
         for request in self.requests:
+            if request is None:
+                break
             responses: deque[Response] = deque()
             for response in responses_of(request, self.samples_per_prompt, self.sampling):
                 done = finished_at_once(response, self.stop_ids, version)
@@ -98,6 +103,8 @@ class Backlog:
                 groups.append(responses)
             if len(groups) >= num_prompts or self.completed:
                 break
+        else:
+            self.exhausted = True
         sequences = [sequence_of(responses[0].request) for responses in groups]
         for responses, (prefilled, row) in zip(groups, self.prefill(sequences)):
             self.waiting.append(_Waiting(prefilled=prefilled, row=row, responses=responses))

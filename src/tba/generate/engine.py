@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -26,21 +27,34 @@ class Engine(Protocol):
     version: int
     """Of the weights that choose the next token."""
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+
     def generate(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[Request | None],
         *,
         samples_per_prompt: int,
         sampling: Sampling,
         between_steps: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
         """Yield responses as they finish. Requests are read lazily; `between_steps` is called before every decode step.
+        A None among the requests means: nothing to start now, go on with what runs and ask again.
 
         `sampling.max_new_tokens` and `min_new_tokens` count the whole response, a prefix included.
         """
 
     def load(self, weights: Weights) -> None:
         """Take new weights: at once, or after running responses under update = drain."""
+
+    def score(
+        self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
+    ) -> list[np.ndarray]:
+        """float32 log-probs of each response's tokens after its prompt, under the weights in use."""
+
+    def sibling(self) -> Engine:
+        """A second engine over the same weights, to evaluate while this one stands still."""
 
 
 class Scorer(Protocol):
@@ -54,39 +68,40 @@ class Scorer(Protocol):
 
 def stop_ids_of(model: nn.Module, tokenizer: Any = None) -> list[int]:
     """All ids that end a response: those of the generation config, of the model config and the tokenizer's EOS."""
-    sources = (getattr(model, "generation_config", None), model.config)
+    config: Any = model.config
+    sources = (getattr(model, "generation_config", None), config, tokenizer)
     found: set[int] = set()
-    for ids in (
-        *(getattr(source, "eos_token_id", None) for source in sources),
-        getattr(tokenizer, "eos_token_id", None),
-    ):
+    for ids in (getattr(source, "eos_token_id", None) for source in sources):
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
-    size = int(model.config.vocab_size)
-    found = {index for index in found if 0 <= index < size}
+    found = {index for index in found if 0 <= index < config.vocab_size}
     if not found:
         raise ValueError(
             "no EOS: neither the generation config, nor the model config, nor the tokenizer names a token below the "
-            f"vocabulary size {size} that ends a response. Set eos_token_id in the model's generation_config.json."
+            f"vocabulary size {config.vocab_size} that ends a response. Set eos_token_id in generation_config.json."
         )
     return sorted(found)
 
 
 def make_engine(
     model: nn.Module,
-    *,
-    stop_ids: Sequence[int],
+    tokenizer_or_stop_ids: Any,
     config: GenerateConfig,
+    *,
     seed: int,
     max_length: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
     version: int = 0,
 ) -> Engine:
     """The engine of generate.engine; a model the native one does not know runs through transformers, in words.
 
-    Under transformers the engine decodes with `model` itself, so it must be a copy that nobody trains.
+    `max_length` is the longest prompt + response; dtype and device are the model's unless given. The transformers
+    engine decodes with a copy of the model, where the model is.
     """
+    given = isinstance(tokenizer_or_stop_ids, (list, tuple, set, frozenset))
+    stop_ids = sorted(tokenizer_or_stop_ids) if given else stop_ids_of(model, tokenizer_or_stop_ids)
+    like = next(model.parameters())
     if config.engine == "native":
         try:
             return NativeEngine(
@@ -96,16 +111,19 @@ def make_engine(
                 slots=config.slots,
                 max_length=max_length,
                 update=config.update,
-                dtype=dtype,
-                device=device,
+                dtype=dtype or like.dtype,
+                device=device or like.device,
                 version=version,
             )
         except UnsupportedModel as reason:
-            logger.warning(
-                "generate.engine=native cannot run this model: %s. Falling back to transformers, slower.", reason
-            )
+            logger.warning("generate.engine=native cannot run this model: %s. Falling back to transformers.", reason)
     return TransformersEngine(
-        model, stop_ids=stop_ids, seed=seed, max_length=max_length, update=config.update, version=version
+        copy.deepcopy(model),
+        stop_ids=stop_ids,
+        seed=seed,
+        max_length=max_length,
+        update=config.update,
+        version=version,
     )
 
 
@@ -113,7 +131,7 @@ def make_scorer(
     model: nn.Module,
     *,
     max_length: int,
-    token_budget: int = 8192,
+    token_budget: int = 2048,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Scorer:

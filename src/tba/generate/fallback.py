@@ -40,6 +40,26 @@ class TransformersEngine:
         self._pending: Weights | None = None
         self._generating = False
 
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
+
+    def sibling(self) -> TransformersEngine:
+        """A second engine over the same weights: to evaluate while this one stands still."""
+        return TransformersEngine(
+            self.model,
+            stop_ids=sorted(self.stop_ids),
+            seed=self.seed,
+            max_length=self.max_length,
+            version=self.version,
+        )
+
+    def score(
+        self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
+    ) -> list[np.ndarray]:
+        """Log-probs of given responses under the weights in use."""
+        return TransformersScorer(self.model).score(prompt_ids, response_ids, temperature)
+
     def load(self, weights: Weights) -> None:
         """Take new weights: now, or under `drain` when the running prompt has finished."""
         if self.update == "drain" and self._running is not None:
@@ -51,7 +71,7 @@ class TransformersEngine:
 
     def generate(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[Request | None],
         *,
         samples_per_prompt: int,
         sampling: Sampling,
@@ -63,6 +83,8 @@ class TransformersEngine:
         self._generating = True
         try:
             for request in checked_requests(requests, sampling, self.max_length):
+                if request is None:
+                    continue
                 yield from self._generate_group(responses_of(request, samples_per_prompt, sampling), between_steps)
         finally:
             self._finish_group()

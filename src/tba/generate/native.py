@@ -1,13 +1,13 @@
 """The native engine: slots decoded side by side with our own decoder, finished slots refilled at once.
 
-Each turn of the loop: free slots are given to waiting responses, one decode step runs for all running ones, the finished
-are handed out. A prompt is prefilled once; its keys and values are forked into the slots of its samples as they fall free.
+Each turn of the loop gives free slots to waiting responses, runs one decode step for all running ones and hands out the
+finished. A prompt is prefilled once; its keys and values are forked into the slots of its samples as they fall free.
 
 `load` may be called whenever the caller has control: between two completions, or from `between_steps`.
-    in_flight   new weights act from the next token on; the keys and values of earlier tokens stay as the old weights made
-                them, and so do those of prompts that wait. Spans say which version chose which token.
-    drain       running responses finish first, then the weights are copied, waiting prompts are prefilled again, and slots
-                fill up: every response is of one version. The tensors handed to `load` must not change until then.
+    in_flight   new weights act from the next token on; the keys and values of earlier tokens, and of prompts that wait,
+                stay as the old weights made them. Spans say which version chose which token.
+    drain       running responses finish first, then the weights are copied, waiting prompts are prefilled again, and
+                slots fill up: every response is of one version. The tensors given to `load` must not change until then.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from tba.generate.backlog import Admission, Backlog
 from tba.generate.batching import length_batches, padded
 from tba.generate.responses import Response, checked_requests
 from tba.generate.sampling import Needs, needs_of, sample
+from tba.generate.scoring import ReferenceScorer
 from tba.generate.slots import Prefilled, SlotAttention, SlotCache, SlotState
 from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention
 from tba.models.families import make_decoder
 from tba.types import Completion, Request, Sampling, Weights
 
-PREFILL_TOKENS = 8192
-"""Most tokens in one prefill pass."""
+PREFILL_TOKENS = {"cpu": 2048, "cuda": 32_768}
+"""Most tokens in one prefill pass, by device: on a CPU the activations of a pass should stay in its cache."""
 
 
 class NativeEngine:
-    """Generates with a copy of `model` in static tensors; the model itself is not kept."""
+    """Generates with a copy of `model` in static tensors; the model itself is not kept. A Decoder is used as it is."""
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Decoder,
         *,
         stop_ids: Sequence[int],
         seed: int,
@@ -52,11 +53,15 @@ class NativeEngine:
         self.seed, self.max_length, self.update = seed, max_length, update
         self.version = version
         self.device = torch.device(device)
-        self.decoder: Decoder = make_decoder(model, max_length=max_length, dtype=dtype, device=self.device)
+        if isinstance(model, Decoder):
+            self.decoder = model
+        else:
+            self.decoder = make_decoder(model, max_length=max_length, dtype=dtype, device=self.device)
+        self._dtype = dtype
         # Small batched products are slow in bf16 on a CPU, and the cache of fp32 is the more exact one.
         cache_dtype = torch.float32 if self.device.type == "cpu" else dtype
-        self.cache = SlotCache(self.decoder.spec, slots, max_length, cache_dtype, self.device)
-        self.state = SlotState(slots, max_length, self.device)
+        self.cache = SlotCache(self.decoder.spec, slots, cache_dtype, self.device)
+        self.state = SlotState(slots, self.device)
         self.stop_ids = frozenset(stop_ids)
         self._stop_ids = torch.tensor(sorted(self.stop_ids), device=self.device)
         self._is_stop = torch.zeros(self.decoder.spec.vocab_size, dtype=torch.bool, device=self.device)
@@ -64,6 +69,29 @@ class NativeEngine:
         self._running = _Running(slots)
         self._pending: Weights | None = None
         self._generating = False
+
+    @property
+    def vocabulary(self) -> int:
+        return self.decoder.spec.vocab_size
+
+    def sibling(self) -> NativeEngine:
+        """A second engine over the same weights, with slots of its own: to evaluate while this one stands still."""
+        return NativeEngine(
+            self.decoder,
+            stop_ids=sorted(self.stop_ids),
+            seed=self.seed,
+            slots=len(self._running.responses),
+            max_length=self.max_length,
+            dtype=self._dtype,
+            device=self.device,
+            version=self.version,
+        )
+
+    def score(
+        self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
+    ) -> list[np.ndarray]:
+        """Log-probs of given responses under the weights in use."""
+        return ReferenceScorer(self.decoder).score(prompt_ids, response_ids, temperature)
 
     def load(self, weights: Weights) -> None:
         """Take new weights: now, or under `drain` when running responses have finished."""
@@ -76,7 +104,7 @@ class NativeEngine:
 
     def generate(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[Request | None],
         *,
         samples_per_prompt: int,
         sampling: Sampling,
@@ -92,6 +120,7 @@ class NativeEngine:
             sampling=sampling,
             prefill=self._prefill,
             stop_ids=self.stop_ids,
+            num_slots=len(self._running.responses),
         )
         try:
             yield from self._loop(backlog, between_steps)
@@ -113,7 +142,7 @@ class NativeEngine:
                 if between_steps is not None:
                     between_steps()
                 yield from self._step()
-            elif self._pending is None and not backlog.waiting:
+            elif backlog.exhausted and not backlog.waiting:
                 return
 
     def _refill(self, backlog: Backlog) -> None:
@@ -129,11 +158,13 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _admit(self, slots: list[int], admissions: Sequence[Admission]) -> None:
+        responses = [admission.response for admission in admissions]
+        self.cache.reserve(max(response.max_length for response in responses))
+        self.state.reserve(max(response.sampling.max_new_tokens for response in responses))
         for prefilled in {id(admission.prefilled): admission.prefilled for admission in admissions}.values():
             chosen = [(s, a.row) for s, a in zip(slots, admissions) if a.prefilled is prefilled]
             targets, rows = torch.tensor(chosen, device=self.device).unbind(1)
             self.cache.fork(targets, prefilled, rows)
-        responses = [admission.response for admission in admissions]
         self.state.place(torch.tensor(slots, device=self.device), responses, self.seed)
         for slot, response in zip(slots, responses):
             response.open_span(response.num_prefix_tokens, self.version)
@@ -188,13 +219,13 @@ class NativeEngine:
         """Keys and values of all but the last token of each sequence, in batches of similar length."""
         found: dict[int, tuple[Prefilled, int]] = {}
         lengths = [len(sequence) - 1 for sequence in sequences]
-        for batch in length_batches(lengths, token_budget=PREFILL_TOKENS):
+        for batch in length_batches(lengths, token_budget=PREFILL_TOKENS[self.device.type]):
             prefilled = self._prefill_batch([sequences[index][:-1] for index in batch])
             found.update((index, (prefilled, row)) for row, index in enumerate(batch))
         return [found[index] for index in range(len(sequences))]
 
     def _prefill_batch(self, rows: Sequence[np.ndarray]) -> Prefilled:
-        columns = max(1, *(len(row) for row in rows)) if rows else 1
+        columns = max([1, *(len(row) for row in rows)])
         ids = padded(rows, columns=columns, device=self.device)
         positions = torch.arange(columns, device=self.device).expand_as(ids)
         attend = CausalAttention(self.decoder.spec, *ids.shape, keep=True)
@@ -268,7 +299,7 @@ class _Running:
         return int(self.positions[: self.count].max()) + 1
 
     def needs(self) -> Needs:
-        found = self.flags[: self.count].any(axis=0).tolist()
+        found = np.any(self.flags[: self.count], axis=0).tolist()
         early = bool((self.num_tokens[: self.count] < self.min_new_tokens[: self.count]).any())
         return Needs(*found)._replace(forbidden=early)
 

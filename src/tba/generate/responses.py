@@ -26,8 +26,13 @@ class Response:
 
     @property
     def start_position(self) -> int:
-        """Position of the token that is fed first: the last of prompt and prefix, whose output is the first new token."""
+        """Of the token that is fed first: the last of prompt and prefix, whose output is the first new token."""
         return len(self.request.prompt.token_ids) + self.num_prefix_tokens - 1
+
+    @property
+    def max_length(self) -> int:
+        """Positions it may come to use: prompt and response."""
+        return len(self.request.prompt.token_ids) + max(self.num_prefix_tokens, self.sampling.max_new_tokens)
 
     def open_span(self, num_tokens: int, version: int) -> None:
         """From token `num_tokens` on, `version` chooses; a span without tokens is replaced."""
@@ -79,10 +84,13 @@ def finished_at_once(response: Response, stop_ids: Collection[int], version: int
     return response.completion(prefix.copy(), unknown, unknown.copy(), stop_ids)
 
 
-def checked_requests(requests: Iterable[Request], sampling: Sampling, max_length: int) -> Iterator[Request]:
+def checked_requests(
+    requests: Iterable[Request | None], sampling: Sampling, max_length: int
+) -> Iterator[Request | None]:
     """Pass requests on, lazily, refusing what cannot be generated."""
     for request in requests:
-        check_request(request, request.sampling or sampling, max_length)
+        if request is not None:
+            check_request(request, request.sampling or sampling, max_length)
         yield request
 
 

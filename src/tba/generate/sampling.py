@@ -2,20 +2,21 @@
 
 The rules, exactly (`examples/sync_loop.py` repeats them, and samples the identical tokens):
 
-1. Each response has a key: the first 8 bytes of blake2b("{seed}/{prompt id}/{sample index}", digest_size=8), read as a
-   little-endian signed 64-bit integer.
-2. Its token number p (0 is the response's first) uses x = mix(key + (p + 1) * 0x9E3779B97F4A7C15 mod 2^64), where mix is
-   the finaliser of splitmix64: z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB; z ^= z >> 31.
-3. u = ((x >> 40) + 0.5) * 2^-24 in float32. The shifts are logical.
-4. probs = softmax(logits.float() / temperature) with truncated tokens set to 0, cdf = cumsum(probs) in vocabulary order,
-   token = number of entries of cdf that are <= u * cdf[-1], and at most the last token whose probability is not 0.
+1. Each response has a key: the first 8 bytes of blake2b("{seed}/{prompt id}/{sample index}", digest_size=8), read as
+   a little-endian signed 64-bit integer.
+2. Its token number p (0 is the response's first) uses x = mix(key + (p + 1) * 0x9E3779B97F4A7C15 mod 2^64), where mix
+   is the finaliser of splitmix64: z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB;
+   z ^= z >> 31. The shifts are logical.
+3. u = ((x >> 40) + 0.5) * 2^-24 in float32.
+4. probs = softmax(logits.float() / temperature) with truncated tokens set to 0, cdf = cumsum(probs) in the order of the
+   vocabulary, token = number of entries of cdf that are <= u * cdf[-1], and at most the last one with probs > 0.
 
 So a token depends on (seed, prompt id, sample index, p) and the logits, never on slots, batches or searchers.
 
-Truncation follows temperature: top_k keeps the k most likely tokens (of equal ones the lower id), top_p then the smallest
-set of the most likely whose share of what top_k kept reaches p, at least one. Before `min_new_tokens` stop tokens have
-logit -inf. The behaviour log-prob is that of the distribution sampled from, after all this (0 for greedy); the policy
-log-prob is log_softmax(logits.float() / policy_temperature), nothing forbidden or cut.
+Truncation follows temperature: top_k keeps the k most likely tokens (of equal ones the lower id), top_p then the
+smallest set of the most likely whose share of what top_k kept reaches p, at least one. Before `min_new_tokens` stop
+tokens have logit -inf. The behaviour log-prob is that of the distribution sampled from, after all this (0 for greedy);
+the policy log-prob is log_softmax(logits.float() / policy_temperature), nothing forbidden or cut.
 
 Axes: B responses, V vocabulary.
 """

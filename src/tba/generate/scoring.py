@@ -1,7 +1,7 @@
 """Log-probs of given responses under a frozen model: what searchers need of the reference.
 
-Teacher-forced with the native decoder. The responses of one prompt share one pass over the prompt; a response's own pass
-starts with the prompt's last token, so that every pass predicts exactly the response's tokens. No gradient.
+Teacher-forced with the native decoder. The responses of one prompt share one pass over the prompt; a response's own
+pass starts with the prompt's last token, so that it predicts exactly the response's tokens. No gradient.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class ReferenceScorer:
         model: nn.Module | Decoder,
         *,
         max_length: int = 0,
-        token_budget: int = 8192,
+        token_budget: int = 2048,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`max_length` (prompt + response) is needed unless a decoder is given."""
+        """`max_length` (prompt + response) is needed unless a decoder is given; a GPU wants a larger `token_budget`."""
         if isinstance(model, Decoder):
             self.decoder = model
         else:
@@ -72,7 +72,7 @@ class ReferenceScorer:
     ) -> None:
         """One pass over the prompts, then passes over their responses; `owners` are (prompt row, response index)."""
         device = self.decoder.device
-        columns = max(1, *(len(prompt) - 1 for prompt in prompts))
+        columns = max([1, *(len(prompt) - 1 for prompt in prompts)])
         ids = padded([prompt[:-1] for prompt in prompts], columns=columns, device=device)
         positions = torch.arange(columns, device=device).expand_as(ids)
         prefix = CausalAttention(self.decoder.spec, *ids.shape, keep=True)

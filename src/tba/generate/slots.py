@@ -1,7 +1,7 @@
 """Slots: the static tensors of the responses being decoded side by side.
 
-Running responses always occupy slots 0 to n - 1, so a decode step works on views: `state[:n]`, `keys[:, :n]`. A finished
-slot is taken by the next response, or, when there is none, by the last running one (`SlotState.move`, `SlotCache.move`).
+Running responses always occupy slots 0 to n - 1, so a decode step works on views: `state[:n]`, `keys[:, :n]`. A
+finished slot is taken by the next response, or, when there is none, by the last running one (`move`).
 In a slot, key index = position of the token, so what lies behind the position is never seen.
 
 Axes: M layers, S slots, K key/value heads, D head dimension, L positions, B prompts of one prefill.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tba.generate.responses import Response
@@ -28,7 +29,7 @@ KEY_STEP = 16
 class Prefilled:
     """Keys and values of a batch of prompts, waiting for slots.
 
-    Holds all tokens but the last of each prompt: the last is fed at the first decode step, which yields the first token.
+    All tokens but the last of each prompt: that one is fed at the first decode step, which yields the first token.
     """
 
     keys: Tensor
@@ -39,22 +40,32 @@ class Prefilled:
 
 
 class SlotCache:
-    """Keys and values of all slots and layers. Keys lie with positions last: query x key reads them in order."""
+    """Keys and values of all slots and layers. Keys lie with positions last: query x key reads them in order.
 
-    def __init__(
-        self, spec: DecoderSpec, num_slots: int, max_length: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        length = -(-max_length // KEY_STEP) * KEY_STEP
+    It holds as many positions as the longest response so far may need, so a model's huge context costs nothing;
+    addresses change only when it grows.
+    """
+
+    def __init__(self, spec: DecoderSpec, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (spec.num_layers, num_slots, spec.num_kv_heads)
-        # Zeros, not garbage: 0 x NaN behind the position would be NaN.
-        self.keys = torch.zeros(*shape, spec.head_dim, length, dtype=dtype, device=device)
-        self.values = torch.zeros(*shape, length, spec.head_dim, dtype=dtype, device=device)
+        self.keys = torch.zeros(*shape, spec.head_dim, 0, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, 0, spec.head_dim, dtype=dtype, device=device)
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` positions, keeping what is there."""
+        if length <= self.values.shape[3]:
+            return
+        extra = -(-length // KEY_STEP) * KEY_STEP - self.values.shape[3]
+        # Zeros, not garbage: behind the position 0 x NaN would be NaN.
+        self.keys = F.pad(self.keys, (0, extra))
+        self.values = F.pad(self.values, (0, 0, 0, extra))
 
     def fork(self, slots: Tensor, prefilled: Prefilled, rows: Tensor) -> None:
         """Copy prompt `rows[i]` into slot `slots[i]`."""
-        length = prefilled.values.shape[3]
-        self.keys[:, slots, :, :, :length] = prefilled.keys[:, rows]
-        self.values[:, slots, :, :length] = prefilled.values[:, rows]
+        # What lies beyond the cache is padding: `reserve` made room for the prompt itself.
+        length = min(prefilled.values.shape[3], self.values.shape[3])
+        self.keys[:, slots, :, :, :length] = prefilled.keys[:, rows, :, :, :length]
+        self.values[:, slots, :, :length] = prefilled.values[:, rows, :, :length]
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copy slots, the first `length` positions."""
@@ -89,7 +100,8 @@ class SlotAttention:
         else:
             cap = spec.attention_cap
             scores = torch.tanh(torch.bmm(query, keys) * (scale / cap)) * cap + mask
-        return torch.bmm(torch.softmax(scores, dim=-1), values).view(count, spec.num_heads * spec.head_dim)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
+        return torch.bmm(weights, values).view(count, spec.num_heads * spec.head_dim)
 
     def _mask(self, window: int | None) -> Tensor:
         """0 where a key is seen, -inf elsewhere -> [S * K, 1, L]."""
@@ -111,13 +123,21 @@ class SlotState:
     included; limits: response tokens allowed; keys: of the random numbers.
     """
 
-    def __init__(self, num_slots: int, max_length: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, device: torch.device) -> None:
         self.device = device
         self.integers = torch.zeros(num_slots, len(INTEGERS), dtype=torch.int64, device=device)
         self.floats = torch.ones(num_slots, len(FLOATS), dtype=torch.float32, device=device)
-        self.tokens = torch.zeros(num_slots, max_length, dtype=torch.int64, device=device)
-        self.behaviour = torch.full((num_slots, max_length), float("nan"), device=device)
-        self.policy = torch.full((num_slots, max_length), float("nan"), device=device)
+        self.tokens = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
+        self.behaviour = torch.zeros(num_slots, 0, device=device)
+        self.policy = torch.zeros(num_slots, 0, device=device)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for responses of `num_tokens`."""
+        extra = num_tokens - self.tokens.shape[1]
+        if extra > 0:
+            self.tokens, self.behaviour, self.policy = (
+                F.pad(table, (0, extra)) for table in (self.tokens, self.behaviour, self.policy)
+            )
 
     def column(self, name: str, num_slots: int) -> Tensor:
         """A view of the first slots."""

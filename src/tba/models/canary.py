@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+CANARY_TOKENS = 64
+"""Teacher-forced tokens."""
 SAFETY_FACTOR = 5.0
 """Tolerance = this x the gap at version 0, where both sides surely hold the same weights."""
 SMALLEST_GAP = 1e-5

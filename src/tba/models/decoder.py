@@ -1,9 +1,9 @@
 """Our own decoder-only transformer for inference: one forward for every family, on static tensors.
 
-A frozen `DecoderSpec` says how a family differs (norms, positions, biases, windows, caps); `families.py` makes it from a
-transformers model and says where each named tensor goes. Tokens are one flat axis N, and attention is given from outside
-(`Attend`): the same layers serve prefill, decoding in slots and scoring. Weights are copied in place, so their addresses
-never change and a captured CUDA graph stays valid.
+A frozen `DecoderSpec` says how a family differs (norms, positions, biases, windows, caps); `families.py` makes it from
+a transformers model and says where each named tensor goes. Tokens are one flat axis N, and attention is given from
+outside (`Attend`): the same layers serve prefill, decoding in slots and scoring. Weights are copied in place, so their
+addresses never change and a captured CUDA graph stays valid.
 
 The residual stream, norms and rotations are fp32; the matrices have the engine's dtype.
 

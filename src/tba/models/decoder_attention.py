@@ -13,18 +13,23 @@ from tba.models.decoder import DecoderSpec
 
 
 def attention(spec: DecoderSpec, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """query [B, H, T, D], key and value [B, K, L, D], mask bool or None = causal -> [B, H, T, D]."""
+    """query [B, H, T, D], key and value [B, K, L, D], mask added to the scores or None = causal -> [B, H, T, D]."""
     scale, gqa = spec.query_scales[layer], spec.group > 1
     if spec.attention_cap is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
         )
     if mask is None:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        mask = additive(torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril())
     key, value = key.repeat_interleave(spec.group, dim=1), value.repeat_interleave(spec.group, dim=1)
     scores = torch.matmul(query, key.transpose(-1, -2)) * scale
     scores = torch.tanh(scores / spec.attention_cap) * spec.attention_cap
-    return torch.matmul(scores.masked_fill(~mask, float("-inf")).softmax(dim=-1), value)
+    return torch.matmul((scores + mask).softmax(dim=-1), value)
+
+
+def additive(seen: Tensor) -> Tensor:
+    """0 where a key is seen, -inf elsewhere: made once, it saves every layer the conversion."""
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
 class CausalAttention:
@@ -39,6 +44,7 @@ class CausalAttention:
         self.keep = keep
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.masks: dict[int, Tensor] = {}
 
     def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
         if not self.keep:
@@ -49,23 +55,25 @@ class CausalAttention:
 
     def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
         query = query_NHD.unflatten(0, self.shape).transpose(1, 2)
-        mask = self._window_mask(self.spec.windows[layer], query.device)
+        mask = self._mask(self.spec.windows[layer], query.device)
         attended = attention(self.spec, layer, query, self.keys[-1], self.values[-1], mask)
         return attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
-    def _window_mask(self, window: int | None, device: torch.device) -> Tensor | None:
+    def _mask(self, window: int | None, device: torch.device) -> Tensor | None:
         columns = self.shape[1]
         if window is None or window >= columns:
             return None
-        seen = torch.ones(columns, columns, dtype=torch.bool, device=device)
-        return seen.tril().triu(1 - window)
+        if window not in self.masks:
+            seen = torch.ones(columns, columns, dtype=torch.bool, device=device)
+            self.masks[window] = additive(seen.tril().triu(1 - window))
+        return self.masks[window]
 
 
 class SharedPrefixAttention:
     """Right-padded continuations, each seeing its row of already computed prefixes, then itself.
 
-    `prefix` holds per layer keys and values [P, K, L, D]; `prefix_rows` [B] says which prefix continues; `prefix_lengths`
-    [P] how much of it is real. Continuation b's tokens have positions prefix_lengths[prefix_rows[b]] + 0, 1, ...
+    `prefix` holds per layer keys and values [P, K, L, D]; `rows_B` says which of them each row continues, `lengths_P`
+    how much of each is real. The tokens of row b have positions lengths_P[rows_B[b]] + 0, 1, ...
     """
 
     def __init__(
@@ -90,7 +98,7 @@ class SharedPrefixAttention:
         return attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _mask(self, window: int | None) -> Tensor:
-        """bool [B, 1, T, prefix columns + T]."""
+        """[B, 1, T, prefix columns + T]."""
         device, columns = self.rows_B.device, self.shape[1]
         prefix_index = torch.arange(self.prefix.shape[1], device=device)
         offset = torch.arange(columns, device=device)
@@ -99,4 +107,4 @@ class SharedPrefixAttention:
         position_BL = torch.cat((prefix_index.expand(self.shape[0], -1), length + offset), dim=1)
         behind = (length + offset)[:, :, None] - position_BL[:, None]
         seen = (behind >= 0) & real[:, None]
-        return (seen if window is None else seen & (behind < window))[:, None]
+        return additive(seen if window is None else seen & (behind < window))[:, None]

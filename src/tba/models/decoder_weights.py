@@ -45,7 +45,7 @@ class Norm:
 
 @dataclass(kw_only=True, eq=False)
 class Layer:
-    """Weights of one layer: `qkv` is query, key and value heads stacked; `up` is gate over up where the MLP is gated."""
+    """Weights of one layer: `qkv` stacks query, key and value heads; `up` is gate over up where the MLP is gated."""
 
     attention_norm: Norm
     qkv: Linear
@@ -105,8 +105,8 @@ class DecoderWeights:
         for name, placement in self.placements.items():
             if tuple(tensors[name].shape) != placement.shape:
                 raise ValueError(
-                    f"weights: {name} has shape {tuple(tensors[name].shape)}, the engine's model has {placement.shape}: "
-                    "load weights of the same model."
+                    f"weights: {name} has shape {tuple(tensors[name].shape)}, the engine's model has "
+                    f"{placement.shape}: load weights of the same model."
                 )
 
 

@@ -1,7 +1,7 @@
 """From a transformers model to our decoder: the spec of its family and the place of each of its tensors.
 
-A new family needs an entry in `FAMILIES`: a function from its config to the spec, and its names. `make_decoder` checks the
-result against the model's own forward pass, so that a family that computes otherwise is refused instead of wrong.
+A new family needs an entry in `FAMILIES`: a function from its config to the spec, and its names. `make_decoder` checks
+the result against the model's own forward pass, so that a family that computes otherwise is refused, not wrong.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def make_decoder(model: nn.Module, *, max_length: int, dtype: torch.dtype, devic
     return decoder
 
 
-# --- what the families are ---------------------------------------------------------------------------------------------
+# --- what the families are -------------------------------------------------------------------------------------------
 
 
 def _shape_of(config: Any) -> dict[str, Any]:
@@ -213,7 +213,7 @@ FAMILIES: Mapping[str, tuple[Callable[..., DecoderSpec], Names]] = {
 }
 
 
-# --- rotation tables ---------------------------------------------------------------------------------------------------
+# --- rotation tables -------------------------------------------------------------------------------------------------
 
 
 def _rotations(model: nn.Module, spec: DecoderSpec, max_length: int, device: torch.device) -> dict[str, Tensor]:
@@ -241,7 +241,7 @@ def _rotation_table(rotary: nn.Module, kind: str, max_length: int) -> Tensor:
     return torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
 
 
-# --- static tensors and where named tensors go -------------------------------------------------------------------------
+# --- static tensors and where named tensors go -----------------------------------------------------------------------
 
 
 class _Builder:
@@ -366,7 +366,7 @@ def _composed(first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor
     return lambda tensor: then(first(tensor))
 
 
-# --- the check ---------------------------------------------------------------------------------------------------------
+# --- the check -------------------------------------------------------------------------------------------------------
 
 
 def _is_tied(model: nn.Module) -> bool:

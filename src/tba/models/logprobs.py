@@ -39,9 +39,16 @@ def chosen_log_probs(
 
 
 def _log_probs_of_chunk(
-    hidden_MD: Tensor, head_VD: Tensor, targets_M: Tensor, temperature: float, bias_V: Tensor | None, softcap: float | None
+    hidden_MD: Tensor,
+    head_VD: Tensor,
+    targets_M: Tensor,
+    temperature: float,
+    bias_V: Tensor | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    logits_MV = torch.nn.functional.linear(hidden_MD, head_VD, bias_V).to(torch.promote_types(hidden_MD.dtype, torch.float32))
+    logits_MV = torch.nn.functional.linear(hidden_MD, head_VD, bias_V).to(
+        torch.promote_types(hidden_MD.dtype, torch.float32)
+    )
     if softcap is not None:
         logits_MV = softcap * torch.tanh(logits_MV / softcap)
     log_probs_MV = torch.log_softmax(logits_MV / temperature, dim=-1)

@@ -136,7 +136,16 @@ def packed_attention(
     layout = packed_layout
     q_THD, k_THD, v_THD = (states[0].transpose(0, 1) for states in (query, key, value))
     blocks = [
-        _attend(q_THD, k_THD, v_THD, layout.root_index_RL, layout.root_index_RL, layout.root_mask(sliding_window), scaling, softcap)
+        _attend(
+            q_THD,
+            k_THD,
+            v_THD,
+            layout.root_index_RL,
+            layout.root_index_RL,
+            layout.root_mask(sliding_window),
+            scaling,
+            softcap,
+        )
     ]
     if layout.branch_lengths:
         mask = layout.branch_mask(sliding_window)

@@ -87,7 +87,9 @@ def _pack_whole(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]]
     )
 
 
-def _pack_shared(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]], device: torch.device) -> PackedTokens:
+def _pack_shared(
+    prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]], device: torch.device
+) -> PackedTokens:
     """Prompts are roots, responses of two tokens and more are branches; a single token needs only its prompt."""
     root_ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0)
     pieces, positions = list(prompts), [torch.arange(len(prompt)) for prompt in prompts]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from tba.models.packed_attention import use_packed_attention
-from tba.models.packing import PackedTokens, pack
+from tba.models.canary import CANARY_TOKENS, canary_tokens
 from tba.models.logprobs import chosen_log_probs
+from tba.models.packed_attention import PackedLayout, use_packed_attention
+from tba.models.packing import PackedTokens, pack
 from tba.types import Forward
 
 logger = logging.getLogger("tba.models")
@@ -64,10 +69,24 @@ class PolicyModel:
         return Forward(log_pi_N=log_probs_MV.gather(1, packed.targets_M[:, None])[:, 0], entropy_N=entropy_M)
 
     @torch.no_grad()
+    def canary(self, tensors: Mapping[str, Tensor]) -> np.ndarray:
+        """Log-probs of the canary tokens under the given weights, as published."""
+        tokens = torch.from_numpy(canary_tokens(self.vocabulary, CANARY_TOKENS)).long().to(self.device)
+        options: dict[str, Any] = {"use_cache": False}
+        if self.packed:
+            options["packed_layout"] = PackedLayout(root_lengths=[CANARY_TOKENS], device=self.device)
+        output = functional_call(self.model, dict(tensors), (tokens[None, :-1],), options)
+        log_probs = torch.log_softmax(output.logits[0].float(), dim=-1)
+        return log_probs.gather(1, tokens[1:, None])[:, 0].double().cpu().numpy()
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @torch.no_grad()
     def _check_packed(self) -> bool:
         """Compare both layouts with the plain forward pass on a few tokens; False = use the slow way."""
-        device, vocabulary = self.device, self.model.config.get_text_config().vocab_size
-        tokens = torch.arange(12, device=device) * 7919 % vocabulary
+        tokens = torch.arange(12, device=self.device) * 7919 % self.vocabulary
         plain = torch.log_softmax(self.model(tokens[None]).logits[0].float(), dim=-1)
         want = torch.cat([plain[3:7].gather(1, tokens[4:8, None]), plain[3:11].gather(1, tokens[4:12, None])])[:, 0]
         before = self.model.config._attn_implementation
@@ -87,6 +106,8 @@ class PolicyModel:
         return float((self.forward(packed, temperature=1.0).log_pi_N - want).abs().max())
 
     def _refuse_packed(self, attention: str, reason: str) -> bool:
-        logger.warning("training one sequence at a time, which is slow: packed attention does not work here (%s).", reason)
+        logger.warning(
+            "training one sequence at a time, which is slow: packed attention does not work here (%s).", reason
+        )
         self.model.set_attn_implementation(attention)
         return False

@@ -14,6 +14,7 @@ Axes: P prompts, K responses per prompt.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -64,8 +65,8 @@ class TrajectoryBalance:
     residual_clip: float | None = None
     """Largest |beta * residual| in reward units whose gradient grows; beyond it the pull is constant (Huber)."""
 
-    coupling: Coupling = "group"
-    needs: Needs = Needs(reference=True)
+    coupling: ClassVar[Coupling] = "group"
+    needs: ClassVar[Needs] = Needs(reference=True)
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         log_pi_PK = batch.sum_per_response(forward.log_pi_N)

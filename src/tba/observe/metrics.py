@@ -26,7 +26,9 @@ class Metric:
 
 
 METRICS = (
-    Metric(name="loss", unit="reward", reduction="sum", meaning="What is back-propagated; for TB (beta / 2) x tb/loss."),
+    Metric(
+        name="loss", unit="reward", reduction="sum", meaning="What is back-propagated; for TB (beta / 2) x tb/loss."
+    ),
     Metric(name="reward", unit="reward", meaning="Mean combined reward of the trained responses."),
     Metric(name="rewards/*/mean", unit="reward", meaning="Mean of one component, not-applicable values left out."),
     Metric(name="reward_std", unit="reward", meaning="Standard deviation within a prompt, mean over prompts."),
@@ -47,7 +49,9 @@ METRICS = (
     Metric(name="off_policy/lag_max", unit="steps", reduction="max", meaning="Largest lag in the step."),
     Metric(name="off_policy/ess", unit="share", meaning="Effective sample size of pi / pi_behaviour, over responses."),
     Metric(name="off_policy/kl", unit="nats per response", meaning="Mean policy log-prob when generated - log_pi now."),
-    Metric(name="off_policy/dropped", unit="responses", reduction="sum", meaning="Responses without weight in the step."),
+    Metric(
+        name="off_policy/dropped", unit="responses", reduction="sum", meaning="Responses without weight in the step."
+    ),
     Metric(name="buffer/*", unit="", reduction="last", meaning="State of the replay buffer."),
     Metric(name="searcher/*/*", unit="", reduction="last", meaning="State of one searcher."),
     Metric(name="search/*", unit="", reduction="last", meaning="All searchers together."),
@@ -69,7 +73,9 @@ def metric(name: str) -> Metric:
 def reduce_metrics(parts: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
     """Put (metrics, weight) of the parts of one step together by each metric's own rule."""
     names = dict.fromkeys(name for metrics, _ in parts for name in metrics)
-    return {name: _reduce(name, [(metrics[name], weight) for metrics, weight in parts if name in metrics]) for name in names}
+    return {
+        name: _reduce(name, [(metrics[name], weight) for metrics, weight in parts if name in metrics]) for name in names
+    }
 
 
 def _reduce(name: str, values: list[tuple[float, float]]) -> float:

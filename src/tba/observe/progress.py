@@ -1,45 +1,97 @@
-"""The live line on the terminal: where the run stands, in the words of its metrics."""
+"""The live display: accuracy, reward, lag, speed, and who waits for whom."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as RichProgress
+from rich.live import Live
+from rich.table import Table
 
 from tba.config import Config
 
+REFRESH_SECONDS = 0.25
+LINE_SECONDS = 10.0
+"""Between lines where there is no terminal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleStatus:
+    """RoleStatus(name="searcher-0", doing="waits: pace", waited_share=0.12, responses_per_second=410.0)"""
+
+    name: str
+    doing: str
+    waited_share: float
+    """Of the time since the first step."""
+    responses_per_second: float
+
 
 class Progress:
-    """A progress bar with reward, KL, lag and speed; evaluations stay above it. Silent with observe.progress=false."""
+    """A live table on a terminal, a line now and then elsewhere, nothing with observe.progress=false."""
 
-    def __init__(self, config: Config) -> None:
-        self._enabled = config.observe.progress
+    def __init__(self, config: Config, roles: Callable[[], Sequence[RoleStatus]] = list) -> None:
+        self._config = config
+        self._roles = roles
         self._console = Console(stderr=True)
-        self._bar = RichProgress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=self._console,
-            disable=not self._enabled,
-        )
-        self._task = self._bar.add_task(config.run_name, total=config.train.max_steps, figures="")
-        self._bar.start()
+        self._enabled = config.observe.progress
+        self._metrics: Mapping[str, float] = {}
+        self._step = 0
+        self._evaluations: list[tuple[int, Mapping[str, float]]] = []
+        self._shown_at = time.monotonic()
+        self._live: Live | None = None
+        if self._enabled and sys.stderr.isatty():
+            self._live = Live(self._table(), console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        figures = (
-            f"reward {metrics.get('reward', 0):.3f}  kl {metrics.get('kl', 0):.2f}  "
-            f"lag {metrics.get('off_policy/lag_mean', 0):.1f}  {metrics['perf/responses_per_second']:.0f} responses/s"
-        )
-        self._bar.update(self._task, completed=step, figures=figures)
+        self._step, self._metrics = step, metrics
+        now = time.monotonic()
+        if self._live is not None and now - self._shown_at > REFRESH_SECONDS:
+            self._shown_at = now
+            self._live.update(self._table(), refresh=True)
+        elif self._live is None and self._enabled and now - self._shown_at > LINE_SECONDS:
+            self._shown_at = now
+            self._console.print(self._line(), highlight=False)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._enabled:
+        self._evaluations.append((step, metrics))
+        if self._enabled and self._live is None:
             figures = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
-            self._bar.console.print(f"step {step}: {figures}")
+            self._console.print(f"evaluation at step {step}: {figures}", highlight=False)
 
     def close(self) -> None:
-        self._bar.stop()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _line(self) -> str:
+        return f"step {self._step}/{self._config.train.max_steps}  " + "  ".join(f"{k} {v}" for k, v in self._figures())
+
+    def _figures(self) -> list[tuple[str, str]]:
+        value = self._metrics.get
+        return [
+            ("reward", f"{value('reward', 0):.3f}"),
+            ("KL", f"{value('kl', 0):.2f}"),
+            ("length", f"{value('completions/mean_length', 0):.1f}"),
+            ("lag", f"{value('off_policy/lag_mean', 0):.1f} (max {value('off_policy/lag_max', 0):.0f})"),
+            ("trained/s", f"{value('perf/responses_per_second', 0):.0f}"),
+        ]
+
+    def _table(self) -> Table:
+        table = Table(title=f"tba {self._config.run_name}", title_justify="left", show_header=False, min_width=60)
+        table.add_row("step", f"{self._step} / {self._config.train.max_steps}")
+        table.add_row("accuracy", self._accuracy())
+        for name, figure in self._figures():
+            table.add_row(name, figure)
+        for role in self._roles():
+            table.add_row(
+                role.name, f"{role.doing}; waited {role.waited_share:.0%}; {role.responses_per_second:.0f} responses/s"
+            )
+        return table
+
+    def _accuracy(self) -> str:
+        found = [(step, metrics["accuracy"]) for step, metrics in self._evaluations if "accuracy" in metrics]
+        return "  ".join(f"{value:.1%} (step {step})" for step, value in [*found[:1], *found[1:][-3:]]) or "..."

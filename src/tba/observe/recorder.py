@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tba.config import Config
 from tba.observe.files import RunFolder, write_json
-from tba.observe.progress import Progress
+from tba.observe.progress import Progress, RoleStatus
 from tba.observe.samples import SampleLog
 from tba.observe.sinks import JsonlSink, Sinks
 from tba.types import TrajectoryGroup
@@ -17,13 +17,20 @@ from tba.types import TrajectoryGroup
 class Recorder:
     """Takes events of the loops; writes metrics.jsonl, samples.jsonl, the progress line and summary.json."""
 
-    def __init__(self, config: Config, folder: RunFolder, *, decode: Callable[[TrajectoryGroup], list[str]]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        *,
+        decode: Callable[[TrajectoryGroup], list[str]],
+        roles: Callable[[], Sequence[RoleStatus]] = list,
+    ) -> None:
         self.config = config
         self.folder = folder
         self._decode = decode
         self._sinks = Sinks([JsonlSink(folder.metrics)])
         self._samples = SampleLog(folder.samples)
-        self._progress = Progress(config)
+        self._progress = Progress(config, roles)
         self._last_sample: int | None = None
         self._first_step_at: float | None = None
         self._last_step_at = 0.0
@@ -39,8 +46,10 @@ class Recorder:
             self._first_step_at = time.perf_counter()
 
     def group_received(self, step: int, group: TrajectoryGroup) -> None:
-        self.responses_generated += len(group.trajectories)
-        due = self._last_sample is None or step - self._last_sample >= self.config.observe.samples_every
+        self.responses_generated += group.num_generated
+        due = bool(group.trajectories) and (
+            self._last_sample is None or step - self._last_sample >= self.config.observe.samples_every
+        )
         if due:
             self._last_sample = step
             self._samples.write(step, group, self._decode(group))
@@ -82,6 +91,10 @@ class Recorder:
             "lag": {"mean": round(self._lag_sum / max(1, self.steps), 3), "max": int(self._lag_max)},
         }
 
+    def curve(self, name: str = "accuracy") -> list[tuple[int, float]]:
+        """(step, value) of an evaluation metric."""
+        return [(step, metrics[name]) for step, metrics in self.evaluations if name in metrics]
+
     def finish(self) -> dict[str, Any]:
         """Write summary.json and close everything."""
         summary = self.summary()
@@ -90,5 +103,6 @@ class Recorder:
         return summary
 
     def close(self) -> None:
+        """May be called more than once."""
         self._progress.close()
         self._sinks.close()

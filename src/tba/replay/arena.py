@@ -54,10 +54,9 @@ class Arena:
     """Where each row's tokens lie, and the tokens. Rows are numbers below `capacity`, chosen by the caller."""
 
     def __init__(self, capacity: int, *, segment_tokens: int = SEGMENT_TOKENS) -> None:
-        self.segment = np.zeros(capacity, np.int32)
-        """Which segment holds the row; 0 = none."""
-        self.offset = np.zeros(capacity, np.int32)
-        self.length = np.zeros(capacity, np.int32)
+        places = np.zeros(capacity, [("segment", np.int32), ("offset", np.int32), ("length", np.int32)])
+        self.segment, self.offset, self.length = places["segment"], places["offset"], places["length"]
+        """By row, as columns of one table (see rows.py). Segment 0 = the row is free."""
         self.used_tokens = 0
         self.dead_tokens = 0
         self.num_compactions = 0

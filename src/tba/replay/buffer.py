@@ -93,12 +93,14 @@ class ReplayBuffer:
 
     def add(self, group: TrajectoryGroup, *, step: int) -> int:
         """Store a group; returns how many of its responses are new rows. A group id that came before is ignored."""
-        if group.id in self._group_ids or not group.trajectories:
+        if group.id in self._group_ids:
+            return 0
+        if not group.trajectories:
+            self._note(group)
             return 0
         packed = pack_group(group, self.reward_names)
         shelf = self._shelf(group.prompt, packed.reference_version)
-        self._group_ids.add(group.id)
-        self._counts["generated"] += len(packed)
+        self._note(group)
         if self._oldest_reference is not None and packed.reference_version < self._oldest_reference:
             self._counts["refused"] += len(packed)
             return 0
@@ -155,6 +157,10 @@ class ReplayBuffer:
             "age_max": float(ages.max()),
             **{name: float(count) for name, count in self._counts.items()},
         }
+
+    def _note(self, group: TrajectoryGroup) -> None:
+        self._group_ids.add(group.id)
+        self._counts["generated"] += group.num_generated
 
     def _shelf(self, prompt: Prompt, reference_version: int) -> Shelf:
         """The prompt's shelf; a new one stays out of sight until something stands on it."""

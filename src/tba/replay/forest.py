@@ -1,83 +1,100 @@
-"""Many sum-trees in one array: draw by weight and change weights in O(log n), for many trees in one NumPy pass.
+"""Many sum-trees in one array: draw by weight and change weights in O(log n), for many leaves in one NumPy pass.
 
-A tree of `size` leaves (a power of two) is a heap of 2 * size numbers: node 1 is the root, node n has children 2n and
-2n + 1, leaf i is node size + i. Inner nodes are always recomputed from their children, never adjusted by a difference:
-rounding errors cannot pile up, and a tiny weight is seen exactly once a huge one is gone.
+Every inner node is the sum of 16 children, so that a tree of 128 leaves has two levels and one of 262,144 has five; a
+level is a few NumPy calls, whatever its width. Sums are always recomputed from the children, never adjusted by a
+difference: rounding errors cannot pile up, and a tiny weight is seen exactly once a huge one is gone.
 
-Axis letters: M trees, D draws.
+Axis letters: D draws, F = 16 children.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
 
 import numpy as np
 
+FANOUT = 16
+"""Also the smallest tree."""
+
+
+@lru_cache(maxsize=64)
+def level_starts(size: int) -> tuple[tuple[int, ...], int]:
+    """Where each level of a tree of `size` leaves (a power of two) begins, root level first, and its length in all.
+
+    level_starts(128) == ((128, 0), 144): 128 leaves, then 8 sums in a level of 16.
+    """
+    starts, end = [0], size
+    while size > FANOUT:
+        starts.insert(0, end)
+        size //= FANOUT
+        end += max(size, FANOUT)
+    return tuple(starts), end
+
 
 class SumForest:
+    """A tree is named by its base, where its leaves begin, and its number of leaves."""
+
     def __init__(self) -> None:
-        self._pairs = np.zeros((1024, 2), np.float64)
-        """Siblings side by side: row base / 2 + n holds the children of node n of the tree at `base`."""
+        self._blocks = np.zeros((256, FANOUT), np.float64)
+        """Siblings side by side."""
         self._used = 0
         self._free: dict[int, list[int]] = defaultdict(list)
 
     @property
     def _nodes(self) -> np.ndarray:
-        return self._pairs.reshape(-1)
+        return self._blocks.reshape(-1)
 
     def allocate(self, size: int) -> int:
         """Room for a tree, whose base is returned; `rebuild` fills it."""
         if self._free[size]:
             return self._free[size].pop()
-        base, self._used = self._used, self._used + 2 * size
-        if self._used > self._pairs.size:
-            grown = np.zeros((max(2 * len(self._pairs), self._used // 2), 2), np.float64)
-            grown[: len(self._pairs)] = self._pairs
-            self._pairs = grown
+        base, self._used = self._used, self._used + level_starts(size)[1]
+        if self._used > self._blocks.size:
+            grown = np.zeros((max(2 * len(self._blocks), self._used // FANOUT), FANOUT), np.float64)
+            grown[: len(self._blocks)] = self._blocks
+            self._blocks = grown
         return base
 
     def release(self, base: int, size: int) -> None:
         self._free[size].append(base)
 
-    def total(self, base: int) -> float:
-        return float(self._nodes[base + 1])
+    def total(self, base: int, size: int) -> float:
+        return float(self._blocks[(base + level_starts(size)[0][0]) // FANOUT].sum())
 
     def rebuild(self, base: int, weights: np.ndarray) -> None:
         """Set all leaves of one tree."""
-        nodes, size = self._nodes, len(weights)
-        nodes[base + size : base + 2 * size] = weights
-        while size > 1:
-            size //= 2
-            nodes[base + size : base + 2 * size] = self._pairs[base // 2 + size : base // 2 + 2 * size].sum(axis=1)
+        starts, length = level_starts(len(weights))
+        nodes = self._nodes[base : base + length]
+        nodes[: len(weights)], nodes[len(weights) :] = weights, 0.0
+        sums = weights
+        for start in starts[-2::-1]:
+            sums = sums.reshape(-1, FANOUT).sum(axis=1)
+            nodes[start : start + len(sums)] = sums
 
-    def set(self, bases: np.ndarray, sizes: np.ndarray, slots: np.ndarray, weights: np.ndarray) -> None:
-        """Change leaves; entry i is leaf slots[i] of the tree at bases[i]. No leaf is named twice."""
-        nodes, halves, node = self._nodes, bases // 2, sizes + slots
-        nodes[bases + node] = weights
-        for _ in range(int(sizes.max()).bit_length() - 1):
-            node = np.maximum(node >> 1, 1)  # shallow trees compute their root again
-            pairs = self._pairs[halves + node]
-            nodes[bases + node] = pairs[:, 0] + pairs[:, 1]
+    def set(self, bases: np.ndarray | int, size: int, slots: np.ndarray, weights: np.ndarray) -> None:
+        """Change leaves of trees of one size: entry i is leaf slots[i] of the tree at bases[i]; none is named twice."""
+        starts, _ = level_starts(size)
+        nodes = self._nodes
+        nodes[bases + slots] = weights
+        for level in range(len(starts) - 1, 0, -1):
+            slots = slots // FANOUT
+            sums = self._blocks[(bases + starts[level]) // FANOUT + slots].sum(axis=1)
+            nodes[bases + starts[level - 1] + slots] = sums
 
-    def descend(self, bases: np.ndarray, sizes: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
-        """[M], [M], [M, D] numbers in [0, 1) -> [M, D] leaves, each with probability weight / total.
+    def descend(self, bases: np.ndarray, size: int, uniforms: np.ndarray) -> np.ndarray:
+        """Numbers in [0, 1) [D] -> leaves [D] of the trees at bases [D], each with probability weight / total.
 
-        Never a leaf of weight zero while the tree has another, whatever the rounding.
+        Never a leaf of weight zero while its tree has another, whatever the rounding.
         """
-        order = np.argsort(-sizes, kind="stable")
-        depth_M = np.round(np.log2(sizes[order])).astype(np.int64)
-        half_M1 = bases[order, None] // 2
-        node_MD = np.ones(uniforms.shape, np.int64)
-        target_MD = uniforms[order] * self._nodes[bases[order, None] + 1]
-        for level in range(int(depth_M[0]), 0, -1):
-            deep = int(np.searchsorted(-depth_M, -level, side="right"))  # the deepest trees start first
-            node, target = node_MD[:deep], target_MD[:deep]
-            pairs = self._pairs[half_M1[:deep] + node]
-            left = pairs[..., 0]
-            go_right = (target >= left) & (pairs[..., 1] > 0)
-            target -= left * go_right
-            node *= 2
-            node += go_right
-        slots_MD = np.empty_like(node_MD)
-        slots_MD[order] = node_MD - sizes[order, None]
-        return slots_MD
+        slots_D, draws = np.zeros(len(bases), np.int64), np.arange(len(bases))
+        target_D = np.full(len(bases), np.inf)
+        for level, start in enumerate(level_starts(size)[0]):
+            sums_DF = self._blocks[(bases + start) // FANOUT + slots_D].cumsum(axis=1)
+            total_D = sums_DF[:, -1]
+            target_D = uniforms * total_D if level == 0 else target_D
+            target_D = np.minimum(target_D, np.nextafter(total_D, 0.0))  # some sum lies above it, so a child is found
+            child_D = (sums_DF <= target_D[:, None]).sum(axis=1)
+            target_D = target_D - np.where(child_D > 0, sums_DF[draws, child_D - 1], 0.0)
+            slots_D = slots_D * FANOUT + child_D
+        return slots_D

@@ -129,7 +129,7 @@ def make_batch(
     P, K = rows_PK.shape
     return Batch(
         prompt_ids=tuple(shelf.prompt_id for shelf in shelves),
-        prompt_tokens=tuple(_tensor(shelf.prompt_tokens, np.int64) for shelf in shelves),
+        prompt_tokens=_prompt_tokens(shelves),
         token_ids_N=torch.from_numpy(ids_N),
         offsets=torch.from_numpy(offsets),
         loss_mask_N=torch.from_numpy(loss_mask_N),
@@ -144,6 +144,12 @@ def make_batch(
         rows_PK=torch.from_numpy(rows_PK),
         totals=Totals(prompts=P, responses=P * K, tokens=len(ids_N)),
     )
+
+
+def _prompt_tokens(shelves: Sequence[Shelf]) -> tuple[Tensor, ...]:
+    """Views of one tensor: one conversion instead of P."""
+    tokens = _tensor(np.concatenate([shelf.prompt_tokens for shelf in shelves]), np.int64)
+    return torch.split(tokens, [len(shelf.prompt_tokens) for shelf in shelves])
 
 
 def _components(rewards_PKC: np.ndarray, reward_names: Sequence[str]) -> Mapping[str, Tensor]:

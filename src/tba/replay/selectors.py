@@ -10,6 +10,8 @@ K responses are drawn without replacement; with replacement only from fewer than
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -101,15 +103,15 @@ class SoftmaxSelector:
             self._set(shelf, slots, np.exp(logits - shelf.log_scale))
 
     def remove(self, shelves: Sequence[Shelf], slots: Sequence[int]) -> None:
-        kept = []
+        holes: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for shelf, slot in zip(shelves, slots):
             if shelf.live == 0:
                 self._release(shelf)
-            elif shelf.tree >= 0:
-                kept.append((shelf.tree, shelf.tree_size, slot))
-        if kept:
-            bases, sizes, holes = np.array(kept).T
-            self._forest.set(bases, sizes, holes, np.zeros(len(kept)))
+            else:
+                holes[shelf.tree_size].append((shelf.tree, slot))
+        for size, places in holes.items():
+            bases, empty_slots = np.array(places).T
+            self._forest.set(bases, size, empty_slots, np.zeros(len(places)))
 
     def rebuild(self, shelf: Shelf) -> None:
         if shelf.tree_size != shelf.size:
@@ -162,18 +164,23 @@ class SoftmaxSelector:
         return slots[order[::-1][:count]].tolist()
 
     def _draw(self, shelves: Sequence[Shelf], count: int, rng: np.random.Generator) -> list[list[int]]:
-        """Slots with replacement, `count` per shelf."""
-        bases, sizes = np.array([(shelf.tree, shelf.tree_size) for shelf in shelves]).T
-        return self._forest.descend(bases, sizes, rng.random((len(shelves), count))).tolist()
+        """Slots with replacement, `count` per shelf; trees of one size in one pass."""
+        trees, sizes = np.array([(shelf.tree, shelf.tree_size) for shelf in shelves]).T
+        uniforms, slots = rng.random((len(shelves), count)), np.empty((len(shelves), count), np.int64)
+        for size in set(sizes.tolist()):
+            same = sizes == size
+            drawn = self._forest.descend(np.repeat(trees[same], count), size, uniforms[same].ravel())
+            slots[same] = drawn.reshape(-1, count)
+        return slots.tolist()
 
     def _set(self, shelf: Shelf, slots: np.ndarray, weights: np.ndarray) -> None:
-        self._forest.set(np.full(len(slots), shelf.tree), np.full(len(slots), shelf.tree_size), slots, weights)
+        self._forest.set(shelf.tree, shelf.tree_size, slots, weights)
 
     def _logits(self, rows: np.ndarray) -> np.ndarray:
         return self._inverse_temperature * self._score[rows].astype(np.float64)
 
     def _vanished(self, shelf: Shelf) -> bool:
-        return self._forest.total(shelf.tree) < np.exp(-MAX_LOG_WEIGHT)
+        return self._forest.total(shelf.tree, shelf.tree_size) < math.exp(-MAX_LOG_WEIGHT)
 
     def _release(self, shelf: Shelf) -> None:
         if shelf.tree >= 0:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 HOLE = -1
-SMALLEST_RING = 8
+SMALLEST_RING = 16
 MAX_FILL = 7 / 8
 """A ring fuller than this grows instead of being tidied: tidying must pay for itself."""
 

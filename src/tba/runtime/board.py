@@ -16,7 +16,17 @@ WAITS: tuple[Wait, ...] = ("none", "first_fill", "replay_ratio", "pace", "channe
 """The named places where a role may wait, and no others."""
 
 TRAINER_FIELDS = ("step", "wait", "wait_seconds")
-SEARCHER_FIELDS = ("heartbeat", "version", "visits", "groups", "responses", "tokens", "wait", "wait_seconds", "failures")
+SEARCHER_FIELDS = (
+    "heartbeat",
+    "version",
+    "visits",
+    "groups",
+    "responses",
+    "tokens",
+    "wait",
+    "wait_seconds",
+    "failures",
+)
 
 
 class Board:

@@ -1,8 +1,8 @@
-"""The interfaces between roles, and their form within one process."""
+"""The interfaces between roles, and their form within one process. The loops know nothing else of the runtime."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tba.types import TrajectoryGroup, Weights
@@ -14,7 +14,11 @@ class GroupSender(Protocol):
 
 class GroupReceiver(Protocol):
     def drain(self) -> list[TrajectoryGroup]:
-        """Everything that has arrived, at once; never waits."""
+        """Everything that has arrived, at once; never waits. Raises when a sender has died."""
+        ...
+
+    def acknowledge(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """The groups are stored: their senders may forget them."""
         ...
 
 
@@ -34,6 +38,9 @@ class LocalGroups:
     def drain(self) -> list[TrajectoryGroup]:
         groups, self._groups = self._groups, []
         return groups
+
+    def acknowledge(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Nothing to forget: the queue is empty already."""
 
 
 class LocalWeights:

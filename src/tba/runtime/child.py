@@ -1,11 +1,13 @@
 """Entry point of a role's process: `python -m tba.runtime.child FD`.
 
-The parent sends (target, keyword arguments) over the socket FD and the target runs with a Link to the parent. A process
-started this way does not import the parent's main script again, so training scripts need no `if __name__ == "__main__"`.
+The parent sends its module search path and (target, keyword arguments) over the socket FD, and the target runs with a
+Link to the parent. A process started this way does not import the parent's main script again, so training scripts need no
+`if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -20,9 +22,11 @@ from tba.runtime.link import Failed, Link
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     connection = Connection(int(sys.argv[1]))
-    target, arguments = cloudpickle.loads(connection.recv_bytes())
+    search_path, payload = connection.recv_bytes(), connection.recv_bytes()
     link = Link(connection, on_close=_parent_is_gone)
     try:
+        sys.path[:] = json.loads(search_path)
+        target, arguments = cloudpickle.loads(payload)
         target(link, **arguments)
     except Exception as error:  # the process boundary: told to the parent, logged, and the exit status says so
         traceback.print_exc()

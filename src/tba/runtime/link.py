@@ -43,7 +43,7 @@ class Link:
         return not self.closed
 
     def receive(self, timeout_seconds: float | None = 0.0) -> Any | None:
-        """The next message; None when there is none within the time (0 = do not wait)."""
+        """The next message; None when there is none within the time (0 = do not wait) or the other end is gone."""
         try:
             return self._inbox.get(block=timeout_seconds != 0.0, timeout=timeout_seconds or None)
         except queue.Empty:
@@ -51,7 +51,8 @@ class Link:
 
     def drain(self) -> list[Any]:
         """All messages that have arrived."""
-        return [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
+        messages = [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
+        return [message for message in messages if message is not None]
 
     def _read(self) -> None:
         while True:
@@ -59,5 +60,6 @@ class Link:
                 self._inbox.put(self._connection.recv())
             except (EOFError, ConnectionResetError, OSError):
                 self.closed = True
+                self._inbox.put(None)  # wakes a receiver that waits
                 self._on_close()
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -48,6 +49,7 @@ class RoleProcess:
                 start_new_session=True,
             )
         theirs.close()
+        ours.send_bytes(json.dumps(sys.path).encode())
         ours.send_bytes(cloudpickle.dumps((target, arguments)))
         self.link = Link(ours, on_close=lambda: None)
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tba.models.canary import CANARY_TOKENS
 from tba.models.weights import checksum, verify
 from tba.runtime.memory import SharedMemory
 from tba.types import Weights
 
-CANARY_TOKENS = 64
 _HEADER_BYTES = 8 * (3 + CANARY_TOKENS)
 _ALIGNMENT = 64
 _NEWEST_BYTES = 64

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tba.config import Config
+from transformers import PreTrainedTokenizerBase
+
 from tba.generate.engine import Engine
 from tba.runtime.channels import GroupSender
 from tba.search.prompts import PromptStream
-from tba.search.scoring import GroupScorer
-from tba.types import Completion, Prompt, Request, Sampling, TrajectoryGroup
+from tba.search.scoring import GroupScorer, texts_of
+from tba.tasks.base import Outcome
+from tba.tasks.rewards import FinishedGroup, Rewards, score_all
+from tba.types import Completion, Prompt, Request, Sampling, Trajectory, TrajectoryGroup
 
 
 @dataclass
 class SearchCounts:
     """What a searcher has done so far."""
 
-    groups: int = 0
+    generated: int = 0
+    """Groups whose responses are complete."""
+    sent: int = 0
+    """Groups that were scored and sent."""
     responses: int = 0
     tokens: int = 0
 
@@ -25,58 +31,84 @@ class SearchCounts:
 @dataclass
 class Searcher:
     """consumes: prompts of its shard, newer weights when there are any
-    waits for: nothing
+    waits for: room in the group channel, and the trainer when it is ahead of the pace limit
     produces: scored trajectory groups
-    unblocked by: nobody
+    unblocked by: the trainer
     """
 
     engine: Engine
     prompts: PromptStream
+    rewards: Rewards
     scorer: GroupScorer
     sender: GroupSender
+    tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
     samples_per_prompt: int
     index: int = 0
     counts: SearchCounts = field(default_factory=SearchCounts)
 
     def step(self, num_prompts: int) -> None:
-        """Visit the next prompts and send their groups, in the order of the prompts."""
+        """Visit the next prompts, then send their groups in the order of the prompts (synchronous mode)."""
         requests = self.prompts.take(num_prompts)
-        finished = dict(self._finished_groups(requests))
-        in_order = [(request.prompt, finished[request.prompt.id]) for request in requests]
-        for (prompt, completions), trajectories in zip(in_order, self.scorer.score(in_order)):
-            self._count(completions)
-            if trajectories:
-                self.sender.send(self._group(prompt, trajectories))
+        finished = {group.prompt.id: group for group in self._finished_groups(iter(requests), None)}
+        in_order = [finished[request.prompt.id] for request in requests]
+        self._send(list(zip(in_order, score_all(self.rewards, in_order))))
 
-    def _finished_groups(self, requests: Iterable[Request]) -> Iterator[tuple[str, list[Completion]]]:
-        """(prompt id, its completions by sample index) as soon as all samples of a visit are there."""
-        open_groups: dict[str, list[Completion]] = {}
-        stream = self.engine.generate(requests, samples_per_prompt=self.samples_per_prompt, sampling=self.sampling)
+    def run(self, requests: Iterator[Request | None], between_steps: Callable[[], None]) -> None:
+        """Visit prompts until `requests` ends, sending each group as soon as it is scored."""
+        for group in self._finished_groups(requests, between_steps):
+            self.rewards.submit(group)
+            self.send_ready()
+
+    def send_ready(self) -> None:
+        """Send what has been scored; never waits for rewards."""
+        scored = self.rewards.ready()
+        if scored:
+            self._send(scored)
+
+    def _finished_groups(
+        self, requests: Iterator[Request | None], between_steps: Callable[[], None] | None
+    ) -> Iterator[FinishedGroup]:
+        """Groups, samples in order, as soon as all samples of a visit are there."""
+        visited: dict[tuple[str, int], Prompt] = {}
+        members: dict[tuple[str, int], list[Completion]] = {}
+
+        def remembered() -> Iterator[Request | None]:
+            for request in requests:
+                if request is not None:
+                    visited[request.prompt.id, request.first_sample] = request.prompt
+                yield request
+
+        stream = self.engine.generate(
+            remembered(),
+            samples_per_prompt=self.samples_per_prompt,
+            sampling=self.sampling,
+            between_steps=between_steps,
+        )
         for completion in stream:
-            members = open_groups.setdefault(completion.prompt_id, [])
-            members.append(completion)
-            if len(members) == self.samples_per_prompt:
-                del open_groups[completion.prompt_id]
-                yield completion.prompt_id, sorted(members, key=lambda member: member.sample_index)
+            first_sample = completion.sample_index // self.samples_per_prompt * self.samples_per_prompt
+            visit = completion.prompt_id, first_sample
+            members.setdefault(visit, []).append(completion)
+            if len(members[visit]) == self.samples_per_prompt:
+                yield self._finished(visited.pop(visit), members.pop(visit))
 
-    def _group(self, prompt: Prompt, trajectories: tuple) -> TrajectoryGroup:
-        group_id = f"searcher-{self.index}/{self.counts.groups}"
-        return TrajectoryGroup(id=group_id, prompt=prompt, trajectories=trajectories, searcher=self.index)
-
-    def _count(self, completions: Sequence[Completion]) -> None:
-        self.counts.groups += 1
+    def _finished(self, prompt: Prompt, completions: list[Completion]) -> FinishedGroup:
+        completions.sort(key=lambda completion: completion.sample_index)
+        self.counts.generated += 1
         self.counts.responses += len(completions)
         self.counts.tokens += sum(len(completion.token_ids) for completion in completions)
+        return FinishedGroup(prompt=prompt, completions=completions, texts=texts_of(self.tokenizer, completions))
 
+    def _send(self, scored: Sequence[tuple[FinishedGroup, list[Outcome]]]) -> None:
+        for (group, _), trajectories in zip(scored, self.scorer.trajectories(scored)):
+            self.sender.send(self._group(group.prompt, trajectories, lost=len(group.completions) - len(trajectories)))
+            self.counts.sent += 1
 
-def training_sampling(config: Config) -> Sampling:
-    """How searchers sample: the tempered policy, truncated only where asked."""
-    generate = config.generate
-    return Sampling(
-        max_new_tokens=generate.max_new_tokens,
-        min_new_tokens=generate.min_new_tokens,
-        temperature=generate.temperature,
-        top_p=generate.top_p,
-        top_k=generate.top_k,
-    )
+    def _group(self, prompt: Prompt, trajectories: tuple[Trajectory, ...], *, lost: int) -> TrajectoryGroup:
+        return TrajectoryGroup(
+            id=f"searcher-{self.index}/{self.counts.sent}",
+            prompt=prompt,
+            trajectories=trajectories,
+            num_lost=lost,
+            searcher=self.index,
+        )

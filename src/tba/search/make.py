@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from tba.config import Config
-from tba.generate.engine import Engine, make_engine, make_scorer, stop_ids_of
+from tba.generate.engine import Engine, make_engine, make_scorer
+from tba.generate.settings import training_sampling
 from tba.models.load import LoadedModel
 from tba.runtime.channels import GroupSender
-from tba.search.loop import Searcher, training_sampling
+from tba.search.loop import Searcher
 from tba.search.prompts import PromptStream
 from tba.search.scoring import FailureCount, GroupScorer
 from tba.tasks.base import Task
+from tba.tasks.rewards import Rewards
 
 
 def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
@@ -17,44 +19,40 @@ def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
     generate = config.generate
     if config.mode == "sync":
         generate = generate.model_copy(update={"update": "drain"})
-    return make_engine(
-        loaded.model,
-        stop_ids=stop_ids_of(loaded.model, loaded.tokenizer),
-        config=generate,
-        seed=config.seed,
-        max_length=loaded.context,
-        dtype=loaded.model.dtype,
-        device=loaded.model.device,
-    )
+    return make_engine(loaded.model, loaded.tokenizer, generate, seed=config.seed, max_length=loaded.context)
 
 
 def make_searcher(
-    config: Config, loaded: LoadedModel, task: Task, engine: Engine, sender: GroupSender, *, index: int = 0, count: int = 1
+    config: Config,
+    loaded: LoadedModel,
+    task: Task,
+    *,
+    engine: Engine,
+    rewards: Rewards,
+    sender: GroupSender,
+    index: int = 0,
 ) -> Searcher:
-    """Searcher `index` of `count`; the loaded weights become its frozen reference."""
-    reference = make_scorer(
-        loaded.model, max_length=loaded.context, dtype=loaded.model.dtype, device=loaded.model.device
-    )
-    scorer = GroupScorer(
-        task=task,
-        tokenizer=loaded.tokenizer,
-        reference=reference,
-        temperature=config.generate.temperature,
-        failures=FailureCount(config.search.max_reward_failures),
-    )
+    """Searcher `index`; the loaded weights become its frozen reference."""
+    reference = make_scorer(loaded.model, max_length=loaded.context)
     prompts = PromptStream(
         task.prompts("train"),
         samples_per_prompt=config.samples_generated_per_prompt,
         seed=config.seed,
         shuffle=config.search.shuffle,
         shard=index,
-        num_shards=count,
+        num_shards=config.search.num_searchers,
     )
     return Searcher(
         engine=engine,
         prompts=prompts,
-        scorer=scorer,
+        rewards=rewards,
+        scorer=GroupScorer(
+            reference=reference,
+            temperature=config.generate.temperature,
+            failures=FailureCount(config.search.max_reward_failures),
+        ),
         sender=sender,
+        tokenizer=loaded.tokenizer,
         sampling=training_sampling(config),
         samples_per_prompt=config.samples_generated_per_prompt,
         index=index,

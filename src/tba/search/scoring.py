@@ -1,8 +1,4 @@
-"""Turn finished completions into trajectories: rewards from the task, log-probs from the frozen reference.
-
-A reward that raises, or gives NaN, costs that sample only: it is dropped and counted, never scored 0. Too many in a row
-stop the run.
-"""
+"""Turn rewarded completions into trajectories: log-probs from the frozen reference, failed samples dropped and counted."""
 
 from __future__ import annotations
 
@@ -14,8 +10,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.generate.engine import Scorer
-from tba.tasks.base import Task
-from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
+from tba.tasks.base import Outcome, RewardFailed
+from tba.tasks.rewards import FinishedGroup
+from tba.types import Completion, Trajectory, TrajectoryGroup
 
 logger = logging.getLogger("tba.search")
 
@@ -39,10 +36,10 @@ class FailureCount:
         self.total += 1
         self.in_a_row += 1
         if self.total <= 3 or self.total % 100 == 0:
-            logger.warning("reward failed, sample dropped (%d so far): %s", self.total, reason)
+            logger.warning("sample dropped (%d so far): %s", self.total, reason)
         if self.in_a_row >= self.max_in_a_row:
             raise TooManyRewardFailures(
-                f"the reward failed on {self.in_a_row} samples in a row; the last: {reason} "
+                f"the reward failed on {self.in_a_row} samples in a row; the last: {reason}. "
                 "Fix the reward, or raise search.max_reward_failures."
             )
 
@@ -51,30 +48,23 @@ class GroupScorer:
     """Scores whole groups, several at once: the reference pass is cheaper in larger batches."""
 
     def __init__(
-        self,
-        *,
-        task: Task,
-        tokenizer: PreTrainedTokenizerBase,
-        reference: Scorer,
-        temperature: float,
-        failures: FailureCount,
-        reference_version: int = 0,
+        self, *, reference: Scorer, temperature: float, failures: FailureCount, reference_version: int = 0
     ) -> None:
-        self.task = task
-        self.tokenizer = tokenizer
         self.reference = reference
         self.temperature = temperature
         self.failures = failures
         self.reference_version = reference_version
 
-    def score(self, groups: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[tuple[Trajectory, ...]]:
+    def trajectories(self, groups: Sequence[tuple[FinishedGroup, list[Outcome]]]) -> list[tuple[Trajectory, ...]]:
         """Trajectories of each group, without the samples whose reward failed."""
         samples = [
-            (index, prompt, completion, rewards)
-            for index, (prompt, completions) in enumerate(groups)
-            for completion, rewards in zip(completions, self._rewards(prompt, completions))
-            if rewards is not None
+            (index, group.prompt, completion, rewards)
+            for index, (group, outcomes) in enumerate(groups)
+            for completion, outcome in zip(group.completions, outcomes)
+            if (rewards := self._checked(group, outcome)) is not None
         ]
+        if not samples:
+            return [() for _ in groups]
         log_refs = self.reference.score(
             [prompt.token_ids for _, prompt, _, _ in samples],
             [completion.token_ids for _, _, completion, _ in samples],
@@ -85,12 +75,6 @@ class GroupScorer:
             scored[index].append(self._trajectory(completion, rewards, log_ref))
         return [tuple(trajectories) for trajectories in scored]
 
-    def texts(self, completions: Sequence[Completion]) -> list[str]:
-        return self.tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
-
-    def group_texts(self, group: TrajectoryGroup) -> list[str]:
-        return self.texts([trajectory.completion for trajectory in group.trajectories])
-
     def _trajectory(self, completion: Completion, rewards: Mapping[str, float], log_ref: np.ndarray) -> Trajectory:
         return Trajectory(
             completion=completion,
@@ -100,20 +84,24 @@ class GroupScorer:
             loss_mask=np.ones(len(completion.token_ids), dtype=bool),
         )
 
-    def _rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[dict[str, float] | None]:
-        """Components of each sample; None = dropped."""
-        outcomes = self.task.score(prompt, self.texts(completions), completions)
-        return [self._checked(prompt, outcome) for outcome in outcomes]
-
-    def _checked(self, prompt: Prompt, outcome: Mapping[str, float | None] | Exception) -> dict[str, float] | None:
-        if isinstance(outcome, Exception):
-            self.failures.failure(f"{outcome} (prompt {prompt.id!r})")
+    def _checked(self, group: FinishedGroup, outcome: Outcome) -> dict[str, float] | None:
+        """Components of a sample with NaN for not-applicable ones; None = dropped, counted if its reward failed."""
+        if isinstance(outcome, RewardFailed):
+            self.failures.failure(f"{outcome} (prompt {group.prompt.id!r})")
             return None
         for name, value in outcome.items():
             if value is not None and not math.isfinite(value):
-                self.failures.failure(f"{name} returned {value} for prompt {prompt.id!r}.")
+                self.failures.failure(f"{name} returned {value} (prompt {group.prompt.id!r})")
                 return None
+        self.failures.success()
         if all(value is None for value in outcome.values()):
             return None
-        self.failures.success()
         return {name: math.nan if value is None else float(value) for name, value in outcome.items()}
+
+
+def texts_of(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]) -> list[str]:
+    return tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
+
+
+def group_texts(tokenizer: PreTrainedTokenizerBase, group: TrajectoryGroup) -> list[str]:
+    return texts_of(tokenizer, [trajectory.completion for trajectory in group.trajectories])

@@ -23,7 +23,7 @@ Split = Literal["train", "held_out"]
 
 HELD_OUT_SHARE = 16
 """One in so many canonical contents is held out."""
-LARGEST = 99
+LARGEST = 60
 """No number in a problem or its worked solution is larger."""
 HELD_OUT_SEED = 20_250_318
 """The held-out set is the same whatever the seed of a run."""
@@ -134,12 +134,12 @@ def _draw(rng: random.Random) -> Problem:
 
 def _numbers(kind: str, rng: random.Random) -> tuple[int, ...]:
     if kind in ("boxes", "gets"):
-        return rng.randint(2, 9), rng.randint(2, 9)
+        return rng.randint(2, 6), rng.randint(2, 9)
     if kind in ("times", "shares"):
-        return (rng.randint(2, 5),)
+        return (rng.randint(2, 4),)
     if kind == "now":
         return ()
-    return (rng.randint(8, 40) if kind == "has" else rng.randint(2, 20),)
+    return (rng.randint(8, 40) if kind == "has" else rng.randint(2, 15),)
 
 
 def _steps(parts: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[Step, ...]:

@@ -22,6 +22,8 @@ class Task(Protocol):
     """A problem to train on. `score` is called by searchers, one prompt's samples at a time."""
 
     name: str
+    isolated: bool
+    """Whether its rewards are a stranger's code, to be run in worker processes that can be killed."""
 
     @property
     def reward_weights(self) -> Mapping[str, float]:

@@ -14,8 +14,9 @@ from tba.models.weights import make_weights
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.runtime.channels import GroupReceiver, WeightPublisher
+from tba.train.gate import Gate
 from tba.train.measure import batch_metrics
-from tba.train.rewards import combine
+from tba.train.rewards import combine, drop_stale
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import TOKEN_FIELDS, Batch
 
@@ -23,9 +24,9 @@ from tba.types import TOKEN_FIELDS, Batch
 @dataclass
 class Trainer:
     """consumes: trajectory groups
-    waits for: nothing in sync mode, where its turn comes after the searcher's
+    waits for: the first fill, and new responses at the replay-ratio limit (never in sync mode: its turn comes after)
     produces: weights every k steps, metrics, checkpoints
-    unblocked by: nobody
+    unblocked by: searchers
     """
 
     config: Config
@@ -37,18 +38,22 @@ class Trainer:
     reward_weights: Mapping[str, float]
     save: Callable[[int], None]
     """Writes a checkpoint of the given step."""
+    gate: Gate | None = None
+    """Holds a step back until there is enough to train on; None in sync mode."""
     step_index: int = field(default=0, init=False)
     """Optimizer steps done: the version of the weights."""
 
     def step(self) -> StepResult:
         """One optimizer step on what the buffer holds."""
-        started = time.perf_counter()
         self.receive()
+        waited = self.gate.wait() if self.gate is not None else 0.0
+        self.recorder.training_starts()
+        started = time.perf_counter()
         batch = self.sample()
         result = self.optimize(batch)
         self.step_index += 1
-        self.publish_if_due()
-        self.record(batch, result, seconds=time.perf_counter() - started)
+        publishing = self.publish_if_due()
+        self.record(batch, result, seconds=time.perf_counter() - started, waited=waited, publishing=publishing)
         return result
 
     @property
@@ -56,14 +61,19 @@ class Trainer:
         return self.step_index >= self.config.train.max_steps
 
     def receive(self) -> None:
-        for group in self.receiver.drain():
+        groups = self.receiver.drain()
+        for group in groups:
             self.replay.add(group, step=self.step_index)
             self.recorder.group_received(self.step_index, group)
+        self.receiver.acknowledge(groups)
 
     def sample(self) -> Batch:
         train = self.config.train
         batch = self.replay.sample(train.prompts_per_step, train.samples_per_prompt, step=self.step_index)
-        return combine(batch, train, reward_weights=self.reward_weights)
+        batch = combine(batch, train, reward_weights=self.reward_weights)
+        if self.config.replay.lag == "drop":
+            batch = drop_stale(batch, oldest_version=self.step_index - self.config.replay.max_lag)
+        return batch
 
     def optimize(self, batch: Batch) -> StepResult:
         step = self.step_index
@@ -78,14 +88,18 @@ class Trainer:
                 "Lower train.learning_rate, raise objective.beta, or look for extreme rewards in it."
             ) from None
 
-    def publish_if_due(self) -> None:
-        if self.step_index % self.config.train.publish_every == 0:
+    def publish_if_due(self) -> float:
+        """Weights every k steps and at the end; checkpoints on schedule. Returns the seconds publishing took."""
+        started = time.perf_counter()
+        if self.done or self.step_index % self.config.train.publish_every == 0:
             self.publisher.publish(make_weights(self.train_step.policy.model, version=self.step_index))
+        seconds = time.perf_counter() - started
         every = self.config.train.checkpoint_every
         if self.done or (every is not None and self.step_index % every == 0):
             self.save(self.step_index)
+        return seconds
 
-    def record(self, batch: Batch, result: StepResult, *, seconds: float) -> None:
+    def record(self, batch: Batch, result: StepResult, *, seconds: float, waited: float, publishing: float) -> None:
         """Metrics of the step just done; lag is counted against the version that was trained."""
         trained = self.step_index - 1
         metrics = {
@@ -94,6 +108,8 @@ class Trainer:
             "entropy": result.entropy,
             "beta": self.config.beta_at(trained),
             "time/step": seconds,
+            "time/wait_for_batch": waited,
+            "time/publish_weights": publishing,
             **{f"buffer/{name}": value for name, value in self.replay.stats().items()},
         }
         self.recorder.step(self.step_index, metrics, responses=batch.totals.responses)
@@ -101,7 +117,9 @@ class Trainer:
 
 def save_batch(batch: Batch, path: Path) -> Path:
     """A batch as safetensors, for looking at what went wrong."""
-    tensors = {name: getattr(batch, name).cpu().contiguous() for name in (*TOKEN_FIELDS, "reward_PK", "rows_PK", "offsets")}
+    tensors = {
+        name: getattr(batch, name).cpu().contiguous() for name in (*TOKEN_FIELDS, "reward_PK", "rows_PK", "offsets")
+    }
     tensors |= {f"rewards.{name}": value.cpu().contiguous() for name, value in batch.rewards.items()}
     save_file(tensors, path)
     return path

@@ -8,10 +8,12 @@ from tba.models.policy import PolicyModel
 from tba.objectives.registry import make_objective
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
+from tba.runtime.board import Row
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.tasks.base import Task
 from tba.train.checkpoint import save_checkpoint
 from tba.train.collate import Budget
+from tba.train.gate import Gate
 from tba.train.loop import Trainer
 from tba.train.optim import MasterAdamW
 from tba.train.step import TrainStep
@@ -77,4 +79,18 @@ def make_replay(config: Config, task: Task) -> ReplayBuffer:
         seed=config.seed,
         reward_names=tuple(task.reward_weights),
         reward_weights=tuple(task.reward_weights.values()),
+    )
+
+
+def make_gate(config: Config, trainer: Trainer, row: Row, *, num_train_prompts: int) -> Gate:
+    """The waits of an asynchronous trainer."""
+    recorder = trainer.recorder
+    return Gate(
+        config=config,
+        replay=trainer.replay,
+        receive=trainer.receive,
+        row=row,
+        generated=lambda: recorder.responses_generated,
+        trained=lambda: recorder.responses_trained,
+        num_train_prompts=num_train_prompts,
     )

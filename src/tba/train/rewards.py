@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from tba.config import TrainConfig
-from tba.types import Batch
+from tba.types import Batch, Totals
 
 
 def combine(batch: Batch, config: TrainConfig, *, reward_weights: Mapping[str, float]) -> Batch:
@@ -27,10 +28,18 @@ def combine(batch: Batch, config: TrainConfig, *, reward_weights: Mapping[str, f
     if config.equal_reward_groups == "drop":
         equal_P1 = (reward_PK == reward_PK[:, :1]).all(dim=1, keepdim=True)
         weight_PK = weight_PK * ~equal_P1
-    totals = replace(
-        batch.totals,
+    return _weighted(replace(batch, reward_PK=reward_PK), weight_PK)
+
+
+def drop_stale(batch: Batch, *, oldest_version: int) -> Batch:
+    """Take the weight of responses whose oldest token is of an earlier version."""
+    return _weighted(batch, batch.weight_PK * (batch.version_PK >= oldest_version))
+
+
+def _weighted(batch: Batch, weight_PK: Tensor) -> Batch:
+    totals = Totals(
         prompts=int((weight_PK.sum(dim=1) > 0).sum()),
         responses=int(weight_PK.sum()),
         tokens=int(batch.lengths.view(batch.shape)[weight_PK.cpu() > 0].sum()),
     )
-    return replace(batch, reward_PK=reward_PK, weight_PK=weight_PK, totals=totals)
+    return replace(batch, weight_PK=weight_PK, totals=totals)

@@ -102,7 +102,7 @@ class TrainStep:
 
     def _backward(self, value: Tensor) -> None:
         _check_finite(value)
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         self.optimizer.accumulate()
 
 

@@ -1,0 +1,67 @@
+"""`tba doctor`: what this machine has, and what it lacks for what."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from pathlib import Path
+
+EXTRAS = {
+    "wandb": "W&B logging (observe.sinks=[wandb])",
+    "tensorboard": "TensorBoard logging (observe.sinks=[tensorboard])",
+    "peft": "LoRA",
+    "math_verify": "the MATH grader",
+    "vllm": "the vLLM engine",
+    "ray": "clusters",
+}
+"""Optional packages and what each is for."""
+
+
+def examine() -> list[tuple[str, str]]:
+    """(what, finding) pairs, in reading order."""
+    findings = [("python", platform.python_version())]
+    findings += [(name, importlib.metadata.version(name)) for name in ("torch", "transformers")]
+    findings += [("cores", _cores()), ("memory", _memory()), ("disk here", _disk()), ("gpu", _gpus())]
+    findings += [(name, _extra(name, purpose)) for name, purpose in EXTRAS.items()]
+    return findings
+
+
+def _cores() -> str:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = os.environ.get("OMP_NUM_THREADS", "not set")
+    bf16 = "with bf16 matrix units" if _has_amx() else "bf16 is slow here, use float32"
+    return f"{usable} usable ({bf16}); OMP_NUM_THREADS={threads}; one trainer and one searcher want two"
+
+
+def _has_amx() -> bool:
+    info = Path("/proc/cpuinfo")
+    return info.exists() and "amx_bf16" in info.read_text(errors="replace")
+
+
+def _memory() -> str:
+    if not hasattr(os, "sysconf"):
+        return "unknown"
+    page = os.sysconf("SC_PAGE_SIZE")
+    return f"{page * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
+
+
+def _disk() -> str:
+    return f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free"
+
+
+def _gpus() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none: models run on the CPU"
+    names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return "; ".join(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in names)
+
+
+def _extra(name: str, purpose: str) -> str:
+    if importlib.util.find_spec(name) is None:
+        return f"not installed; needed for {purpose}"
+    return f"{importlib.metadata.version(name.replace('_', '-'))}: {purpose}"

@@ -1,0 +1,29 @@
+"""What a run is made from: the model, the task, and reward functions that came as Python objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tba.config import Config
+from tba.models.load import LoadedModel, load_model
+from tba.tasks.base import Task
+from tba.tasks.make import make_task_for
+
+RewardFunctions = Sequence[Callable[..., Any]] | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunInputs:
+    """RunInputs(loaded=..., task=..., functions=None)"""
+
+    loaded: LoadedModel
+    task: Task
+    functions: RewardFunctions
+
+
+def load_inputs(config: Config, functions: RewardFunctions = None) -> RunInputs:
+    """Load model and data: what can be wrong with them shows before a run folder exists."""
+    loaded = load_model(config.model)
+    return RunInputs(loaded=loaded, task=make_task_for(config, loaded, functions), functions=functions)

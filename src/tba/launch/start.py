@@ -1,0 +1,50 @@
+"""From a config to a finished run: load, make the roles, run, stop everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tba.config import Config, dump_config, load_config
+from tba.evaluate.run import make_evaluator
+from tba.launch.asynchronous import AsyncRun
+from tba.launch.inputs import RewardFunctions, load_inputs
+from tba.launch.synchronous import SyncRun
+from tba.observe.closing import show_summary
+from tba.observe.files import RunFolder, write_atomic
+from tba.search.make import make_search_engine
+from tba.tasks.rewards import make_rewards
+
+
+def train(config: Config, functions: RewardFunctions = None) -> dict[str, Any]:
+    """Run a training and return what summary.json holds. Ctrl-C ends it early, saved."""
+    inputs = load_inputs(config, functions)
+    folder = RunFolder.create(config.run_folder, overwrite=config.overwrite)
+    write_atomic(folder.config, dump_config(config))
+    make = SyncRun.make if config.mode == "sync" else AsyncRun.make
+    run = make(config, folder, inputs)
+    try:
+        run.run()
+        summary = run.recorder.finish()
+    finally:
+        run.close()
+    if config.observe.progress:
+        show_summary(summary, run.recorder.curve(), folder.path)
+    return summary
+
+
+def evaluate_model(target: str, overrides: Sequence[str]) -> dict[str, float]:
+    """Evaluate a run's newest checkpoint with the run's own settings, or any model with the defaults."""
+    folder = RunFolder(Path(target))
+    if folder.config.is_file():
+        config = load_config(folder.config, [*overrides, f"model.path={folder.newest_checkpoint()}"])
+    else:
+        config = load_config(None, [*overrides, f"model.path={target}"])
+    inputs = load_inputs(config)
+    rewards = make_rewards(inputs.task, config, log=Path("rewards.log"))
+    try:
+        evaluator = make_evaluator(config, inputs.loaded, inputs.task, rewards)
+        return evaluator(make_search_engine(config, inputs.loaded))
+    finally:
+        rewards.close()

@@ -1,0 +1,68 @@
+"""Synchronous mode: searcher and trainer take turns in one process, lag 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tba.config import Config
+from tba.evaluate.run import Evaluator, make_evaluator
+from tba.launch.inputs import RunInputs
+from tba.observe.files import RunFolder
+from tba.observe.recorder import Recorder
+from tba.runtime.channels import LocalGroups, LocalWeights
+from tba.search.loop import Searcher
+from tba.search.make import make_search_engine, make_searcher
+from tba.search.scoring import group_texts
+from tba.tasks.rewards import make_rewards
+from tba.train.loop import Trainer
+from tba.train.make import make_trainer
+
+
+@dataclass
+class SyncRun:
+    """Every step trains on responses of the current weights."""
+
+    config: Config
+    searcher: Searcher
+    trainer: Trainer
+    evaluator: Evaluator
+
+    @classmethod
+    def make(cls, config: Config, folder: RunFolder, inputs: RunInputs) -> SyncRun:
+        """Build both roles around one model; engine and reference copy its weights as they are now."""
+        loaded, task = inputs.loaded, inputs.task
+        engine = make_search_engine(config, loaded)
+        rewards = make_rewards(task, config, log=folder.logs / "rewards.log", functions=inputs.functions)
+        groups = LocalGroups()
+        searcher = make_searcher(config, loaded, task, engine=engine, rewards=rewards, sender=groups)
+        recorder = Recorder(config, folder, decode=lambda group: group_texts(loaded.tokenizer, group))
+        trainer = make_trainer(config, loaded, task, groups, LocalWeights(engine.load), recorder)
+        return cls(config, searcher, trainer, make_evaluator(config, loaded, task, rewards))
+
+    @property
+    def recorder(self) -> Recorder:
+        return self.trainer.recorder
+
+    def run(self) -> None:
+        self.evaluate()
+        while not self.trainer.done:
+            self.step()
+            if self._evaluation_due():
+                self.evaluate()
+
+    def step(self) -> None:
+        self.recorder.training_starts()  # in sync mode generation is part of every step
+        self.searcher.step(self.config.train.prompts_per_step)
+        self.trainer.step()
+
+    def evaluate(self) -> None:
+        if self.evaluator.prompts:
+            self.recorder.evaluation(self.trainer.step_index, self.evaluator(self.searcher.engine))
+
+    def close(self) -> None:
+        self.searcher.rewards.close()
+        self.recorder.close()
+
+    def _evaluation_due(self) -> bool:
+        every, step = self.config.evaluate.every, self.trainer.step_index
+        return self.trainer.done or (every is not None and step % every == 0)

@@ -1,0 +1,143 @@
+"""The local runtime: searchers in processes of this machine, the trainer in the caller's."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tba.config import RuntimeConfig
+from tba.observe.progress import RoleStatus
+from tba.runtime.board import Board, Wait
+from tba.runtime.link import Failed
+from tba.runtime.messages import Acknowledge, Evaluate, Evaluated, Stop
+from tba.runtime.processes import RoleDied, RoleProcess, last_lines, stop_all
+from tba.runtime.weight_slots import WeightSlots
+from tba.types import TrajectoryGroup, Weights
+
+
+class LocalRuntime:
+    """Starts searchers, receives their groups, publishes weights, asks for evaluations, stops everything."""
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        *,
+        num_searchers: int,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        canary: Callable[[Weights], np.ndarray],
+    ) -> None:
+        self.config = config
+        self.board = Board.create(num_searchers)
+        self.slots = WeightSlots.create(tensors, dtype)
+        self.evaluations: list[Evaluated] = []
+        """Results that have arrived and were not taken yet."""
+        self.searchers: list[RoleProcess] = []
+        self._canary = canary
+        self._senders: dict[str, RoleProcess] = {}
+        self._started_at = time.monotonic()
+
+    def start_searchers(self, target: Callable[..., None], arguments: dict[str, Any], *, logs: Path) -> None:
+        """Run `target(link, index=i, **arguments)` in a process per searcher."""
+        memory = {
+            "board_memory": (self.board.memory.fd, self.board.memory.num_bytes),
+            "slots_memory": (self.slots.memory.fd, self.slots.memory.num_bytes),
+            "layout": self.slots.layout,
+        }
+        for index in range(self.board.num_searchers):
+            process = RoleProcess(
+                f"searcher-{index}",
+                target,
+                {**arguments, **memory, "index": index},
+                log=logs / f"searcher-{index}.log",
+                fds=(self.board.memory.fd, self.slots.memory.fd),
+                threads=self.config.threads,
+            )
+            self.searchers.append(process)
+
+    def drain(self) -> list[TrajectoryGroup]:
+        """All groups that have arrived; raises when a searcher has died or gives no sign of life."""
+        groups = []
+        for process in self.searchers:
+            for message in process.link.drain():
+                if isinstance(message, TrajectoryGroup):
+                    groups.append(message)
+                    self._senders[message.id] = process
+                elif isinstance(message, Evaluated):
+                    self.evaluations.append(message)
+                elif isinstance(message, Failed):
+                    self._searcher_failed(process, message)
+        self.check()
+        return groups
+
+    def acknowledge(self, groups: Sequence[TrajectoryGroup]) -> None:
+        by_sender: dict[str, list[str]] = defaultdict(list)
+        processes = {process.name: process for process in self.searchers}
+        for group in groups:
+            by_sender[self._senders.pop(group.id).name].append(group.id)
+        for name, ids in by_sender.items():
+            processes[name].link.send(Acknowledge(group_ids=tuple(ids)))
+
+    def publish(self, weights: Weights) -> None:
+        """Write the slot, evaluate the canary on what lies there, then let searchers see it."""
+        written = self.slots.write(weights.tensors, version=weights.version)
+        self.slots.announce(self._canary(written))
+
+    def evaluate(self, version: int) -> None:
+        """Ask searcher 0 for an evaluation; the trainer does not wait for it."""
+        self.searchers[0].link.send(Evaluate(version=version))
+
+    def take_evaluations(self) -> list[Evaluated]:
+        taken, self.evaluations = self.evaluations, []
+        return taken
+
+    def check(self) -> None:
+        """Raise when a searcher has ended, or has shown no sign of life for too long."""
+        for index, process in enumerate(self.searchers):
+            process.check()
+            beat = self.board.searcher(index)["heartbeat"]
+            if beat and time.monotonic() - beat > self.config.wait_seconds:
+                raise RoleDied(
+                    f"{process.name} (process {process.pid}) has shown no sign of life for "
+                    f"{time.monotonic() - beat:.0f} s. Last lines of {process.log}:\n{last_lines(process.log)}"
+                )
+
+    def statuses(self) -> list[RoleStatus]:
+        """Who does what, for the display."""
+        seconds = max(1e-9, time.monotonic() - self._started_at)
+        trainer = self.board.trainer
+        found = [_status("trainer", trainer.wait, trainer["wait_seconds"] / seconds, 0.0)]
+        for index, process in enumerate(self.searchers):
+            row = self.board.searcher(index)
+            found.append(_status(process.name, row.wait, row["wait_seconds"] / seconds, row["responses"] / seconds))
+        return found
+
+    def stop(self) -> None:
+        """End all searchers; nothing is left running."""
+        stop_all(self.searchers, Stop(), timeout_seconds=self.config.stop_seconds)
+
+    def _searcher_failed(self, process: RoleProcess, message: Failed) -> None:
+        process.wait(self.config.stop_seconds)
+        raise RoleDied(
+            f"{process.name} failed: {message.error}\nLast lines of {process.log}:\n{last_lines(process.log)}"
+        )
+
+
+WAITS_FOR = {
+    "none": "works",
+    "first_fill": "waits for the searchers' first groups",
+    "replay_ratio": "waits for new responses from the searchers",
+    "pace": "waits for newer weights from the trainer",
+    "channel_full": "waits for the trainer to take in groups",
+}
+
+
+def _status(name: str, wait: Wait, waited_share: float, rate: float) -> RoleStatus:
+    return RoleStatus(name=name, doing=WAITS_FOR[wait], waited_share=waited_share, responses_per_second=rate)

@@ -1,0 +1,184 @@
+"""A searcher as a process: what it does between decode steps, and how it is put together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tba.config import Config
+from tba.evaluate.run import Evaluator, make_evaluator
+from tba.generate.engine import Engine
+from tba.models.canary import CANARY_TOKENS, CanaryCheck, canary_tokens
+from tba.models.load import load_model
+from tba.runtime.board import Board, Row
+from tba.runtime.group_channel import WindowedSender
+from tba.runtime.link import Link
+from tba.runtime.memory import SharedMemory
+from tba.runtime.messages import Acknowledge, Evaluate, Evaluated, Stop
+from tba.runtime.weight_slots import Published, TensorSpec, WeightSlots
+from tba.search.loop import Searcher
+from tba.search.make import make_search_engine, make_searcher
+from tba.search.pace import PacedVisits
+from tba.tasks.make import make_task_for
+from tba.tasks.rewards import make_rewards
+
+logger = logging.getLogger("tba.search")
+
+
+class Stopped(Exception):
+    """The trainer asked this searcher to end."""
+
+
+class WeightLoader:
+    """Loads newer weights into the engine and makes sure that they arrived."""
+
+    def __init__(self, slots: WeightSlots, engine: Engine) -> None:
+        self._slots = slots
+        self._engine = engine
+        self._canary = CanaryCheck()
+        self._tokens = canary_tokens(engine.vocabulary, CANARY_TOKENS)
+        self._unchecked: Published | None = None
+
+    def load_newer(self) -> None:
+        """Never waits. Under `drain` the engine loads later, and the canary is checked then."""
+        if self._unchecked is not None:
+            self._check_when_loaded()
+        elif self._slots.newest_version > self._engine.version:
+            self._unchecked = self._slots.fetch()
+            self._engine.load(self._unchecked.weights)
+            self._check_when_loaded()
+
+    def check_first(self) -> None:
+        """Version 0 is in use already: both sides' canaries of it set the tolerance."""
+        self._unchecked = self._slots.fetch()
+        self._check_when_loaded()
+
+    def _check_when_loaded(self) -> None:
+        published = self._unchecked
+        if published is None or self._engine.version < published.weights.version:
+            return
+        computed = self._engine.score([self._tokens[:1]], [self._tokens[1:]], 1.0)[0]
+        self._canary.check(published=published.canary, computed=computed, version=published.weights.version)
+        self._unchecked = None
+
+
+class SearcherRole:
+    """Owns what happens between decode steps: signs of life, messages, newer weights, evaluations."""
+
+    def __init__(self, link: Link, row: Row, loader: WeightLoader, engine: Engine) -> None:
+        self.link = link
+        self.row = row
+        self.loader = loader
+        self.engine = engine
+        self.sender: WindowedSender | None = None
+        self.searcher: Searcher | None = None
+        self.evaluator: Evaluator | None = None
+        self._evaluation: Evaluate | None = None
+
+    def make_sender(self, config: Config) -> WindowedSender:
+        self.sender = WindowedSender(
+            self.link,
+            self.row,
+            window=config.runtime.channel_groups,
+            deadline_seconds=config.runtime.wait_seconds,
+            handle_messages=self.handle_messages,
+        )
+        return self.sender
+
+    def tick(self) -> None:
+        """Called between decode steps and while waiting."""
+        self.handle_messages()
+        self.loader.load_newer()
+        self.evaluate_if_asked()
+        if self.searcher is not None:
+            self.searcher.send_ready()
+
+    def beat(self) -> None:
+        """A sign of life, with the numbers the trainer shows."""
+        self.row["heartbeat"] = time.monotonic()
+        self.row["version"] = self.engine.version
+        if self.searcher is not None:
+            counts = self.searcher.counts
+            self.row["groups"], self.row["responses"], self.row["tokens"] = counts.sent, counts.responses, counts.tokens
+            self.row["failures"] = self.searcher.scorer.failures.total
+
+    def handle_messages(self) -> None:
+        self.beat()
+        for message in self.link.drain():
+            if isinstance(message, Stop):
+                raise Stopped
+            if isinstance(message, Acknowledge) and self.sender is not None:
+                self.sender.acknowledge(message)
+            if isinstance(message, Evaluate):
+                self._evaluation = message
+
+    def evaluate_if_asked(self) -> None:
+        """Weights are not loaded meanwhile, so the result is of one version."""
+        asked = self._evaluation
+        if asked is not None and self.evaluator is not None and self.engine.version >= asked.version:
+            self._evaluation = None
+            metrics = self.evaluator(self.engine.sibling(), self.beat)
+            self.link.send(Evaluated(version=self.engine.version, metrics=metrics))
+
+
+def run_searcher(
+    link: Link,
+    *,
+    config: Config,
+    functions: Sequence[Callable[..., Any]] | None,
+    index: int,
+    logs: Path,
+    board_memory: tuple[int, int],
+    slots_memory: tuple[int, int],
+    layout: Sequence[TensorSpec],
+) -> None:
+    """The target of a searcher's process. `functions` are rewards given as Python objects."""
+    torch.set_num_threads(config.runtime.threads)
+    row = Board(SharedMemory(*board_memory), config.search.num_searchers).searcher(index)
+    loaded = load_model(config.model)
+    task = make_task_for(config, loaded, functions)
+    engine = make_search_engine(config, loaded)
+    role = SearcherRole(link, row, WeightLoader(WeightSlots(SharedMemory(*slots_memory), layout), engine), engine)
+    searcher = make_searcher(
+        config,
+        loaded,
+        task,
+        engine=engine,
+        rewards=make_rewards(task, config, log=logs / f"rewards-{index}.log", functions=functions),
+        sender=role.make_sender(config),
+        index=index,
+    )
+    evaluation_rewards = make_rewards(task, config, log=logs / f"rewards-{index}-evaluate.log", functions=functions)
+    role.evaluator = make_evaluator(config, loaded, task, evaluation_rewards)
+    role.searcher = searcher
+    role.loader.check_first()
+    try:
+        role.tick()
+        searcher.run(make_visits(config, searcher, role), role.tick)
+    except Stopped:
+        logger.info("stopped after %d groups", searcher.counts.sent)
+    finally:
+        searcher.rewards.close()
+        evaluation_rewards.close()
+
+
+def make_visits(config: Config, searcher: Searcher, role: SearcherRole) -> PacedVisits:
+    return PacedVisits(
+        prompts=searcher.prompts,
+        index=searcher.index,
+        num_searchers=config.search.num_searchers,
+        prompts_per_step=config.train.prompts_per_step,
+        max_lag=config.replay.max_lag if config.replay.lag == "pace" else None,
+        max_unscored=config.runtime.channel_groups,
+        version=lambda: searcher.engine.version,
+        generated=lambda: searcher.counts.generated,
+        unscored=lambda: searcher.rewards.outstanding,
+        tick=role.tick,
+        row=role.row,
+        deadline_seconds=config.runtime.wait_seconds,
+    )

@@ -1,0 +1,44 @@
+"""From the text of a prompt to its tokens: plain text or chat messages, one BOS, within the context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tba.types import Prompt
+
+
+def make_prompt(
+    *,
+    id: str,
+    text: str | list[dict[str, str]],
+    columns: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+) -> Prompt:
+    """Tokenise a prompt; one that does not fit is refused, never cut."""
+    token_ids = encode(text, tokenizer)
+    if not token_ids:
+        raise ValueError(f"prompt {id!r} is empty: it gives no tokens. Remove the row.")
+    if len(token_ids) > max_tokens:
+        raise ValueError(
+            f"prompt {id!r} has {len(token_ids)} tokens, beyond the {max_tokens} that the model's context leaves beside "
+            "generate.max_new_tokens (or task.max_prompt_tokens): shorten or remove it, or lower generate.max_new_tokens."
+        )
+    return Prompt(id=id, token_ids=np.array(token_ids, np.int32), text=text, columns=columns)
+
+
+def encode(text: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids with at most one BOS; chat messages through the tokenizer's template, ready for the answer."""
+    if isinstance(text, str):
+        starts_with_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        return tokenizer(text, add_special_tokens=not starts_with_bos)["input_ids"]
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "the data has chat messages but the tokenizer has no chat template: give plain text prompts, or a model with "
+            "a template."
+        )
+    words = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
+    return tokenizer(words, add_special_tokens=False)["input_ids"]

@@ -1,0 +1,28 @@
+"""Make the task of a config for a loaded model; what the model's context decides is checked here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tba.config import Config
+from tba.models.load import LoadedModel
+from tba.tasks.base import Task
+from tba.tasks.registry import make_task
+
+
+def make_task_for(config: Config, loaded: LoadedModel, functions: Sequence[Callable[..., Any]] | None = None) -> Task:
+    """`functions` are rewards given as Python objects, in the order of task.rewards."""
+    limit = max_prompt_tokens(config, loaded.context)
+    return make_task(config.task, loaded.tokenizer, max_prompt_tokens=limit, functions=functions)
+
+
+def max_prompt_tokens(config: Config, context: int) -> int:
+    """What the model's context leaves for the prompt, or the configured limit if that is smaller."""
+    room = context - config.generate.max_new_tokens
+    if room < 1:
+        raise ValueError(
+            f"generate.max_new_tokens={config.generate.max_new_tokens} leaves no room for a prompt in the model's context "
+            f"of {context} tokens: lower it."
+        )
+    return min(room, config.task.max_prompt_tokens or room)

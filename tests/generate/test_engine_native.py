@@ -1,0 +1,144 @@
+"""Slots: what is generated does not depend on how many there are, and none stays empty while there is work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import by_key, make_requests, make_tiny_model, make_weights_of, plain_log_probs
+
+from tba.generate.batching import length_batches
+from tba.generate.native import NativeEngine
+from tba.types import Request, Sampling
+
+LENGTHS = (3, 8, 1, 5, 12, 4, 7)
+
+
+def make(model=None, *, slots, seed=3, **changes):
+    model = make_tiny_model("llama") if model is None else model
+    return NativeEngine(model, stop_ids=[2, 3, 4], seed=seed, slots=slots, max_length=48, **changes)
+
+
+def generated(engine, requests, samples=3):
+    return by_key(engine.generate(requests, samples_per_prompt=samples, sampling=Sampling(max_new_tokens=20)))
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for key, completion in expected.items():
+        assert found[key].token_ids.tolist() == completion.token_ids.tolist()
+        assert found[key].finish == completion.finish
+        np.testing.assert_allclose(found[key].policy_log_probs, completion.policy_log_probs, atol=1e-5)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5, 64])
+def test_tokens_are_the_same_whatever_the_number_of_slots(slots):
+    requests = make_requests(*LENGTHS)
+    assert_same(generated(make(slots=slots), requests), generated(make(slots=4), requests))
+
+
+def test_tokens_are_the_same_in_any_order_and_in_pieces():
+    requests = make_requests(*LENGTHS)
+    expected = generated(make(slots=4), requests)
+    assert_same(generated(make(slots=4), requests[::-1]), expected)
+    engine = make(slots=4)
+    assert_same({**generated(engine, requests[4:]), **generated(engine, requests[:4])}, expected)
+    later = [Request(prompt=request.prompt, first_sample=2) for request in requests]
+    assert_same(
+        {**generated(engine, requests, samples=2), **generated(engine, later, samples=1)},
+        expected,
+    )
+
+
+def test_another_seed_gives_other_tokens():
+    requests = make_requests(*LENGTHS)
+    first, second = generated(make(slots=4, seed=3), requests), generated(make(slots=4, seed=4), requests)
+    assert sum(first[key].token_ids.tolist() == second[key].token_ids.tolist() for key in first) < len(first) / 2
+
+
+def test_a_free_slot_is_refilled_before_the_next_step():
+    engine, busy = make(slots=4), []
+    requests = make_requests(*([5] * 8))
+    stream = engine.generate(
+        requests,
+        samples_per_prompt=3,
+        sampling=Sampling(max_new_tokens=20),
+        between_steps=lambda: busy.append(engine._running.count),
+    )
+    steps_at_completion = [len(busy) for _ in stream]
+    assert len(steps_at_completion) == 24
+    # when 20 of 24 are finished the last four run; until the 21st finishes no slot may have been empty
+    assert set(busy[: steps_at_completion[20]]) == {4}
+    assert busy[-1] < 4  # at the end the running ones stand together and empty slots cost nothing
+
+
+def test_a_prompt_is_prefilled_once_for_all_its_samples():
+    engine, rows = make(slots=2), []
+    prefill = engine._prefill_batch
+    engine._prefill_batch = lambda batch: (rows.extend(batch), prefill(batch))[1]
+    generated(engine, make_requests(4, 6), samples=7)
+    assert sorted(len(row) for row in rows) == [3, 5]
+
+
+def test_the_cache_grows_to_what_requests_need_and_not_to_the_limit():
+    engine = NativeEngine(make_tiny_model("llama"), stop_ids=[2], seed=0, slots=2, max_length=120)
+    sampling = Sampling(max_new_tokens=10)
+    list(engine.generate(make_requests(5), samples_per_prompt=1, sampling=sampling))
+    assert engine.cache.values.shape[3] == 16
+    requests = make_requests(5, 60, 7)
+    found = by_key(engine.generate(requests, samples_per_prompt=2, sampling=sampling))
+    assert engine.cache.values.shape[3] == 80
+    for request in requests:
+        expected = plain_log_probs(engine_model(), request.prompt.token_ids, found[request.prompt.id, 1].token_ids)
+        np.testing.assert_allclose(found[request.prompt.id, 1].policy_log_probs, expected, atol=1e-4)
+
+
+def engine_model():
+    return make_tiny_model("llama")
+
+
+def test_responses_that_start_after_a_load_in_flight_carry_only_the_new_version():
+    engine, seen = make(slots=1), []
+
+    def between_steps():
+        seen.append(None)
+        if len(seen) == 2:
+            engine.load(make_weights_of(make_tiny_model("llama", seed=1), 6))
+
+    sampling = Sampling(max_new_tokens=5, min_new_tokens=5)
+    found = by_key(
+        engine.generate(make_requests(4), samples_per_prompt=2, sampling=sampling, between_steps=between_steps)
+    )
+    assert found["p0", 0].version_spans == ((0, 0), (1, 6))
+    assert found["p0", 1].version_spans == ((0, 6),)
+
+
+def test_draining_starts_nothing_new_until_the_weights_are_in():
+    engine, started = make(slots=3, update="drain"), []
+
+    def between_steps():
+        started.append((engine._running.count, engine.version))
+        if len(started) == 2:
+            engine.load(make_weights_of(make_tiny_model("llama", seed=1), 6))
+
+    lengths = [Sampling(max_new_tokens=n, min_new_tokens=n) for n in (3, 5, 7, 4, 4, 4)]
+    requests = [
+        Request(prompt=request.prompt, sampling=sampling) for request, sampling in zip(make_requests(*[4] * 6), lengths)
+    ]
+    list(engine.generate(requests, samples_per_prompt=1, sampling=lengths[0], between_steps=between_steps))
+    # three run to their ends at 3, 5 and 7 tokens; only then the other three start, with version 6
+    assert started == [(3, 0)] * 3 + [(2, 0)] * 2 + [(1, 0)] * 2 + [(3, 6)] * 4
+
+
+def test_the_cpu_cache_stays_fp32_when_matrices_are_bf16():
+    engine = make(make_tiny_model("llama", spread=3.0), slots=2, dtype=torch.bfloat16)
+    assert engine.decoder.weights.embedding.dtype == torch.bfloat16
+    assert engine.cache.keys.dtype == torch.float32
+
+
+def test_batches_hold_similar_lengths_within_the_budget():
+    assert length_batches([3, 9, 3], token_budget=512) == [[0, 2, 1]]
+    assert length_batches([10, 10, 10], token_budget=20) == [[0, 1], [2]]
+    assert length_batches([50], token_budget=20) == [[0]]
+    # 1 x 900 with 8 x 100 would be 8100 padded tokens for 1700 real ones
+    assert length_batches([900, *[100] * 8], token_budget=10_000) == [[1, 2, 3, 4, 5, 6, 7, 8], [0]]

@@ -1,0 +1,74 @@
+"""The scorer's log-probs are those of a plain forward pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tiny_models import FAMILIES, VOCABULARY, make_prompt, make_tiny_model, make_weights_of, plain_log_probs
+
+from tba.generate.engine import make_scorer
+from tba.generate.native import NativeEngine
+from tba.generate.scoring import ReferenceScorer
+
+
+def make_pairs(num_prompts=4, samples=3):
+    rng = np.random.default_rng(0)
+    prompts = [make_prompt(f"p{index}", length).token_ids for index, length in enumerate([1, 9, 4, 17][:num_prompts])]
+    pairs = [
+        (prompt, rng.integers(0, VOCABULARY, size=rng.integers(1, 25))) for prompt in prompts for _ in range(samples)
+    ]
+    order = rng.permutation(len(pairs))
+    return [pairs[index][0] for index in order], [pairs[index][1] for index in order]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("token_budget", [30, 8192])
+def test_scores_equal_a_plain_forward_pass(family, token_budget):
+    model = make_tiny_model(family)
+    prompts, responses = make_pairs()
+    found = ReferenceScorer(model, max_length=64, token_budget=token_budget).score(prompts, responses, 0.7)
+    for prompt, response, scores in zip(prompts, responses, found):
+        assert scores.dtype == np.float32
+        np.testing.assert_allclose(scores, plain_log_probs(model, prompt, response, temperature=0.7), atol=1e-4)
+
+
+def test_responses_of_a_prompt_share_one_pass_over_it():
+    scorer = ReferenceScorer(make_tiny_model("llama"), max_length=64)
+    tokens, store_only, hidden = [], scorer.decoder.store_only, scorer.decoder.hidden
+    scorer.decoder.store_only = lambda ids, *rest: (tokens.append(len(ids)), store_only(ids, *rest))[1]
+    scorer.decoder.hidden = lambda ids, *rest: (tokens.append(len(ids)), hidden(ids, *rest))[1]
+    prompt = make_prompt("p", 21).token_ids
+    scorer.score([prompt] * 5, [np.arange(8)] * 5, 1.0)
+    assert tokens == [20, 5 * 8]
+
+
+def test_an_empty_response_has_no_scores():
+    scorer = ReferenceScorer(make_tiny_model("llama"), max_length=64)
+    prompt = make_prompt("p", 4).token_ids
+    empty, full = scorer.score([prompt, prompt], [np.zeros(0, np.int32), np.array([5, 6])], 1.0)
+    assert empty.shape == (0,)
+    assert full.shape == (2,)
+
+
+def test_a_scorer_can_use_an_engines_decoder_and_take_another_reference():
+    old, new = make_tiny_model("llama", seed=0), make_tiny_model("llama", seed=1)
+    engine = NativeEngine(old, stop_ids=[2], seed=0, slots=2, max_length=64)
+    prompts, responses = make_pairs(2, 2)
+    scorer = ReferenceScorer(engine.decoder)
+    np.testing.assert_allclose(
+        scorer.score(prompts, responses, 1.0)[0], plain_log_probs(old, prompts[0], responses[0]), atol=1e-4
+    )
+    scorer.load(make_weights_of(new, 1))
+    np.testing.assert_allclose(
+        scorer.score(prompts, responses, 1.0)[0], plain_log_probs(new, prompts[0], responses[0]), atol=1e-4
+    )
+
+
+def test_a_scorer_keeps_its_own_copy_of_the_model():
+    model = make_tiny_model("llama")
+    scorer = make_scorer(model, max_length=64)
+    prompts, responses = make_pairs(1, 1)
+    before = scorer.score(prompts, responses, 1.0)[0]
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    np.testing.assert_array_equal(scorer.score(prompts, responses, 1.0)[0], before)

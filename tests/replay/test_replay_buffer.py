@@ -1,0 +1,218 @@
+"""Adding, replacing, evicting, sampling: worked out by hand."""
+
+import numpy as np
+import pytest
+import torch
+from replay_builders import Groups, contents, replay, responses, trajectory
+
+from tba.replay import ReplayEmpty, packing
+from tba.types import TrajectoryGroup
+
+
+def tokens_of(buffer):
+    return [tokens for _, _, tokens, _ in contents(buffer)]
+
+
+def test_an_empty_buffer_says_so_instead_of_crashing():
+    with pytest.raises(ReplayEmpty, match="empty: add groups"):
+        replay().sample(2, 2, step=0)
+
+
+def test_a_group_id_is_stored_once():
+    buffer, group = replay(), Groups()("a", [[1], [2]])
+    assert buffer.add(group, step=0) == 2
+    assert buffer.add(group, step=1) == 0
+    assert len(buffer) == 2
+
+
+def test_the_newer_of_two_equal_responses_wins_and_becomes_the_newest():
+    buffer, group = replay(), Groups()
+    buffer.add(group("a", [[1, 2], [3]], rewards=[0.0, 0.0]), step=0)
+    assert buffer.add(group("a", [[1, 2]], rewards=[1.0]), step=0) == 1
+    assert contents(buffer) == [("a", 0, (3,), 0.0), ("a", 0, (1, 2), 1.0)]
+
+
+def test_of_equal_responses_in_one_group_the_last_is_kept():
+    buffer = replay()
+    assert buffer.add(Groups()("a", [[1], [2], [1]], rewards=[0.0, 0.0, 7.0]), step=0) == 2
+    assert contents(buffer) == [("a", 0, (2,), 0.0), ("a", 0, (1,), 7.0)]
+
+
+def test_equal_responses_of_different_prompts_are_both_kept():
+    buffer, group = replay(), Groups()
+    buffer.add(group("a", [[1]]), step=0)
+    buffer.add(group("b", [[1]]), step=0)
+    assert len(buffer) == 2
+
+
+def test_without_deduplication_copies_stay():
+    buffer, group = replay(deduplicate=False), Groups()
+    buffer.add(group("a", [[1], [1]]), step=0)
+    buffer.add(group("a", [[1]]), step=0)
+    assert tokens_of(buffer) == [(1,), (1,), (1,)]
+
+
+def test_responses_with_the_same_hash_but_other_tokens_are_told_apart(monkeypatch):
+    monkeypatch.setattr("tba.replay.buffer.token_key", lambda ids, shelf: 42)
+    buffer, group = replay(), Groups()
+    buffer.add(group("a", [[1], [2], [3]]), step=0)
+    buffer.add(group("a", [[2]]), step=0)
+    assert tokens_of(buffer) == [(1,), (3,), (2,)]
+
+
+def test_the_oldest_of_a_prompt_go_when_it_is_full():
+    buffer, group = replay(capacity_per_prompt=3), Groups()
+    buffer.add(group("a", [[1], [2]]), step=0)
+    buffer.add(group("b", [[9]]), step=0)
+    buffer.add(group("a", [[3], [4]]), step=0)
+    assert tokens_of(buffer) == [(2,), (9,), (3,), (4,)]
+
+
+def test_the_oldest_of_all_go_when_the_buffer_is_full():
+    buffer, group = replay(capacity=3), Groups()
+    buffer.add(group("a", [[1], [2]]), step=0)
+    buffer.add(group("b", [[3], [4]]), step=0)
+    assert tokens_of(buffer) == [(2,), (3,), (4,)]
+    buffer.add(group("c", [[5]]), step=0)
+    assert tokens_of(buffer) == [(3,), (4,), (5,)]
+    assert buffer.num_prompts == 2
+
+
+def test_a_prompt_whose_responses_are_all_gone_is_never_drawn():
+    buffer, group = replay(capacity=2, on_policy_probability=0.5), Groups()
+    for name in "abc":
+        buffer.add(group(name, [[1], [2]]), step=0)
+    drawn = {name for _ in range(50) for name in buffer.sample(1, 2, step=0).prompt_ids}
+    assert drawn == {"c"}
+
+
+def test_of_a_group_larger_than_the_capacity_the_last_responses_are_kept():
+    buffer = replay(capacity_per_prompt=2)
+    assert buffer.add(Groups()("a", [[1], [2], [3]]), step=0) == 2
+    assert tokens_of(buffer) == [(2,), (3,)]
+
+
+def test_one_response_of_one_prompt_fills_any_batch():
+    buffer = replay(on_policy_probability=0.5, inverse_temperature=1.0)
+    buffer.add(Groups()("a", [[1, 2, 3]]), step=0)
+    batch = buffer.sample(3, 4, step=0)
+    assert batch.prompt_ids == ("a", "a", "a")
+    assert responses(batch) == [[(1, 2, 3)] * 4] * 3
+
+
+def test_every_field_of_the_batch_is_what_was_stored():
+    buffer = replay(reward_names=("x", "y"), reward_weights=(2.0, 0.5), on_policy_probability=1.0)
+    first = trajectory([4, 5, 6], version=3, mask=[True, False, True], rewards={"x": 1.0, "y": 4.0})
+    second = trajectory([7], version=5, finish="length", rewards={"x": float("nan"), "y": 2.0})
+    group = Groups()("a", [])
+    buffer.add(TrajectoryGroup(id="g", prompt=group.prompt, trajectories=(first, second)), step=6)
+    batch = buffer.sample(1, 2, step=6)
+    order = [0, 1] if batch.truncated_PK[0].tolist() == [False, True] else [1, 0]
+    ids, masks = [[4, 5, 6], [7]], [[True, False, True], [True]]
+    expected = [token for r in order for token in ids[r]]
+    assert batch.token_ids_N.tolist() == expected
+    assert batch.token_ids_N.dtype == batch.offsets.dtype == torch.int64
+    assert batch.loss_mask_N.tolist() == [chosen for r in order for chosen in masks[r]]
+    assert batch.behaviour_N.tolist() == [-(token + 0.25) for token in expected]
+    assert batch.policy_N.tolist() == [-(token + 0.5) for token in expected]
+    assert batch.log_ref_N.tolist() == [-(token + 0.75) for token in expected]
+    # 2 * 1 + 0.5 * 4 = 4; the second's x does not apply: 0.5 * 2 = 1
+    assert batch.reward_PK.tolist() == [[(4.0, 1.0)[r] for r in order]]
+    assert batch.rewards["y"].tolist() == [[(4.0, 2.0)[r] for r in order]]
+    assert batch.rewards["x"].isnan().tolist() == [[(False, True)[r] for r in order]]
+    assert batch.version_PK.tolist() == [[(3, 5)[r] for r in order]]
+    assert batch.weight_PK.tolist() == [[1.0, 1.0]]
+    assert batch.prompt_tokens[0].tolist() == group.prompt.token_ids.tolist()
+    assert (batch.totals.prompts, batch.totals.responses, batch.totals.tokens) == (1, 2, 4)
+
+
+def test_a_batch_never_mixes_reference_versions():
+    buffer, group = replay(on_policy_probability=0.5), Groups()
+    buffer.add(group("a", [[1], [2]], reference=0), step=0)
+    buffer.add(group("a", [[1], [3]], reference=1), step=0)
+    buffer.add(group("b", [[4]], reference=0), step=0)
+    for _ in range(20):
+        assert {tokens for K in responses(buffer.sample(2, 2, step=0)) for tokens in K} <= {(1,), (3,)}
+        old = buffer.sample(2, 2, step=0, reference_version=0)
+        assert {tokens for K in responses(old) for tokens in K} <= {(1,), (2,), (4,)}
+    with pytest.raises(ReplayEmpty, match=r"reference version 2, only of \[0, 1\]"):
+        buffer.sample(1, 1, step=0, reference_version=2)
+
+
+def test_dropping_a_reference_removes_its_responses_and_refuses_late_ones():
+    buffer, group = replay(), Groups()
+    buffer.add(group("a", [[1], [2]], reference=0), step=0)
+    buffer.add(group("a", [[3]], reference=1), step=0)
+    assert buffer.drop_reference(1) == 2
+    assert buffer.add(group("b", [[4]], reference=0), step=0) == 0
+    assert tokens_of(buffer) == [(3,)]
+    assert buffer.num_prompts == 1
+    assert buffer.drop_reference(2) == 1
+    with pytest.raises(ReplayEmpty):
+        buffer.sample(1, 1, step=0)
+    buffer.add(group("a", [[5]], reference=2), step=0)
+    assert tokens_of(buffer) == [(5,)]
+
+
+def test_a_group_of_several_reference_versions_is_an_error():
+    group = Groups()("a", [])
+    mixed = TrajectoryGroup(
+        id="g", prompt=group.prompt, trajectories=(trajectory([1], reference=0), trajectory([2], reference=1))
+    )
+    with pytest.raises(ValueError, match=r"mixes reference versions \[0, 1\]"):
+        replay().add(mixed, step=0)
+
+
+def test_an_error_in_a_group_leaves_the_buffer_as_it_was():
+    buffer = replay()
+    for bad, message in (
+        (trajectory([]), "no tokens"),
+        (trajectory([1, 2], mask=[True]), r"2 tokens, but .* \[1, 2, 2, 2\]"),
+        (trajectory([1], rewards={"q": 1.0}), r"rewards \['q'\]; the buffer knows \['r'\]"),
+    ):
+        group = TrajectoryGroup(id="g", prompt=Groups()("a", []).prompt, trajectories=(bad,))
+        with pytest.raises(ValueError, match=message):
+            buffer.add(group, step=0)
+    assert len(buffer) == buffer.num_prompts == 0
+    assert buffer.add(Groups()("a", [[1]]), step=0) == 1
+
+
+def test_an_empty_group_stores_nothing_and_counts_as_generated():
+    buffer = replay()
+    lost = TrajectoryGroup(id="g", prompt=Groups()("a", []).prompt, trajectories=(), num_lost=4)
+    assert buffer.add(lost, step=0) == 0
+    assert buffer.stats()["generated"] == 4
+    with pytest.raises(ReplayEmpty):
+        buffer.sample(1, 1, step=0)
+
+
+def test_replay_ratio_and_ages_are_counted():
+    buffer, group = replay(), Groups()
+    buffer.add(group("a", [[1], [2]], version=2), step=4)
+    buffer.add(group("b", [[1], [2]], version=4), step=4)
+    buffer.sample(2, 4, step=5)
+    # 8 trained / 4 generated; four responses of version 2 and four of version 4, at step 5: ages 3 and 1
+    stats = buffer.stats()
+    assert stats["replay_ratio"] == 2.0
+    assert (stats["age_mean"], stats["age_max"], stats["prompts"], stats["tokens"]) == (2.0, 3.0, 2.0, 4.0)
+    assert buffer._table.times_sampled[:4].sum() == 8
+
+
+def test_the_same_seed_samples_the_same_and_the_generator_state_resumes_it():
+    def run():
+        buffer, group = replay(on_policy_probability=0.5, inverse_temperature=1.0, seed=3), Groups()
+        for name in "abcd":
+            buffer.add(group(name, [[i] for i in range(6)], rewards=range(6)), step=0)
+        return buffer, [responses(buffer.sample(2, 3, step=0)) for _ in range(5)]
+
+    (one, first), (two, second) = run(), run()
+    assert first == second
+    two.rng.bit_generator.state = one.rng.bit_generator.state
+    assert responses(one.sample(2, 3, step=0)) == responses(two.sample(2, 3, step=0))
+
+
+def test_not_applicable_and_infinite_rewards_give_finite_scores():
+    rewards = np.array([[np.nan, np.nan], [np.inf, 1.0], [-np.inf, np.nan], [np.inf, -np.inf]], np.float32)
+    score = packing.combine_rewards(rewards, np.array([1.0, 1.0]))
+    largest = np.finfo(np.float32).max
+    assert score.tolist() == [0.0, largest, -largest, 0.0]

@@ -1,0 +1,145 @@
+"""Existing responses from JSONL."""
+
+import json
+
+import numpy as np
+import pytest
+from replay_builders import replay, responses
+
+from tba.replay import import_responses
+from tba.types import Prompt
+
+EOS = 0
+
+
+class LetterTokenizer:
+    """a = 1, b = 2, ..."""
+
+    def encode(self, text, *, add_special_tokens):
+        assert not add_special_tokens
+        return [ord(letter) - 96 for letter in text]
+
+    def decode(self, token_ids, *, skip_special_tokens):
+        assert skip_special_tokens
+        return "".join(chr(96 + i) for i in token_ids if i != EOS)
+
+    def __len__(self):
+        return 27
+
+
+CHAT = [{"role": "user", "content": "spell it"}]
+PROMPTS = [
+    Prompt(id="p0", token_ids=np.array([5], np.int32), text="first"),
+    Prompt(id="p1", token_ids=np.array([6, 7], np.int32), text=CHAT),
+]
+
+
+@pytest.fixture
+def importer(tmp_path):
+    scored = []
+
+    def score_rewards(prompts, completions):
+        scored.extend(zip([prompt.id for prompt in prompts], completions))
+        return [{"r": float(len(text))} for text in completions]
+
+    def score_reference(prompt_ids, response_ids):
+        return [np.full(len(ids), -float(len(prompt)), np.float32) for prompt, ids in zip(prompt_ids, response_ids)]
+
+    def run(*rows, version=0):
+        path = tmp_path / "responses.jsonl"
+        path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+        return import_responses(
+            path,
+            prompts=PROMPTS,
+            tokenizer=LetterTokenizer(),
+            eos_id=EOS,
+            score_rewards=score_rewards,
+            score_reference=score_reference,
+            version=version,
+        )
+
+    run.scored = scored
+    return run
+
+
+def test_responses_are_matched_tokenised_scored_and_grouped_by_prompt(importer):
+    groups = importer(
+        {"prompt": "first", "completion": "ab"},
+        {"prompt": CHAT, "completion": ""},
+        "",
+        {"id": "p0", "completion_ids": [3, 3], "rewards": {"r": 9}},
+    )
+    assert [group.prompt.id for group in groups] == ["p0", "p1"]
+    first, second = groups[0].trajectories
+    assert first.completion.token_ids.tolist() == [1, 2, EOS]
+    assert first.log_ref.tolist() == [-1.0, -1.0, -1.0]
+    assert np.isnan(first.completion.behaviour_log_probs).all()
+    assert np.isnan(first.completion.policy_log_probs).all()
+    assert (first.completion.finish, first.rewards, first.loss_mask.tolist()) == ("stop", {"r": 2.0}, [True] * 3)
+    # as it was produced: no EOS, so it was cut off; its reward came with it
+    assert (second.completion.token_ids.tolist(), second.completion.finish) == ([3, 3], "length")
+    assert (second.rewards, second.completion.sample_index) == ({"r": 9.0}, 1)
+    assert groups[1].trajectories[0].completion.token_ids.tolist() == [EOS]
+    assert importer.scored == [("p0", "ab"), ("p1", "")]
+
+
+def test_imported_groups_can_be_sampled(importer):
+    buffer = replay(on_policy_probability=0.0)
+    for group in importer({"prompt": "first", "completion": "ab"}, {"prompt": "first", "completion": "c"}):
+        buffer.add(group, step=0)
+    assert sorted(responses(buffer.sample(1, 2, step=0))[0]) == [(1, 2, EOS), (3, EOS)]
+
+
+def test_a_text_that_ends_with_eos_gets_no_second_one(importer):
+    (group,) = importer({"id": "p0", "completion": "ab`"})  # ` is letter 0, EOS
+    assert group.trajectories[0].completion.token_ids.tolist() == [1, 2, EOS]
+
+
+def test_a_null_reward_is_not_applicable(importer):
+    (group,) = importer({"id": "p0", "completion": "a", "rewards": {"r": None}})
+    assert np.isnan(group.trajectories[0].rewards["r"])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{oops", "line 2 is not JSON"),
+        ([1], "line 2 is a list, not an object"),
+        ({"prompt": "first"}, "line 2 needs either `completion` or `completion_ids`"),
+        ({"prompt": "first", "completion": "a", "completion_ids": [1]}, "line 2 needs either"),
+        ({"completion": "a"}, "line 2 has neither `id` nor `prompt`"),
+        ({"prompt": "third", "completion": "a"}, "line 2 prompt 'third' is none of the task's 2 prompts"),
+        ({"id": "p9", "completion": "a"}, "line 2 id 'p9' is none of the task's 2 prompts"),
+        ({"id": "p0", "completion": 3}, "line 2 `completion` is a int, not text"),
+        ({"id": "p0", "completion_ids": []}, "line 2 `completion_ids` must be a non-empty list"),
+        ({"id": "p0", "completion_ids": [27]}, "integers from 0 to 26"),
+        ({"id": "p0", "completion": "a", "rewards": {"r": "x"}}, "line 2 `rewards` must be an object of numbers"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_imported(importer, row, message):
+    with pytest.raises(ValueError, match="1 bad lines, so nothing was imported") as error:
+        importer({"prompt": "first", "completion": "a"}, row)
+    assert message in str(error.value)
+    assert importer.scored == []
+
+
+def test_many_bad_lines_are_counted_and_the_first_five_shown(importer):
+    with pytest.raises(ValueError, match="7 bad lines") as error:
+        importer(*["nonsense"] * 7)
+    assert "line 5 " in str(error.value)
+    assert "line 6 " not in str(error.value)
+
+
+def test_an_empty_or_missing_file_is_an_error(importer, tmp_path):
+    with pytest.raises(ValueError, match="holds no responses"):
+        importer("")
+    (tmp_path / "responses.jsonl").unlink()
+    with pytest.raises(ValueError, match="does not exist"):
+        import_responses(
+            tmp_path / "responses.jsonl",
+            prompts=PROMPTS,
+            tokenizer=LetterTokenizer(),
+            eos_id=EOS,
+            score_rewards=lambda prompts, texts: [],
+            score_reference=lambda prompts, ids: [],
+        )

@@ -1,0 +1,42 @@
+"""Functions that run in child processes of the runtime tests."""
+
+from __future__ import annotations
+
+import os
+import time
+
+
+def echo(link, *, prefix: str) -> None:
+    """Sends back what it gets until it gets `end`."""
+    while True:
+        message = link.receive(timeout_seconds=30.0)
+        if message in (None, "end"):
+            return
+        link.send(f"{prefix}{message}")
+
+
+def fail(link) -> None:
+    raise ValueError("this target always fails")
+
+
+def deaf(link) -> None:
+    """Never listens; ends only by force or with its parent."""
+    time.sleep(600)
+
+
+def parent_with_child(link, *, log: str) -> None:
+    """Starts a child of its own, tells its pid, and dies without a word."""
+    from pathlib import Path
+
+    from tba.runtime.processes import RoleProcess
+
+    child = RoleProcess("grandchild", deaf, {}, log=Path(log))
+    link.send(child.pid)
+    time.sleep(0.2)
+    os._exit(9)
+
+
+def thread_setting(link) -> None:
+    import torch
+
+    link.send((os.environ["OMP_NUM_THREADS"], torch.get_num_threads()))

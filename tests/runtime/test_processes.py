@@ -1,0 +1,90 @@
+"""Child processes: they answer, they are noticed when they die, they never outlive their parent."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import targets
+
+from tba.runtime.link import Failed
+from tba.runtime.processes import RoleDied, RoleProcess, stop_all
+
+DEADLINE_SECONDS = 60.0
+
+
+def start(target, tmp_path: Path, **arguments) -> RoleProcess:
+    return RoleProcess("role", target, arguments, log=tmp_path / "role.log")
+
+
+def eventually(condition) -> bool:
+    """Poll with a deadline: how soon a process ends is the system's business."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def exists(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_messages_go_both_ways_and_the_process_ends(tmp_path):
+    process = start(targets.echo, tmp_path, prefix="got ")
+    process.link.send("one")
+    process.link.send("two")
+    assert process.link.receive(timeout_seconds=DEADLINE_SECONDS) == "got one"
+    assert process.link.receive(timeout_seconds=DEADLINE_SECONDS) == "got two"
+    process.link.send("end")
+    assert process.wait(DEADLINE_SECONDS)
+
+
+def test_a_process_that_fails_is_reported_with_its_last_lines(tmp_path):
+    process = start(targets.fail, tmp_path)
+    assert process.wait(DEADLINE_SECONDS)
+    with pytest.raises(RoleDied) as error:
+        process.check()
+    assert "this target always fails" in str(error.value)
+    assert "Traceback" in str(error.value)
+
+
+def test_a_failing_process_tells_its_parent_before_it_ends(tmp_path):
+    process = start(targets.fail, tmp_path)
+    message = process.link.receive(timeout_seconds=DEADLINE_SECONDS)
+    assert message == Failed(error="ValueError: this target always fails")
+    process.wait(DEADLINE_SECONDS)
+
+
+def test_a_killed_process_is_noticed(tmp_path):
+    process = start(targets.deaf, tmp_path)
+    process.check()
+    process.kill()
+    with pytest.raises(RoleDied, match="exit status -9"):
+        process.check()
+
+
+def test_a_process_that_does_not_listen_is_killed(tmp_path):
+    process = start(targets.deaf, tmp_path)
+    stop_all([process], "stop", timeout_seconds=0.1)
+    assert not process.alive
+
+
+def test_a_child_does_not_outlive_its_parent(tmp_path):
+    parent = start(targets.parent_with_child, tmp_path, log=str(tmp_path / "grandchild.log"))
+    grandchild = parent.link.receive(timeout_seconds=DEADLINE_SECONDS)
+    assert isinstance(grandchild, int)
+    assert parent.wait(DEADLINE_SECONDS)
+    assert eventually(lambda: not exists(grandchild))
+    assert grandchild != os.getpid()
+
+
+def test_threads_are_pinned(tmp_path):
+    process = RoleProcess("role", targets.thread_setting, {}, log=tmp_path / "role.log", threads=1)
+    assert process.link.receive(timeout_seconds=DEADLINE_SECONDS) == ("1", 1)
+    process.wait(DEADLINE_SECONDS)
