@@ -13,20 +13,20 @@ VOCABULARY = 40
 def tiny_llama(seed: int = 0, **overrides) -> LlamaForCausalLM:
     """A random Llama of a few thousand parameters with grouped-query attention."""
     torch.manual_seed(seed)
-    settings = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        initializer_range=0.3,
-    )
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "initializer_range": 0.3,
+    }
     return LlamaForCausalLM(LlamaConfig(**(settings | overrides))).eval()
 
 
@@ -67,6 +67,5 @@ def tiny_tokenizer():
     words = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", clean_up_tokenization_spaces=False
-    )
+    special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)

@@ -21,6 +21,7 @@ LAYERS = [
     "train",
     "launch",
     "cli",
+    "__main__",
 ]
 
 

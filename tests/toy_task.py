@@ -20,7 +20,9 @@ class ToyTask:
     def __init__(self, num_prompts: int = 12, vocabulary: int = 40) -> None:
         rng = np.random.default_rng(0)
         self._prompts = [
-            Prompt(id=f"toy-{i}", token_ids=rng.integers(3, vocabulary, rng.integers(2, 7)).astype(np.int32), text=f"p{i}")
+            Prompt(
+                id=f"toy-{i}", token_ids=rng.integers(3, vocabulary, rng.integers(2, 7)).astype(np.int32), text=f"p{i}"
+            )
             for i in range(num_prompts)
         ]
 

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
 
 from tba.config import Config, ConfigError, dump_config, load_config
@@ -108,11 +109,15 @@ def resolve(
 
 def main() -> None:
     """Entry point: errors the user can mend are printed without a traceback (TBA_TRACEBACK=1 shows it), exit status 2."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
-        app()
+        status = app(standalone_mode=False)  # 130 after Ctrl-C
+    except click.ClickException as error:
+        error.show()
+        raise SystemExit(error.exit_code) from None
     except (ConfigError, ValueError, FileNotFoundError, FileExistsError, RuntimeError) as error:
         if os.environ.get("TBA_TRACEBACK"):
             raise
         typer.echo(f"tba: {error}", err=True)
         raise SystemExit(2) from None
+    raise SystemExit(status if isinstance(status, int) else 0)

@@ -19,6 +19,10 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path):
     assert config.train.responses_per_step == 128
 
 
+def test_words_that_look_like_numbers_stay_words():
+    assert [load_config(None, [f"name={name}"]).name for name in ("nan", "inf", "run-1e5")] == ["nan", "inf", "run-1e5"]
+
+
 def test_the_dumped_config_loads_to_the_same_config(tmp_path):
     config = load_config(None, ["objective.beta.kind=linear", "objective.beta.end=0.01", "train.learning_rate=3e-6"])
     path = tmp_path / "config.yaml"
@@ -45,14 +49,20 @@ def test_there_are_shipped_configs():
         ("train.responses_per_step=30", "is not divisible by train.samples_per_prompt=8: use 24 or 32"),
         ("generate.temperature=0", "generate.temperature: Input should be greater than 0, got 0"),
         ("objective.beta=-1", "objective.beta must stay above 0, got start=-1.0"),
-        ("objective.beta.kind=linear", "objective.beta must stay above 0, got start=0.05, end=0.0: set objective.beta.end"),
+        (
+            "objective.beta.kind=linear",
+            "objective.beta must stay above 0, got start=0.05, end=0.0: set objective.beta.end",
+        ),
         ("objective.beta.end=0.1", "objective.beta: a constant schedule has end=0.1"),
         ("train.max_steps", "override 'train.max_steps' has no value"),
         ("replay.capacity=10", "replay.capacity=10 cannot hold one step"),
         ("replay.capacity_per_prompt=4", "replay.capacity_per_prompt=4 cannot hold one visit's 8 responses"),
         ("generate.min_new_tokens=100", "generate.min_new_tokens=100 is above generate.max_new_tokens=64"),
         ("task.name=own", "task.data is needed for task.name=own"),
-        ("train.learning_rate.warmup_steps=-1", "train.learning_rate.warmup_steps: Input should be greater than or equal"),
+        (
+            "train.learning_rate.warmup_steps=-1",
+            "train.learning_rate.warmup_steps: Input should be greater than or equal",
+        ),
     ],
 )
 def test_a_bad_setting_is_explained(override, message):

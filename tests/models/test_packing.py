@@ -17,7 +17,7 @@ from transformers import (
 from tba.models.packing import pack
 from tba.models.policy import PolicyModel
 
-SHAPE = dict(vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
+SHAPE = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS = {
     "qwen2": Qwen2Config(**SHAPE, num_key_value_heads=2),
     "qwen3": Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=8),
@@ -26,7 +26,11 @@ CONFIGS = {
     "gemma": GemmaConfig(**SHAPE, num_key_value_heads=1, head_dim=8),
     "gemma2": Gemma2Config(**SHAPE, num_key_value_heads=2, head_dim=8, sliding_window=5),
     "gemma3": Gemma3TextConfig(
-        **SHAPE, num_key_value_heads=2, head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+        **SHAPE,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
     ),
 }
 
@@ -95,7 +99,9 @@ def test_entropy_is_that_of_the_whole_distribution():
         p = torch.softmax(model(prompts[0][None]).logits[0, -1] / 2.0, -1)
     policy = PolicyModel(model)
     packed = pack(prompts, responses, share_prompts=True, device=policy.device)
-    assert policy.forward(packed, temperature=2.0).entropy_N.item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-5)
+    assert policy.forward(packed, temperature=2.0).entropy_N.item() == pytest.approx(
+        -(p * p.log()).sum().item(), abs=1e-5
+    )
 
 
 def test_chunked_log_probs_have_the_same_gradients(monkeypatch):
@@ -122,7 +128,7 @@ def test_a_model_that_scales_its_logits_is_trained_the_slow_way_in_words(caplog)
     from transformers import GraniteConfig
 
     torch.manual_seed(0)
-    config = GraniteConfig(**SHAPE, num_key_value_heads=2, logits_scaling=4.0, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = GraniteConfig(**SHAPE, num_key_value_heads=2, logits_scaling=4.0, bos_token_id=1, eos_token_id=2)
     model = AutoModelForCausalLM.from_config(config).eval()
     prompts, responses = sequences()
     want = plain_log_probs(model, prompts, responses, 1.0)

@@ -21,7 +21,9 @@ def test_loss_is_a_mean_over_prompts_and_responses():
     # prompt 0 as above: squared residuals 1, 1. prompt 1: log_z = [0 + 2 - 0, 0 + 0 - 0] = [2, 0]: 1, 1. Then with
     # beta = 1 on prompt 1's rewards [2, 0] nothing else changes: the mean of four ones is 1.
     log_pi, log_ref = tensor([[-1.0, -3.0], [0.0, 0.0]]), tensor([[-2.0, -2.0], [0.0, 0.0]])
-    assert trajectory_balance_loss(log_pi, log_ref, tensor([[2.0, 0.0], [1.0, 0.0]]), beta=0.5).item() == pytest.approx(1.0)
+    assert trajectory_balance_loss(log_pi, log_ref, tensor([[2.0, 0.0], [1.0, 0.0]]), beta=0.5).item() == pytest.approx(
+        1.0
+    )
 
 
 def test_a_response_without_weight_counts_neither_in_the_mean_nor_in_the_loss():

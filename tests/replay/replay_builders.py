@@ -105,12 +105,13 @@ class SlowReplay:
         self.rows = self.rows[-self.capacity :]
 
     def fresh(self, reference, *, step, fresh_steps, P):
-        """The rows of the groups of the last steps, and of the newest groups up to P prompts."""
-        rows = []
-        for row in reversed([row for row in self.rows if row[1] == reference]):
-            in_a_fresh_group = rows and row[4] == rows[-1][4]
-            if step - row[5] < fresh_steps or in_a_fresh_group or len({other[0] for other in rows}) < P:
-                rows.append(row)
+        """The rows of the groups of the last steps, and of the newest groups until P prompts, or all there are, are in."""
+        rows = [row for row in self.rows if row[1] == reference]
+        P = min(P, len({row[0] for row in rows}))
+        for first_group in sorted({row[4] for row in rows}, reverse=True):
+            fresh = [row for row in rows if row[4] >= first_group or step - row[5] < fresh_steps]
+            if len({row[0] for row in fresh}) >= P:
+                return fresh
         return rows
 
     def drop_reference(self, version_below):

@@ -100,7 +100,7 @@ def test_the_canary_sets_its_tolerance_at_version_0_and_then_judges():
     check.check(published=CANARY, computed=CANARY + 1e-4, version=0)
     assert check.tolerance == pytest.approx(5e-4)
     check.check(published=CANARY + 1.0, computed=CANARY + 1.0004, version=5)
-    with pytest.raises(CanaryMismatch, match="version 6 differs by 0.001"):
+    with pytest.raises(CanaryMismatch, match=r"version 6 differs by 0\.001"):
         check.check(published=CANARY + 1.0, computed=CANARY + 1.001, version=6)
 
 

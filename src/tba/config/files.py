@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -82,10 +83,7 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
 
 def _scientific(text: str) -> str | float:
     """YAML 1.1 reads `1e-5` as text; users mean the number."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    return float(text) if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", text) else text
 
 
 def _set(data: dict[str, Any], key: list[str], value: Any) -> None:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from tba.generate.backlog import Admission, Backlog
 from tba.generate.batching import length_batches, padded
-from tba.generate.responses import Response, checked_requests
-from tba.generate.sampling import Needs, needs_of, sample
+from tba.generate.responses import checked_requests
+from tba.generate.running import CHUNK, Chunk, Running
+from tba.generate.sampling import Needs, sample
 from tba.generate.scoring import ReferenceScorer
 from tba.generate.slots import Prefilled, SlotAttention, SlotCache, SlotState
 from tba.models.decoder import Decoder
@@ -66,7 +67,7 @@ class NativeEngine:
         self._stop_ids = torch.tensor(sorted(self.stop_ids), device=self.device)
         self._is_stop = torch.zeros(self.decoder.spec.vocab_size, dtype=torch.bool, device=self.device)
         self._is_stop[self._stop_ids] = True
-        self._running = _Running(slots)
+        self._running = Running(slots)
         self._pending: Weights | None = None
         self._generating = False
 
@@ -152,9 +153,7 @@ class NativeEngine:
             admissions = backlog.take(len(free), self.version)
             if admissions:
                 self._admit(free[: len(admissions)], admissions)
-        sources, targets = self._running.close_holes()
-        if sources:
-            self._move(sources, targets)
+        self._move(*self._running.close_holes())
 
     @torch.inference_mode()
     def _admit(self, slots: list[int], admissions: Sequence[Admission]) -> None:
@@ -172,6 +171,9 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _move(self, sources: list[int], targets: list[int]) -> None:
+        """Copy slots all at once: targets may be sources of others."""
+        if not sources:
+            return
         source, target = torch.tensor(sources, device=self.device), torch.tensor(targets, device=self.device)
         self.cache.move(source, target, self._running.num_keys())
         self.state.move(source, target)
@@ -179,17 +181,20 @@ class NativeEngine:
     def _step(self) -> list[Completion]:
         """One token for every running response; those that finished."""
         running = self._running
-        finished = self._decode(running.count, running.num_keys(), running.needs())
+        if self.device.type == "cpu":
+            self._move(*running.sort_if_worth_it())
+        chunks = running.chunks(CHUNK if self.device.type == "cpu" else running.count)
+        finished = self._decode(running.count, chunks, running.needs())
         running.advance()
         slots = finished.nonzero().flatten()
         return self._harvest(slots) if len(slots) else []
 
     @torch.inference_mode()
-    def _decode(self, count: int, num_keys: int, needs: Needs) -> Tensor:
+    def _decode(self, count: int, chunks: Sequence[Chunk], needs: Needs) -> Tensor:
         """Pure work on static tensors, no host in between -> which slots finished, bool [count]."""
         state, decoder = self.state, self.decoder
         ids, positions = state.column("ids", count), state.column("positions", count)
-        attend = SlotAttention(decoder.spec, self.cache, positions, num_keys)
+        attend = SlotAttention(decoder.spec, self.cache, positions, chunks)
         logits = decoder.logits(decoder.hidden(ids, positions, attend))
         sampled = sample(logits, state.sampling(count), self._stop_ids, needs)
         state.record(count, sampled)
@@ -245,72 +250,3 @@ class NativeEngine:
     def _load_now(self, weights: Weights) -> None:
         self.decoder.load(weights.tensors)
         self.version = weights.version
-
-
-class _Running:
-    """The host's view of the slots: which response is where, and the few numbers that shape the next step."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.responses: list[Response | None] = [None] * num_slots
-        self.count = 0
-        """Slots up to the last running one."""
-        self.holes: list[int] = []
-        self.positions = np.zeros(num_slots, dtype=np.int64)
-        self.num_tokens = np.zeros(num_slots, dtype=np.int64)
-        self.min_new_tokens = np.zeros(num_slots, dtype=np.int64)
-        self.flags = np.zeros((num_slots, len(Needs._fields)), dtype=bool)
-
-    def any(self) -> bool:
-        return self.count > len(self.holes)
-
-    def items(self) -> Iterator[tuple[int, Response]]:
-        return ((slot, response) for slot, response in enumerate(self.responses) if response is not None)
-
-    def free_slots(self) -> list[int]:
-        return [*self.holes, *range(self.count, len(self.responses))]
-
-    def put(self, slot: int, response: Response) -> None:
-        """Slots are taken in the order of `free_slots`."""
-        if self.holes and self.holes[0] == slot:
-            self.holes.pop(0)
-        self.count = max(self.count, slot + 1)
-        self.responses[slot] = response
-        self.positions[slot] = response.start_position
-        self.num_tokens[slot] = response.num_prefix_tokens
-        self.min_new_tokens[slot] = response.sampling.min_new_tokens
-        self.flags[slot] = needs_of(response.sampling)
-
-    def remove(self, slot: int) -> Response:
-        response, self.responses[slot] = self.responses[slot], None
-        assert response is not None
-        self.holes.append(slot)
-        return response
-
-    def clear(self) -> None:
-        self.responses = [None] * len(self.responses)
-        self.count, self.holes = 0, []
-
-    def advance(self) -> None:
-        self.positions[: self.count] += 1
-        self.num_tokens[: self.count] += 1
-
-    def num_keys(self) -> int:
-        """Keys the longest running response sees at its next step."""
-        return int(self.positions[: self.count].max()) + 1
-
-    def needs(self) -> Needs:
-        found = np.any(self.flags[: self.count], axis=0).tolist()
-        early = bool((self.num_tokens[: self.count] < self.min_new_tokens[: self.count]).any())
-        return Needs(*found)._replace(forbidden=early)
-
-    def close_holes(self) -> tuple[list[int], list[int]]:
-        """Move the last running responses into holes -> (from, to)."""
-        num_running = self.count - len(self.holes)
-        targets = [slot for slot in self.holes if slot < num_running]
-        sources = [slot for slot in range(num_running, self.count) if self.responses[slot] is not None]
-        for source, target in zip(sources, targets):
-            self.responses[target], self.responses[source] = self.responses[source], None
-            for table in (self.positions, self.num_tokens, self.min_new_tokens, self.flags):
-                table[target] = table[source]
-        self.count, self.holes = num_running, []
-        return sources, targets

@@ -68,6 +68,8 @@ class AsyncRun:
             if self.interrupt.asked:
                 logger.warning("interrupted after step %d: saving and stopping.", self.trainer.step_index)
                 self.trainer.save(self.trainer.step_index)
+                self.recorder.finish()
+                raise KeyboardInterrupt
             elif self.has_held_out:
                 self.wait_for_evaluation(self.trainer.step_index)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from tba.config import ModelConfig
 
@@ -51,6 +52,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load with dropout off, in the compute dtype, on the device."""
+    disable_progress_bar()
     path, device = resolve_path(config.path), resolve_device(config.device)
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     try:

@@ -75,8 +75,9 @@ class Deck:
 class PromptDecks:
     """The prompts under one reference version: a deck of all, and a deck of the fresh ones.
 
-    Fresh are the groups that arrived since `window_start`, topped up with the newest groups to at least P prompts. That
-    is a suffix of all groups by arrival, so one stamp describes it: every row that arrived at `fresh_since` or later.
+    Fresh are the groups that arrived since `window_start`, topped up with the newest groups to at least P prompts, or to
+    all there are. That is a suffix of all groups by arrival, so one stamp describes it: every row that arrived at
+    `fresh_since` or later.
     """
 
     def __init__(self) -> None:

@@ -50,8 +50,11 @@ class Searcher:
     def step(self, num_prompts: int) -> None:
         """Visit the next prompts, then send their groups in the order of the prompts (synchronous mode)."""
         requests = self.prompts.take(num_prompts)
-        finished = {group.prompt.id: group for group in self._finished_groups(iter(requests), None)}
-        in_order = [finished[request.prompt.id] for request in requests]
+        finished = {
+            (group.prompt.id, group.completions[0].sample_index): group
+            for group in self._finished_groups(iter(requests), None)
+        }
+        in_order = [finished[request.prompt.id, request.first_sample] for request in requests]
         self._send(list(zip(in_order, score_all(self.rewards, in_order))))
 
     def run(self, requests: Iterator[Request | None], between_steps: Callable[[], None]) -> None:

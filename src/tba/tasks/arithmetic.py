@@ -8,31 +8,44 @@
 
 A problem is an opening, one or two events and a question, 2 to 4 calculation steps in all. Its *canonical content* is the
 kind of each part with its numbers, without names and things: `boxes 4 6|gives 5|buys 12|now`. A hash of it decides the
-split, so a held-out problem cannot occur in training under any seed, not even with other names.
+split, so a held-out problem cannot occur in training under any seed, not even with other names. The model to start from
+is shipped in `arithmetic_start/` and made by `tba.tasks.prepare`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
-Split = Literal["train", "held_out"]
+from transformers import PreTrainedTokenizerBase
 
-HELD_OUT_SHARE = 16
+from tba.config import TaskConfig
+from tba.tasks.answers import final_number, same_number
+from tba.tasks.base import Outcome, Split
+from tba.tasks.encoding import make_prompt
+from tba.types import Completion, Prompt
+
+HELD_OUT_ONE_IN = 16
 """One in so many canonical contents is held out."""
+HELD_OUT_PROBLEMS = 2000
+"""Size of the held-out set; evaluations take its first evaluate.num_prompts."""
+HELD_OUT_SEED = 20_250_318
+TRAIN_SEED = 0
+"""Training problems are the same in every run; the run's seed decides their order."""
 LARGEST = 60
 """No number in a problem or its worked solution is larger."""
-HELD_OUT_SEED = 20_250_318
-"""The held-out set is the same whatever the seed of a run."""
 
-PEOPLE = (
-    ("Mia", "she"), ("Tom", "he"), ("Ann", "she"), ("Leo", "he"), ("Eva", "she"), ("Ben", "he"), ("Zoe", "she"), ("Max", "he"),
-)  # fmt: skip
+Operator = Literal["+", "-", "*", "/"]
+Part = tuple[str, tuple[int, ...]]
+"""Kind of sentence and its numbers: ("boxes", (4, 6))."""
+
+PEOPLE = {"Mia": "she", "Tom": "he", "Ann": "she", "Leo": "he", "Eva": "she", "Ben": "he", "Zoe": "she", "Max": "he"}
 THINGS = ("pens", "apples", "cards", "books", "stamps", "shells", "coins", "rolls")
-
 OPENINGS = {
     "has": "{Name} has {a} {things}.",
     "boxes": "{Name} has {a} boxes with {b} {things} each.",
@@ -50,6 +63,11 @@ QUESTIONS = {
     "more": "{Other} has {a} more. How many {things} do they have together?",
     "shares": "{She} shares them equally among {a} friends. How many {things} does each friend get?",
 }
+SENTENCES = {**OPENINGS, **EVENTS, **QUESTIONS}
+OPERATORS: dict[str, Operator] = {
+    "buys": "+", "gives": "-", "loses": "-", "times": "*", "fewer": "-", "more": "+", "shares": "/",
+}  # fmt: skip
+"""What a sentence with one number does to the total."""
 
 
 @dataclass(frozen=True)
@@ -61,78 +79,111 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Step:
-    """One calculation: Step(Earlier(0), "-", 5) takes 5 from the first step's result."""
+    """One calculation. Step(Earlier(0), "-", 5, "gives") takes 5 from the first step's result."""
 
     left: int | Earlier
-    operator: Literal["+", "-", "*", "/"]
+    operator: Operator
     right: int | Earlier
-    part: str
+    kind: str
     """The kind of sentence that asks for it."""
+
+
+Worked = list[tuple[str, int]]
+"""Equation and result of each step: [("4*6=24", 24), ("24-5=19", 19)]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Problem(text="Mia has 7 pens. She buys 2 more. ...", steps=(Step(7, "+", 2, "buys"), ...), canonical="has 7|buys 2|...")"""
+    """Problem(text="Mia has 7 pens. ...", steps=(Step(7, "+", 2, "buys"), ...), canonical="has 7|buys 2|...")"""
 
     text: str
     steps: tuple[Step, ...]
     canonical: str
 
     @property
-    def lines(self) -> list[str]:
-        return [line for line, _ in calculate(self.steps) or []]
+    def split(self) -> Split:
+        digest = hashlib.blake2b(self.canonical.encode(), digest_size=8).digest()
+        return "held_out" if int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0 else "train"
 
     @property
-    def answer(self) -> int:
-        return (calculate(self.steps) or [])[-1][1]
+    def worked(self) -> Worked:
+        worked = work(self.steps)
+        assert worked is not None, "draw_problem only lets workable problems through"
+        return worked
+
+    @property
+    def answer(self) -> str:
+        return str(self.worked[-1][1])
 
     @property
     def solution(self) -> str:
-        return write_solution(self.steps) or ""
-
-    @property
-    def split(self) -> Split:
-        digest = hashlib.blake2b(self.canonical.encode(), digest_size=8).digest()
-        return "held_out" if int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0 else "train"
+        return write_solution(self.worked)
 
 
-def calculate(steps: Sequence[Step]) -> list[tuple[str, int]] | None:
-    """Each step's equation and result; None where one leaves the whole numbers from 1 to LARGEST."""
-    done: list[tuple[str, int]] = []
+def calculate(step: Step, left: int, right: int) -> tuple[Operator, int | None]:
+    """The operator as written and the result; None where a division leaves a remainder."""
+    if step.operator == "/":
+        return "/", None if left % right else left // right
+    return step.operator, {"+": left + right, "-": left - right, "*": left * right}[step.operator]
+
+
+def work(
+    steps: Sequence[Step], by: Callable[[Step, int, int], tuple[Operator, int | None]] = calculate
+) -> Worked | None:
+    """Work the steps out in order; None where a result is no whole number from 1 to LARGEST."""
+    worked: Worked = []
     for step in steps:
-        left, right = (done[x.step][1] if isinstance(x, Earlier) else x for x in (step.left, step.right))
-        if step.operator == "/" and left % right:
+        left, right = (worked[x.step][1] if isinstance(x, Earlier) else x for x in (step.left, step.right))
+        operator, result = by(step, left, right)
+        if result is None or not 1 <= result <= LARGEST:
             return None
-        result = {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[step.operator]
-        if not 1 <= result <= LARGEST:
-            return None
-        done.append((f"{left}{step.operator}{right}={result}", result))
-    return done
+        worked.append((f"{left}{operator}{right}={result}", result))
+    return worked
 
 
-def write_solution(steps: Sequence[Step]) -> str | None:
-    done = calculate(steps)
-    return None if not done else "\n".join([line for line, _ in done] + [f"#### {done[-1][1]}"])
+def write_solution(worked: Worked) -> str:
+    return "\n".join([*(equation for equation, _ in worked), f"#### {worked[-1][1]}"])
 
 
 def draw_problem(rng: random.Random) -> Problem:
     """The next problem of the generator, of either split."""
     while True:
-        problem = _draw(rng)
-        if 2 <= len(problem.steps) <= 4 and calculate(problem.steps) is not None:
-            return problem
+        events = [rng.choice(list(EVENTS)) for _ in range(rng.choice((1, 1, 1, 2)))]
+        kinds = [rng.choice(list(OPENINGS)), *events, rng.choice(list(QUESTIONS))]
+        parts = [(kind, _draw_numbers(kind, rng)) for kind in kinds]
+        steps = _steps(parts)
+        if 2 <= len(steps) <= 4 and work(steps) is not None:
+            canonical = "|".join(" ".join([kind, *map(str, numbers)]) for kind, numbers in parts)
+            return Problem(text=_write_text(parts, rng), steps=steps, canonical=canonical)
 
 
-def _draw(rng: random.Random) -> Problem:
-    opening = rng.choice(list(OPENINGS))
-    events = [rng.choice(list(EVENTS)) for _ in range(rng.choice((1, 1, 1, 2)))]
-    question = rng.choice(list(QUESTIONS))
-    parts = [(kind, _numbers(kind, rng)) for kind in (opening, *events, question)]
-    canonical = "|".join(" ".join([kind, *map(str, numbers)]) for kind, numbers in parts)
-    return Problem(text=_write_text(parts, rng), steps=_steps(parts), canonical=canonical)
+def draw_problems(split: Split, *, seed: int) -> Iterator[Problem]:
+    """Problems of one split without end."""
+    rng = random.Random(seed)
+    while True:
+        problem = draw_problem(rng)
+        if problem.split == split:
+            yield problem
 
 
-def _numbers(kind: str, rng: random.Random) -> tuple[int, ...]:
+@cache
+def held_out_problems() -> tuple[Problem, ...]:
+    """The held-out set: always the same, no two with the same canonical content."""
+    found: dict[str, Problem] = {}
+    for problem in draw_problems("held_out", seed=HELD_OUT_SEED):
+        found.setdefault(problem.canonical, problem)
+        if len(found) == HELD_OUT_PROBLEMS:
+            break
+    return tuple(found.values())
+
+
+def train_problems(num_problems: int) -> list[Problem]:
+    """The first problems of the training stream; a few contents occur twice, with other names."""
+    problems = draw_problems("train", seed=TRAIN_SEED)
+    return [next(problems) for _ in range(num_problems)]
+
+
+def _draw_numbers(kind: str, rng: random.Random) -> tuple[int, ...]:
     if kind in ("boxes", "gets"):
         return rng.randint(2, 6), rng.randint(2, 9)
     if kind in ("times", "shares"):
@@ -142,32 +193,84 @@ def _numbers(kind: str, rng: random.Random) -> tuple[int, ...]:
     return (rng.randint(8, 40) if kind == "has" else rng.randint(2, 15),)
 
 
-def _steps(parts: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[Step, ...]:
+def _steps(parts: Sequence[Part]) -> tuple[Step, ...]:
     steps: list[Step] = []
     total: int | Earlier = parts[0][1][0]
-    operators: dict[str, Literal["+", "-", "*", "/"]]
-    operators = {"buys": "+", "gives": "-", "loses": "-", "times": "*", "shares": "/", "fewer": "-", "more": "+"}
     for kind, numbers in parts:
         if kind in ("boxes", "gets"):
             steps.append(Step(numbers[0], "*", numbers[1], kind))
         if kind == "gets":
             steps.append(Step(total, "+", Earlier(len(steps) - 1), kind))
-        if kind in operators:
-            steps.append(Step(total, operators[kind], numbers[0], kind))
+        if kind in OPERATORS:
+            steps.append(Step(total, OPERATORS[kind], numbers[0], kind))
         if kind in ("fewer", "more"):
             steps.append(Step(total, "+", Earlier(len(steps) - 1), "together"))
         total = Earlier(len(steps) - 1) if steps else total
     return tuple(steps)
 
 
-def _write_text(parts: Sequence[tuple[str, tuple[int, ...]]], rng: random.Random) -> str:
-    (name, she), *others = rng.sample(PEOPLE, len(parts) + 1)
-    things = rng.choice(THINGS)
-    sentences = []
-    for (kind, numbers), (other, _) in zip(parts, others):
-        values = dict(zip("ab", numbers))
-        template = {**OPENINGS, **EVENTS, **QUESTIONS}[kind]
-        sentences.append(
-            template.format(Name=name, She=she.capitalize(), she=she, Other=other, things=things, **values)
-        )
+def _write_text(parts: Sequence[Part], rng: random.Random) -> str:
+    name, *others = rng.sample(list(PEOPLE), len(parts) + 1)
+    words = {"Name": name, "She": PEOPLE[name].capitalize(), "she": PEOPLE[name], "things": rng.choice(THINGS)}
+    sentences = [
+        SENTENCES[kind].format(**words, Other=other, **dict(zip("ab", numbers)))
+        for (kind, numbers), other in zip(parts, others)
+    ]
     return " ".join(sentences) + "\n"
+
+
+class ArithmeticTask:
+    """Reward `exact_match`: 1 where the response ended by itself and the number after its last `####` is the answer."""
+
+    name = "arithmetic"
+    isolated = False
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_tokens: int,
+        functions: Sequence[Callable[..., Any]] | None = None,
+    ) -> None:
+        """`functions` is there because every task's factory takes it; this task has its own reward."""
+        self._num_train = config.num_train_prompts
+        self._tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
+        self._prompts: dict[Split, list[Prompt]] = {}
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        return {"exact_match": 1.0}
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        """Made when first asked for: a searcher that never evaluates does not pay for the held-out set."""
+        if split not in self._prompts:
+            problems = held_out_problems() if split == "held_out" else train_problems(self._num_train)
+            self._prompts[split] = [self._prompt(f"{split}-{i}", problem) for i, problem in enumerate(problems)]
+        return self._prompts[split]
+
+    def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
+        return [
+            {"exact_match": exact_match(text, prompt.columns["answer"], finished=completion.finish == "stop")}
+            for text, completion in zip(texts, completions)
+        ]
+
+    def solved(self, outcome: Outcome) -> bool:
+        return isinstance(outcome, dict) and outcome["exact_match"] == 1.0
+
+    def _prompt(self, id: str, problem: Problem) -> Prompt:
+        columns = {"answer": problem.answer, "solution": problem.solution}
+        return make_prompt(
+            id=id, text=problem.text, columns=columns, tokenizer=self._tokenizer, max_tokens=self._max_prompt_tokens
+        )
+
+
+def exact_match(text: str, answer: str, *, finished: bool) -> float:
+    """1 or 0. The no-EOS rule: a response cut off at the length limit is wrong, whatever it says."""
+    return float(finished and same_number(final_number(text), answer))
+
+
+def start_model_path() -> Path:
+    """The folder of the shipped start model; `model.path=tba:arithmetic` means the same."""
+    return Path(__file__).parent / "arithmetic_start"

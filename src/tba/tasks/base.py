@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from tba.types import Completion, Prompt
+if TYPE_CHECKING:  # reward workers import this file, and need not wait for torch
+    from tba.types import Completion, Prompt
 
 Split = Literal["train", "held_out"]
 

@@ -55,7 +55,8 @@ class OwnTask:
         return self._prompts[split]
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
-        return self.rewards.score(prompt, texts, [completion.token_ids.tolist() for completion in completions])
+        ids = [completion.token_ids.tolist() for completion in completions]
+        return self.rewards.score(prompt.text, prompt.columns, texts, ids)
 
     def solved(self, outcome: Outcome) -> bool:
         if isinstance(outcome, RewardFailed):

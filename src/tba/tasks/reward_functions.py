@@ -15,13 +15,15 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tba.config import RewardConfig
 from tba.tasks.base import Outcome, RewardFailed
-from tba.types import Prompt
+
+PromptText = str | list[dict[str, str]]
+Columns = Mapping[str, Any]
 
 VERL_ARGUMENTS = {"data_source", "solution_str", "ground_truth"}
 
@@ -37,29 +39,33 @@ class RewardFunction:
         self._is_verl = set(self._parameters) >= VERL_ARGUMENTS
 
     def __call__(
-        self, prompt: Prompt, texts: Sequence[str], completion_ids: Sequence[list[int]]
+        self, prompt: PromptText, columns: Columns, texts: Sequence[str], completion_ids: Sequence[list[int]]
     ) -> list[float | RewardFailed | None]:
         """One value per sample. A failure of the whole call is narrowed down to the samples that cause it."""
         try:
-            return list(self._values(prompt, texts, completion_ids))
+            return list(self._values(prompt, columns, texts, completion_ids))
         except Exception as error:  # a user's code: anything may come; told with file and line, dropped, counted
             if len(texts) == 1:
                 return [RewardFailed(f"{self.name} {_where(error)}")]
-        singles = (self(prompt, [text], [ids]) for text, ids in zip(texts, completion_ids))
+        singles = (self(prompt, columns, [text], [ids]) for text, ids in zip(texts, completion_ids))
         return [values[0] for values in singles]
 
-    def _values(self, prompt: Prompt, texts: Sequence[str], ids: Sequence[list[int]]) -> list[float | None]:
-        values = self._call_verl(prompt, texts) if self._is_verl else self._call_trl(prompt, texts, ids)
+    def _values(
+        self, prompt: PromptText, columns: Columns, texts: Sequence[str], ids: Sequence[list[int]]
+    ) -> list[float | None]:
+        values = self._call_verl(columns, texts) if self._is_verl else self._call_trl(prompt, columns, texts, ids)
         if len(values) != len(texts):
             raise ValueError(f"returned {len(values)} values for {len(texts)} completions")
         return [_checked(value) for value in values]
 
-    def _call_trl(self, prompt: Prompt, texts: Sequence[str], ids: Sequence[list[int]]) -> list[Any]:
+    def _call_trl(
+        self, prompt: PromptText, columns: Columns, texts: Sequence[str], ids: Sequence[list[int]]
+    ) -> list[Any]:
         count = len(texts)
-        chat = not isinstance(prompt.text, str)
+        chat = not isinstance(prompt, str)
         arguments = {
-            **{name: [value] * count for name, value in prompt.columns.items()},
-            "prompts": [prompt.text] * count,
+            **{name: [value] * count for name, value in columns.items()},
+            "prompts": [prompt] * count,
             "completions": [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts),
             "completion_ids": [list(own) for own in ids],
         }
@@ -69,8 +75,7 @@ class RewardFunction:
         result = self.function(**arguments)
         return list(asyncio.run(result) if inspect.iscoroutine(result) else result)
 
-    def _call_verl(self, prompt: Prompt, texts: Sequence[str]) -> list[Any]:
-        columns = prompt.columns
+    def _call_verl(self, columns: Columns, texts: Sequence[str]) -> list[Any]:
         truth = columns.get("ground_truth", columns.get("reward_model", {}).get("ground_truth"))
         known = {
             "data_source": columns.get("data_source"),
@@ -103,14 +108,16 @@ class RewardSet:
     def weights(self) -> dict[str, float]:
         return {reward.name: reward.weight for reward in self._rewards}
 
-    def score(self, prompt: Prompt, texts: Sequence[str], completion_ids: Sequence[list[int]]) -> list[Outcome]:
-        """Components of each sample, or why it has none."""
-        columns = {reward.name: reward(prompt, texts, completion_ids) for reward in self._rewards}
+    def score(
+        self, prompt: PromptText, columns: Columns, texts: Sequence[str], completion_ids: Sequence[list[int]]
+    ) -> list[Outcome]:
+        """Components of each sample of one prompt, or why it has none."""
+        by_reward = {reward.name: reward(prompt, columns, texts, completion_ids) for reward in self._rewards}
         outcomes: list[Outcome] = []
         for sample in range(len(texts)):
             values: dict[str, float | None] = {}
             failed: RewardFailed | None = None
-            for name, own in columns.items():
+            for name, own in by_reward.items():
                 value = own[sample]
                 if isinstance(value, RewardFailed):
                     failed = value

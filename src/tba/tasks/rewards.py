@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tba.config import Config, RewardConfig
-from tba.runtime.link import Failed, Link
+from tba.runtime.link import Failed
 from tba.runtime.processes import RoleProcess
 from tba.runtime.waiting import POLL_SECONDS
 from tba.tasks.base import Outcome, RewardFailed, Task
-from tba.tasks.reward_functions import RewardSet
+from tba.tasks.reward_worker import reward_worker
 from tba.types import Completion, Prompt
 
 
@@ -97,16 +97,6 @@ class DirectRewards:
 
     def close(self) -> None:
         """Nothing to end."""
-
-
-def reward_worker(
-    link: Link, *, configs: Sequence[RewardConfig], functions: Sequence[Callable[..., Any]] | None
-) -> None:
-    """The target of a worker process: scores what it is sent until its parent is gone."""
-    rewards = RewardSet(configs, functions)
-    while (job := link.receive(timeout_seconds=None)) is not None:
-        prompt, texts, completion_ids = job
-        link.send(rewards.score(prompt, texts, completion_ids))
 
 
 @dataclass(eq=False)
@@ -199,5 +189,6 @@ class WorkerRewards:
             self._worker = RoleProcess("rewards", reward_worker, self._arguments, log=self._log)
         samples = job.next_samples()
         ids = [completion.token_ids.tolist() for completion in job.group.completions[samples]]
-        self._worker.link.send((job.group.prompt, list(job.group.texts[samples]), ids))
+        prompt = job.group.prompt
+        self._worker.link.send((prompt.text, dict(prompt.columns), list(job.group.texts[samples]), ids))
         self._running = (job, time.monotonic() + self._timeout_seconds)

@@ -40,6 +40,8 @@ class Trainer:
     """Writes a checkpoint of the given step."""
     gate: Gate | None = None
     """Holds a step back until there is enough to train on; None in sync mode."""
+    received: int = field(default=0, init=False)
+    """Prompts with a response in the groups taken in last."""
     step_index: int = field(default=0, init=False)
     """Optimizer steps done: the version of the weights."""
 
@@ -62,6 +64,7 @@ class Trainer:
 
     def receive(self) -> None:
         groups = self.receiver.drain()
+        self.received = len({group.prompt.id for group in groups if group.trajectories})
         for group in groups:
             self.replay.add(group, step=self.step_index)
             self.recorder.group_received(self.step_index, group)
@@ -69,11 +72,16 @@ class Trainer:
 
     def sample(self) -> Batch:
         train = self.config.train
-        batch = self.replay.sample(train.prompts_per_step, train.samples_per_prompt, step=self.step_index)
+        batch = self.replay.sample(self._prompts_to_sample(), train.samples_per_prompt, step=self.step_index)
         batch = combine(batch, train, reward_weights=self.reward_weights)
         if self.config.replay.lag == "drop":
             batch = drop_stale(batch, oldest_version=self.step_index - self.config.replay.max_lag)
         return batch
+
+    def _prompts_to_sample(self) -> int:
+        """P; in sync mode no more than came this step: older groups must not fill up for those lost to failing rewards."""
+        wanted = self.config.train.prompts_per_step
+        return wanted if self.config.mode == "async" else min(wanted, self.received)
 
     def optimize(self, batch: Batch) -> StepResult:
         step = self.step_index

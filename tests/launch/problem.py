@@ -1,0 +1,80 @@
+"""A whole problem of a user's own, on a tiny random model: what the launch tests run."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import psutil
+from builders import tiny_llama, tiny_tokenizer
+
+from tba.config import Config, load_config
+
+REWARDS = """
+import time
+
+def sevens(completions, want, **columns):
+    return [text.split().count(word) / max(1, len(text.split())) for text, word in zip(completions, want)]
+
+def hangs_on_w9(completions, **columns):
+    if any("w9" in text.split() for text in completions):
+        time.sleep(600)
+    return [1.0] * len(completions)
+
+def always_raises(completions, **columns):
+    raise KeyError("answer")
+
+def sometimes_nan(completions, **columns):
+    return [float("nan") if "w9" in text.split() else 1.0 for text in completions]
+"""
+
+SETTINGS = (
+    "train.max_steps=6",
+    "train.responses_per_step=16",
+    "train.samples_per_prompt=4",
+    "train.learning_rate=1e-3",
+    "generate.max_new_tokens=8",
+    "generate.slots=16",
+    "evaluate.num_prompts=4",
+    "observe.progress=false",
+)
+
+
+def write_problem(folder: Path, *, num_prompts: int = 30) -> None:
+    """model/, data.jsonl and rewards.py."""
+    tiny_llama().save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    generator = random.Random(0)
+    rows = [
+        {"prompt": " ".join(f"w{generator.randint(3, 39)}" for _ in range(generator.randint(2, 6))), "want": "w7"}
+        for _ in range(num_prompts)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARDS)
+
+
+def make_config(folder: Path, *overrides: str, reward: str = "sevens") -> Config:
+    task = {
+        "name": "own",
+        "data": str(folder / "data.jsonl"),
+        "rewards": [{"function": f"{folder}/rewards.py:{reward}"}],
+    }
+    values = {"model": {"path": str(folder / "model")}, "task": task, "output": str(folder / "runs")}
+    return load_config(None, [*SETTINGS, *overrides], **values)
+
+
+def children() -> list[psutil.Process]:
+    """Living processes that this one has started, and theirs."""
+    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_for(condition, seconds: float = 60.0) -> bool:
+    """Poll with a deadline."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
