@@ -14,6 +14,7 @@ import copy
 import hashlib
 import json
 import re
+from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -33,15 +34,15 @@ def uniform(seed, prompt_id, sample, position):
 
 
 @torch.no_grad()
-def generate(model, prompt_ids, K, uniform_at, *, temperature, max_new_tokens, eos_id):
+def generate(model, prompt_ids, uniform_at, samples, *, temperature, max_new_tokens, eos_id):
     """K responses of one prompt, each up to and including EOS; `uniform_at(sample, position)` drives the choice."""
-    cache = DynamicCache(config=model.config)
+    K, cache = len(samples), DynamicCache(config=model.config)
     responses, finished = [[] for _ in range(K)], [False] * K
     inputs_KT = prompt_ids.expand(K, -1)
     for position in range(max_new_tokens):
         logits_KV = model(inputs_KT, past_key_values=cache, use_cache=True).logits[:, -1].float()
         cdf_KV = torch.softmax(logits_KV / temperature, -1).cumsum(-1)
-        u_K = torch.tensor([uniform_at(sample, position) for sample in range(K)], dtype=torch.float32)
+        u_K = torch.tensor([uniform_at(sample, position) for sample in samples], dtype=torch.float32)
         token_K = (cdf_KV <= (u_K * cdf_KV[:, -1])[:, None]).sum(-1).clamp(max=cdf_KV.shape[1] - 1)
         for k in range(K):
             if not finished[k]:
@@ -94,8 +95,9 @@ def train(model, tokenizer, rows, *, reward=exact_match, steps=20, P=4, K=4, bet
             epoch, index = next(order)
             row = rows[index]
             prompt_ids = tokenizer(row["prompt"], return_tensors="pt").input_ids[0]
+            samples = range(epoch * K, epoch * K + K)  # a later visit never reuses randomness
             responses = generate(
-                model, prompt_ids, K, lambda sample, position: uniform(seed, row["id"], epoch * K + sample, position),
+                model, prompt_ids, partial(uniform, seed, row["id"]), samples,
                 temperature=temperature, max_new_tokens=max_new_tokens, eos_id=tokenizer.eos_token_id,
             )  # fmt: skip
             for response in responses:

@@ -20,6 +20,7 @@ LAYERS = [
     "search",
     "train",
     "launch",
+    "api",
     "cli",
     "__main__",
 ]

@@ -1,1 +1,15 @@
-"""tba"""
+"""tba: asynchronous RL post-training of language models with the Trajectory Balance objective."""
+
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["TBAConfig", "TBATrainer", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the entry points when they are asked for: `import tba` alone stays quick."""
+    if name in ("TBAConfig", "TBATrainer"):
+        from tba import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'tba' has no attribute {name!r}")

@@ -16,8 +16,8 @@ REWARDS = st.sampled_from([0.0, 1.0, -1.0, 500.0, -500.0, 1e30, -1e30])
 
 class ReplayMachine(RuleBasedStateMachine):
     @initialize(
-        capacity=st.integers(1, 40),
-        per_prompt=st.integers(1, 12),
+        capacity=st.integers(1, 80),
+        per_prompt=st.integers(1, 40),
         deduplicate=st.booleans(),
         inverse_temperature=st.sampled_from([0.0, 1.0]),
         m=st.sampled_from([0.0, 0.5, 1.0]),
@@ -104,6 +104,17 @@ class ReplayMachine(RuleBasedStateMachine):
 
 ReplayMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestRandomSequences = ReplayMachine.TestCase
+
+
+def test_contents_survive_a_shelf_that_is_tidied_while_it_has_holes():
+    buffer, groups = replay(capacity_per_prompt=100), Groups()
+    slow = SlowReplay(capacity=1000, capacity_per_prompt=100, deduplicate=True)
+    for number in range(40):  # 0 and 1 stay, 2 to 4 come again and again and leave holes behind them, new ones follow
+        tokens = [[0], [1], [2], [3], [4]] if number == 0 else [[2], [3], [4], [100 + number]]
+        group = groups("a", tokens)
+        buffer.add(group, step=0)
+        slow.add(group)
+        assert contents(buffer) == [row[:4] for row in slow.rows]
 
 
 def test_contents_survive_many_compactions_with_long_and_short_responses():

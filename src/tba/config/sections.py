@@ -64,8 +64,8 @@ class TaskConfig(Section):
 class GenerateConfig(Section):
     engine: Literal["native", "transformers"] = "native"
     """native = our slot engine; transformers = `model.generate`, slow, for models the native engine does not know."""
-    slots: int = Field(default=128, ge=1)
-    """Responses decoded side by side."""
+    slots: int | None = Field(default=None, ge=1)
+    """Responses decoded side by side; None = 128 on a CPU, 256 on a GPU."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Longest response in tokens."""
     min_new_tokens: int = Field(default=0, ge=0)
@@ -161,15 +161,16 @@ class TrainConfig(Section):
     """Responses in one optimizer step: prompts_per_step * samples_per_prompt."""
     samples_per_prompt: int = 8
     """K: responses of one prompt in a step."""
-    learning_rate: Schedule = Schedule(start=2e-4)
-    """Of AdamW. With float32 master weights 1e-6 to 4e-6 for models of 0.5B and more, 2e-4 for the shipped one."""
+    learning_rate: Schedule | None = None
+    """Of AdamW; None = constant, from the number of parameters: 2e-4 for the shipped model, 3e-6 at 0.5B, 6e-7 at 7B."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
     adam_epsilon: float = Field(default=1e-8, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
     max_grad_norm: float | None = Field(default=1.0, gt=0.0)
     """Gradients are in reward units (see docs/algorithm.md), so this means the same at every beta. None = no clipping."""
-    tokens_per_micro_batch: int = Field(default=16_384, ge=1)
-    """Most tokens in one forward and backward pass; a longer response still runs, alone."""
+    tokens_per_micro_batch: int | None = Field(default=None, ge=1)
+    """Most tokens in one forward and backward pass; a longer response still runs, alone. None = 4,096 on a CPU, 32,768 on
+    a GPU."""
     responses_per_micro_batch: int | None = Field(default=None, ge=1)
     """Most responses in one pass, besides the token limit; None = as many as fit."""
     share_prompts: bool = True
@@ -238,7 +239,9 @@ class ObserveConfig(Section):
     samples_every: int = Field(default=20, ge=1)
     """Steps between entries of samples.jsonl."""
     progress: bool = True
-    """Live line on the terminal."""
+    """Live display on the terminal, and a table at the end."""
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides metrics.jsonl; wandb needs no account with WANDB_MODE=offline."""
 
 
 class Config(Section):
@@ -289,6 +292,7 @@ class Config(Section):
         return self.objective.beta.at(step, max_steps=self.train.max_steps)
 
     def learning_rate_at(self, step: int) -> float:
+        assert self.train.learning_rate is not None, "filled in by tba.launch.defaults"
         return self.train.learning_rate.at(step, max_steps=self.train.max_steps)
 
     @model_validator(mode="after")

@@ -20,6 +20,8 @@ from tba.types import Completion, Request, Sampling, Weights
 
 logger = logging.getLogger("tba.generate")
 
+DEFAULT_SLOTS = 128
+
 
 class Engine(Protocol):
     """Turns requests into responses; takes new weights while it does."""
@@ -108,7 +110,7 @@ def make_engine(
                 model,
                 stop_ids=stop_ids,
                 seed=seed,
-                slots=config.slots,
+                slots=config.slots or DEFAULT_SLOTS,
                 max_length=max_length,
                 update=config.update,
                 dtype=dtype or like.dtype,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tba.generate.backlog import Admission, Backlog
 from tba.generate.batching import length_batches, padded
 from tba.generate.responses import checked_requests
-from tba.generate.running import CHUNK, Chunk, Running
+from tba.generate.running import Running
 from tba.generate.sampling import Needs, sample
 from tba.generate.scoring import ReferenceScorer
 from tba.generate.slots import Prefilled, SlotAttention, SlotCache, SlotState
@@ -171,7 +171,6 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _move(self, sources: list[int], targets: list[int]) -> None:
-        """Copy slots all at once: targets may be sources of others."""
         if not sources:
             return
         source, target = torch.tensor(sources, device=self.device), torch.tensor(targets, device=self.device)
@@ -181,20 +180,17 @@ class NativeEngine:
     def _step(self) -> list[Completion]:
         """One token for every running response; those that finished."""
         running = self._running
-        if self.device.type == "cpu":
-            self._move(*running.sort_if_worth_it())
-        chunks = running.chunks(CHUNK if self.device.type == "cpu" else running.count)
-        finished = self._decode(running.count, chunks, running.needs())
+        finished = self._decode(running.count, running.num_keys(), running.needs())
         running.advance()
         slots = finished.nonzero().flatten()
         return self._harvest(slots) if len(slots) else []
 
     @torch.inference_mode()
-    def _decode(self, count: int, chunks: Sequence[Chunk], needs: Needs) -> Tensor:
+    def _decode(self, count: int, num_keys: int, needs: Needs) -> Tensor:
         """Pure work on static tensors, no host in between -> which slots finished, bool [count]."""
         state, decoder = self.state, self.decoder
         ids, positions = state.column("ids", count), state.column("positions", count)
-        attend = SlotAttention(decoder.spec, self.cache, positions, chunks)
+        attend = SlotAttention(decoder.spec, self.cache, positions, num_keys)
         logits = decoder.logits(decoder.hidden(ids, positions, attend))
         sampled = sample(logits, state.sampling(count), self._stop_ids, needs)
         state.record(count, sampled)

@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tba.generate.responses import Response
-from tba.generate.running import KEY_STEP, Chunk
 from tba.generate.sampling import Sampled, SamplingState, response_key
 from tba.models.decoder import DecoderSpec
+
+KEY_STEP = 16
+"""Attention runs over a multiple of this many keys: few distinct shapes, and faster matrix kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,7 +55,7 @@ class SlotCache:
         """Make room for `length` positions, keeping what is there."""
         if length <= self.values.shape[3]:
             return
-        extra = -(-length // KEY_STEP) * KEY_STEP - self.values.shape[3]
+        extra = _round_up(length) - self.values.shape[3]
         # Zeros, not garbage: behind the position 0 x NaN would be NaN.
         self.keys = F.pad(self.keys, (0, extra))
         self.values = F.pad(self.values, (0, 0, 0, extra))
@@ -72,12 +74,14 @@ class SlotCache:
 
 
 class SlotAttention:
-    """One token per slot, each seeing its own slot up to its position. Chunks of slots read only the keys they need."""
+    """One token per slot, each seeing its own slot up to its position, over the keys that the longest of them needs."""
 
-    def __init__(self, spec: DecoderSpec, cache: SlotCache, positions: Tensor, chunks: Sequence[Chunk]) -> None:
-        self.spec, self.cache, self.positions, self.chunks = spec, cache, positions, chunks
-        self.slots = torch.arange(positions.shape[0], device=positions.device)
-        self.masks = {window: [self._mask(chunk, window) for chunk in chunks] for window in set(spec.windows)}
+    def __init__(self, spec: DecoderSpec, cache: SlotCache, positions: Tensor, num_keys: int) -> None:
+        self.spec, self.cache, self.positions = spec, cache, positions
+        self.num_slots = positions.shape[0]
+        self.num_keys = min(_round_up(num_keys), cache.values.shape[3])
+        self.slots = torch.arange(self.num_slots, device=positions.device)
+        self.masks = {window: self._mask(window) for window in set(spec.windows)}
 
     def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
         dtype = self.cache.keys.dtype
@@ -85,30 +89,24 @@ class SlotAttention:
         self.cache.values[layer][self.slots, :, self.positions] = value_NKD.to(dtype)
 
     def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
-        masks = self.masks[self.spec.windows[layer]]
-        parts = [self._attend(layer, query_NHD, *pair) for pair in zip(self.chunks, masks)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _attend(self, layer: int, query_NHD: Tensor, chunk: Chunk, mask: Tensor) -> Tensor:
         """Query heads that share a key head are rows of one small matrix product."""
-        spec, (start, stop, length) = self.spec, chunk
-        keys = self.cache.keys[layer, start:stop].flatten(0, 1)[:, :, :length]
-        values = self.cache.values[layer, start:stop].flatten(0, 1)[:, :length]
-        query = query_NHD[start:stop].reshape(-1, spec.group, spec.head_dim).to(keys.dtype)
-        scale, cap = spec.query_scales[layer], spec.attention_cap
+        spec, count, length = self.spec, self.num_slots, self.num_keys
+        keys = self.cache.keys[layer, :count].flatten(0, 1)[:, :, :length]
+        values = self.cache.values[layer, :count].flatten(0, 1)[:, :length]
+        query = query_NHD.reshape(-1, spec.group, spec.head_dim).to(keys.dtype)
+        mask, scale, cap = self.masks[spec.windows[layer]], spec.query_scales[layer], spec.attention_cap
         if cap is None:
             scores = torch.baddbmm(mask, query, keys, alpha=scale)
         else:
             scores = torch.tanh(torch.bmm(query, keys) * (scale / cap)) * cap + mask
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-        return torch.bmm(weights, values).view(stop - start, spec.num_heads * spec.head_dim)
+        return torch.bmm(weights, values).view(count, spec.num_heads * spec.head_dim)
 
-    def _mask(self, chunk: Chunk, window: int | None) -> Tensor:
-        """0 where a key is seen, -inf elsewhere -> [slots * K, 1, keys]."""
-        device = self.positions.device
-        behind = self.positions[chunk.start : chunk.stop, None] - torch.arange(chunk.num_keys, device=device)
+    def _mask(self, window: int | None) -> Tensor:
+        """0 where a key is seen, -inf elsewhere -> [S * K, 1, L]."""
+        behind = self.positions[:, None] - torch.arange(self.num_keys, device=self.positions.device)
         hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
-        mask = torch.zeros(hidden.shape, dtype=self.cache.keys.dtype, device=device)
+        mask = torch.zeros(hidden.shape, dtype=self.cache.keys.dtype, device=hidden.device)
         mask.masked_fill_(hidden, float("-inf"))
         return mask.repeat_interleave(self.spec.num_kv_heads, dim=0)[:, None]
 
@@ -203,3 +201,7 @@ def _integers(response: Response, seed: int) -> tuple[int, ...]:
 def _floats(response: Response) -> tuple[float, float, float]:
     sampling = response.sampling
     return (1.0 if sampling.greedy else sampling.temperature, sampling.training_temperature, sampling.top_p)
+
+
+def _round_up(num_keys: int) -> int:
+    return -(-num_keys // KEY_STEP) * KEY_STEP

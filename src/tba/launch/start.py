@@ -9,6 +9,7 @@ from typing import Any
 from tba.config import Config, dump_config, load_config
 from tba.evaluate.run import make_evaluator
 from tba.launch.asynchronous import AsyncRun
+from tba.launch.defaults import with_defaults
 from tba.launch.inputs import RewardFunctions, load_inputs
 from tba.launch.synchronous import SyncRun
 from tba.observe.closing import show_summary
@@ -20,6 +21,7 @@ from tba.tasks.rewards import make_rewards
 def train(config: Config, functions: RewardFunctions = None) -> dict[str, Any]:
     """Run a training and return what summary.json holds. Ctrl-C ends it early, saved."""
     inputs = load_inputs(config, functions)
+    config = with_defaults(config, num_parameters=inputs.loaded.num_parameters, on_gpu=inputs.loaded.on_gpu)
     folder = RunFolder.create(config.run_folder, overwrite=config.overwrite)
     write_atomic(folder.config, dump_config(config))
     make = SyncRun.make if config.mode == "sync" else AsyncRun.make
@@ -42,6 +44,7 @@ def evaluate_model(target: str, overrides: Sequence[str]) -> dict[str, float]:
     else:
         config = load_config(None, [*overrides, f"model.path={target}"])
     inputs = load_inputs(config)
+    config = with_defaults(config, num_parameters=inputs.loaded.num_parameters, on_gpu=inputs.loaded.on_gpu)
     rewards = make_rewards(inputs.task, config, log=Path("rewards.log"))
     try:
         evaluator = make_evaluator(config, inputs.loaded, inputs.task, rewards)

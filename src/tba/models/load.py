@@ -26,6 +26,14 @@ class LoadedModel:
     context: int
     """Longest sequence in tokens, prompt and response together."""
 
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.model.device.type == "cuda"
+
 
 def resolve_path(path: str) -> str:
     """The folder or hub name behind model.path."""

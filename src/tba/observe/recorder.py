@@ -10,7 +10,7 @@ from tba.config import Config
 from tba.observe.files import RunFolder, write_json
 from tba.observe.progress import Progress, RoleStatus
 from tba.observe.samples import SampleLog
-from tba.observe.sinks import JsonlSink, Sinks
+from tba.observe.sinks import make_sinks
 from tba.types import TrajectoryGroup
 
 
@@ -28,9 +28,10 @@ class Recorder:
         self.config = config
         self.folder = folder
         self._decode = decode
-        self._sinks = Sinks([JsonlSink(folder.metrics)])
+        self._sinks = make_sinks(config, folder)
         self._samples = SampleLog(folder.samples)
         self._progress = Progress(config, roles)
+        self._closed = False
         self._last_sample: int | None = None
         self._first_step_at: float | None = None
         self._last_step_at = 0.0
@@ -104,5 +105,7 @@ class Recorder:
 
     def close(self) -> None:
         """May be called more than once."""
-        self._progress.close()
-        self._sinks.close()
+        if not self._closed:
+            self._closed = True
+            self._progress.close()
+            self._sinks.close()

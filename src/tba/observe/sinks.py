@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TextIO
 
+from tba.config import Config
+from tba.observe.files import RunFolder
 from tba.observe.metrics import metric
 
 
@@ -30,6 +32,52 @@ class JsonlSink:
 
     def close(self) -> None:
         self._file.close()
+
+
+class TensorBoardSink:
+    """Event files in the run folder: `tensorboard --logdir runs`."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """W&B; WANDB_MODE=offline keeps everything in the run folder."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project="tba", name=config.run_name, dir=str(folder), config=config.model_dump(mode="json")
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def make_sinks(config: Config, folder: RunFolder) -> Sinks:
+    """metrics.jsonl always, the others as asked; a missing package is an error before training starts."""
+    sinks: list[Sink] = [JsonlSink(folder.metrics)]
+    for name in config.observe.sinks:
+        try:
+            sinks.append(TensorBoardSink(folder.path) if name == "tensorboard" else WandbSink(config, folder.path))
+        except ImportError as error:
+            raise ValueError(
+                f"observe.sinks has {name!r}, which needs a package: pip install {name} ({error})."
+            ) from None
+    return Sinks(sinks)
 
 
 class Sinks:

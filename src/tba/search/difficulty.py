@@ -11,7 +11,7 @@ class Difficulty:
     A prompt beyond its limit is skipped every other epoch: it is visited again, in case the policy has changed.
     """
 
-    def __init__(self, *, skip_solved_after: int | None, skip_unsolved_after: int | None) -> None:
+    def __init__(self, *, skip_solved_after: int | None = None, skip_unsolved_after: int | None = None) -> None:
         self._limits = {True: skip_solved_after, False: skip_unsolved_after}
         self._streaks: dict[str, tuple[bool, int]] = {}
         self._rested: set[str] = set()

@@ -5,29 +5,30 @@ Which visits, and how, is decided by the same counter-based numbers as tokens ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from tba.config import ExploreConfig
+from tba.generate.sampling import response_key, uniforms
 from tba.types import Request, Sampling
 
 
-def explore(
-    request: Request, sampling: Sampling, config: ExploreConfig, uniform: Callable[[str, int], float]
-) -> Request:
-    """The request, with other sampling if this visit explores. `uniform(key, position)` gives numbers in (0, 1)."""
+def explore(request: Request, sampling: Sampling, config: ExploreConfig, *, seed: int) -> Request:
+    """The request, with other sampling if this visit explores."""
     if config.probability == 0.0:
         return request
-    key = f"explore/{request.prompt.id}/{request.first_sample}"
-    if uniform(key, 0) >= config.probability:
+    key = response_key(seed, f"explore/{request.prompt.id}", request.first_sample)
+    chosen, temperature, top_p = uniforms(torch.full((3,), key), torch.arange(3)).tolist()
+    if chosen >= config.probability:
         return request
-    chosen = replace(
+    exploring = replace(
         sampling,
-        temperature=_between(config.temperature, uniform(key, 1)),
+        temperature=_between(config.temperature, temperature),
         policy_temperature=sampling.training_temperature,
-        top_p=_between(config.top_p, uniform(key, 2)),
+        top_p=_between(config.top_p, top_p),
     )
-    return replace(request, sampling=chosen)
+    return replace(request, sampling=exploring)
 
 
 def _between(bounds: tuple[float, float], u: float) -> float:

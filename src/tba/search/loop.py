@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tba.generate.engine import Engine
 from tba.runtime.channels import GroupSender
+from tba.search.difficulty import Difficulty
 from tba.search.prompts import PromptStream
 from tba.search.scoring import GroupScorer, texts_of
 from tba.tasks.base import Outcome
@@ -42,9 +43,13 @@ class Searcher:
     scorer: GroupScorer
     sender: GroupSender
     tokenizer: PreTrainedTokenizerBase
+    solved: Callable[[Outcome], bool]
     sampling: Sampling
     samples_per_prompt: int
     index: int = 0
+    difficulty: Difficulty = field(default_factory=Difficulty)
+    explore: Callable[[Request], Request] = lambda request: request
+    """Gives some visits other sampling."""
     counts: SearchCounts = field(default_factory=SearchCounts)
 
     def step(self, num_prompts: int) -> None:
@@ -80,6 +85,7 @@ class Searcher:
             for request in requests:
                 if request is not None:
                     visited[request.prompt.id, request.first_sample] = request.prompt
+                    request = self.explore(request)
                 yield request
 
         stream = self.engine.generate(
@@ -103,7 +109,8 @@ class Searcher:
         return FinishedGroup(prompt=prompt, completions=completions, texts=texts_of(self.tokenizer, completions))
 
     def _send(self, scored: Sequence[tuple[FinishedGroup, list[Outcome]]]) -> None:
-        for (group, _), trajectories in zip(scored, self.scorer.trajectories(scored)):
+        for (group, outcomes), trajectories in zip(scored, self.scorer.trajectories(scored)):
+            self.difficulty.record(group.prompt.id, [self.solved(outcome) for outcome in outcomes])
             self.sender.send(self._group(group.prompt, trajectories, lost=len(group.completions) - len(trajectories)))
             self.counts.sent += 1
 

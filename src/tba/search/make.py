@@ -7,6 +7,8 @@ from tba.generate.engine import Engine, make_engine, make_scorer
 from tba.generate.settings import training_sampling
 from tba.models.load import LoadedModel
 from tba.runtime.channels import GroupSender
+from tba.search.difficulty import Difficulty
+from tba.search.exploration import explore
 from tba.search.loop import Searcher
 from tba.search.prompts import PromptStream
 from tba.search.scoring import FailureCount, GroupScorer
@@ -34,6 +36,10 @@ def make_searcher(
 ) -> Searcher:
     """Searcher `index`; the loaded weights become its frozen reference."""
     reference = make_scorer(loaded.model, max_length=loaded.context)
+    sampling = training_sampling(config)
+    difficulty = Difficulty(
+        skip_solved_after=config.search.skip_solved_after, skip_unsolved_after=config.search.skip_unsolved_after
+    )
     prompts = PromptStream(
         task.prompts("train"),
         samples_per_prompt=config.samples_generated_per_prompt,
@@ -41,6 +47,7 @@ def make_searcher(
         shuffle=config.search.shuffle,
         shard=index,
         num_shards=config.search.num_searchers,
+        skips=difficulty.skips,
     )
     return Searcher(
         engine=engine,
@@ -53,7 +60,10 @@ def make_searcher(
         ),
         sender=sender,
         tokenizer=loaded.tokenizer,
-        sampling=training_sampling(config),
+        solved=task.solved,
+        difficulty=difficulty,
+        explore=lambda request: explore(request, sampling, config.search.explore, seed=config.seed),
+        sampling=sampling,
         samples_per_prompt=config.samples_generated_per_prompt,
         index=index,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -26,7 +26,9 @@ class PromptStream:
         shard: int = 0,
         num_shards: int = 1,
         cursor: int = 0,
+        skips: Callable[[str], bool] = lambda prompt_id: False,
     ) -> None:
+        """`skips` says which prompts to pass over; at most a whole epoch in a row."""
         self._prompts = prompts
         self._indices = range(shard, len(prompts), num_shards)
         if not self._indices:
@@ -36,6 +38,7 @@ class PromptStream:
         self._samples_per_prompt = samples_per_prompt
         self._seed = seed
         self._shuffle = shuffle
+        self._skips = skips
         self._order: tuple[int, list[int]] | None = None
         self.cursor = cursor
         """Visits so far: all the state there is."""
@@ -44,6 +47,13 @@ class PromptStream:
         return self
 
     def __next__(self) -> Request:
+        for _ in range(len(self._indices)):
+            request = self._next()
+            if not self._skips(request.prompt.id):
+                return request
+        return self._next()
+
+    def _next(self) -> Request:
         epoch, place = divmod(self.cursor, len(self._indices))
         self.cursor += 1
         prompt = self._prompts[self._indices[self._epoch_order(epoch)[place]]]

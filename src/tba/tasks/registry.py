@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import TaskConfig
+from tba.tasks.arithmetic import ArithmeticTask
 from tba.tasks.base import Task
 from tba.tasks.functions import OwnTask
+from tba.tasks.prepare import prepare_arithmetic
 
-TASKS: dict[str, Callable[..., Task]] = {"own": OwnTask}
+TASKS: dict[str, Callable[..., Task]] = {"arithmetic": ArithmeticTask, "own": OwnTask}
 """Factories: (config, tokenizer, max_prompt_tokens=..., functions=...) -> task."""
+
+PREPARE: dict[str, Callable[[Path], dict[str, Any]]] = {"arithmetic": prepare_arithmetic}
+"""What makes a task's data and start model, where it has one."""
 
 
 def make_task(
@@ -25,3 +31,10 @@ def make_task(
     if config.name not in TASKS:
         raise ValueError(f"task.name={config.name!r} is not known: it may be {', '.join(TASKS)}.")
     return TASKS[config.name](config, tokenizer, max_prompt_tokens=max_prompt_tokens, functions=functions)
+
+
+def prepare_task(name: str, output: Path) -> dict[str, Any]:
+    """Make a task's data and start model in a folder; says what was made."""
+    if name not in PREPARE:
+        raise ValueError(f"task {name!r} has nothing to prepare: it may be {', '.join(PREPARE)}.")
+    return PREPARE[name](output)

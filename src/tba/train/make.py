@@ -55,6 +55,7 @@ def make_trainer(
 
 def make_train_step(config: Config, loaded: LoadedModel) -> TrainStep:
     train = config.train
+    assert train.tokens_per_micro_batch is not None, "filled in by tba.launch.defaults"
     return TrainStep(
         PolicyModel(loaded.model),
         make_objective(config.objective),

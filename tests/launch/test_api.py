@@ -1,0 +1,85 @@
+"""TBATrainer and the command give the same run; defaults scale with the model."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from problem import SETTINGS, make_config
+
+from tba import TBAConfig, TBATrainer
+from tba.launch.defaults import learning_rate_for
+from tba.observe.files import RunFolder
+
+
+def losses(path) -> list[float]:
+    records = [json.loads(line) for line in RunFolder(path).metrics.read_text().splitlines()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def sevens(completions, want, **columns):
+    return [text.split().count(word) / max(1, len(text.split())) for text, word in zip(completions, want)]
+
+
+def test_tba_trainer_and_the_command_give_the_same_run(folder):
+    name = "by-command"
+    options = [
+        "--model",
+        f"{folder}/model",
+        "--data",
+        f"{folder}/data.jsonl",
+        "--reward",
+        f"{folder}/rewards.py:sevens",
+    ]
+    settings = [*SETTINGS, "mode=sync", f"output={folder}/runs", f"name={name}"]
+    subprocess.run([sys.executable, "-m", "tba", "train", *options, *settings], check=True, capture_output=True)
+
+    rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
+    args = TBAConfig(
+        output_dir=str(folder / "runs"), run_name="by-python", mode="sync", max_steps=6, generation_batch_size=16,
+        num_generations=4, learning_rate=1e-3, max_completion_length=8, observe={"progress": False},
+        evaluate={"num_prompts": 4},
+    )  # fmt: skip
+    rows = [row | {"id": f"data-{line}"} for line, row in enumerate(rows, start=1)]
+    trainer = TBATrainer(model=str(folder / "model"), reward_funcs=sevens, args=args, train_dataset=rows)
+    trainer.train()
+    assert losses(folder / "runs" / "by-python") == losses(folder / "runs" / name)
+
+
+def test_a_model_object_and_a_function_from_a_script_train_asynchronously(folder):
+    """As a user writes it: no main guard, the function defined in the script itself."""
+    script = folder / "script.py"
+    script.write_text(f"""
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from tba import TBAConfig, TBATrainer
+
+def shorter_is_better(completions, **columns):
+    return [1.0 / (1 + len(text.split())) for text in completions]
+
+trainer = TBATrainer(
+    model=AutoModelForCausalLM.from_pretrained("{folder}/model"),
+    processing_class=AutoTokenizer.from_pretrained("{folder}/model"),
+    reward_funcs=[shorter_is_better],
+    args=TBAConfig(output_dir="{folder}/runs", run_name="script", max_steps=3, generation_batch_size=8, num_generations=4,
+                   max_completion_length=6, observe={{"progress": False}}, evaluate={{"num_prompts": 2}}),
+    train_dataset=[{{"prompt": f"w{{i}} w5"}} for i in range(3, 13)],
+)
+print(trainer.train()["steps"])
+""")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "3", done.stderr
+
+
+def test_what_is_missing_is_said(folder):
+    with pytest.raises(ValueError, match="train_dataset is missing"):
+        TBATrainer(model="x", reward_funcs=sevens)
+    with pytest.raises(ValueError, match="reward_weights has 2 numbers for 1 reward_funcs"):
+        TBATrainer(model="x", reward_funcs=sevens, train_dataset=[], reward_weights=[1, 2])
+    with pytest.raises(ValueError, match="processing_class is missing"):
+        TBATrainer(model=object(), reward_funcs=sevens, train_dataset=[{"prompt": "x"}], args=make_config(folder))
+
+
+def test_the_default_learning_rate_falls_with_the_models_size():
+    assert learning_rate_for(400_000) == 2e-4
+    assert learning_rate_for(494_000_000) == pytest.approx(2.8e-6, rel=0.05)
+    assert learning_rate_for(7_000_000_000) == pytest.approx(5.7e-7, rel=0.05)
