@@ -37,6 +37,7 @@ SETTINGS = (
     "train.learning_rate=1e-3",
     "generate.max_new_tokens=8",
     "generate.slots=16",
+    "train.tokens_per_micro_batch=4096",
     "evaluate.num_prompts=4",
     "observe.progress=false",
 )

@@ -216,3 +216,24 @@ def test_not_applicable_and_infinite_rewards_give_finite_scores():
     score = packing.combine_rewards(rewards, np.array([1.0, 1.0]))
     largest = np.finfo(np.float32).max
     assert score.tolist() == [0.0, largest, -largest, 0.0]
+
+
+def test_a_response_leaves_after_it_was_used_so_often():
+    buffer, groups = replay(max_uses=2, on_policy_probability=1.0), Groups()
+    buffer.add(groups("a", [[5], [6]]), step=0)
+    buffer.add(groups("b", [[7], [8]]), step=0)
+    buffer.sample(2, 2, step=0)
+    assert len(buffer) == 4
+    buffer.sample(1, 2, step=0)
+    assert len(buffer) == 2
+    buffer.sample(1, 2, step=0)
+    with pytest.raises(ReplayEmpty):
+        buffer.sample(1, 1, step=0)
+
+
+def test_with_one_use_every_response_is_sampled_exactly_once():
+    buffer, groups = replay(max_uses=1, on_policy_probability=0.5), Groups()
+    for index, name in enumerate("abcdef"):
+        buffer.add(groups(name, [[10 * index + 1], [10 * index + 2]]), step=0)
+    seen = [token for _ in range(3) for token in buffer.sample(2, 2, step=0).token_ids_N.tolist()]
+    assert sorted(seen) == sorted(10 * index + k for index in range(6) for k in (1, 2))

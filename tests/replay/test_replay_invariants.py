@@ -98,7 +98,7 @@ class ReplayMachine(RuleBasedStateMachine):
             scores = self.buffer._table.score[shelf.ring].astype(np.float64)
             expected = np.where(shelf.ring == HOLE, 0.0, np.exp(np.minimum(scores - shelf.log_scale, 700)))
             np.testing.assert_array_equal(leaves, expected)
-            total = self.buffer._selector._forest.total(shelf.tree, shelf.size)
+            total = self.buffer._selector._forest.totals([shelf.tree], [shelf.size])[0]
             np.testing.assert_allclose(total, expected.sum(), rtol=1e-12)
 
 

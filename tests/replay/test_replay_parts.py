@@ -66,11 +66,11 @@ def test_a_descent_finds_the_leaf_whose_cumulative_weight_contains_the_target(si
     forest.rebuild(other, np.ones(16))
     forest.rebuild(base, np.zeros(size))
     forest.set(base, size, np.arange(size), weights)
-    assert forest.total(base, size) == weights.sum()
+    assert forest.totals([base], [size]) == weights.sum()
     uniforms = rng.random(200)
     expected = np.searchsorted(np.cumsum(weights), uniforms * weights.sum(), side="right")
     np.testing.assert_array_equal(forest.descend(np.full(200, base), size, uniforms), expected)
-    assert forest.total(other, 16) == 16
+    assert forest.totals([other], [16]) == 16
 
 
 def test_a_descent_never_ends_at_a_leaf_of_weight_zero():

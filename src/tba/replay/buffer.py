@@ -120,7 +120,7 @@ class ReplayBuffer:
         np.add.at(self._table.times_sampled, rows, 1)
         self._counts["trained"] += len(rows)
         self._ages = step - self._table.version[rows].astype(np.int64)
-        return make_batch(
+        batch = make_batch(
             shelves,
             rows_PK,
             table=self._table,
@@ -128,6 +128,13 @@ class ReplayBuffer:
             lengths=self._arena.length[rows],
             reward_names=self.reward_names,
         )
+        self._retire(np.unique(rows))
+        return batch
+
+    def _retire(self, rows: np.ndarray) -> None:
+        """Remove what has been sampled `max_uses` times."""
+        if self.config.max_uses is not None:
+            self._remove(rows[self._table.times_sampled[rows] >= self.config.max_uses])
 
     def drop_reference(self, version_below: int) -> int:
         """Remove, and refuse from now on, what a reference before this version scored; returns the rows removed."""

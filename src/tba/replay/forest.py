@@ -10,6 +10,7 @@ Axis letters: D draws, F = 16 children.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -59,8 +60,10 @@ class SumForest:
     def release(self, base: int, size: int) -> None:
         self._free[size].append(base)
 
-    def total(self, base: int, size: int) -> float:
-        return float(self._blocks[(base + level_starts(size)[0][0]) // FANOUT].sum())
+    def totals(self, bases: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
+        """Sums of all weights, of trees of any sizes."""
+        roots = [(base + level_starts(size)[0][0]) // FANOUT for base, size in zip(bases, sizes)]
+        return self._blocks[roots].sum(axis=1)
 
     def rebuild(self, base: int, weights: np.ndarray) -> None:
         """Set all leaves of one tree."""

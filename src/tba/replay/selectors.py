@@ -23,6 +23,7 @@ from tba.replay.shelf import HOLE, Shelf
 
 MAX_LOG_WEIGHT = 200.0
 """Weights stay within exp(+-200) of 1, far from overflow and underflow; beyond, the shelf is scaled anew."""
+SMALLEST_TOTAL = math.exp(-MAX_LOG_WEIGHT)
 MAX_ROUNDS = 4
 EXACT_WIDTH = 1024
 """Up to so many positions are looked at one by one; among more, holes are met and skipped."""
@@ -127,8 +128,9 @@ class SoftmaxSelector:
     def choose(self, shelves: Sequence[Shelf], count: int, rng: np.random.Generator) -> list[np.ndarray]:
         if not shelves:
             return []
-        for shelf in shelves:
-            if self._vanished(shelf):
+        totals = self._forest.totals([shelf.tree for shelf in shelves], [shelf.tree_size for shelf in shelves])
+        for shelf, total in zip(shelves, totals.tolist()):
+            if total < SMALLEST_TOTAL:
                 self.rebuild(shelf)
         draws = self._draw(shelves, count + count // 4 + 4, rng)
         return [shelf.ring[self._finish(shelf, slots, count, rng)] for shelf, slots in zip(shelves, draws)]
@@ -144,7 +146,7 @@ class SoftmaxSelector:
         rounds = 0
         while len(chosen) < count:
             self._set(shelf, np.array(chosen), np.zeros(len(chosen)))
-            if rounds == MAX_ROUNDS or self._vanished(shelf):
+            if rounds == MAX_ROUNDS or self._forest.totals([shelf.tree], [shelf.tree_size])[0] < SMALLEST_TOTAL:
                 chosen = chosen + self._race(shelf, chosen, count - len(chosen), rng)
             else:
                 chosen = _first_distinct(chosen + self._draw([shelf], count, rng)[0], count)
@@ -178,9 +180,6 @@ class SoftmaxSelector:
 
     def _logits(self, rows: np.ndarray) -> np.ndarray:
         return self._inverse_temperature * self._score[rows].astype(np.float64)
-
-    def _vanished(self, shelf: Shelf) -> bool:
-        return self._forest.total(shelf.tree, shelf.tree_size) < math.exp(-MAX_LOG_WEIGHT)
 
     def _release(self, shelf: Shelf) -> None:
         if shelf.tree >= 0:

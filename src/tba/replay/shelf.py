@@ -57,14 +57,14 @@ class Shelf:
     def rows(self, first: int | None = None) -> np.ndarray:
         """Live rows from a position on (default: all), oldest first."""
         rows = self.ring[self.slots(self.head if first is None else first, self.tail)]
-        return rows[rows != HOLE]
+        return rows if self.live == self.tail - self.head else rows[rows != HOLE]
 
     def position_since(self, stamp: int) -> int:
         """The first position that arrived at this stamp or later (bisection; holes keep their stamps)."""
-        low, high, mask = self.head, self.tail, self.size - 1
+        low, high, mask, stamps = self.head, self.tail, self.size - 1, self.stamps.data
         while low < high:
             middle = (low + high) // 2
-            if self.stamps[middle & mask] < stamp:
+            if stamps[middle & mask] < stamp:
                 low = middle + 1
             else:
                 high = middle

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from tba.generate.engine import Scorer
 from tba.tasks.base import Outcome, RewardFailed
 from tba.tasks.rewards import FinishedGroup
-from tba.types import Completion, Trajectory, TrajectoryGroup
+from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
 
 logger = logging.getLogger("tba.search")
 
@@ -65,15 +65,22 @@ class GroupScorer:
         ]
         if not samples:
             return [() for _ in groups]
-        log_refs = self.reference.score(
-            [prompt.token_ids for _, prompt, _, _ in samples],
-            [completion.token_ids for _, _, completion, _ in samples],
-            self.temperature,
-        )
+        log_refs = self._log_refs([(prompt, completion) for _, prompt, completion, _ in samples])
         scored: list[list[Trajectory]] = [[] for _ in groups]
         for (index, _, completion, rewards), log_ref in zip(samples, log_refs):
             scored[index].append(self._trajectory(completion, rewards, log_ref))
         return [tuple(trajectories) for trajectories in scored]
+
+    def _log_refs(self, samples: Sequence[tuple[Prompt, Completion]]) -> list[np.ndarray]:
+        """Reference log-probs of each sample; equal responses to a prompt are computed once."""
+        distinct = {(prompt.id, completion.token_ids.tobytes()): (prompt, completion) for prompt, completion in samples}
+        scores = self.reference.score(
+            [prompt.token_ids for prompt, _ in distinct.values()],
+            [completion.token_ids for _, completion in distinct.values()],
+            self.temperature,
+        )
+        by_response = dict(zip(distinct, scores))
+        return [by_response[prompt.id, completion.token_ids.tobytes()] for prompt, completion in samples]
 
     def _trajectory(self, completion: Completion, rewards: Mapping[str, float], log_ref: np.ndarray) -> Trajectory:
         return Trajectory(

@@ -30,7 +30,7 @@ from tba.tasks.base import Outcome, Split
 from tba.tasks.encoding import make_prompt
 from tba.types import Completion, Prompt
 
-HELD_OUT_ONE_IN = 16
+HELD_OUT_ONE_IN = 8
 """One in so many canonical contents is held out."""
 HELD_OUT_PROBLEMS = 2000
 """Size of the held-out set; evaluations take its first evaluate.num_prompts."""

@@ -47,7 +47,7 @@ from tba.tasks.arithmetic import (
 )
 from tba.tasks.arithmetic_tokens import make_tokenizer
 
-HABITS = {"times": 0.9, "together": 0.85}
+HABITS = {"times": 0.8, "together": 0.75}
 """Habit -> share of the solutions it could show in that it shows in."""
 BATCHES_SORTED_TOGETHER = 8
 """Sequences of so many batches are sorted by length before they are cut into batches: less padding."""

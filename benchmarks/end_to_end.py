@@ -1,0 +1,197 @@
+"""Responses trained per wall second, and seconds to 60% held-out accuracy: tba against TRL's GRPO, on two cores.
+
+    pip install -e '.[benchmark]' && python benchmarks/end_to_end.py                 # about 25 minutes: 3 seeds
+    python benchmarks/end_to_end.py --seeds 1 --steps 60                             # speed only, 3 minutes
+
+Both train the shipped start model on `arithmetic`: 16 prompts x 8 samples a step, temperature 1, at most 64 new tokens,
+learning rate 2e-4, AdamW, clipping at 1. tba runs one trainer and one searcher process of one thread each, with m = 1,
+every trained response newly generated and trained once (replay.max_uses=1, no deduplication). TRL runs GRPOTrainer
+(loss_type="grpo", beta 0) with one and with two threads; its better one counts. Start-up and evaluation are left out of
+both clocks. Each run is a process of its own; runs follow one another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+PROMPTS, SAMPLES, MAX_NEW_TOKENS, LEARNING_RATE = 16, 8, 64, 2e-4
+TARGET = 0.60
+EVALUATE_EVERY = 40
+
+
+def run_tba(seed: int, steps: int) -> dict:
+    """Train asynchronously; the run folder tells speed and curve."""
+    from tba.config import load_config
+    from tba.launch import train
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_config(
+            None,
+            [
+                f"seed={seed}", f"output={folder}", "name=run", f"train.max_steps={steps}",
+                f"train.responses_per_step={PROMPTS * SAMPLES}", f"train.samples_per_prompt={SAMPLES}",
+                f"train.learning_rate={LEARNING_RATE}", f"generate.max_new_tokens={MAX_NEW_TOKENS}",
+                "replay.on_policy_probability=1", "replay.max_uses=1", "replay.max_trained_per_generated=1",
+                "replay.deduplicate=false", f"evaluate.every={EVALUATE_EVERY}", "observe.progress=false",
+            ],
+        )  # fmt: skip
+        summary = train(config)
+        records = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+    clock, curve = 0.0, []
+    seconds_at = {0: 0.0}
+    for record in records:
+        if "time/step" in record:
+            clock += record["time/step"] + record["time/wait_for_batch"]
+            seconds_at[record["step"]] = clock
+    for record in records:
+        if "eval/arithmetic/accuracy" in record:
+            curve.append((seconds_at[record["step"]], record["eval/arithmetic/accuracy"]))
+    return {
+        "responses_per_second": summary["responses_trained"] / summary["seconds"],
+        "seconds_to_target": seconds_to(curve),
+        "start": curve[0][1],
+        "final": curve[-1][1],
+        "lag": summary["lag"]["mean"],
+    }
+
+
+def run_trl(seed: int, steps: int) -> dict:
+    """GRPOTrainer with a callback that stops the clock while it evaluates."""
+    import datasets
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from tba.config import ModelConfig, TaskConfig
+    from tba.models.load import resolve_path
+    from tba.tasks.registry import make_task
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    path = resolve_path(ModelConfig().path)
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    task = make_task(TaskConfig(), tokenizer, max_prompt_tokens=256)
+    rows = [{"prompt": prompt.text, "answer": prompt.columns["answer"]} for prompt in task.prompts("train")]
+    held_out = task.prompts("held_out")[:500]
+
+    def exact_match(completions: list[str], answer: list[str], **_: object) -> list[float]:
+        return [float(text.rpartition("####")[2].strip() == want) for text, want in zip(completions, answer)]
+
+    def accuracy(model: torch.nn.Module) -> float:
+        inputs = tokenizer([prompt.text for prompt in held_out], return_tensors="pt", padding=True)
+        with torch.no_grad():
+            tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return sum(exact_match(texts, [prompt.columns["answer"] for prompt in held_out])) / len(held_out)
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.curve: list[tuple[float, float]] = []
+            self.paused = 0.0
+
+        def evaluate(self, model: torch.nn.Module) -> None:
+            before = time.perf_counter()
+            model.eval()
+            self.curve.append((before - self.started - self.paused, accuracy(model)))
+            model.train()
+            self.paused += time.perf_counter() - before
+
+        def on_train_begin(self, args: object, state: object, control: object, model=None, **_: object) -> None:  # noqa: ANN001
+            self.started = time.perf_counter()
+            self.evaluate(model)
+
+        def on_step_end(self, args: object, state, control: object, model=None, **_: object) -> None:  # noqa: ANN001
+            self.stopped = time.perf_counter() - self.started - self.paused
+            if state.global_step % EVALUATE_EVERY == 0:
+                self.evaluate(model)
+
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder, use_cpu=True, seed=seed, max_steps=steps, learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant", per_device_train_batch_size=PROMPTS * SAMPLES, num_generations=SAMPLES,
+            max_completion_length=MAX_NEW_TOKENS, temperature=1.0, beta=0.0, loss_type="grpo", max_grad_norm=1.0,
+            bf16=False, gradient_checkpointing=False, report_to="none", logging_steps=1000, save_strategy="no",
+            disable_tqdm=True,
+        )  # fmt: skip
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+            reward_funcs=exact_match,
+            args=config,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[clock],
+        )
+        trainer.train()
+    return {
+        "responses_per_second": steps * PROMPTS * SAMPLES / clock.stopped,
+        "seconds_to_target": seconds_to(clock.curve),
+        "start": clock.curve[0][1],
+        "final": clock.curve[-1][1],
+        "lag": 0.0,
+    }
+
+
+def seconds_to(curve: Sequence[tuple[float, float]]) -> float | None:
+    """When the accuracy first reached the target, between evaluations by a straight line; None = never."""
+    for (t0, a0), (t1, a1) in zip(curve, curve[1:]):
+        if a1 >= TARGET:
+            return t0 + (t1 - t0) * max(0.0, (TARGET - a0) / (a1 - a0))
+    return None
+
+
+def measure(side: str, seed: int, steps: int, threads: int) -> dict:
+    """One run in a process of its own."""
+    command = [sys.executable, __file__, "--side", side, "--seed", str(seed), "--steps", str(steps)]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{side} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--side", choices=["tba", "trl"])
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.side:
+        run = run_tba if arguments.side == "tba" else run_trl
+        print(json.dumps(run(arguments.seed, arguments.steps)))
+        return
+    kinds = {"trl, 1 thread": ("trl", 1), "trl, 2 threads": ("trl", 2), "tba, 1 + 1 processes": ("tba", 1)}
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    print(f"{'':>22} {'seed':>4} {'responses/s':>12} {'s to 60%':>9} {'start':>6} {'final':>6} {'lag':>5}", flush=True)
+    for seed in range(arguments.seeds):
+        for kind, (side, threads) in kinds.items():
+            found = measure(side, seed, arguments.steps, threads)
+            rates[kind].append(found["responses_per_second"])
+            reached = "never" if found["seconds_to_target"] is None else f"{found['seconds_to_target']:.0f}"
+            print(
+                f"{kind:>22} {seed:>4} {found['responses_per_second']:>12.0f} {reached:>9} {found['start']:>6.1%} "
+                f"{found['final']:>6.1%} {found['lag']:>5.1f}",
+                flush=True,
+            )
+    means = {kind: statistics.mean(values) for kind, values in rates.items()}
+    best_trl = max(means["trl, 1 thread"], means["trl, 2 threads"])
+    ratio = means["tba, 1 + 1 processes"] / best_trl
+    print(f"responses trained per wall second, tba / TRL's better: {ratio:.2f} (must 2, stretch 3)")
+
+
+if __name__ == "__main__":
+    main()

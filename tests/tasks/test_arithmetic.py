@@ -1,0 +1,185 @@
+"""The arithmetic task: problems, answers, splits, rewards."""
+
+import random
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from tba.config import TaskConfig
+from tba.tasks.answers import final_number, same_number
+from tba.tasks.arithmetic import (
+    LARGEST,
+    ArithmeticTask,
+    Earlier,
+    Problem,
+    Step,
+    draw_problem,
+    draw_problems,
+    exact_match,
+    held_out_problems,
+    train_problems,
+    work,
+)
+from tba.tasks.arithmetic_tokens import make_tokenizer
+from tba.types import Completion
+
+HELD_OUT_FIRST = (
+    "Mia has 6 boxes with 4 pens each. She buys 2 more. She shares them equally among 2 friends. "
+    "How many pens does each friend get?\n"
+)
+"""Changes only if the generator changes; every published accuracy is measured on these problems."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def task(tokenizer):
+    return ArithmeticTask(TaskConfig(num_train_prompts=50), tokenizer, max_prompt_tokens=100)
+
+
+def completion(prompt, *, finish):
+    logs = np.zeros(2, np.float32)
+    return Completion(
+        prompt_id=prompt.id,
+        sample_index=0,
+        token_ids=np.array([5, 2], np.int32),
+        behaviour_log_probs=logs,
+        policy_log_probs=logs,
+        version_spans=((0, 0),),
+        finish=finish,
+    )
+
+
+def test_steps_are_worked_out_in_order_with_earlier_results():
+    # 4 boxes of 6 are 24; 5 given away leave 19; somebody with 3 fewer has 16; together 19 + 16 = 35
+    steps = (
+        Step(4, "*", 6, "boxes"),
+        Step(Earlier(0), "-", 5, "gives"),
+        Step(Earlier(1), "-", 3, "fewer"),
+        Step(Earlier(1), "+", Earlier(2), "together"),
+    )
+    problem = Problem(text="", steps=steps, canonical="")
+    assert problem.solution == "4*6=24\n24-5=19\n19-3=16\n19+16=35\n#### 35"
+    assert problem.answer == "35"
+
+
+def test_negative_too_large_and_broken_results_are_refused():
+    assert work((Step(4, "-", 9, "gives"),)) is None
+    assert work((Step(40, "+", LARGEST, "buys"),)) is None
+    assert work((Step(13, "/", 4, "shares"),)) is None
+    assert work((Step(12, "/", 4, "shares"),)) == [("12/4=3", 3)]
+
+
+def test_known_problems_read_as_expected():
+    problems = {problem.canonical: problem for problem in islice(draw_problems("train", seed=0), 4000)}
+    for canonical, problem in problems.items():
+        kinds = [part.split() for part in canonical.split("|")]
+        if [kind[0] for kind in kinds] == ["has", "buys", "times"]:
+            start, more, factor = (int(kind[1]) for kind in kinds)
+            assert problem.answer == str((start + more) * factor)
+            assert f"has {start} " in problem.text
+            assert f"buys {more} more." in problem.text
+            assert f"has {factor} times as many." in problem.text
+            return
+    pytest.fail("no has-buys-times problem among 4000")
+
+
+def test_every_problem_has_two_to_four_steps_and_small_numbers():
+    rng = random.Random(5)
+    for problem in (draw_problem(rng) for _ in range(2000)):
+        assert 2 <= len(problem.worked) <= 4
+        assert all(1 <= result <= LARGEST for _, result in problem.worked)
+        assert all(eval(equation.replace("=", "==").replace("/", "//")) for equation, _ in problem.worked)
+        assert problem.solution.endswith(f"#### {problem.answer}")
+
+
+def test_a_problem_text_has_one_canonical_content_so_the_split_is_a_function_of_the_text():
+    # If two contents could read the same, one might be held out and the other trained on.
+    rng = random.Random(9)
+    by_text: dict[str, str] = {}
+    for problem in (draw_problem(rng) for _ in range(20_000)):
+        assert by_text.setdefault(problem.text, problem.canonical) == problem.canonical
+
+
+@pytest.mark.parametrize("seed", [0, 1, 20_250_318])
+def test_no_held_out_problem_occurs_in_training_whatever_the_seed(seed):
+    held_out_texts = {problem.text for problem in held_out_problems()}
+    held_out_contents = {problem.canonical for problem in held_out_problems()}
+    for problem in islice(draw_problems("train", seed=seed), 5000):
+        assert problem.split == "train"
+        assert problem.text not in held_out_texts
+        assert problem.canonical not in held_out_contents
+
+
+def test_the_held_out_set_is_fixed_and_has_no_repetitions():
+    problems = held_out_problems()
+    assert len(problems) == len({problem.canonical for problem in problems}) == 2000
+    assert all(problem.split == "held_out" for problem in problems)
+    assert problems[0].text == HELD_OUT_FIRST
+
+
+def test_training_problems_are_the_start_of_one_stream():
+    assert train_problems(20) == train_problems(30)[:20]
+
+
+def test_encoding_and_decoding_give_the_text_back(tokenizer):
+    for problem in islice(draw_problems("train", seed=7), 500):
+        text = problem.text + problem.solution
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(token_ids) == text
+        assert tokenizer.unk_token_id not in token_ids
+
+
+def test_a_number_is_its_digits(tokenizer):
+    assert tokenizer.tokenize(" 24\n24-5=19\n#### 19") == [
+        " 2", "4", "\n", "2", "4", "-", "5", "=", "1", "9", "\n", "####", " 1", "9",
+    ]  # fmt: skip
+
+
+def test_prompts_start_with_one_bos_and_carry_answer_and_solution(task, tokenizer):
+    prompt = task.prompts("train")[3]
+    assert prompt.id == "train-3"
+    assert prompt.token_ids.tolist().count(tokenizer.bos_token_id) == 1
+    assert prompt.token_ids[0] == tokenizer.bos_token_id
+    assert prompt.columns["solution"].endswith(f"#### {prompt.columns['answer']}")
+    assert (len(task.prompts("train")), len(task.prompts("held_out"))) == (50, 2000)
+
+
+def test_prompts_and_solutions_are_short(task, tokenizer):
+    lengths = [len(prompt.token_ids) for prompt in task.prompts("held_out")]
+    solutions = tokenizer([prompt.columns["solution"] for prompt in task.prompts("held_out")])["input_ids"]
+    assert max(lengths) <= 45
+    assert max(map(len, solutions)) <= 45
+
+
+def test_the_reward_is_one_for_the_right_number_in_a_finished_response_only(task):
+    prompt = task.prompts("train")[0]
+    right, wrong = prompt.columns["solution"], "1+1=2\n#### 61"
+    outcomes = task.score(
+        prompt,
+        [right, wrong, right],
+        [completion(prompt, finish="stop"), completion(prompt, finish="stop"), completion(prompt, finish="length")],
+    )
+    assert outcomes == [{"exact_match": 1.0}, {"exact_match": 0.0}, {"exact_match": 0.0}]
+    assert [task.solved(outcome) for outcome in outcomes] == [True, False, False]
+
+
+def test_the_number_after_the_last_marker_counts():
+    assert final_number("#### 3\n#### 1,028") == "1028"
+    assert final_number("7*4=28") is None
+    assert final_number("#### none") is None
+    assert final_number("####-4") == "-4"
+    assert same_number("28.0", "28")
+    assert not same_number(None, "28")
+    assert exact_match("4*7=28\n####28", "28", finished=True) == 1.0
+    assert exact_match("#### 28", "28", finished=False) == 0.0
+
+
+def test_a_prompt_beyond_the_context_is_refused_by_its_id(tokenizer):
+    task = ArithmeticTask(TaskConfig(num_train_prompts=5), tokenizer, max_prompt_tokens=10)
+    with pytest.raises(ValueError, match=r"prompt 'train-0' has \d+ tokens, beyond the 10 .* generate.max_new_tokens"):
+        task.prompts("train")
