@@ -6,8 +6,8 @@ Model: Llama shape, random weights, 1.05M parameters: 5 layers, hidden 128, 4 he
 384, vocabulary 512 (tied). Sampling at T = 1 without truncation, one thread, prompts of 24 to 56 tokens. With random
 weights all tokens are nearly equally likely, so 16 of the 512 ids as stop ids end a response with probability 1/32 per
 token after the first 16: lengths 17 to 96, mean about 46. Both sides return a log-prob for every token, and only tokens
-up to and including the stop token count. CPU time is process_time; repeats alternate between the sides and the best of
-each is shown, because other work on the machine only ever slows one down.
+up to and including the stop token count. CPU time is process_time; repeats of the same work alternate between the sides
+and the best of each is shown, because other work on the machine only ever slows one down.
 
 Cases:
     one batch      256 prompts, one response each, 256 side by side: `generate` ends with its longest response
@@ -189,9 +189,9 @@ def measure(
     for run in sides.values():
         run(prompts[:BATCH], warm, 0)
     found: dict[str, list[Work]] = {name: [] for name in sides}
-    for repeat in range(repeats):
+    for _ in range(repeats):
         for name, run in sides.items():
-            found[name].append(run(prompts, case, repeat))
+            found[name].append(run(prompts, case, 0))
     return {name: best(works) for name, works in found.items()}
 
 

@@ -25,8 +25,8 @@ from tba.tasks.arithmetic_tokens import make_tokenizer
 from tba.types import Completion
 
 HELD_OUT_FIRST = (
-    "Mia has 6 boxes with 4 pens each. She buys 2 more. She shares them equally among 2 friends. "
-    "How many pens does each friend get?\n"
+    "Eva has 19 books. She gives 9 to Leo. She shares them equally among 2 friends. "
+    "How many books does each friend get?\n"
 )
 """Changes only if the generator changes; every published accuracy is measured on these problems."""
 

@@ -168,13 +168,16 @@ def draw_problems(split: Split, *, seed: int) -> Iterator[Problem]:
 
 @cache
 def held_out_problems() -> tuple[Problem, ...]:
-    """The held-out set: always the same, no two with the same canonical content."""
+    """The held-out set: always the same, no two with the same canonical content, the first n as hard as the rest."""
     found: dict[str, Problem] = {}
     for problem in draw_problems("held_out", seed=HELD_OUT_SEED):
         found.setdefault(problem.canonical, problem)
         if len(found) == HELD_OUT_PROBLEMS:
             break
-    return tuple(found.values())
+    problems = list(found.values())
+    # Short problems repeat sooner, so later finds are harder on average.
+    random.Random(HELD_OUT_SEED).shuffle(problems)
+    return tuple(problems)
 
 
 def train_problems(num_problems: int) -> list[Problem]:
