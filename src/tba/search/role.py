@@ -91,10 +91,14 @@ class SearcherRole:
         return self.sender
 
     def tick(self) -> None:
-        """Called between decode steps and while waiting."""
+        """Between decode steps."""
         self.handle_messages()
         self.loader.load_newer()
         self.evaluate_if_asked()
+
+    def idle_tick(self) -> None:
+        """While waiting: nothing is held back, for the trainer may wait for just that."""
+        self.tick()
         if self.searcher is not None:
             self.searcher.send_ready()
 
@@ -178,7 +182,7 @@ def make_visits(config: Config, searcher: Searcher, role: SearcherRole) -> Paced
         version=lambda: searcher.engine.version,
         generated=lambda: searcher.counts.generated,
         unscored=lambda: searcher.rewards.outstanding,
-        tick=role.tick,
+        tick=role.idle_tick,
         row=role.row,
         deadline_seconds=config.runtime.wait_seconds,
     )
