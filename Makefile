@@ -9,10 +9,13 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: test lint install clean
+.PHONY: test quickstart lint install clean
 
 test: install lint
 	$(BIN)/python -m pytest
+
+quickstart: install
+	$(BIN)/tba train configs/quickstart.yaml overwrite=true
 
 lint: install
 	$(BIN)/ruff check src tests benchmarks examples

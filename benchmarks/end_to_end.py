@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 PROMPTS, SAMPLES, MAX_NEW_TOKENS, LEARNING_RATE = 16, 8, 64, 2e-4
@@ -142,7 +143,7 @@ def run_trl(seed: int, steps: int) -> dict:
 
 def seconds_to(curve: Sequence[tuple[float, float]]) -> float | None:
     """When the accuracy first reached the target, between evaluations by a straight line; None = never."""
-    for (t0, a0), (t1, a1) in zip(curve, curve[1:]):
+    for (t0, a0), (t1, a1) in pairwise(curve):
         if a1 >= TARGET:
             return t0 + (t1 - t0) * max(0.0, (TARGET - a0) / (a1 - a0))
     return None

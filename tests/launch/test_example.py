@@ -53,7 +53,8 @@ def run_library(folder) -> list[tuple[float, float, list[list[int]]]]:
         run.close()
     records = [json.loads(line) for line in RunFolder(config.run_folder).metrics.read_text().splitlines()]
     return [
-        (record["tb/loss"], record["reward"], tokens[step * P * K : (step + 1) * P * K]) for step, record in enumerate(records)
+        (record["tb/loss"], record["reward"], tokens[step * P * K : (step + 1) * P * K])
+        for step, record in enumerate(records)
     ]
 
 

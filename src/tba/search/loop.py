@@ -16,7 +16,6 @@ from tba.tasks.base import Outcome
 from tba.tasks.rewards import FinishedGroup, Rewards, score_all
 from tba.types import Completion, Prompt, Request, Sampling, Trajectory, TrajectoryGroup
 
-
 GROUPS_AT_ONCE = 4
 """Groups that share a reference pass while generation goes on: on a CPU 1.7x faster than one at a time, and they wait for
 one another only a few decode steps."""

@@ -21,7 +21,7 @@ from tba.runtime.link import Link
 from tba.runtime.memory import SharedMemory
 from tba.runtime.messages import Acknowledge, Evaluate, Evaluated, Stop
 from tba.runtime.weight_slots import Published, TensorSpec, WeightSlots
-from tba.search.loop import Searcher
+from tba.search.loop import GROUPS_AT_ONCE, Searcher
 from tba.search.make import make_search_engine, make_searcher
 from tba.search.pace import PacedVisits
 from tba.tasks.make import make_task_for
@@ -95,6 +95,8 @@ class SearcherRole:
         self.handle_messages()
         self.loader.load_newer()
         self.evaluate_if_asked()
+        if self.searcher is not None:
+            self.searcher.send_ready(at_least=GROUPS_AT_ONCE)
 
     def idle_tick(self) -> None:
         """While waiting: nothing is held back, for the trainer may wait for just that."""

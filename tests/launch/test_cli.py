@@ -1,0 +1,76 @@
+"""The command line: what it prints, how it exits, what its errors say."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from problem import SETTINGS
+from typer.testing import CliRunner
+
+from tba.cli import app, resolve
+from tba.config import ConfigError
+
+RUNNER = CliRunner()
+
+
+def tba(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tba", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+
+
+def test_dry_run_prints_the_resolved_config(folder):
+    options = ["--model", "some/model", "--data", "d.jsonl", "--reward", "r.py:f", "--max-steps", "7"]
+    result = RUNNER.invoke(app, ["train", *options, "seed=5", "--dry-run"])
+    config = yaml.safe_load(result.stdout)
+    assert (config["train"]["max_steps"], config["seed"], config["model"]["path"]) == (7, 5, "some/model")
+    assert config["task"]["name"] == "own"
+    assert config["task"]["rewards"][0]["function"] == "r.py:f"
+
+
+def test_two_config_files_are_refused():
+    with pytest.raises(ConfigError, match="one config file at a time"):
+        resolve(["a.yaml", "b.yaml"], model=None, data=None, reward=[], max_steps=None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "train.max_step=1"], "did you mean train.max_steps?"),
+        (["train", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
+        (["train", "model.path=./nowhere"], "there is no such folder"),
+        (["train", "model.path=tba:nothing"], "is not shipped with the package"),
+        (["prepare", "nothing"], "task 'nothing' has nothing to prepare"),
+    ],
+)
+def test_errors_are_words_without_a_traceback_and_exit_status_2(arguments, message):
+    done = tba(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_train_and_evaluate_from_the_command_line(folder):
+    options = [
+        "--model",
+        f"{folder}/model",
+        "--data",
+        f"{folder}/data.jsonl",
+        "--reward",
+        f"{folder}/rewards.py:sevens",
+    ]
+    settings = [*SETTINGS, "mode=sync", f"output={folder}/runs", "name=cli", "train.max_steps=2"]
+    done = tba("train", *options, *settings)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 2
+    done = tba("evaluate", f"{folder}/runs/cli", "--samples", "2", "--num-prompts", "3")
+    assert set(json.loads(done.stdout)) == {"accuracy", "pass@2", "avg@2"}
+
+
+def test_doctor_names_what_the_machine_has():
+    result = RUNNER.invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    for word in ("python", "torch", "transformers", "cores", "memory", "disk", "gpu", "wandb"):
+        assert word in result.stdout

@@ -1,0 +1,84 @@
+"""What a run writes: metrics by their rules, files that are never half written."""
+
+import json
+import math
+
+import pytest
+
+from tba.observe.closing import text_plot
+from tba.observe.files import RunFolder, write_json
+from tba.observe.metrics import METRICS, metric, reduce_metrics
+from tba.observe.sinks import JsonlSink, Sinks
+
+
+def test_parts_of_a_step_are_put_together_by_each_metrics_rule():
+    first = {"loss": 1.0, "reward": 0.0, "tb/max_abs_residual": 3.0}
+    second = {"loss": 2.0, "reward": 1.0, "tb/max_abs_residual": 2.0}
+    parts = [(first, 1.0), (second, 3.0)]
+    assert reduce_metrics(parts) == {"loss": 3.0, "reward": 0.75, "tb/max_abs_residual": 3.0}
+
+
+def test_a_metric_that_is_not_listed_is_refused():
+    with pytest.raises(KeyError, match="not listed"):
+        metric("surprise")
+    with pytest.raises(KeyError, match="not listed"):
+        Sinks([]).write(0, {"surprise": 1.0})
+
+
+def test_every_listed_metric_says_what_it_means():
+    assert all(known.meaning.endswith(".") for known in METRICS)
+
+
+def test_jsonl_lines_are_valid_json_also_for_nan(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.write(3, {"reward": math.nan, "loss": 0.5})
+    sink.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 3, "reward": None, "loss": 0.5}
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+    pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from tba.observe.sinks import TensorBoardSink
+
+    sink = TensorBoardSink(tmp_path)
+    sink.write(3, {"reward": 0.5})
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(3, 0.5)]
+
+
+def test_a_missing_logger_is_named_before_training(tmp_path, monkeypatch):
+    import sys
+
+    from tba.config import load_config
+    from tba.observe.sinks import make_sinks
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    folder = RunFolder.create(tmp_path / "run", overwrite=False)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        make_sinks(load_config(None, ["observe.sinks=[wandb]"]), folder)
+
+
+def test_writes_leave_no_partial_file(tmp_path):
+    write_json(tmp_path / "a.json", {"x": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a.json", {"x": object()})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_folder_that_is_no_run_is_never_replaced(tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="is not a run folder"):
+        RunFolder.create(tmp_path, overwrite=True)
+    assert (tmp_path / "precious.txt").exists()
+
+
+def test_the_text_plot_has_its_first_point_low_and_its_last_high():
+    lines = text_plot([(0, 0.1), (50, 0.3), (100, 0.5)]).splitlines()
+    assert lines[0].strip().startswith("50.0%")
+    assert lines[0].endswith("*")
+    assert lines[9].strip().startswith("10.0% |*")

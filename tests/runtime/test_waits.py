@@ -1,0 +1,130 @@
+"""The named waits: each has a deadline, a name on the board, and words."""
+
+import numpy as np
+import pytest
+
+from tba.runtime.board import Board
+from tba.runtime.group_channel import WindowedSender
+from tba.runtime.messages import Acknowledge
+from tba.runtime.waiting import WaitedTooLong, wait_until
+from tba.search.pace import PacedVisits
+from tba.search.prompts import PromptStream
+from tba.types import Prompt, TrajectoryGroup
+
+PROMPTS = [Prompt(id=f"p{i}", token_ids=np.array([1], np.int32), text=str(i)) for i in range(8)]
+
+
+class Recording:
+    """A link that remembers what was sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, message) -> bool:
+        self.sent.append(message)
+        return True
+
+
+def group(number: int) -> TrajectoryGroup:
+    return TrajectoryGroup(id=f"g{number}", prompt=PROMPTS[0], trajectories=())
+
+
+def test_waiting_shows_on_the_board_and_is_counted():
+    row = Board.create(1).searcher(0)
+    seen = []
+
+    def ready() -> bool:
+        seen.append(row.wait)
+        return len(seen) == 3
+
+    seconds = wait_until(ready, name="pace", row=row, deadline_seconds=10.0, explain=lambda: "")
+    assert seen == ["none", "pace", "pace"]
+    assert row.wait == "none"
+    assert row["wait_seconds"] == pytest.approx(seconds)
+
+
+def test_a_full_channel_blocks_until_the_trainer_has_stored_a_group():
+    row, link = Board.create(1).searcher(0), Recording()
+    sender = WindowedSender(link, row, window=2, deadline_seconds=10.0, handle_messages=lambda: deliver())
+    waits = []
+
+    def deliver() -> None:
+        waits.append(len(link.sent))
+        if len(waits) == 3:
+            sender.acknowledge(Acknowledge(group_ids=("g0",)))
+
+    for number in range(3):
+        sender.send(group(number))
+    assert [message.id for message in link.sent] == ["g0", "g1", "g2"]
+    assert waits == [2, 2, 2]
+    assert [unsent.id for unsent in sender.unacknowledged()] == ["g1", "g2"]
+
+
+def test_a_channel_that_stays_full_is_an_error_that_names_both_sides():
+    row = Board.create(1).searcher(0)
+    sender = WindowedSender(Recording(), row, window=1, deadline_seconds=0.02, handle_messages=lambda: None)
+    sender.send(group(0))
+    with pytest.raises(WaitedTooLong, match=r"a searcher waited for the trainer .* \(waited 0\.02 s: channel_full\)"):
+        sender.send(group(1))
+
+
+def visits(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadline=0.02, **settings) -> PacedVisits:
+    return PacedVisits(
+        prompts=PromptStream(PROMPTS, samples_per_prompt=2, seed=0),
+        index=settings.get("index", 0),
+        num_searchers=settings.get("num_searchers", 1),
+        prompts_per_step=2,
+        max_lag=max_lag,
+        max_unscored=4,
+        version=version,
+        generated=generated,
+        unscored=settings.get("unscored", lambda: 0),
+        tick=tick,
+        row=Board.create(1).searcher(0),
+        deadline_seconds=deadline,
+    )
+
+
+def test_without_a_limit_every_visit_may_start():
+    stream = visits(lambda: 0, max_lag=None)
+    assert all(next(stream) is not None for _ in range(20))
+
+
+def test_at_lag_0_a_step_worth_of_visits_starts_per_version():
+    version = [0]
+    stream = visits(lambda: version[0], max_lag=0)
+    assert next(stream) is not None
+    assert next(stream) is not None
+    assert next(stream) is None  # two are running
+    version[0] = 1
+    assert next(stream) is not None
+
+
+def test_two_searchers_share_the_visits_of_a_step():
+    stream = visits(lambda: 0, max_lag=1, index=1, num_searchers=2)  # visits 1, 3, 5, ...: steps 0, 1, 2
+    assert next(stream) is not None
+    assert next(stream) is not None
+    assert next(stream) is None
+
+
+def test_a_searcher_with_nothing_running_waits_for_newer_weights():
+    version = [0]
+
+    def tick() -> None:
+        version[0] += 1
+
+    stream = visits(lambda: version[0], max_lag=0, generated=lambda: 2, tick=tick, deadline=10.0)
+    next(stream), next(stream)
+    assert next(stream) is not None
+    assert version[0] == 1
+
+
+def test_weights_that_never_come_are_an_error():
+    stream = visits(lambda: 0, max_lag=0, generated=lambda: 2)
+    next(stream), next(stream)
+    with pytest.raises(WaitedTooLong, match="searcher 0 has weights of version 0, waited for version 1"):
+        next(stream)
+
+
+def test_a_slow_reward_holds_back_new_visits():
+    assert next(visits(lambda: 0, max_lag=None, generated=lambda: -1, unscored=lambda: 4)) is None

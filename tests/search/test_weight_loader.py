@@ -1,0 +1,86 @@
+"""From the trainer's weights to the engine's: loaded, checked, and caught when they never arrive."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from builders import tiny_llama
+
+from tba.generate.native import NativeEngine
+from tba.models.canary import CanaryMismatch
+from tba.models.policy import PolicyModel
+from tba.models.weights import ChecksumMismatch, make_weights
+from tba.runtime.weight_slots import WeightSlots
+from tba.search.role import WeightLoader
+
+
+class Trainer:
+    """A model that moves, and the slots it publishes to."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        model = tiny_llama(max_position_embeddings=128).to(dtype)
+        self.engine = NativeEngine(copy.deepcopy(model), stop_ids=[2], seed=0, slots=4, max_length=128, dtype=dtype)
+        self.policy = PolicyModel(model)
+        self.slots = WeightSlots.create(make_weights(model, version=0).tensors, dtype)
+        self.publish(0)
+
+    def publish(self, version: int) -> None:
+        written = self.slots.write(make_weights(self.policy.model, version=version).tensors, version=version)
+        self.slots.announce(self.policy.canary(written.tensors))
+
+    @torch.no_grad()
+    def move(self, amount: float) -> None:
+        torch.manual_seed(0)
+        for parameter in self.policy.model.parameters():
+            parameter += (amount * torch.randn(parameter.shape)).to(parameter.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_newer_weights_are_loaded_and_pass_the_canary(dtype):
+    trainer = Trainer(dtype)
+    loader = WeightLoader(trainer.slots, trainer.engine)
+    loader.check_first()
+    for version in (1, 4):
+        trainer.move(0.02)
+        trainer.publish(version)
+        loader.load_newer()
+        assert trainer.engine.version == version
+
+
+def test_the_engine_then_gives_the_trainers_log_probs():
+    trainer = Trainer()
+    loader = WeightLoader(trainer.slots, trainer.engine)
+    loader.check_first()
+    trainer.move(0.1)
+    trainer.publish(1)
+    loader.load_newer()
+    prompt, response = np.array([5, 6, 7]), np.array([8, 9, 2])
+    ids = torch.tensor([5, 6, 7, 8, 9, 2])
+    model = tiny_llama(max_position_embeddings=128)
+    model.load_state_dict(trainer.policy.model.state_dict())
+    with torch.no_grad():
+        want = torch.log_softmax(model(ids[None]).logits[0, 2:5], -1).gather(1, ids[3:, None])[:, 0].numpy()
+    assert np.abs(trainer.engine.score([prompt], [response], 1.0)[0] - want).max() < 1e-4
+
+
+def test_an_engine_that_says_it_loaded_but_did_not_is_caught():
+    trainer = Trainer()
+    loader = WeightLoader(trainer.slots, trainer.engine)
+    loader.check_first()
+    trainer.engine.load = lambda weights: setattr(trainer.engine, "version", weights.version)
+    trainer.move(0.02)
+    trainer.publish(1)
+    with pytest.raises(CanaryMismatch, match="canary of version 1"):
+        loader.load_newer()
+
+
+def test_a_flipped_byte_is_not_loaded():
+    trainer = Trainer()
+    loader = WeightLoader(trainer.slots, trainer.engine)
+    loader.check_first()
+    trainer.publish(1)
+    next(iter(trainer.slots._tensors[1].values())).view(torch.uint8)[0, 0] ^= 1
+    with pytest.raises(ChecksumMismatch, match="version 1 have checksum"):
+        loader.load_newer()
+    assert trainer.engine.version == 0
