@@ -6,8 +6,8 @@
 Both train the shipped start model on `arithmetic`: 16 prompts x 8 samples a step, temperature 1, at most 64 new tokens,
 learning rate 2e-4, AdamW, clipping at 1. tba runs one trainer and one searcher process of one thread each, with m = 1,
 every trained response newly generated and trained once (replay.max_uses=1, no deduplication). TRL runs GRPOTrainer
-(loss_type="grpo", beta 0) with one and with two threads; its better one counts. Start-up and evaluation are left out of
-both clocks. Each run is a process of its own; runs follow one another.
+(loss_type="grpo", beta 0) with one and with two threads; its better one counts. Start-up is left out of both
+clocks; TRL's stops while it evaluates, while tba's searcher evaluates beside the running trainer. Each run is a process of its own; runs follow one another.
 """
 
 from __future__ import annotations
@@ -47,15 +47,8 @@ def run_tba(seed: int, steps: int) -> dict:
         )  # fmt: skip
         summary = train(config)
         records = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-    clock, curve = 0.0, []
-    seconds_at = {0: 0.0}
-    for record in records:
-        if "time/step" in record:
-            clock += record["time/step"] + record["time/wait_for_batch"]
-            seconds_at[record["step"]] = clock
-    for record in records:
-        if "eval/arithmetic/accuracy" in record:
-            curve.append((seconds_at[record["step"]], record["eval/arithmetic/accuracy"]))
+    name = "eval/arithmetic/accuracy"
+    curve = [(record["seconds"], record[name]) for record in records if name in record]
     return {
         "responses_per_second": summary["responses_trained"] / summary["seconds"],
         "seconds_to_target": seconds_to(curve),

@@ -18,10 +18,6 @@ import time
 def sevens(completions, want, **columns):
     return [text.split().count(word) / max(1, len(text.split())) for text, word in zip(completions, want)]
 
-def sevens_if_ended(completions, completion_ids, want, **columns):
-    values = sevens(completions, want)
-    return [value if ids[-1] == 2 else 0.0 for value, ids in zip(values, completion_ids)]
-
 def hangs_on_w9(completions, **columns):
     if any("w9" in text.split() for text in completions):
         time.sleep(600)

@@ -29,6 +29,7 @@ METRICS = (
     Metric(
         name="loss", unit="reward", reduction="sum", meaning="What is back-propagated; for TB (beta / 2) x tb/loss."
     ),
+    Metric(name="seconds", unit="seconds", reduction="last", meaning="Since the first optimizer step began."),
     Metric(name="reward", unit="reward", meaning="Mean combined reward of the trained responses."),
     Metric(name="rewards/*/mean", unit="reward", meaning="Mean of one component, not-applicable values left out."),
     Metric(name="reward_std", unit="reward", meaning="Standard deviation within a prompt, mean over prompts."),

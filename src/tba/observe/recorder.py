@@ -35,6 +35,8 @@ class Recorder:
         self._last_sample: int | None = None
         self._first_step_at: float | None = None
         self._last_step_at = 0.0
+        self._seconds_at: dict[int, float] = {0: 0.0}
+        """When each step was done: an evaluation comes later than the version it is of."""
         self._lag_sum, self._lag_max = 0.0, 0.0
         self.steps = 0
         self.responses_generated = 0
@@ -57,11 +59,13 @@ class Recorder:
 
     def step(self, step: int, metrics: Mapping[str, float], *, responses: int) -> None:
         self._last_step_at = time.perf_counter()
+        self._seconds_at[step] = self.seconds
         self.steps = step
         self.responses_trained += responses
         self._lag_sum += metrics.get("off_policy/lag_mean", 0.0)
         self._lag_max = max(self._lag_max, metrics.get("off_policy/lag_max", 0.0))
-        metrics = {**metrics, "perf/responses_per_second": self.responses_trained / max(self.seconds, 1e-9)}
+        rate = self.responses_trained / max(self.seconds, 1e-9)
+        metrics = {"seconds": self.seconds, **metrics, "perf/responses_per_second": rate}
         if step % self.config.observe.log_every == 0:
             self._sinks.write(step, metrics)
         self._progress.step(step, metrics)
@@ -69,7 +73,8 @@ class Recorder:
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.evaluations.append((step, metrics))
         task = self.config.task.name
-        self._sinks.write(step, {f"eval/{task}/{name}": value for name, value in metrics.items()})
+        values = {f"eval/{task}/{name}": value for name, value in metrics.items()}
+        self._sinks.write(step, {"seconds": self._seconds_at.get(step, self.seconds), **values})
         self._progress.evaluation(step, metrics)
 
     @property
