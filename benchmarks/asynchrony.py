@@ -103,7 +103,8 @@ def searchers() -> None:
             cells = "".join(f"{'never' if t is None else f'{t:.0f}':>10}" for t in times)
             rate = found["responses_trained"] / found["seconds"]
             print(
-                f"{count:>9} {seed:>4} {cells} {found['final']['accuracy']:>6.1%} {found['lag']['mean']:>5.1f} {rate:>10.0f}",
+                f"{count:>9} {seed:>4} {cells} {found['final']['accuracy']:>6.1%} {found['lag']['mean']:>5.1f} "
+                f"{rate:>10.0f}",
                 flush=True,
             )
 

@@ -6,8 +6,9 @@
 Both train the shipped start model on `arithmetic`: 16 prompts x 8 samples a step, temperature 1, at most 64 new tokens,
 learning rate 2e-4, AdamW, clipping at 1. tba runs one trainer and one searcher process of one thread each, with m = 1,
 every trained response newly generated and trained once (replay.max_uses=1, no deduplication). TRL runs GRPOTrainer
-(loss_type="grpo", beta 0) with one and with two threads; its better one counts. Start-up is left out of both
-clocks; TRL's stops while it evaluates, while tba's searcher evaluates beside the running trainer. Each run is a process of its own; runs follow one another.
+(loss_type="grpo", beta 0) with one and with two threads; its better one counts. Start-up is left out of both clocks;
+TRL's stops while it evaluates, while tba's searcher evaluates beside the running trainer. Each run is a process of its
+own; runs follow one another.
 """
 
 from __future__ import annotations
