@@ -1,8 +1,8 @@
 """What asynchrony gives on the embedded task, two cores: three tables, all seeds shown.
 
     python benchmarks/asynchrony.py quickstart     # 3 seeds of `make quickstart`: accuracy within 3 minutes of training
-    python benchmarks/asynchrony.py sync           # async against sync, same number of trained responses, 3 seeds each
-    python benchmarks/asynchrony.py searchers      # seconds to 60, 70 and 80% with 1, 2 and 3 searchers, 3 seeds each
+    python benchmarks/asynchrony.py sync           # async against sync, 200 steps, 3 seeds each
+    python benchmarks/asynchrony.py searchers      # seconds to 60, 70 and 80% with 1, 2 and 3 searchers, 200 steps, 3 seeds
 
 Every run is `tba train configs/quickstart.yaml` with the overrides shown, in processes of its own, one after the other.
 Accuracy is greedy on the 500 held-out problems. Seconds count from the first optimizer step; searchers evaluate between
@@ -72,13 +72,13 @@ def quickstart() -> None:
         )
 
 
-def against_sync() -> None:
+def against_sync(steps: int) -> None:
     accuracies: dict[str, list[float]] = {"async": [], "sync": []}
     seconds: dict[str, list[float]] = {"async": [], "sync": []}
     print(f"{'mode':>6} {'seed':>4} {'final':>6} {'mean of last 4':>15} {'seconds':>8} {'trained':>8}", flush=True)
     for seed in SEEDS:
         for mode in accuracies:
-            found = run(seed, f"mode={mode}")
+            found = run(seed, f"mode={mode}", f"train.max_steps={steps}")
             last = statistics.mean(accuracy for _, accuracy in found["curve"][-4:])
             accuracies[mode].append(last)
             seconds[mode].append(found["seconds"])
@@ -93,12 +93,12 @@ def against_sync() -> None:
     print(f"wall clock, sync / async: {mean_and_error(ratios)}")
 
 
-def searchers() -> None:
+def searchers(steps: int) -> None:
     header = "".join(f"{f's to {target:.0%}':>10}" for target in TARGETS)
     print(f"{'searchers':>9} {'seed':>4} {header} {'final':>6} {'lag':>5} {'trained/s':>10}", flush=True)
     for count in (1, 2, 3):
         for seed in SEEDS:
-            found = run(seed, f"search.num_searchers={count}")
+            found = run(seed, f"search.num_searchers={count}", f"train.max_steps={steps}")
             times = [seconds_to(found["curve"], target) for target in TARGETS]
             cells = "".join(f"{'never' if t is None else f'{t:.0f}':>10}" for t in times)
             rate = found["responses_trained"] / found["seconds"]
@@ -112,7 +112,14 @@ def searchers() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["quickstart", "sync", "searchers"])
-    {"quickstart": quickstart, "sync": against_sync, "searchers": searchers}[parser.parse_args().what]()
+    parser.add_argument("--steps", type=int, default=200, help="of `sync` and `searchers`; quickstart runs as it is")
+    arguments = parser.parse_args()
+    if arguments.what == "quickstart":
+        quickstart()
+    elif arguments.what == "sync":
+        against_sync(arguments.steps)
+    else:
+        searchers(arguments.steps)
 
 
 if __name__ == "__main__":

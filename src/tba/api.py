@@ -17,11 +17,14 @@ trainer.train()
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba.config import Config, load_config
+import cloudpickle
+
+from tba.config import Config, load_config, merge
 
 TRL_NAMES = {
     "output_dir": "output",
@@ -71,13 +74,15 @@ class TBATrainer:
             raise ValueError("train_dataset is missing: give a JSONL file, a list of rows or a dataset with `prompt`.")
         args = args if args is not None else TBAConfig()
         rewards = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs)
-        self._functions = _load_all(rewards)
+        loaded = _load_all(rewards)
+        named = all(isinstance(reward, str) for reward in rewards)
+        self._functions = None if named else loaded
         inputs = args.run_folder.with_name(args.run_folder.name + ".inputs")
         task = args.task.model_dump() | {
             "name": "own",
             "data": _as_file(train_dataset, inputs / "train.jsonl"),
             "eval_data": None if eval_dataset is None else _as_file(eval_dataset, inputs / "eval.jsonl"),
-            "rewards": _reward_configs(rewards, self._functions, reward_weights),
+            "rewards": _reward_configs(rewards, loaded, reward_weights),
         }
         settings = args.model_dump(mode="json")
         settings["task"], settings["model"]["path"] = task, _as_path(model, processing_class, inputs / "model")
@@ -94,11 +99,11 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     """TRL's flat names into sections."""
     nested: dict[str, Any] = {}
     for name, value in settings.items():
-        place = nested
         *sections, key = TRL_NAMES.get(name, name).split(".")
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[key] = value if name != "report_to" else _sinks(value)
+        part: Any = {key: _sinks(value) if name == "report_to" else value}
+        for section in reversed(sections):
+            part = {section: part}
+        nested = merge(nested, part)
     return nested
 
 
@@ -112,7 +117,11 @@ def _load_all(rewards: Sequence[Callable[..., Any] | str]) -> list[Callable[...,
 
     if not rewards:
         raise ValueError("reward_funcs is empty: give at least one function.")
-    return [load_reward_function(reward) if isinstance(reward, str) else reward for reward in rewards]
+    functions = [load_reward_function(reward) if isinstance(reward, str) else reward for reward in rewards]
+    for reward, function in zip(rewards, functions):
+        if isinstance(reward, str):  # searchers have not imported its file
+            cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
+    return functions
 
 
 def _reward_configs(

@@ -55,7 +55,7 @@ def evaluate(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value overrides.")] = None,
     task: Annotated[str | None, typer.Option(help="Task; a run folder knows its own.")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Held-out prompts.")] = None,
-    samples: Annotated[int, typer.Option(help="k of pass@k and avg@k; 0 = greedy accuracy only.")] = 0,
+    samples: Annotated[int | None, typer.Option(help="k of pass@k and avg@k; 0 = greedy accuracy only.")] = None,
 ) -> None:
     """Greedy accuracy on held-out prompts, and pass@k and avg@k with --samples k."""
     from tba.launch import evaluate_model
@@ -63,7 +63,7 @@ def evaluate(
     values = list(overrides or [])
     values += [f"task.name={task}"] if task else []
     values += [f"evaluate.num_prompts={num_prompts}"] if num_prompts else []
-    values += [f"evaluate.samples_per_prompt={samples}"]
+    values += [f"evaluate.samples_per_prompt={samples}"] if samples is not None else []
     typer.echo(json.dumps(evaluate_model(target, values)))
 
 

@@ -285,7 +285,8 @@ class Weights:
     version: int
     """Number of optimizer steps behind them."""
     tensors: Mapping[str, Tensor]
-    checksum: int
+    checksum: int | None = None
+    """Of the tensors as published; None = they never left their process."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.tensors.items())

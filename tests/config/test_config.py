@@ -19,6 +19,13 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path):
     assert config.train.responses_per_step == 128
 
 
+def test_yaml_reads_scientific_numbers_in_a_file_too(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("train:\n  learning_rate: 1e-5\nobjective:\n  beta: {kind: linear, start: 1e-1, end: 1e-2}\n")
+    config = load_config(path)
+    assert (config.train.learning_rate.start, config.objective.beta.end) == (1e-5, 1e-2)
+
+
 def test_words_that_look_like_numbers_stay_words():
     assert [load_config(None, [f"name={name}"]).name for name in ("nan", "inf", "run-1e5")] == ["nan", "inf", "run-1e5"]
 
@@ -77,6 +84,12 @@ def test_a_bad_setting_is_explained(override, message):
         (["mode=sync", "train.publish_every=3"], "train.publish_every=3 makes no sense in sync mode"),
         (["mode=sync", "search.num_searchers=2"], "search.num_searchers=2 needs mode=async"),
         (["replay.lag=pace", "replay.max_lag=0", "train.publish_every=2"], "replay.max_lag=0 cannot be kept"),
+        (["replay.lag=pace", "replay.max_trained_per_generated=0.5"], "below 1 contradicts replay.lag=pace"),
+        (
+            ["search.explore.top_p=[0.5, 2]"],
+            "search.explore.top_p=[0.5, 2.0] is no range: it needs 0 < low <= high <= 1",
+        ),
+        (["search.explore.temperature=[2, 1]"], "search.explore.temperature=[2.0, 1.0] is no range"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(overrides, message):

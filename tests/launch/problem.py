@@ -26,6 +26,11 @@ def hangs_on_w9(completions, **columns):
 def always_raises(completions, **columns):
     raise KeyError("answer")
 
+def fails_on_w5_prompts(prompts, completions, **columns):
+    if any("w5" in prompt.split() for prompt in prompts):
+        raise ValueError("not this one")
+    return [1.0] * len(completions)
+
 def sometimes_nan(completions, **columns):
     return [float("nan") if "w9" in text.split() else 1.0 for text in completions]
 """

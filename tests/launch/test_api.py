@@ -70,6 +70,28 @@ print(trainer.train()["steps"])
     assert done.stdout.strip() == "3", done.stderr
 
 
+def test_flat_names_and_sections_are_merged_and_nothing_is_changed():
+    section = {"responses_per_step": 16}
+    config = TBAConfig(max_steps=5, train=section, learning_rate=1e-5)
+    assert (config.train.max_steps, config.train.responses_per_step, config.train.learning_rate.start) == (5, 16, 1e-5)
+    assert section == {"responses_per_step": 16}
+
+
+def test_rewards_named_by_file_stay_names_and_mixed_ones_can_be_pickled(folder):
+    import cloudpickle
+
+    named = f"{folder}/rewards.py:sevens"
+    rows = [{"prompt": "w5"}]
+    trainer = TBATrainer(model="x", reward_funcs=named, train_dataset=rows, args=make_config(folder))
+    assert trainer._functions is None
+    assert trainer.config.task.rewards[0].function == named
+    mixed = TBATrainer(model="x", reward_funcs=[named, max], train_dataset=rows, args=make_config(folder))
+    code = "import sys, pickle; print(pickle.load(sys.stdin.buffer)(['w7 w1'], ['w7']))"
+    payload = cloudpickle.dumps(mixed._functions[0])
+    done = subprocess.run([sys.executable, "-c", code], input=payload, capture_output=True, check=False)
+    assert done.stdout.decode().strip() == "[0.5]", done.stderr.decode()
+
+
 def test_what_is_missing_is_said(folder):
     with pytest.raises(ValueError, match="train_dataset is missing"):
         TBATrainer(model="x", reward_funcs=sevens)
@@ -80,6 +102,6 @@ def test_what_is_missing_is_said(folder):
 
 
 def test_the_default_learning_rate_falls_with_the_models_size():
-    assert learning_rate_for(400_000) == 2e-4
-    assert learning_rate_for(494_000_000) == pytest.approx(2.8e-6, rel=0.05)
-    assert learning_rate_for(7_000_000_000) == pytest.approx(5.7e-7, rel=0.05)
+    assert learning_rate_for(313_824) == 2e-4
+    assert learning_rate_for(494_000_000) == pytest.approx(2.4e-6, rel=0.05)
+    assert learning_rate_for(7_000_000_000) == pytest.approx(4.9e-7, rel=0.05)

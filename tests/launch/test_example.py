@@ -31,7 +31,15 @@ def load_example():
 def run_example(rows: list[dict]) -> list[Step]:
     path = resolve_path("tba:arithmetic")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    settings = {"P": P, "K": K, "beta": 0.05, "learning_rate": 2e-4, "temperature": 0.9, "max_new_tokens": 40, "seed": 3}
+    settings = {
+        "P": P,
+        "K": K,
+        "beta": 0.05,
+        "learning_rate": 2e-4,
+        "temperature": 0.9,
+        "max_new_tokens": 40,
+        "seed": 3,
+    }
     return list(load_example().train(model, AutoTokenizer.from_pretrained(path), rows, steps=STEPS, **settings))
 
 
@@ -46,7 +54,7 @@ def run_library(output: Path) -> tuple[list[Step], list[dict]]:
         ],
     )  # fmt: skip
     inputs = load_inputs(config)
-    config = with_defaults(config, num_parameters=inputs.loaded.num_parameters, on_gpu=False)
+    config = with_defaults(config, inputs.loaded)
     run = SyncRun.make(config, RunFolder.create(config.run_folder, overwrite=False), inputs)
     tokens: list[list[int]] = []
     send = run.searcher.sender.send

@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config import load_config
 from tba.launch import evaluate_model, train
+from tba.launch.inputs import load_inputs
+from tba.launch.synchronous import SyncRun
 from tba.observe.files import RunFolder
 
 
@@ -33,12 +35,69 @@ def test_a_sync_run_writes_its_folder(folder):
     assert sample["responses"][0]["text"].startswith("w")
 
 
-def test_before_the_first_step_policy_and_reference_agree(folder):
+def test_before_the_first_step_policy_and_reference_agree_on_every_response(folder):
     config = make_config(folder, "mode=sync", "name=agree", "train.max_steps=1", "generate.temperature=0.7")
+    run = SyncRun.make(config, RunFolder.create(config.run_folder, overwrite=False), load_inputs(config))
+    try:
+        run.searcher.step(4)
+        run.trainer.receive()
+        batch = run.trainer.sample()
+        log_pi_N = run.trainer.train_step.gradients(batch, beta=0.1).log_pi_N
+    finally:
+        run.close()
+    for other_N in (batch.log_ref_N, batch.policy_N, batch.behaviour_N):
+        assert (batch.sum_per_response(log_pi_N) - batch.sum_per_response(other_N)).abs().max() < 1e-4
+
+
+def test_imported_responses_are_trained_on_from_the_first_step(folder):
+    rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
+    path = folder / "imported.jsonl"
+    path.write_text("".join(json.dumps({"prompt": row["prompt"], "completion": "w7 w7"}) + "\n" for row in rows[:20]))
+    config = make_config(folder, "name=imports", f"replay.imports=[{path}]", "replay.on_policy_probability=0")
+    config = config.model_copy(update={"task": config.task.model_copy(update={"eval_fraction": 0.0})})
     train(config)
     first = next(record for record in metrics_of(config) if "loss" in record)
-    assert abs(first["kl"]) < 1e-4
-    assert first["off_policy/ess"] == pytest.approx(1.0, abs=1e-4)
+    assert first["buffer/responses"] >= 20
+    assert max(record["reward"] for record in metrics_of(config) if "loss" in record) > 0.2
+
+
+def test_the_embedded_task_as_an_own_problem_learns_without_tuning(folder):
+    """Model, data and reward as a user gives them; every setting at its default."""
+    rows = [
+        {"id": p.id, "prompt": p.text, "answer": p.columns["answer"]}
+        for split, count in (("train", 3000), ("held_out", 200))
+        for p in load_inputs(load_config(None)).task.prompts(split)[:count]
+    ]
+    for name, part in (("words-train", rows[:3000]), ("words-eval", rows[3000:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    (folder / "words.py").write_text(
+        "def right(completions, answer, **columns):\n"
+        "    return [float(c.rpartition('####')[2].strip() == a) for c, a in zip(completions, answer)]\n"
+    )
+    task = {"name": "own", "data": f"{folder}/words-train.jsonl", "eval_data": f"{folder}/words-eval.jsonl"}
+    task["rewards"] = [{"function": f"{folder}/words.py:right"}]
+    overrides = ["mode=sync", "name=words", "train.max_steps=25", "observe.progress=false", f"output={folder}/runs"]
+    summary = train(load_config(None, overrides, task=task))
+    assert summary["final"]["accuracy"] > summary["start"]["accuracy"] + 0.15
+
+
+@pytest.mark.parametrize("model_type", ["granite", "olmo2"])
+def test_a_model_that_no_fast_path_knows_trains_the_slow_way(folder, model_type, caplog):
+    from builders import tiny_tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
+    settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    shape = AutoConfig.for_model(model_type, **settings, bos_token_id=1, eos_token_id=2, initializer_range=0.3)
+    path = folder / f"model-{model_type}"
+    AutoModelForCausalLM.from_config(shape).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    config = make_config(folder, "mode=sync", f"name={model_type}", f"model.path={path}", "train.max_steps=3")
+    assert train(config)["steps"] == 3
+    kl = [record["kl"] for record in metrics_of(config) if "loss" in record]
+    assert abs(kl[0]) < 1e-4 < abs(kl[-1])  # the reference stays where it was while the policy moves
+    assert "slower" in caplog.text
 
 
 def test_the_checkpoint_loads_with_transformers_and_evaluates(folder):

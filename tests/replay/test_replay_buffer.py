@@ -231,6 +231,15 @@ def test_a_response_leaves_after_it_was_used_so_often():
         buffer.sample(1, 1, step=0)
 
 
+def test_a_prompt_whose_newest_group_is_used_up_gives_its_older_responses():
+    buffer, groups = replay(max_uses=1, on_policy_probability=1.0), Groups()
+    buffer.add(groups("a", [[5], [6], [7]]), step=0)
+    buffer.add(groups("a", [[8], [9]]), step=3)
+    seen = [token for _ in range(5) for token in buffer.sample(1, 1, step=3).token_ids_N.tolist()]
+    assert sorted(seen[:2]) == [8, 9]
+    assert sorted(seen[2:]) == [5, 6, 7]
+
+
 def test_with_one_use_every_response_is_sampled_exactly_once():
     buffer, groups = replay(max_uses=1, on_policy_probability=0.5), Groups()
     for index, name in enumerate("abcdef"):

@@ -24,13 +24,23 @@ def deaf(link) -> None:
     time.sleep(600)
 
 
-def parent_with_child(link, *, log: str) -> None:
+def stuck(link) -> None:
+    """Hours inside one call into C that keeps the interpreter's lock."""
+    import re
+
+    link.send("stuck")
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+def parent_with_child(link, *, log: str, target=deaf) -> None:
     """Starts a child of its own, tells its pid, and dies without a word."""
     from pathlib import Path
 
     from tba.runtime.processes import RoleProcess
 
-    child = RoleProcess("grandchild", deaf, {}, log=Path(log))
+    child = RoleProcess("grandchild", target, {}, log=Path(log))
+    if target is not deaf:
+        child.link.receive(timeout_seconds=30.0)
     link.send(child.pid)
     time.sleep(0.2)
     os._exit(9)

@@ -84,6 +84,15 @@ def test_a_child_does_not_outlive_its_parent(tmp_path):
     assert grandchild != os.getpid()
 
 
+def test_a_child_stuck_in_c_code_does_not_outlive_its_parent(tmp_path):
+    """A catastrophic regular expression lets no other Python thread run: a typical hanging reward."""
+    log = str(tmp_path / "grandchild.log")
+    parent = start(targets.parent_with_child, tmp_path, log=log, target=targets.stuck)
+    grandchild = parent.link.receive(timeout_seconds=DEADLINE_SECONDS)
+    assert parent.wait(DEADLINE_SECONDS)
+    assert eventually(lambda: not exists(grandchild))
+
+
 def test_threads_are_pinned(tmp_path):
     process = RoleProcess("role", targets.thread_setting, {}, log=tmp_path / "role.log", threads=1)
     assert process.link.receive(timeout_seconds=DEADLINE_SECONDS) == ("1", 1)

@@ -64,6 +64,26 @@ def test_the_engine_then_gives_the_trainers_log_probs():
     assert np.abs(trainer.engine.score([prompt], [response], 1.0)[0] - want).max() < 1e-4
 
 
+def test_a_searcher_that_starts_late_begins_with_the_newest_version():
+    trainer = Trainer()
+    trainer.move(0.02)
+    trainer.publish(1)
+    loader = WeightLoader(trainer.slots, trainer.engine)
+    loader.check_first()
+    assert trainer.engine.version == 1
+    trainer.move(0.02)
+    trainer.publish(2)
+    loader.load_newer()
+    assert trainer.engine.version == 2
+
+
+def test_an_engine_of_another_model_is_caught_at_once():
+    trainer = Trainer()
+    other = NativeEngine(tiny_llama(seed=5, max_position_embeddings=128), stop_ids=[2], seed=0, slots=4, max_length=128)
+    with pytest.raises(CanaryMismatch, match="canary of version 0"):
+        WeightLoader(trainer.slots, other).check_first()
+
+
 def test_an_engine_that_says_it_loaded_but_did_not_is_caught():
     trainer = Trainer()
     loader = WeightLoader(trainer.slots, trainer.engine)

@@ -1,6 +1,6 @@
 """Settings: pydantic models, YAML files, dotted overrides."""
 
-from tba.config.files import ConfigError, dump_config, load_config
+from tba.config.files import ConfigError, dump_config, load_config, merge
 from tba.config.schedule import Schedule
 from tba.config.sections import (
     Config,
@@ -36,4 +36,5 @@ __all__ = [
     "TrainConfig",
     "dump_config",
     "load_config",
+    "merge",
 ]

@@ -21,8 +21,8 @@ class ConfigError(ValueError):
 def load_config(path: Path | None = None, overrides: Iterable[str] = (), **values: Any) -> Config:
     """Resolve a config: defaults, then file, then `values` (merged section by section), then dotted `overrides`."""
     data = Config().model_dump(mode="json")
-    data = _merge(data, _read_yaml(path) if path is not None else {})
-    data = _merge(data, values)
+    data = merge(data, _read_yaml(path) if path is not None else {})
+    data = merge(data, values)
     for override in overrides:
         key, value = _parse_override(override)
         _set(data, key, value)
@@ -56,11 +56,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def _merge(base: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Both as one, section by section; `extra` wins, neither is changed."""
     merged = dict(base)
     for key, value in extra.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), dict):
-            merged[key] = _merge(merged[key], value)
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = merge(merged[key], value)
         else:
             merged[key] = value
     return merged

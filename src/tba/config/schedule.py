@@ -29,6 +29,11 @@ class Schedule(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_number(cls, value: Any) -> Any:
+        if isinstance(value, str):  # YAML 1.1 reads 1e-5 as text
+            try:
+                value = float(value)
+            except ValueError:
+                return value
         return {"start": value} if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
     @model_validator(mode="after")

@@ -48,7 +48,7 @@ class TaskConfig(Section):
     rewards: tuple[RewardConfig, ...] = ()
     """own: at least one; `--reward file.py:f` adds one with weight 1."""
     num_train_prompts: int = Field(default=20_000, ge=1)
-    """arithmetic: training problems, generated from train_seed."""
+    """arithmetic: training problems; the same ones whatever the run's seed."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longest prompt in tokens; None = what the model's context leaves beside generate.max_new_tokens."""
 
@@ -65,7 +65,7 @@ class GenerateConfig(Section):
     engine: Literal["native", "transformers"] = "native"
     """native = our slot engine; transformers = `model.generate`, slow, for models the native engine does not know."""
     slots: int | None = Field(default=None, ge=1)
-    """Responses decoded side by side; None = 128 on a CPU, 256 on a GPU."""
+    """Responses decoded side by side; None = what 1 GiB (GPU: 16) holds of their keys and values, at most 128 (256)."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Longest response in tokens."""
     min_new_tokens: int = Field(default=0, ge=0)
@@ -89,6 +89,16 @@ class ExploreConfig(Section):
     """Range of the sampling temperature of an exploring visit."""
     top_p: tuple[float, float] = (1.0, 1.0)
     """Range of its top-p."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ExploreConfig:
+        for name, (low, high), largest in (("temperature", self.temperature, math.inf), ("top_p", self.top_p, 1.0)):
+            if not 0.0 < low <= high <= largest:
+                raise ValueError(
+                    f"search.explore.{name}=[{low}, {high}] is no range: it needs 0 < low <= high"
+                    f"{'' if largest == math.inf else f' <= {largest:g}'}."
+                )
+        return self
 
 
 class SearchConfig(Section):
@@ -127,8 +137,9 @@ class ReplayConfig(Section):
     max_uses: int | None = Field(default=None, ge=1)
     """A response leaves the buffer after it was trained so often; None = only age evicts it. 1 = a queue."""
     lag: Literal["keep", "pace", "drop"] = "keep"
-    """Responses of old weights: keep (TBA: any age trains), pace (searchers wait so that lag stays within max_lag), drop
-    (responses beyond max_lag have no weight in the loss)."""
+    """Responses of old weights: keep (TBA: any age trains), pace (a visit starts only with weights at most max_lag steps
+    behind the step it is meant for; replay and reuse may still train it later), drop (responses beyond max_lag have no
+    weight in the loss)."""
     max_lag: int = Field(default=8, ge=0)
     """Optimizer steps; for lag=pace and lag=drop."""
     imports: tuple[str, ...] = ()
@@ -162,15 +173,15 @@ class TrainConfig(Section):
     samples_per_prompt: int = 8
     """K: responses of one prompt in a step."""
     learning_rate: Schedule | None = None
-    """Of AdamW; None = constant, from the number of parameters: 2e-4 for the shipped model, 3e-6 at 0.5B, 6e-7 at 7B."""
+    """Of AdamW; None = constant, from the number of parameters: 2e-4 for the shipped model, 2.4e-6 at 0.5B, 5e-7 at 7B."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
     adam_epsilon: float = Field(default=1e-8, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
     max_grad_norm: float | None = Field(default=1.0, gt=0.0)
     """Gradients are in reward units (see docs/algorithm.md), so this means the same at every beta. None = no clipping."""
     tokens_per_micro_batch: int | None = Field(default=None, ge=1)
-    """Most tokens in one forward and backward pass; a longer response still runs, alone. None = 4,096 on a CPU, 32,768 on
-    a GPU."""
+    """Most tokens in one forward and backward pass; a longer response still runs, alone. None = what about 1 GiB (GPU: 24)
+    holds of activations, at most 4,096 (32,768)."""
     responses_per_micro_batch: int | None = Field(default=None, ge=1)
     """Most responses in one pass, besides the token limit; None = as many as fit."""
     share_prompts: bool = True
@@ -306,6 +317,11 @@ class Config(Section):
             raise ValueError(
                 f"search.num_searchers={self.search.num_searchers} needs mode=async: in sync mode one searcher and the "
                 "trainer take turns."
+            )
+        if self.replay.lag == "pace" and self.replay.max_trained_per_generated < 1:
+            raise ValueError(
+                f"replay.max_trained_per_generated={self.replay.max_trained_per_generated} below 1 contradicts "
+                "replay.lag=pace: the trainer would wait for responses that the pace limit holds back."
             )
         if self.replay.lag == "pace" and self.replay.max_lag < self.train.publish_every - 1:
             raise ValueError(

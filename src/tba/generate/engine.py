@@ -21,6 +21,8 @@ from tba.types import Completion, Request, Sampling, Weights
 logger = logging.getLogger("tba.generate")
 
 DEFAULT_SLOTS = 128
+SCORED_TOKENS = {"cpu": 2048, "cuda": 32_768}
+"""Most tokens in one reference pass, by device."""
 
 
 class Engine(Protocol):
@@ -133,15 +135,17 @@ def make_scorer(
     model: nn.Module,
     *,
     max_length: int,
-    token_budget: int = 2048,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    token_budget: int | None = None,
 ) -> Scorer:
-    """A scorer with the native decoder, or with the model's own forward pass where that is not possible, in words."""
+    """A frozen copy of the model, where and as it is, in the native decoder, or with its own forward pass, in words."""
+    parameter = next(model.parameters())
+    budget = token_budget or SCORED_TOKENS[parameter.device.type]
     try:
-        return ReferenceScorer(model, max_length=max_length, token_budget=token_budget, dtype=dtype, device=device)
+        return ReferenceScorer(
+            model, max_length=max_length, token_budget=budget, dtype=parameter.dtype, device=parameter.device
+        )
     except UnsupportedModel as reason:
         logger.warning(
             "the native decoder cannot score with this model: %s. Using its own forward pass, slower.", reason
         )
-        return TransformersScorer(model)
+        return TransformersScorer(copy.deepcopy(model).requires_grad_(False))

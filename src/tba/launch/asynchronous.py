@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 
@@ -10,16 +9,18 @@ from tba.config import Config
 from tba.launch.inputs import RunInputs
 from tba.launch.interrupt import Interrupt
 from tba.models.weights import make_weights
-from tba.observe.files import RunFolder
+from tba.observe.files import RunFolder, write_json
 from tba.observe.recorder import Recorder
 from tba.runtime.local import LocalRuntime
 from tba.runtime.waiting import POLL_SECONDS, WaitedTooLong
 from tba.search.role import run_searcher
 from tba.search.scoring import group_texts
+from tba.train.gate import Interrupted
 from tba.train.loop import Trainer
 from tba.train.make import make_gate, make_trainer
 
-logger = logging.getLogger("tba")
+STATUS_SECONDS = 1.0
+"""Between two writes of status.json."""
 
 
 @dataclass
@@ -31,11 +32,12 @@ class AsyncRun:
     runtime: LocalRuntime
     interrupt: Interrupt
     has_held_out: bool
+    _status_at: float = 0.0
 
     @classmethod
     def make(cls, config: Config, folder: RunFolder, inputs: RunInputs) -> AsyncRun:
         """Publish version 0, then start the searchers."""
-        loaded, task = inputs.loaded, inputs.task
+        loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
         weights = make_weights(loaded.model, version=0)
         runtime = LocalRuntime(
             config.runtime,
@@ -45,14 +47,28 @@ class AsyncRun:
             canary=lambda published: trainer.train_step.policy.canary(published.tensors),
         )
         recorder = Recorder(
-            config, folder, decode=lambda group: group_texts(loaded.tokenizer, group), roles=runtime.statuses
+            config,
+            folder,
+            decode=lambda group: group_texts(loaded.tokenizer, group),
+            roles=runtime.statuses,
+            more_metrics=runtime.metrics,
         )
-        trainer = make_trainer(config, loaded, task, runtime, runtime, recorder)
-        trainer.gate = make_gate(config, trainer, runtime.board.trainer, num_train_prompts=len(task.prompts("train")))
-        run = cls(config, trainer, runtime, Interrupt(), has_held_out=len(task.prompts("held_out")) > 0)
-        runtime.publish(weights)
-        arguments = {"config": config, "functions": inputs.functions, "logs": folder.logs}
-        runtime.start_searchers(run_searcher, arguments, logs=folder.logs)
+        trainer = make_trainer(config, loaded, task, runtime, runtime, recorder, cursors=runtime.cursors)
+        trainer.gate = make_gate(
+            config,
+            trainer,
+            runtime.board.trainer,
+            num_train_prompts=len(task.prompts("train")),
+            asked_to_stop=lambda: interrupt.asked,
+        )
+        run = cls(config, trainer, runtime, interrupt, has_held_out=len(task.prompts("held_out")) > 0)
+        try:
+            runtime.publish(weights)
+            arguments = {"config": config, "functions": inputs.functions, "logs": folder.logs}
+            runtime.start_searchers(run_searcher, arguments, logs=folder.logs)
+        except BaseException:
+            run.close()
+            raise
         return run
 
     @property
@@ -60,27 +76,24 @@ class AsyncRun:
         return self.trainer.recorder
 
     def run(self) -> None:
-        """Train to the end, or until Ctrl-C; either way the last step is saved."""
+        """Train to the end, or until Ctrl-C."""
         with self.interrupt:
             self.ask_for_evaluation()
-            while not self.trainer.done and not self.interrupt.asked:
-                self.step()
-            if self.interrupt.asked:
-                logger.warning("interrupted after step %d: saving and stopping.", self.trainer.step_index)
-                self.trainer.save(self.trainer.step_index)
-                self.recorder.finish()
-                raise KeyboardInterrupt
-            elif self.has_held_out:
+            try:
+                while not self.trainer.done and not self.interrupt.asked:
+                    self.step()
+            except Interrupted:
+                return
+            if self.has_held_out:
                 self.wait_for_evaluation(self.trainer.step_index)
 
     def step(self) -> None:
         self.trainer.step()
-        step = self.trainer.step_index
-        self.runtime.board.trainer["step"] = step
-        every = self.config.evaluate.every
+        step, every = self.trainer.step_index, self.config.evaluate.every
         if self.trainer.done or (every is not None and step % every == 0):
             self.ask_for_evaluation()
         self.take_evaluations()
+        self.write_status()
 
     def ask_for_evaluation(self) -> None:
         if self.has_held_out:
@@ -91,10 +104,11 @@ class AsyncRun:
             self.recorder.evaluation(evaluation.version, evaluation.metrics)
 
     def wait_for_evaluation(self, version: int) -> None:
-        """The last evaluation: the run is over, nobody else waits for it."""
+        """The last evaluation: the run is over, nobody else waits for it. Groups are still taken in, or a searcher whose
+        channel is full would never come to evaluate."""
         deadline = time.monotonic() + self.config.runtime.wait_seconds
-        while not any(evaluated >= version for evaluated, _ in self.recorder.evaluations):
-            self.runtime.drain()
+        while not any(evaluated >= version for evaluated, _ in self.recorder.evaluations) and not self.interrupt.asked:
+            self.trainer.receive()
             self.take_evaluations()
             if time.monotonic() > deadline:
                 raise WaitedTooLong(
@@ -102,6 +116,15 @@ class AsyncRun:
                     "look at logs/searcher-0.log, or lower evaluate.num_prompts."
                 )
             time.sleep(POLL_SECONDS)
+
+    def write_status(self) -> None:
+        now = time.monotonic()
+        if now - self._status_at > STATUS_SECONDS:
+            self._status_at = now
+            roles = [vars(status) for status in self.runtime.statuses()]
+            write_json(
+                self.recorder.folder.status, {"step": self.trainer.step_index, "time": time.time(), "roles": roles}
+            )
 
     def close(self) -> None:
         self.runtime.stop()

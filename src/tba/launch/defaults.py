@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 from tba.config import Config, Schedule
+from tba.models.load import LoadedModel
 
-ANCHOR_PARAMETERS, ANCHOR_RATE = 0.4e6, 2e-4
-"""The shipped model's size and a rate that it learns at (benchmarks/learning_rate.py)."""
+ANCHOR_PARAMETERS, ANCHOR_RATE = 0.314e6, 2e-4
+"""The shipped model's size and a rate that it learns at."""
 EXPONENT = 0.6
-"""Fitted to rates that work: 2e-4 at 0.4M, about 3e-6 at 0.5B."""
+"""Between what works for the shipped model and what works at 0.5B (1e-6 to 4e-6 with fp32 master weights)."""
+
+KV_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}
+"""Memory for the keys and values of all slots."""
+ACTIVATION_BYTES = {"cpu": 2**30, "cuda": 24 * 2**30}
+"""Memory for the activations of one micro-batch."""
+MOST_SLOTS = {"cpu": 128, "cuda": 256}
+MOST_TOKENS = {"cpu": 4_096, "cuda": 32_768}
+BYTES_PER_ACTIVATION = 4 * 40
+"""About forty fp32 numbers are kept per token, layer and hidden unit for the backward pass."""
 
 
 def learning_rate_for(num_parameters: int) -> float:
-    """2e-4 at 0.4M parameters, 2.8e-6 at 0.5B, 5.7e-7 at 7B; two digits."""
+    """2e-4 at 0.31M parameters, 2.4e-6 at 0.5B, 4.9e-7 at 7B; two digits."""
     return float(f"{ANCHOR_RATE * (num_parameters / ANCHOR_PARAMETERS) ** -EXPONENT:.1e}")
 
 
-def with_defaults(config: Config, *, num_parameters: int, on_gpu: bool) -> Config:
-    """The config with every None that means `by the model or machine` replaced."""
+def with_defaults(config: Config, loaded: LoadedModel) -> Config:
+    """The config with every None that means `by the model and machine` replaced."""
     train, generate = config.train, config.generate
     train = train.model_copy(
         update={
-            "learning_rate": train.learning_rate or Schedule(start=learning_rate_for(num_parameters)),
-            "tokens_per_micro_batch": train.tokens_per_micro_batch or (32_768 if on_gpu else 4_096),
+            "learning_rate": train.learning_rate or Schedule(start=learning_rate_for(loaded.num_parameters)),
+            "tokens_per_micro_batch": train.tokens_per_micro_batch or tokens_for(loaded),
         }
     )
-    generate = generate.model_copy(update={"slots": generate.slots or (256 if on_gpu else 128)})
+    generate = generate.model_copy(update={"slots": generate.slots or slots_for(loaded, generate.max_new_tokens)})
     return config.model_copy(update={"train": train, "generate": generate})
+
+
+def slots_for(loaded: LoadedModel, max_new_tokens: int) -> int:
+    """As many as KV_BYTES hold of responses with a prompt of the same length, at most MOST_SLOTS."""
+    shape, kind = loaded.model.config.get_text_config(), loaded.model.device.type
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    bytes_per_slot = 2 * shape.num_hidden_layers * heads * head_dim * 4 * min(loaded.context, 2 * max_new_tokens)
+    return max(1, min(MOST_SLOTS[kind], KV_BYTES[kind] // bytes_per_slot))
+
+
+def tokens_for(loaded: LoadedModel) -> int:
+    """As many as ACTIVATION_BYTES hold, between one context and MOST_TOKENS."""
+    shape, kind = loaded.model.config.get_text_config(), loaded.model.device.type
+    fit = ACTIVATION_BYTES[kind] // (shape.num_hidden_layers * shape.hidden_size * BYTES_PER_ACTIVATION)
+    return max(min(512, loaded.context), min(MOST_TOKENS[kind], fit))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tba.config import Config, dump_config, load_config
 from tba.evaluate.run import make_evaluator
 from tba.launch.asynchronous import AsyncRun
 from tba.launch.defaults import with_defaults
+from tba.launch.imports import import_responses_into
 from tba.launch.inputs import RewardFunctions, load_inputs
 from tba.launch.synchronous import SyncRun
 from tba.observe.closing import show_summary
@@ -17,20 +22,29 @@ from tba.observe.files import RunFolder, write_atomic
 from tba.search.make import make_search_engine
 from tba.tasks.rewards import make_rewards
 
+logger = logging.getLogger("tba")
+
 
 def train(config: Config, functions: RewardFunctions = None) -> dict[str, Any]:
-    """Run a training and return what summary.json holds. Ctrl-C ends it early, saved."""
+    """Run a training and return what summary.json holds. After Ctrl-C it is saved as far as it came, then raised again."""
+    torch.set_num_threads(config.runtime.threads)
     inputs = load_inputs(config, functions)
-    config = with_defaults(config, num_parameters=inputs.loaded.num_parameters, on_gpu=inputs.loaded.on_gpu)
+    config = with_defaults(config, inputs.loaded)
     folder = RunFolder.create(config.run_folder, overwrite=config.overwrite)
     write_atomic(folder.config, dump_config(config))
     make = SyncRun.make if config.mode == "sync" else AsyncRun.make
     run = make(config, folder, inputs)
     try:
+        import_responses_into(run.trainer.replay, config, inputs, folder)
         run.run()
+        if run.interrupt.asked:
+            logger.warning("interrupted after step %d: saving and stopping.", run.trainer.step_index)
+            run.trainer.save(run.trainer.step_index)
         summary = run.recorder.finish()
     finally:
         run.close()
+    if run.interrupt.asked:
+        raise KeyboardInterrupt
     if config.observe.progress:
         show_summary(summary, run.recorder.curve(), folder.path)
     return summary
@@ -43,11 +57,13 @@ def evaluate_model(target: str, overrides: Sequence[str]) -> dict[str, float]:
         config = load_config(folder.config, [*overrides, f"model.path={folder.newest_checkpoint()}"])
     else:
         config = load_config(None, [*overrides, f"model.path={target}"])
+    torch.set_num_threads(config.runtime.threads)
     inputs = load_inputs(config)
-    config = with_defaults(config, num_parameters=inputs.loaded.num_parameters, on_gpu=inputs.loaded.on_gpu)
-    rewards = make_rewards(inputs.task, config, log=Path("rewards.log"))
-    try:
-        evaluator = make_evaluator(config, inputs.loaded, inputs.task, rewards)
-        return evaluator(make_search_engine(config, inputs.loaded))
-    finally:
-        rewards.close()
+    config = with_defaults(config, inputs.loaded)
+    with tempfile.TemporaryDirectory() as logs:
+        rewards = make_rewards(inputs.task, config, log=Path(logs) / "rewards.log")
+        try:
+            evaluator = make_evaluator(config, inputs.loaded, inputs.task, rewards)
+            return evaluator(make_search_engine(config, inputs.loaded))
+        finally:
+            rewards.close()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tba.config import Config
 from tba.evaluate.run import Evaluator, make_evaluator
 from tba.launch.inputs import RunInputs
+from tba.launch.interrupt import Interrupt
 from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder
 from tba.runtime.channels import LocalGroups, LocalWeights
@@ -17,6 +18,9 @@ from tba.tasks.rewards import make_rewards
 from tba.train.loop import Trainer
 from tba.train.make import make_trainer
 
+MAX_EMPTY_SEARCHES = 20
+"""Searches in a row that may bring nothing to train on."""
+
 
 @dataclass
 class SyncRun:
@@ -26,6 +30,7 @@ class SyncRun:
     searcher: Searcher
     trainer: Trainer
     evaluator: Evaluator
+    interrupt: Interrupt
 
     @classmethod
     def make(cls, config: Config, folder: RunFolder, inputs: RunInputs) -> SyncRun:
@@ -36,24 +41,36 @@ class SyncRun:
         groups = LocalGroups()
         searcher = make_searcher(config, loaded, task, engine=engine, rewards=rewards, sender=groups)
         recorder = Recorder(config, folder, decode=lambda group: group_texts(loaded.tokenizer, group))
-        trainer = make_trainer(config, loaded, task, groups, LocalWeights(engine.load), recorder)
-        return cls(config, searcher, trainer, make_evaluator(config, loaded, task, rewards))
+        publisher = LocalWeights(engine.load)
+        trainer = make_trainer(
+            config, loaded, task, groups, publisher, recorder, cursors=lambda: [searcher.prompts.cursor]
+        )
+        return cls(config, searcher, trainer, make_evaluator(config, loaded, task, rewards), Interrupt())
 
     @property
     def recorder(self) -> Recorder:
         return self.trainer.recorder
 
     def run(self) -> None:
-        self.evaluate()
-        while not self.trainer.done:
-            self.step()
-            if self._evaluation_due():
-                self.evaluate()
+        """Train to the end, or until Ctrl-C."""
+        with self.interrupt:
+            self.evaluate()
+            while not self.trainer.done and not self.interrupt.asked:
+                self.step()
+                if self._evaluation_due():
+                    self.evaluate()
 
     def step(self) -> None:
         self.recorder.training_starts()  # in sync mode generation is part of every step
-        self.searcher.step(self.config.train.prompts_per_step)
-        self.trainer.step()
+        for _ in range(MAX_EMPTY_SEARCHES):
+            self.searcher.step(self.config.train.prompts_per_step)
+            self.trainer.receive()
+            if self.trainer.received:
+                self.trainer.step()
+                return
+        raise RuntimeError(
+            f"{MAX_EMPTY_SEARCHES} searches in a row brought no response with a reward: look at the reward functions."
+        )
 
     def evaluate(self) -> None:
         if self.evaluator.prompts:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from tba.config import ModelConfig
@@ -72,13 +72,6 @@ def load_model(config: ModelConfig) -> LoadedModel:
             "or a hub name that can be reached (HF_HUB_OFFLINE=1 forbids downloads)."
         ) from error
     return LoadedModel(model=model.to(device).eval(), tokenizer=tokenizer, context=context_length(model.config))
-
-
-def load_tokenizer(config: ModelConfig) -> tuple[PreTrainedTokenizerBase, int]:
-    """Tokenizer and context length, without the weights: what the data checks need."""
-    path = resolve_path(config.path)
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    return tokenizer, context_length(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
 
 
 def context_length(model_config: Any) -> int:

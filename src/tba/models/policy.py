@@ -75,7 +75,8 @@ class PolicyModel:
         options: dict[str, Any] = {"use_cache": False}
         if self.packed:
             options["packed_layout"] = PackedLayout(root_lengths=[CANARY_TOKENS], device=self.device)
-        output = functional_call(self.model, dict(tensors), (tokens[None, :-1],), options)
+        published = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        output = functional_call(self.model, published, (tokens[None, :-1],), options)
         log_probs = torch.log_softmax(output.logits[0].float(), dim=-1)
         return log_probs.gather(1, tokens[1:, None])[:, 0].double().cpu().numpy()
 

@@ -18,13 +18,14 @@ class ChecksumMismatch(RuntimeError):
 
 
 def make_weights(model: nn.Module, *, version: int) -> Weights:
-    """The model's trainable parameters as they are now (views, not copies; tied tensors once)."""
+    """The model's parameters as they are now (views, not copies; tied tensors once), not yet published: no checksum."""
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return Weights(version=version, tensors=tensors, checksum=checksum(tensors))
+    return Weights(version=version, tensors=tensors)
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> int:
-    """Integer reduction of all bytes, on the tensors' device; depends on values, order of elements and order of names."""
+    """Integer reduction of all bytes, on the tensors' device. Sees changed values, moved rows and other tensors; values
+    that trade places within 4,096 neighbours it does not see (the canary does)."""
     total = 0
     for tensor in tensors.values():
         total = (total * _MIX + _tensor_checksum(tensor)) % 2**64
@@ -33,6 +34,8 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
 
 def verify(weights: Weights) -> None:
     """Raise unless the tensors are what was published."""
+    if weights.checksum is None:
+        raise ValueError(f"weights of version {weights.version} carry no checksum.")
     found = checksum(weights.tensors)
     if found != weights.checksum:
         raise ChecksumMismatch(
@@ -42,7 +45,7 @@ def verify(weights: Weights) -> None:
 
 
 def _tensor_checksum(tensor: Tensor) -> int:
-    """Fletcher-like: row sums, then the rows weighted by their number, so that moved values are seen too."""
+    """Fletcher-like: row sums, then the rows weighted by their number, so that rows out of place are seen too."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     values = tensor.detach().contiguous().view(-1).view(width)
     whole = values.numel() // _ROW * _ROW

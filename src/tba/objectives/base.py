@@ -14,7 +14,7 @@ Group-coupled losses take two passes when a prompt's responses are spread over m
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What an objective must be given; the launcher refuses a config that cannot give it."""
+    """What an objective must be given."""
 
     reference: bool = False
     """log_ref per token."""

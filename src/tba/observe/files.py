@@ -10,7 +10,7 @@ from typing import Any
 
 
 class RunFolder:
-    """runs/<name>/: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/step-N/, logs/, summary.json."""
+    """runs/<name>/: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/step-N/, logs/, status.json, summary.json."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -19,6 +19,7 @@ class RunFolder:
         self.samples = path / "samples.jsonl"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self.status = path / "status.json"
         self.summary = path / "summary.json"
 
     @classmethod

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal
 
-Reduction = Literal["mean", "sum", "max", "last"]
+Reduction = Literal["mean", "rms", "sum", "max", "last"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ METRICS = (
     Metric(name="completions/clipped_ratio", unit="share", meaning="Responses cut off at the length limit."),
     Metric(name="tb/loss", unit="nats^2", reduction="sum", meaning="The paper's VarGrad loss."),
     Metric(name="tb/log_z", unit="nats", meaning="Mean estimate of log Z."),
-    Metric(name="tb/log_z_std", unit="nats", meaning="Root mean square residual."),
+    Metric(name="tb/log_z_std", unit="nats", reduction="rms", meaning="Root mean square residual."),
     Metric(name="tb/max_abs_residual", unit="nats", reduction="max", meaning="Largest |log Z estimate - prompt mean|."),
     Metric(name="tb/clip_fraction", unit="share", meaning="Responses beyond objective.residual_clip."),
     Metric(name="off_policy/lag_mean", unit="steps", meaning="Trainer step - oldest version of the response."),
@@ -87,4 +87,6 @@ def _reduce(name: str, values: list[tuple[float, float]]) -> float:
         return max(value for value, _ in values)
     if reduction == "last":
         return values[-1][0]
-    return sum(value * weight for value, weight in values) / max(1e-12, sum(weight for _, weight in values))
+    power = 2.0 if reduction == "rms" else 1.0
+    mean = sum(value**power * weight for value, weight in values) / max(1e-12, sum(weight for _, weight in values))
+    return mean ** (1.0 / power)

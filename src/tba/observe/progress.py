@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tba.config import Config
 
-REFRESH_SECONDS = 0.25
+REFRESH_PER_SECOND = 4
 LINE_SECONDS = 10.0
 """Between lines where there is no terminal."""
 
@@ -25,7 +25,7 @@ class RoleStatus:
     name: str
     doing: str
     waited_share: float
-    """Of the time since the first step."""
+    """Of the time since the roles were made."""
     responses_per_second: float
 
 
@@ -43,16 +43,16 @@ class Progress:
         self._shown_at = time.monotonic()
         self._live: Live | None = None
         if self._enabled and sys.stderr.isatty():
-            self._live = Live(self._table(), console=self._console, auto_refresh=False, transient=True)
+            # Its own thread draws it, so that it also shows a trainer that waits.
+            self._live = Live(
+                get_renderable=self._table, console=self._console, refresh_per_second=REFRESH_PER_SECOND, transient=True
+            )
             self._live.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step, self._metrics = step, metrics
         now = time.monotonic()
-        if self._live is not None and now - self._shown_at > REFRESH_SECONDS:
-            self._shown_at = now
-            self._live.update(self._table(), refresh=True)
-        elif self._live is None and self._enabled and now - self._shown_at > LINE_SECONDS:
+        if self._live is None and self._enabled and now - self._shown_at > LINE_SECONDS:
             self._shown_at = now
             self._console.print(self._line(), highlight=False)
 

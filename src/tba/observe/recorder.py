@@ -24,10 +24,13 @@ class Recorder:
         *,
         decode: Callable[[TrajectoryGroup], list[str]],
         roles: Callable[[], Sequence[RoleStatus]] = list,
+        more_metrics: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
+        """`roles` says who does what, for the display; `more_metrics` adds numbers of the runtime to every record."""
         self.config = config
         self.folder = folder
         self._decode = decode
+        self._more_metrics = more_metrics
         self._sinks = make_sinks(config, folder)
         self._samples = SampleLog(folder.samples)
         self._progress = Progress(config, roles)
@@ -65,7 +68,7 @@ class Recorder:
         self._lag_sum += metrics.get("off_policy/lag_mean", 0.0)
         self._lag_max = max(self._lag_max, metrics.get("off_policy/lag_max", 0.0))
         rate = self.responses_trained / max(self.seconds, 1e-9)
-        metrics = {"seconds": self.seconds, **metrics, "perf/responses_per_second": rate}
+        metrics = {"seconds": self.seconds, **metrics, "perf/responses_per_second": rate, **self._more_metrics()}
         if step % self.config.observe.log_every == 0:
             self._sinks.write(step, metrics)
         self._progress.step(step, metrics)

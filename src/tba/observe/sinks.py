@@ -59,9 +59,11 @@ class WandbSink:
         self._run = wandb.init(
             project="tba", name=config.run_name, dir=str(folder), config=config.model_dump(mode="json")
         )
+        # Evaluations arrive after later steps were logged; W&B drops records whose own step goes back.
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
         self._run.finish()

@@ -83,8 +83,9 @@ class UniformSelector:
 
 class FreshSelector:
     def choose(self, shelf: Shelf, count: int, *, since: int, rng: np.random.Generator) -> np.ndarray:
-        """`since` is a stamp; a fresh shelf holds at least one row from then on."""
-        return draw_uniformly(shelf, shelf.position_since(since), count, rng)
+        """From the rows stamped `since` or later; from all of the shelf where those have been used up."""
+        first = shelf.position_since(since)
+        return draw_uniformly(shelf, first if len(shelf.rows(first)) else shelf.head, count, rng)
 
 
 class SoftmaxSelector:

@@ -15,7 +15,7 @@ Wait = Literal["none", "first_fill", "replay_ratio", "pace", "channel_full"]
 WAITS: tuple[Wait, ...] = ("none", "first_fill", "replay_ratio", "pace", "channel_full")
 """The named places where a role may wait, and no others."""
 
-TRAINER_FIELDS = ("step", "wait", "wait_seconds")
+TRAINER_FIELDS = ("wait", "wait_seconds")
 SEARCHER_FIELDS = (
     "heartbeat",
     "version",
@@ -30,7 +30,7 @@ SEARCHER_FIELDS = (
 
 
 class Board:
-    """`board.trainer["step"]`, `board.searcher(0)["responses"]`: views that read and write shared memory."""
+    """`board.trainer["wait_seconds"]`, `board.searcher(0)["responses"]`: views that read and write shared memory."""
 
     def __init__(self, memory: SharedMemory, num_searchers: int) -> None:
         self.memory = memory
@@ -50,10 +50,6 @@ class Board:
 
     def searcher(self, index: int) -> Row:
         return self._searchers[index]
-
-    def total(self, field: str) -> float:
-        """A searchers' number summed over all of them."""
-        return float(sum(row[field] for row in self._searchers))
 
 
 class Row:

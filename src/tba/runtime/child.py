@@ -7,9 +7,11 @@ Link to the parent. A process started this way does not import the parent's main
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -18,8 +20,11 @@ import cloudpickle
 
 from tba.runtime.link import Failed, Link
 
+PR_SET_PDEATHSIG = 1
+
 
 def main() -> int:
+    _die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     connection = Connection(int(sys.argv[1]))
     search_path, payload = connection.recv_bytes(), connection.recv_bytes()
@@ -38,6 +43,12 @@ def main() -> int:
 def _parent_is_gone() -> None:
     """Nobody is left to work for: end at once, whatever the main thread is doing."""
     os._exit(3)
+
+
+def _die_with_parent() -> None:
+    """Have Linux kill this process when its parent ends: a main thread stuck in C code lets no Python thread run."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -119,9 +119,23 @@ class LocalRuntime:
             found.append(_status(process.name, row.wait, row["wait_seconds"] / seconds, row["responses"] / seconds))
         return found
 
+    def metrics(self) -> dict[str, float]:
+        """What the searchers have on the board, by searcher."""
+        return {
+            f"searcher/{index}/{name}": self.board.searcher(index)[name]
+            for index in range(self.board.num_searchers)
+            for name in ("version", "groups", "responses", "tokens", "wait_seconds", "failures", "skipped")
+        }
+
+    def cursors(self) -> list[int]:
+        """How far each searcher has come in its prompts."""
+        return [int(self.board.searcher(index)["cursor"]) for index in range(self.board.num_searchers)]
+
     def stop(self) -> None:
-        """End all searchers; nothing is left running."""
+        """End all searchers; nothing is left running. May be called more than once."""
         stop_all(self.searchers, Stop(), timeout_seconds=self.config.stop_seconds)
+        self.board.memory.close()
+        self.slots.memory.close()
 
     def _searcher_failed(self, process: RoleProcess, message: Failed) -> None:
         process.wait(self.config.stop_seconds)
@@ -134,7 +148,7 @@ WAITS_FOR = {
     "none": "works",
     "first_fill": "waits for the searchers' first groups",
     "replay_ratio": "waits for new responses from the searchers",
-    "pace": "waits for newer weights from the trainer",
+    "pace": "is ahead: waits for newer weights from the trainer, or for rewards",
     "channel_full": "waits for the trainer to take in groups",
 }
 

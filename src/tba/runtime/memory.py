@@ -36,5 +36,7 @@ class SharedMemory:
         return np.frombuffer(self._map, dtype=dtype, offset=offset, count=count)
 
     def close(self) -> None:
-        """Give up the descriptor; views that are still in use keep the mapping alive."""
-        os.close(self.fd)
+        """Give up the descriptor, once; views that are still in use keep the mapping alive."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -12,7 +12,7 @@ from tba.runtime.channels import GroupSender
 from tba.search.difficulty import Difficulty
 from tba.search.prompts import PromptStream
 from tba.search.scoring import GroupScorer, texts_of
-from tba.tasks.base import Outcome
+from tba.tasks.base import Outcome, RewardFailed
 from tba.tasks.rewards import FinishedGroup, Rewards, score_all
 from tba.types import Completion, Prompt, Request, Sampling, Trajectory, TrajectoryGroup
 
@@ -117,7 +117,8 @@ class Searcher:
 
     def _send(self, scored: Sequence[tuple[FinishedGroup, list[Outcome]]]) -> None:
         for (group, outcomes), trajectories in zip(scored, self.scorer.trajectories(scored)):
-            self.difficulty.record(group.prompt.id, [self.solved(outcome) for outcome in outcomes])
+            known = [outcome for outcome in outcomes if not isinstance(outcome, RewardFailed)]
+            self.difficulty.record(group.prompt.id, [self.solved(outcome) for outcome in known])
             self.sender.send(self._group(group.prompt, trajectories, lost=len(group.completions) - len(trajectories)))
             self.counts.sent += 1
 

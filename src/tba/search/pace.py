@@ -58,7 +58,6 @@ class PacedVisits:
                 ),
             )
         self.started += 1
-        self.row["visits"] = self.started
         return next(self.prompts)
 
     def _needed(self) -> int:

@@ -54,8 +54,10 @@ class WeightLoader:
             self._check_when_loaded()
 
     def check_first(self) -> None:
-        """Version 0 is in use already: both sides' canaries of it set the tolerance."""
+        """Both sides' canaries set the tolerance. A searcher that starts late begins with a later version."""
         self._unchecked = self._slots.fetch()
+        if self._unchecked.weights.version > self._engine.version:
+            self._engine.load(self._unchecked.weights)
         self._check_when_loaded()
 
     def _check_when_loaded(self) -> None:
@@ -112,6 +114,8 @@ class SearcherRole:
             counts = self.searcher.counts
             self.row["groups"], self.row["responses"], self.row["tokens"] = counts.sent, counts.responses, counts.tokens
             self.row["failures"] = self.searcher.scorer.failures.total
+            self.row["skipped"] = sum(self.searcher.difficulty.skipped.values())
+            self.row["cursor"] = self.searcher.prompts.cursor
 
     def handle_messages(self) -> None:
         self.beat()

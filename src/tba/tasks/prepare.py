@@ -92,10 +92,11 @@ def prepare_arithmetic(
 
 
 def write_problems(path: Path, problems: list[Problem] | tuple[Problem, ...]) -> None:
+    """One row per problem, with the id the task gives it."""
     with path.open("w", encoding="utf-8") as file:
-        for problem in problems:
-            row = {"prompt": problem.text, "answer": problem.answer, "solution": problem.solution}
-            file.write(json.dumps(row) + "\n")
+        for index, problem in enumerate(problems):
+            row = {"id": f"{path.stem}-{index}", "prompt": problem.text, "answer": problem.answer}
+            file.write(json.dumps(row | {"solution": problem.solution}) + "\n")
 
 
 def pupil_solution(problem: Problem, rng: random.Random) -> str:

@@ -46,7 +46,7 @@ class RewardFunction:
             return list(self._values(prompt, columns, texts, completion_ids))
         except Exception as error:  # a user's code: anything may come; told with file and line, dropped, counted
             if len(texts) == 1:
-                return [RewardFailed(f"{self.name} {_where(error)}")]
+                return [RewardFailed(f"{self.name} {self._where(error)}")]
         singles = (self(prompt, columns, [text], [ids]) for text, ids in zip(texts, completion_ids))
         return [values[0] for values in singles]
 
@@ -57,6 +57,13 @@ class RewardFunction:
         if len(values) != len(texts):
             raise ValueError(f"returned {len(values)} values for {len(texts)} completions")
         return [_checked(value) for value in values]
+
+    def _where(self, error: Exception) -> str:
+        """`failed at rewards.py:12: KeyError: 'answer'`: the innermost line of the reward's own file."""
+        file = inspect.getsourcefile(inspect.unwrap(self.function)) if inspect.isfunction(self.function) else None
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        place = f"at {own[-1].filename}:{own[-1].lineno}: " if own else f"({file}): " if file else ""
+        return f"failed {place}{type(error).__name__}: {error}"
 
     def _call_trl(
         self, prompt: PromptText, columns: Columns, texts: Sequence[str], ids: Sequence[list[int]]
@@ -130,6 +137,11 @@ class RewardSet:
 def load_reward_function(specification: str) -> Callable[..., Any]:
     """`path/to/file.py:name` -> the function."""
     path, colon, name = specification.rpartition(":")
+    if path == "<python>":
+        raise ValueError(
+            f"reward {name!r} was a Python function given to TBATrainer, which the config cannot hold: name it again with "
+            "task.rewards=[{function: file.py:name}]."
+        )
     file = Path(path).expanduser()
     if not colon or not name:
         raise ValueError(f"reward {specification!r}: write file.py:function.")
@@ -165,10 +177,3 @@ def _checked(value: Any) -> float | None:
     if not math.isfinite(number):
         raise ValueError(f"returned {number}")
     return number
-
-
-def _where(error: Exception) -> str:
-    """`file.py:12: KeyError: 'answer'`: the innermost line, which is the user's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f"at {frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
-    return f"failed {place}{type(error).__name__}: {error}"

@@ -18,8 +18,11 @@ from tba.runtime.link import Failed
 from tba.runtime.processes import RoleProcess
 from tba.runtime.waiting import POLL_SECONDS
 from tba.tasks.base import Outcome, RewardFailed, Task
-from tba.tasks.reward_worker import reward_worker
+from tba.tasks.reward_worker import READY, reward_worker
 from tba.types import Completion, Prompt
+
+START_SECONDS = 120.0
+"""Deadline for a worker to import the reward's file; the call's own time-out counts from then."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,6 +166,9 @@ class WorkerRewards:
     def _take_answer(self, job: _Job, deadline: float) -> None:
         assert self._worker is not None
         answer = self._worker.link.receive()
+        if answer == READY:
+            self._running = (job, time.monotonic() + self._timeout_seconds)
+            return
         if isinstance(answer, list):
             job.outcomes += answer
         elif isinstance(answer, Failed) or not self._worker.alive:
@@ -185,10 +191,12 @@ class WorkerRewards:
         job.one_by_one = True
 
     def _start(self, job: _Job) -> None:
+        seconds = self._timeout_seconds
         if self._worker is None:
             self._worker = RoleProcess("rewards", reward_worker, self._arguments, log=self._log)
+            seconds = START_SECONDS
         samples = job.next_samples()
         ids = [completion.token_ids.tolist() for completion in job.group.completions[samples]]
         prompt = job.group.prompt
         self._worker.link.send((prompt.text, dict(prompt.columns), list(job.group.texts[samples]), ids))
-        self._running = (job, time.monotonic() + self._timeout_seconds)
+        self._running = (job, time.monotonic() + seconds)

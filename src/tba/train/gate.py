@@ -11,6 +11,10 @@ from tba.runtime.board import Row
 from tba.runtime.waiting import wait_until
 
 
+class Interrupted(Exception):
+    """Training was asked to end while it waited."""
+
+
 @dataclass
 class Gate:
     """Lets the trainer step when there is enough to train on; takes in groups while it waits."""
@@ -22,8 +26,11 @@ class Gate:
     generated: Callable[[], int]
     """Responses received so far, those lost to failing rewards included."""
     trained: Callable[[], int]
+    lost_prompts: Callable[[], int]
+    """Visits since the last step of which every response was lost: nothing more will come of them."""
     num_train_prompts: int
     """A task may have fewer prompts than a step takes; they then repeat within a step."""
+    asked_to_stop: Callable[[], bool]
 
     def wait(self) -> float:
         """Returns the seconds waited."""
@@ -34,29 +41,37 @@ class Gate:
             name="first_fill" if first else "replay_ratio",
             row=self.row,
             deadline_seconds=runtime.start_seconds if first else runtime.wait_seconds,
-            explain=self._explain_fill if first else self._explain_ratio,
+            explain=self._explain,
         )
 
     def _ready(self) -> bool:
         self.receive()
+        if self.asked_to_stop():
+            raise Interrupted
+        return self._within_ratio() and self._enough_prompts()
+
+    def _within_ratio(self) -> bool:
         wanted = self.trained() + self.config.train.responses_per_step
-        within_ratio = wanted <= self.config.replay.max_trained_per_generated * self.generated()
-        return within_ratio and self.replay.num_prompts >= self._prompts_needed
+        return wanted <= self.config.replay.max_trained_per_generated * self.generated()
+
+    def _enough_prompts(self) -> bool:
+        stored = self.replay.num_prompts
+        return stored > 0 and stored + self.lost_prompts() >= self._prompts_needed
 
     @property
     def _prompts_needed(self) -> int:
         return min(self.config.train.prompts_per_step, self.num_train_prompts)
 
-    def _explain_fill(self) -> str:
+    def _explain(self) -> str:
+        lacking = []
+        if not self._enough_prompts():
+            lacking.append(f"{self._prompts_needed} prompts and has {self.replay.num_prompts}")
+        if not self._within_ratio():
+            lacking.append(
+                f"new responses, having trained {self.trained()} of {self.generated()} generated "
+                f"(replay.max_trained_per_generated={self.config.replay.max_trained_per_generated:g})"
+            )
         return (
-            f"the trainer waited for {self._prompts_needed} prompts and has {self.replay.num_prompts} from "
-            f"{self.config.search.num_searchers} searchers; look at logs/searcher-*.log, or raise runtime.start_seconds "
-            "for large models"
-        )
-
-    def _explain_ratio(self) -> str:
-        return (
-            f"the trainer has trained {self.trained()} responses of {self.generated()} generated "
-            f"(replay.max_trained_per_generated={self.config.replay.max_trained_per_generated:g}) and waited for new ones "
-            f"from {self.config.search.num_searchers} searchers; look at logs/searcher-*.log"
+            f"the trainer waited for {' and for '.join(lacking)} from {self.config.search.num_searchers} searchers; look at "
+            "logs/searcher-*.log, or raise runtime.start_seconds for large models"
         )

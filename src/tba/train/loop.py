@@ -41,7 +41,9 @@ class Trainer:
     gate: Gate | None = None
     """Holds a step back until there is enough to train on; None in sync mode."""
     received: int = field(default=0, init=False)
-    """Prompts with a response in the groups taken in last."""
+    """Groups with a response taken in since the last step."""
+    lost: int = field(default=0, init=False)
+    """Groups without one."""
     step_index: int = field(default=0, init=False)
     """Optimizer steps done: the version of the weights."""
 
@@ -64,7 +66,8 @@ class Trainer:
 
     def receive(self) -> None:
         groups = self.receiver.drain()
-        self.received = len({group.prompt.id for group in groups if group.trajectories})
+        self.received += sum(bool(group.trajectories) for group in groups)
+        self.lost += sum(not group.trajectories for group in groups)
         for group in groups:
             self.replay.add(group, step=self.step_index)
             self.recorder.group_received(self.step_index, group)
@@ -76,6 +79,7 @@ class Trainer:
         batch = combine(batch, train, reward_weights=self.reward_weights)
         if self.config.replay.lag == "drop":
             batch = drop_stale(batch, oldest_version=self.step_index - self.config.replay.max_lag)
+        self.received = self.lost = 0
         return batch
 
     def _prompts_to_sample(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tba.config import Config
 from tba.models.load import LoadedModel
 from tba.models.policy import PolicyModel
@@ -26,8 +28,13 @@ def make_trainer(
     receiver: GroupReceiver,
     publisher: WeightPublisher,
     recorder: Recorder,
+    *,
+    cursors: Callable[[], list[int]],
 ) -> Trainer:
-    """The trainer takes the loaded model for its own: from here on it changes with every step."""
+    """The trainer takes the loaded model for its own: from here on it changes with every step.
+
+    `cursors` tells how far each searcher has come in its prompts, for checkpoints.
+    """
     train_step = make_train_step(config, loaded)
 
     def save(step: int) -> None:
@@ -37,7 +44,7 @@ def make_trainer(
             model=loaded.model,
             tokenizer=loaded.tokenizer,
             optimizer=train_step.optimizer,
-            state={"seed": config.seed},
+            state={"seed": config.seed, "cursors": cursors()},
             keep=config.train.keep_checkpoints,
         )
 
@@ -83,7 +90,9 @@ def make_replay(config: Config, task: Task) -> ReplayBuffer:
     )
 
 
-def make_gate(config: Config, trainer: Trainer, row: Row, *, num_train_prompts: int) -> Gate:
+def make_gate(
+    config: Config, trainer: Trainer, row: Row, *, num_train_prompts: int, asked_to_stop: Callable[[], bool]
+) -> Gate:
     """The waits of an asynchronous trainer."""
     recorder = trainer.recorder
     return Gate(
@@ -93,5 +102,7 @@ def make_gate(config: Config, trainer: Trainer, row: Row, *, num_train_prompts: 
         row=row,
         generated=lambda: recorder.responses_generated,
         trained=lambda: recorder.responses_trained,
+        lost_prompts=lambda: trainer.lost,
         num_train_prompts=num_train_prompts,
+        asked_to_stop=asked_to_stop,
     )
