@@ -32,16 +32,16 @@ def stuck(link) -> None:
     re.match(r"(a+)+$", "a" * 64 + "b")
 
 
-def parent_with_child(link, *, log: str, target=deaf) -> None:
+def parent_with_child(link, *, log: str, child=deaf) -> None:
     """Starts a child of its own, tells its pid, and dies without a word."""
     from pathlib import Path
 
     from tba.runtime.processes import RoleProcess
 
-    child = RoleProcess("grandchild", target, {}, log=Path(log))
-    if target is not deaf:
-        child.link.receive(timeout_seconds=30.0)
-    link.send(child.pid)
+    process = RoleProcess("grandchild", child, {}, log=Path(log))
+    if child is not deaf:
+        process.link.receive(timeout_seconds=30.0)
+    link.send(process.pid)
     time.sleep(0.2)
     os._exit(9)
 

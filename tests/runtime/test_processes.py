@@ -87,7 +87,7 @@ def test_a_child_does_not_outlive_its_parent(tmp_path):
 def test_a_child_stuck_in_c_code_does_not_outlive_its_parent(tmp_path):
     """A catastrophic regular expression lets no other Python thread run: a typical hanging reward."""
     log = str(tmp_path / "grandchild.log")
-    parent = start(targets.parent_with_child, tmp_path, log=log, target=targets.stuck)
+    parent = start(targets.parent_with_child, tmp_path, log=log, child=targets.stuck)
     grandchild = parent.link.receive(timeout_seconds=DEADLINE_SECONDS)
     assert parent.wait(DEADLINE_SECONDS)
     assert eventually(lambda: not exists(grandchild))
