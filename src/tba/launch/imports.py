@@ -12,17 +12,16 @@ from tba.config import Config
 from tba.generate.engine import make_scorer, stop_ids_of
 from tba.launch.inputs import RunInputs
 from tba.observe.files import RunFolder
-from tba.replay.buffer import ReplayBuffer
 from tba.replay.importing import import_responses
 from tba.tasks.base import RewardFailed
 from tba.tasks.rewards import FinishedGroup, make_rewards, score_all
-from tba.types import Completion, Prompt
+from tba.types import Completion, Prompt, TrajectoryGroup
 
 
-def import_responses_into(replay: ReplayBuffer, config: Config, inputs: RunInputs, folder: RunFolder) -> None:
-    """Add every file of replay.imports, with rewards and reference log-probs computed here."""
+def import_groups(config: Config, inputs: RunInputs, folder: RunFolder) -> list[TrajectoryGroup]:
+    """The responses of every file of replay.imports, with rewards and reference log-probs of the model as it is now."""
     if not config.replay.imports:
-        return
+        return []
     loaded, task = inputs.loaded, inputs.task
     eos_id = loaded.tokenizer.eos_token_id or stop_ids_of(loaded.model, loaded.tokenizer)[0]
     reference = make_scorer(loaded.model, max_length=loaded.context)
@@ -33,9 +32,10 @@ def import_responses_into(replay: ReplayBuffer, config: Config, inputs: RunInput
                   for prompt, text in zip(prompts, texts)]  # fmt: skip
         return [_components(group, outcomes[0]) for group, outcomes in zip(groups, score_all(rewards, groups))]
 
+    found: list[TrajectoryGroup] = []
     try:
         for path in config.replay.imports:
-            groups = import_responses(
+            found += import_responses(
                 Path(path),
                 prompts=task.prompts("train"),
                 tokenizer=loaded.tokenizer,
@@ -45,10 +45,9 @@ def import_responses_into(replay: ReplayBuffer, config: Config, inputs: RunInput
                     prompts, responses, config.generate.temperature
                 ),
             )
-            for group in groups:
-                replay.add(group, step=0)
     finally:
         rewards.close()
+    return found
 
 
 def _as_group(prompt: Prompt, text: str, token_ids: list[int], eos_id: int) -> FinishedGroup:

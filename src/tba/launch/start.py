@@ -14,7 +14,7 @@ from tba.config import Config, dump_config, load_config
 from tba.evaluate.run import make_evaluator
 from tba.launch.asynchronous import AsyncRun
 from tba.launch.defaults import with_defaults
-from tba.launch.imports import import_responses_into
+from tba.launch.imports import import_groups
 from tba.launch.inputs import RewardFunctions, load_inputs
 from tba.launch.synchronous import SyncRun
 from tba.observe.closing import show_summary
@@ -32,10 +32,12 @@ def train(config: Config, functions: RewardFunctions = None) -> dict[str, Any]:
     config = with_defaults(config, inputs.loaded)
     folder = RunFolder.create(config.run_folder, overwrite=config.overwrite)
     write_atomic(folder.config, dump_config(config))
+    imported = import_groups(config, inputs, folder)  # while the model is still the reference
     make = SyncRun.make if config.mode == "sync" else AsyncRun.make
     run = make(config, folder, inputs)
     try:
-        import_responses_into(run.trainer.replay, config, inputs, folder)
+        for group in imported:
+            run.trainer.replay.add(group, step=0)
         run.run()
         if run.interrupt.asked:
             logger.warning("interrupted after step %d: saving and stopping.", run.trainer.step_index)

@@ -19,13 +19,14 @@ TRAINER_FIELDS = ("wait", "wait_seconds")
 SEARCHER_FIELDS = (
     "heartbeat",
     "version",
-    "visits",
     "groups",
     "responses",
     "tokens",
     "wait",
     "wait_seconds",
     "failures",
+    "skipped",
+    "cursor",
 )
 
 
