@@ -19,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
+
+from end_to_end import seconds_to
 
 ROOT = Path(__file__).parents[1]
 SEEDS = (0, 1, 2)
@@ -40,14 +41,6 @@ def run(seed: int, *overrides: str) -> dict:
     records = [json.loads(line) for line in lines]
     curve = [(r["seconds"], r["eval/arithmetic/accuracy"]) for r in records if "eval/arithmetic/accuracy" in r]
     return {**json.loads(done.stdout.strip().splitlines()[-1]), "curve": curve}
-
-
-def seconds_to(curve: Sequence[tuple[float, float]], target: float) -> float | None:
-    """When the accuracy first reached the target, between evaluations by a straight line; None = never."""
-    for (t0, a0), (t1, a1) in pairwise(curve):
-        if a1 >= target:
-            return t0 + (t1 - t0) * max(0.0, (target - a0) / (a1 - a0))
-    return None
 
 
 def mean_and_error(values: Sequence[float]) -> str:

@@ -135,11 +135,11 @@ def run_trl(seed: int, steps: int) -> dict:
     }
 
 
-def seconds_to(curve: Sequence[tuple[float, float]]) -> float | None:
+def seconds_to(curve: Sequence[tuple[float, float]], target: float = TARGET) -> float | None:
     """When the accuracy first reached the target, between evaluations by a straight line; None = never."""
     for (t0, a0), (t1, a1) in pairwise(curve):
-        if a1 >= TARGET:
-            return t0 + (t1 - t0) * max(0.0, (TARGET - a0) / (a1 - a0))
+        if a1 >= target:
+            return t0 + (t1 - t0) * max(0.0, (target - a0) / (a1 - a0))
     return None
 
 

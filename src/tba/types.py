@@ -8,7 +8,7 @@ of a batch laid end to end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -287,6 +287,3 @@ class Weights:
     tensors: Mapping[str, Tensor]
     checksum: int | None = None
     """Of the tensors as published; None = they never left their process."""
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.tensors.items())
