@@ -102,13 +102,13 @@ def test_ctrl_c_saves_and_leaves_nothing_running(folder):
 
 def test_a_hanging_reward_costs_its_samples_only(folder, caplog):
     config = make_config(
-        folder, "mode=sync", "name=hangs", "train.max_steps=1", "search.reward_timeout_seconds=0.5",
+        folder, "mode=sync", "name=hangs", "train.max_steps=1", "search.reward_timeout_seconds=2",
         "task.eval_fraction=0", "train.responses_per_step=8", reward="hangs_on_w9",
     )  # fmt: skip
     assert train(config)["steps"] == 1
     stored = next(record["buffer/responses"] for record in records(config) if "loss" in record)
-    lost = caplog.text.count("the reward took longer than search.reward_timeout_seconds=0.5 s")
-    assert lost >= 1
+    lost = caplog.text.count("the reward took longer than search.reward_timeout_seconds=2 s")
+    assert 1 <= lost <= 3
     assert stored == 8 - lost
 
 
