@@ -20,6 +20,7 @@ LAYERS = [
     "search",
     "train",
     "launch",
+    "compare",
     "api",
     "cli",
     "__main__",

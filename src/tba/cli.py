@@ -3,6 +3,7 @@
 tba train configs/arithmetic.yaml train.max_steps=100
 tba evaluate runs/arithmetic-tb-seed0 --task arithmetic
 tba prepare arithmetic --output prepared
+tba compare STUDY.yaml --quick
 """
 
 from __future__ import annotations
@@ -39,10 +40,13 @@ def train(
 ) -> None:
     """Train a policy: tba train CONFIG.yaml key=value ... or tba train --model M --data D --reward R."""
     config = resolve(arguments or [], model=model, data=data, reward=reward or [], max_steps=max_steps)
+    # torch loads only when it is needed
     if dry_run:
-        typer.echo(dump_config(config), nl=False)
+        from tba.launch.defaults import with_objective_defaults
+
+        typer.echo(dump_config(with_objective_defaults(config)), nl=False)
         return
-    from tba.launch import train as run_training  # torch loads only when it is needed
+    from tba.launch import train as run_training
 
     summary = run_training(config)
     if not config.observe.progress:
@@ -65,6 +69,26 @@ def evaluate(
     values += [f"evaluate.num_prompts={num_prompts}"] if num_prompts else []
     values += [f"evaluate.samples_per_prompt={samples}"] if samples is not None else []
     typer.echo(json.dumps(evaluate_model(target, values)))
+
+
+@app.command()
+def compare(
+    study: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="Rows, columns, seeds and overrides.")],
+    output: Annotated[Path, typer.Option(help="Folder of study folders.")] = Path("runs/studies"),
+    quick: Annotated[bool, typer.Option("--quick", help="The study's `quick` section: an answer in minutes.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed runs once more.")] = False,
+    wait_seconds: Annotated[float, typer.Option(help="For runs that other processes of the study have.")] = 3600.0,
+    show_list: Annotated[bool, typer.Option("--list", help="Print every run with its state and stop.")] = False,
+) -> None:
+    """A grid of training runs, then one table. Resumes; started several times, the processes share the runs."""
+    from tba.compare import compare as run_study
+    from tba.compare import list_runs
+
+    if show_list:
+        for label, state in list_runs(study, output=output, quick=quick):
+            typer.echo(f"{state:>8}  {label}")
+        return
+    run_study(study, output=output, quick=quick, retry_failed=retry_failed, wait_seconds=wait_seconds)
 
 
 @app.command()

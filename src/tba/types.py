@@ -118,6 +118,9 @@ class Trajectory:
     reference_version: int
     loss_mask: np.ndarray
     """bool [T]: True where the policy chose the token (not a tool's or a user's words)."""
+    step_values: np.ndarray | None = None
+    """float32 [T]: Monte-Carlo value of the prefix before a token that begins a reasoning step, NaN at all others; None =
+    not estimated."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,8 +157,11 @@ class Totals:
     """
 
     prompts: int
+    """With at least one response that has weight."""
     responses: int
+    """That have weight."""
     tokens: int
+    """Of these responses, those that the policy chose."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -191,6 +197,10 @@ class Batch:
     rows_PK: Tensor
     """int64 rows of the replay buffer, for what is trained and how often."""
     totals: Totals
+    step_values_N: Tensor | None = None
+    """Monte-Carlo value of the prefix where a reasoning step begins, else NaN; None = not estimated."""
+    old_values_N: Tensor | None = None
+    """The critic's values when this batch was first trained on; None = this is the first time."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -206,6 +216,15 @@ class Batch:
         """int64 [N]: which response each token belongs to."""
         device = self.token_ids_N.device
         return torch.repeat_interleave(torch.arange(len(self.lengths), device=device), self.lengths.to(device))
+
+    def per_token(self, value_PK: Tensor) -> Tensor:
+        """[N]: each token gets its response's value."""
+        return value_PK.flatten()[self.response_of_token()]
+
+    @property
+    def kept_N(self) -> Tensor:
+        """bool [N]: tokens the policy chose, of responses that have weight."""
+        return self.loss_mask_N & (self.per_token(self.weight_PK) > 0)
 
     def sum_per_response(self, values_N: Tensor) -> Tensor:
         """Sum a token quantity over each response's chosen tokens -> [P, K], in fp32 (fp64 stays fp64)."""
@@ -227,7 +246,7 @@ class Batch:
             prompt_tokens=tuple(self.prompt_tokens[p] for p in prompts),
             offsets=torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]),
             rewards={name: value[index.to(device)] for name, value in self.rewards.items()},
-            **{name: getattr(self, name)[tokens.to(device)] for name in TOKEN_FIELDS},
+            **{name: value[tokens.to(device)] for name, value in self._token_tensors()},
             **{name: getattr(self, name)[index.to(device)] for name in RESPONSE_FIELDS},
         )
 
@@ -239,7 +258,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Move what objectives compute on; offsets stay on the CPU."""
-        moved = {name: getattr(self, name).to(device) for name in (*TOKEN_FIELDS, *RESPONSE_FIELDS)}
+        moved: dict[str, Any] = {name: value.to(device) for name, value in self._token_tensors()}
+        moved |= {name: getattr(self, name).to(device) for name in RESPONSE_FIELDS}
         return replace(
             self,
             prompt_tokens=tuple(tokens.to(device) for tokens in self.prompt_tokens),
@@ -247,8 +267,14 @@ class Batch:
             **moved,
         )
 
+    def _token_tensors(self) -> list[tuple[str, Any]]:
+        """(field, tensor) of every per-token quantity there is."""
+        found = [(name, getattr(self, name)) for name in (*TOKEN_FIELDS, "step_values_N", "old_values_N")]
+        return [(name, value) for name, value in found if value is not None]
+
 
 TOKEN_FIELDS = ("token_ids_N", "loss_mask_N", "log_ref_N", "behaviour_N", "policy_N")
+"""Those every batch has."""
 RESPONSE_FIELDS = ("reward_PK", "weight_PK", "version_PK", "truncated_PK", "rows_PK")
 
 
@@ -264,7 +290,9 @@ class Forward:
     entropy_N: Tensor | None = None
     """[N] entropy of the policy at each token, without gradient."""
     values_N: Tensor | None = None
+    """[N] the critic's value of the state before each token; None = there is no critic."""
     log_z_P: Tensor | None = None
+    """[P] learned log Z of each prompt; None = there is no such head."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,11 +1,14 @@
 """Adding, replacing, evicting, sampling: worked out by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
-from replay_builders import Groups, contents, replay, responses, trajectory
+from replay_builders import Groups, contents, prompt, replay, responses, trajectory
 
-from tba.replay import ReplayEmpty, packing
+from tba.config import ReplayConfig
+from tba.replay import ReplayBuffer, ReplayEmpty, packing
 from tba.types import TrajectoryGroup
 
 
@@ -246,3 +249,36 @@ def test_with_one_use_every_response_is_sampled_exactly_once():
         buffer.add(groups(name, [[10 * index + 1], [10 * index + 2]]), step=0)
     seen = [token for _ in range(3) for token in buffer.sample(2, 2, step=0).token_ids_N.tolist()]
     assert sorted(seen) == sorted(10 * index + k for index in range(6) for k in (1, 2))
+
+
+def test_recomputing_the_reference_rewrites_log_ref_and_nothing_else():
+    buffer, group = replay(deduplicate=False), Groups()
+    buffer.add(group("a", [[5, 6], [7]]), step=0)
+    buffer.add(group("b", [[8, 9, 10], [11]]), step=0)
+    before = buffer.sample(2, 2, step=0)
+    scored = buffer.recompute_reference(4, lambda prompts, ids: [-100.0 - tokens for tokens in ids])
+    after = buffer.sample(2, 2, step=0, reference_version=4)
+    assert scored == 4
+    assert torch.equal(after.log_ref_N, -100.0 - after.token_ids_N.float())
+    assert torch.equal(after.behaviour_N, -(after.token_ids_N + 0.25).float())
+    assert sorted(after.token_ids_N.tolist()) == sorted(before.token_ids_N.tolist())
+    buffer.add(group("a", [[12]], reference=4), step=1)
+    assert buffer.num_prompts == 2, "the prompt keeps its shelf"
+
+
+def test_step_values_are_stored_where_the_objective_needs_them():
+    members = [trajectory([5, 6, 7]), trajectory([8])]
+    values = [np.array([0.5, np.nan, 0.25], np.float32), np.array([0.75], np.float32)]
+    members = [dataclasses.replace(member, step_values=own) for member, own in zip(members, values)]
+    group = TrajectoryGroup(id="g", prompt=prompt("a"), trajectories=tuple(members))
+    buffer = ReplayBuffer(
+        ReplayConfig(), fresh_steps=1, seed=0, reward_names=("r",), reward_weights=(1.0,), step_values=True
+    )
+    buffer.add(group, step=0)
+    batch = buffer.sample(1, 2, step=0)
+    by_token = dict(zip(batch.token_ids_N.tolist(), batch.step_values_N.tolist()))
+    assert (by_token[5], by_token[7], by_token[8]) == (0.5, 0.25, 0.75)
+    assert np.isnan(by_token[6])
+    without = TrajectoryGroup(id="h", prompt=prompt("b"), trajectories=(trajectory([5]),))
+    with pytest.raises(ValueError, match="no Monte-Carlo values of its steps"):
+        buffer.add(without, step=0)

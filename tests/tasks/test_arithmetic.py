@@ -6,7 +6,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from tba.config import TaskConfig
+from tba.config import ModelConfig, TaskConfig
+from tba.launch import evaluate_model
+from tba.models.load import load_model
 from tba.tasks.answers import final_number, same_number
 from tba.tasks.arithmetic import (
     LARGEST,
@@ -19,9 +21,11 @@ from tba.tasks.arithmetic import (
     exact_match,
     held_out_problems,
     train_problems,
+    validation_problems,
     work,
 )
 from tba.tasks.arithmetic_tokens import make_tokenizer
+from tba.tasks.prepare import greedy_accuracy
 from tba.types import Completion
 
 HELD_OUT_FIRST = (
@@ -29,6 +33,11 @@ HELD_OUT_FIRST = (
     "How many books does each friend get?\n"
 )
 """Changes only if the generator changes; every published accuracy is measured on these problems."""
+VALIDATION_FIRST = (
+    "Eva has 36 stamps. She gives 9 to Leo. Zoe has 3 fewer. How many stamps do they have together?\n",
+    "Mia has 37 pens. She gives 10 to Ann. She loses 13. Max has 13 more. How many pens do they have together?\n",
+)
+"""With the default 20,000 training problems; a set that changes makes settings tuned on it incomparable."""
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +129,37 @@ def test_the_held_out_set_is_fixed_and_has_no_repetitions():
     assert len(problems) == len({problem.canonical for problem in problems}) == 2000
     assert all(problem.split == "held_out" for problem in problems)
     assert problems[0].text == HELD_OUT_FIRST
+
+
+@pytest.mark.parametrize("num_train", [50, 20_000])
+def test_validation_problems_are_neither_trained_on_nor_held_out(num_train):
+    problems = validation_problems(num_train)
+    contents = {problem.canonical for problem in problems}
+    assert len(problems) == len(contents) == 1000
+    assert all(problem.split == "train" for problem in problems)
+    assert not contents & {problem.canonical for problem in held_out_problems()}
+    assert not contents & {problem.canonical for problem in train_problems(num_train)}
+
+
+def test_the_validation_set_is_fixed_and_numbered(tokenizer):
+    assert tuple(problem.text for problem in validation_problems(20_000)[:2]) == VALIDATION_FIRST
+    prompts = ArithmeticTask(TaskConfig(), tokenizer, max_prompt_tokens=100).prompts("validation")
+    assert [(prompt.id, prompt.text) for prompt in prompts[:2]] == list(
+        zip(("validation-0", "validation-1"), VALIDATION_FIRST)
+    )
+
+
+def test_the_validation_split_is_evaluated_where_it_is_asked_for():
+    settings = ["task.num_train_prompts=50", "evaluate.num_prompts=60", "generate.max_new_tokens=48"]
+    loaded = load_model(ModelConfig(path="tba:arithmetic"))
+    by_generate = {
+        split: greedy_accuracy(loaded.model, loaded.tokenizer, problems[:60])
+        for split, problems in (("validation", validation_problems(50)), ("held_out", held_out_problems()))
+    }
+    assert by_generate["validation"] != by_generate["held_out"]
+    assert evaluate_model("tba:arithmetic", settings)["accuracy"] == by_generate["held_out"]
+    validation = evaluate_model("tba:arithmetic", [*settings, "evaluate.split=validation"])
+    assert validation["accuracy"] == by_generate["validation"]
 
 
 def test_training_problems_are_the_start_of_one_stream():

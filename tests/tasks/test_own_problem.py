@@ -6,7 +6,8 @@ import textwrap
 import numpy as np
 import pytest
 
-from tba.config import RewardConfig, TaskConfig
+from tba.config import RewardConfig, TaskConfig, load_config
+from tba.launch import train
 from tba.tasks.arithmetic_tokens import make_tokenizer
 from tba.tasks.base import RewardFailed
 from tba.tasks.encoding import encode
@@ -120,6 +121,17 @@ def test_eval_data_is_the_held_out_split(tokenizer, write):
         eval_fraction=0.5,
     )
     assert [len(task.prompts(split)) for split in ("train", "held_out")] == [3, 2]
+
+
+def test_a_validation_split_is_refused_before_there_is_a_run_folder(write, tmp_path):
+    function = write("rewards.py", SCORE) + ":score"
+    task = {"name": "own", "data": write("data.jsonl", ROWS), "rewards": [{"function": function}]}
+    config = load_config(None, ["evaluate.split=validation", f"output={tmp_path}/runs"], task=task)
+    with pytest.raises(
+        ValueError, match=r"no validation split.* as task\.eval_data, .*`tba evaluate RUN task\.eval_data"
+    ):
+        train(config)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_id_column_names_the_prompt(tokenizer, write):

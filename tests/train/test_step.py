@@ -8,7 +8,10 @@ import torch
 from builders import ragged_batch, tiny_llama
 
 from tba.config import TrainConfig
+from tba.models.heads import make_critic, make_log_z
+from tba.models.packing import pack
 from tba.models.policy import PolicyModel
+from tba.objectives.registry import OBJECTIVES
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.train.collate import Budget
 from tba.train.optim import MasterAdamW
@@ -57,6 +60,80 @@ def test_a_token_budget_smaller_than_any_response_still_trains_them_one_by_one()
     got, _ = gradients(Budget(max_tokens=1))
     want = plain_gradients()
     assert (got - want).abs().max() < 1e-5 * max(1.0, want.abs().max().item())
+
+
+def heads_step(name: str, budget: Budget) -> TrainStep:
+    """A step of an objective with a head, whose weights are not the zeros they start as."""
+    model, objective = tiny_llama(), OBJECTIVES[name]()
+    critic = make_critic(model, separate=name == "ppo-separate") if objective.needs.critic else None
+    log_z = make_log_z(model) if objective.needs.log_z else None
+    for head in (critic, log_z):
+        if head is not None:
+            torch.nn.init.normal_(head.head.weight, generator=torch.Generator().manual_seed(3))
+    policy = PolicyModel(model, critic=critic, log_z=log_z)
+    heads = [parameter for head in policy.heads for parameter in head.parameters()]
+    optimizer = MasterAdamW(model.parameters(), TrainConfig(), heads=heads, heads_rate=0.5)
+    return TrainStep(policy, objective, optimizer, budget=budget, temperature=0.7)
+
+
+@pytest.mark.parametrize("name", ["ppo", "tb_learned_z"])
+def test_gradients_of_critic_and_log_z_are_the_same_for_every_micro_batch_size(name):
+    def all_gradients(responses: int, share: bool) -> torch.Tensor:
+        step = heads_step(name, Budget(max_tokens=10_000, max_responses=responses, share_prompts=share))
+        step.gradients(ragged_batch(P, K), beta=0.1)
+        return torch.cat([master.grad.flatten() for master in step.optimizer.masters])
+
+    want = all_gradients(P * K, True)
+    for responses, share in ((1, True), (3, False), (K, True), (2 * K, False), (P * K, False)):
+        got = all_gradients(responses, share)
+        assert (got - want).abs().max() < 2e-5 * max(1.0, want.abs().max().item()), (responses, share)
+
+
+def test_a_critic_of_its_own_leaves_the_policy_alone():
+    """With rewards of 0 and no KL the advantages are noise; but the value loss alone must not reach the policy."""
+    gradients = {}
+    for separate in (True, False):
+        model = tiny_llama()
+        critic = make_critic(model, separate=separate)
+        torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(3))
+        policy = PolicyModel(model, critic=critic)
+        packed = pack([torch.tensor([3, 4])], [[torch.tensor([5, 6, 2])]], share_prompts=True, device=policy.device)
+        policy.forward(packed, temperature=1.0).values_N.sum().backward()
+        gradients[separate] = model.model.layers[0].mlp.up_proj.weight.grad
+    assert gradients[True] is None
+    assert gradients[False].abs().max() > 0
+
+
+def test_values_are_of_the_state_before_each_token():
+    model = tiny_llama()
+    critic = make_critic(model, separate=False)
+    torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(3))
+    tokens = torch.tensor([3, 4, 5, 6, 2])
+    hidden = model.model(tokens[None]).last_hidden_state[0]
+    want = critic(hidden[1:4])  # states [3 4], [3 4 5], [3 4 5 6] choose 5, 6, 2
+    packed = pack([tokens[:2]], [[tokens[2:]]], share_prompts=True, device=tokens.device)
+    got = PolicyModel(model, critic=critic).forward(packed, temperature=1.0).values_N
+    assert (got - want).abs().max() < 1e-5
+
+
+def test_log_z_starts_at_the_vargrad_estimate_of_the_first_batch():
+    step, batch, beta = heads_step("tb_learned_z", Budget(max_tokens=10_000)), ragged_batch(P, K), 0.1
+    torch.nn.init.zeros_(step.policy.log_z.head.weight)
+    result = step.gradients(batch, beta=beta)
+    estimates = (
+        batch.sum_per_response(batch.log_ref_N) + batch.reward_PK / beta - batch.sum_per_response(batch.policy_N)
+    )
+    assert result.said.log_z_P.tolist() == pytest.approx([estimates.mean().item()] * P, rel=1e-5)
+
+
+def test_heads_have_a_clip_and_a_learning_rate_of_their_own():
+    policy, head = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    optimizer = MasterAdamW([policy], TrainConfig(max_grad_norm=1.0), heads=[head], heads_rate=0.5)
+    policy.grad, head.grad = torch.tensor([0.5]), torch.tensor([1000.0])
+    assert optimizer.clip_gradients().item() == pytest.approx(0.5)
+    assert (policy.grad.item(), head.grad.item()) == pytest.approx((0.5, 1.0), rel=1e-4)
+    optimizer.step(0.01)
+    assert (policy.item(), head.item()) == pytest.approx((-0.01, -0.5), rel=1e-4)  # Adam's first step is the rate
 
 
 def test_metrics_are_the_same_in_one_and_in_two_passes():

@@ -114,10 +114,10 @@ def _unknown_key(location: list[str]) -> str:
     section = _section_at(location[:-1])
     known = list(section.model_fields) if section is not None else []
     prefix = ".".join(location[:-1])
-    close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-    if close:
-        return f"unknown key {'.'.join(location)}: did you mean {'.'.join([*location[:-1], close[0]])}?"
     elsewhere = _keys_named(location[-1])
+    close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+    if close and not any(key.endswith(f".{location[-1]}") for key in elsewhere):
+        return f"unknown key {'.'.join(location)}: did you mean {'.'.join([*location[:-1], close[0]])}?"
     if elsewhere:
         return f"unknown key {'.'.join(location)}: did you mean {elsewhere[0]}?"
     return f"unknown key {'.'.join(location)}: {prefix or 'the config'} takes {', '.join(known)}."

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from tba.config.base import Section
 from tba.config.schedule import Schedule
@@ -130,8 +130,9 @@ class ReplayConfig(Section):
     """Groups received in the last so many optimizer steps are fresh; None = 2 * train.publish_every."""
     inverse_temperature: float = Field(default=0.0, ge=0.0)
     """Old responses are drawn with probability ~ exp(inverse_temperature * reward); 0 = uniform."""
-    deduplicate: bool = True
-    """The newer of two responses with the same tokens wins. Sync mode keeps both: on-policy data has multiplicities."""
+    deduplicate: bool | None = None
+    """The newer of two responses with the same tokens wins. None = the objective's: yes for trajectory balance, no for
+    policy gradients, whose estimates need the multiplicities. Sync and fixed-lag modes keep both."""
     max_trained_per_generated: float = Field(default=2.0, gt=0.0)
     """The trainer waits for new responses once it has trained each so often on average (Reverb's limiter)."""
     max_uses: int | None = Field(default=None, ge=1)
@@ -142,27 +143,32 @@ class ReplayConfig(Section):
     weight in the loss)."""
     max_lag: int = Field(default=8, ge=0)
     """Optimizer steps; for lag=pace and lag=drop."""
+    on_reference_reset: Literal["drop", "recompute"] = "drop"
+    """What was scored by an earlier reference: drop it, or recompute its log_ref (the trainer then holds the reference)."""
     imports: tuple[str, ...] = ()
     """JSONL files of existing responses to start from (`prompt`, `completion`; optional `rewards`)."""
 
 
 class ObjectiveConfig(Section):
-    name: Literal["tb"] = "tb"
-    """tb = VarGrad trajectory balance."""
-    beta: Schedule = Schedule(start=0.05)
-    """Temperature of the target pi_ref * exp(r / beta); must stay positive."""
-    residual_clip: float | None = Field(default=None, gt=0.0)
-    """Largest |residual| of a response, in nats times beta (reward units); None = no clip."""
+    """Keys beside these two are the chosen objective's own settings; its class in `tba.objectives` declares them."""
 
-    @field_validator("beta")
-    @classmethod
-    def _positive(cls, beta: Schedule) -> Schedule:
-        end = beta.start if beta.kind == "constant" else (0.0 if beta.end is None else beta.end)
-        if beta.start <= 0 or end <= 0:
-            raise ValueError(
-                f"objective.beta must stay above 0, got start={beta.start}, end={end}: set objective.beta.end."
-            )
-        return beta
+    model_config = ConfigDict(extra="allow")
+
+    name: str = "tb"
+    """tb, tb_learned_z, tba_prime, kimi, reinforce, rloo, proximal_rloo, grpo, dr_grpo, ppo, vineppo or online_dpo."""
+    beta: Schedule | None = None
+    """Weight of the reference: TB's target is pi_ref * exp(r / beta), others subtract beta * KL; None = the objective's."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The objective's own settings that were given."""
+        return dict(self.model_extra or {})
+
+
+class ReferenceConfig(Section):
+    reset_every: int | None = Field(default=None, ge=0)
+    """Optimizer steps after which the current policy becomes the reference; 0 = never; None = the objective's habit (50
+    for tba_prime, never for the others)."""
 
 
 class TrainConfig(Section):
@@ -170,8 +176,10 @@ class TrainConfig(Section):
     """Optimizer steps."""
     responses_per_step: int = Field(default=128, ge=2)
     """Responses in one optimizer step: prompts_per_step * samples_per_prompt."""
-    samples_per_prompt: int = 8
+    samples_per_prompt: int = Field(default=8, ge=1)
     """K: responses of one prompt in a step."""
+    updates_per_batch: int = Field(default=1, ge=1)
+    """Optimizer steps on the same batch before the next is sampled (PPO's epochs, GRPO's mu)."""
     learning_rate: Schedule | None = None
     """Of AdamW; None = constant, from the number of parameters: 2e-4 for the shipped model, 2.4e-6 at 0.5B, 5e-7 at 7B."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
@@ -197,8 +205,8 @@ class TrainConfig(Section):
     """Groups whose rewards are all equal. Kept by default: in TB they carry the pull to the reference."""
     checkpoint_every: int | None = Field(default=None, ge=1)
     """Steps between checkpoints; None = only at the end."""
-    keep_checkpoints: int = Field(default=2, ge=1)
-    """The last so many are kept."""
+    keep_checkpoints: int = Field(default=2, ge=0)
+    """The last so many are kept; 0 = none is written."""
 
     @property
     def prompts_per_step(self) -> int:
@@ -207,11 +215,6 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        if self.samples_per_prompt < 2:
-            raise ValueError(
-                f"train.samples_per_prompt must be at least 2, got {self.samples_per_prompt}: "
-                "with one sample the residual is always zero and nothing is learned."
-            )
         if self.responses_per_step % self.samples_per_prompt:
             lower = self.responses_per_step // self.samples_per_prompt * self.samples_per_prompt
             raise ValueError(
@@ -238,8 +241,11 @@ class RuntimeConfig(Section):
 class EvaluateConfig(Section):
     every: int | None = Field(default=None, ge=1)
     """Steps between evaluations; None = at the start and the end only."""
+    split: Literal["held_out", "validation"] = "held_out"
+    """Tune on validation, report on held_out: settings chosen by looking at the held-out prompts flatter themselves there. A
+    run folder keeps its split; `tba evaluate RUN evaluate.split=held_out` reports a run that was tuned on validation."""
     num_prompts: int = Field(default=500, ge=1)
-    """Held-out prompts."""
+    """Prompts of the split; arithmetic has 2000 held-out and 1000 validation problems."""
     samples_per_prompt: int = Field(default=0, ge=0)
     """Samples at the training temperature for pass@k and avg@k; 0 = greedy accuracy only."""
 
@@ -266,14 +272,18 @@ class Config(Section):
     """True replaces a finished run of the same name."""
     seed: int = Field(default=0, ge=0)
     """Of prompt order, sampling and replay."""
-    mode: Literal["async", "sync"] = "async"
-    """async = searchers and trainer in processes of their own, no barrier; sync = they take turns in one, lag 0."""
+    mode: Literal["async", "sync", "fixed_lag"] = "async"
+    """async = searchers and trainer in processes of their own, no barrier; sync = they take turns in one, lag 0; fixed_lag
+    = they take turns, the searcher with weights exactly lag_steps old (for studies of staleness)."""
+    lag_steps: int = Field(default=1, ge=1)
+    """mode=fixed_lag only: optimizer steps between the weights that generate and those that train."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     generate: GenerateConfig = GenerateConfig()
     search: SearchConfig = SearchConfig()
     replay: ReplayConfig = ReplayConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     train: TrainConfig = TrainConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -294,12 +304,19 @@ class Config(Section):
 
     @property
     def fresh_steps(self) -> int:
-        """replay.fresh_steps, or twice the publication interval; 1 in sync mode: only the current version is sampled."""
-        if self.mode == "sync":
+        """replay.fresh_steps, or twice the publication interval; 1 where the roles take turns: only what was generated for
+        this step is sampled."""
+        if self.takes_turns:
             return 1
         return self.replay.fresh_steps or 2 * self.train.publish_every
 
+    @property
+    def takes_turns(self) -> bool:
+        """Searcher and trainer take turns in one process."""
+        return self.mode != "async"
+
     def beta_at(self, step: int) -> float:
+        assert self.objective.beta is not None, "filled in by tba.launch.defaults"
         return self.objective.beta.at(step, max_steps=self.train.max_steps)
 
     def learning_rate_at(self, step: int) -> float:
@@ -308,15 +325,15 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        if self.mode == "sync" and self.train.publish_every != 1:
+        if self.takes_turns and self.train.publish_every != 1:
             raise ValueError(
-                f"train.publish_every={self.train.publish_every} makes no sense in sync mode, where every step trains on "
-                "responses of the current weights: leave it at 1."
+                f"train.publish_every={self.train.publish_every} makes no sense in {self.mode} mode, where the lag of every "
+                "step is given: leave it at 1."
             )
-        if self.mode == "sync" and self.search.num_searchers != 1:
+        if self.takes_turns and self.search.num_searchers != 1:
             raise ValueError(
-                f"search.num_searchers={self.search.num_searchers} needs mode=async: in sync mode one searcher and the "
-                "trainer take turns."
+                f"search.num_searchers={self.search.num_searchers} needs mode=async: in {self.mode} mode one searcher and "
+                "the trainer take turns."
             )
         if self.replay.lag == "pace" and self.replay.max_trained_per_generated < 1:
             raise ValueError(

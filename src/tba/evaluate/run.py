@@ -1,4 +1,4 @@
-"""Evaluate an engine on held-out prompts: greedy accuracy, and pass@k / avg@k at the sampling temperature."""
+"""Evaluate an engine on held-out or validation prompts: greedy accuracy, and pass@k / avg@k at the sampling temperature."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tba.types import Completion, Prompt, Request, Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Scores held-out prompts with an engine. `rewards` is its own, not shared with a running search."""
+    """Scores the prompts of evaluate.split with an engine. `rewards` is its own, not shared with a running search."""
 
     task: Task
     rewards: Rewards
@@ -64,7 +64,7 @@ def make_evaluator(config: Config, loaded: LoadedModel, task: Task, rewards: Rew
         task=task,
         rewards=rewards,
         tokenizer=loaded.tokenizer,
-        prompts=task.prompts("held_out")[: config.evaluate.num_prompts],
+        prompts=task.prompts(config.evaluate.split)[: config.evaluate.num_prompts],
         sampling=training_sampling(config),
         samples_per_prompt=config.evaluate.samples_per_prompt,
     )

@@ -64,6 +64,9 @@ class Engine(Protocol):
 class Scorer(Protocol):
     """Log-probs of given responses under a frozen model."""
 
+    def load(self, weights: Weights) -> None:
+        """Another model of the same shape (a reference reset)."""
+
     def score(
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
     ) -> list[np.ndarray]:

@@ -192,6 +192,10 @@ class TransformersScorer:
         self.model: Any = model
         self.device = next(model.parameters()).device
 
+    def load(self, weights: Weights) -> None:
+        """Another reference of the same shape (a reference reset)."""
+        self.model.load_state_dict(dict(weights.tensors), strict=False)
+
     @torch.no_grad()
     def score(
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float

@@ -31,7 +31,7 @@ class AsyncRun:
     trainer: Trainer
     runtime: LocalRuntime
     interrupt: Interrupt
-    has_held_out: bool
+    has_evaluation_prompts: bool
     _status_at: float = 0.0
 
     @classmethod
@@ -45,6 +45,7 @@ class AsyncRun:
             tensors=weights.tensors,
             dtype=loaded.model.dtype,
             canary=lambda published: trainer.train_step.policy.canary(published.tensors),
+            reference_resets=bool(config.reference.reset_every),
         )
         recorder = Recorder(
             config,
@@ -53,7 +54,16 @@ class AsyncRun:
             roles=runtime.statuses,
             more_metrics=runtime.metrics,
         )
-        trainer = make_trainer(config, loaded, task, runtime, runtime, recorder, cursors=runtime.cursors)
+        trainer = make_trainer(
+            config,
+            loaded,
+            task,
+            runtime,
+            runtime,
+            recorder,
+            reference_publisher=runtime.reference_publisher,
+            cursors=runtime.cursors,
+        )
         trainer.gate = make_gate(
             config,
             trainer,
@@ -61,7 +71,8 @@ class AsyncRun:
             num_train_prompts=len(task.prompts("train")),
             asked_to_stop=lambda: interrupt.asked,
         )
-        run = cls(config, trainer, runtime, interrupt, has_held_out=len(task.prompts("held_out")) > 0)
+        evaluated = task.prompts(config.evaluate.split)
+        run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0)
         try:
             runtime.publish(weights)
             arguments = {"config": config, "functions": inputs.functions, "logs": folder.logs}
@@ -84,7 +95,7 @@ class AsyncRun:
                     self.step()
             except Interrupted:
                 return
-            if self.has_held_out:
+            if self.has_evaluation_prompts:
                 self.wait_for_evaluation(self.trainer.step_index)
 
     def step(self) -> None:
@@ -96,7 +107,7 @@ class AsyncRun:
         self.write_status()
 
     def ask_for_evaluation(self) -> None:
-        if self.has_held_out:
+        if self.has_evaluation_prompts:
             self.runtime.evaluate(self.trainer.step_index)
 
     def take_evaluations(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tba.config import Config, Schedule
 from tba.models.load import LoadedModel
+from tba.objectives.make import make_objective
 
 ANCHOR_PARAMETERS, ANCHOR_RATE = 0.314e6, 2e-4
 """The shipped model's size and a rate that it learns at."""
@@ -27,6 +28,7 @@ def learning_rate_for(num_parameters: int) -> float:
 
 def with_defaults(config: Config, loaded: LoadedModel) -> Config:
     """The config with every None that means `by the model and machine` replaced."""
+    config = with_objective_defaults(config)  # changes nothing where it was done before
     train, generate = config.train, config.generate
     train = train.model_copy(
         update={
@@ -36,6 +38,25 @@ def with_defaults(config: Config, loaded: LoadedModel) -> Config:
     )
     generate = generate.model_copy(update={"slots": generate.slots or slots_for(loaded, generate.max_new_tokens)})
     return config.model_copy(update={"train": train, "generate": generate})
+
+
+def with_objective_defaults(config: Config) -> Config:
+    """What the objective decides where nothing else was asked for: beta, its settings, resets, deduplication."""
+    objective = make_objective(config)
+    beta = config.objective.beta or Schedule(start=objective.default_beta)
+    settings = {name: value for name, value in objective.model_dump(mode="json").items() if value is not None}
+    reset_every, deduplicate = config.reference.reset_every, config.replay.deduplicate
+    if reset_every is None:
+        reset_every = objective.default_reset_every
+    if deduplicate is None:
+        deduplicate = not objective.needs.multiplicities
+    return config.model_copy(
+        update={
+            "objective": config.objective.model_copy(update={"beta": beta, **settings}),
+            "reference": config.reference.model_copy(update={"reset_every": reset_every}),
+            "replay": config.replay.model_copy(update={"deduplicate": deduplicate}),
+        }
+    )
 
 
 def slots_for(loaded: LoadedModel, max_new_tokens: int) -> int:

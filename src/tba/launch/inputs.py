@@ -26,4 +26,6 @@ class RunInputs:
 def load_inputs(config: Config, functions: RewardFunctions = None) -> RunInputs:
     """Load model and data: what can be wrong with them shows before a run folder exists."""
     loaded = load_model(config.model)
-    return RunInputs(loaded=loaded, task=make_task_for(config, loaded, functions), functions=functions)
+    task = make_task_for(config, loaded, functions)
+    task.prompts(config.evaluate.split)  # or a split that the task lacks would only show when a searcher evaluates
+    return RunInputs(loaded=loaded, task=task, functions=functions)

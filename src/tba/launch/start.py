@@ -13,9 +13,9 @@ import torch
 from tba.config import Config, dump_config, load_config
 from tba.evaluate.run import make_evaluator
 from tba.launch.asynchronous import AsyncRun
-from tba.launch.defaults import with_defaults
+from tba.launch.defaults import with_defaults, with_objective_defaults
 from tba.launch.imports import import_groups
-from tba.launch.inputs import RewardFunctions, load_inputs
+from tba.launch.inputs import RewardFunctions, RunInputs, load_inputs
 from tba.launch.synchronous import SyncRun
 from tba.observe.closing import show_summary
 from tba.observe.files import RunFolder, write_atomic
@@ -25,15 +25,16 @@ from tba.tasks.rewards import make_rewards
 logger = logging.getLogger("tba")
 
 
-def train(config: Config, functions: RewardFunctions = None) -> dict[str, Any]:
+def train(config: Config, functions: RewardFunctions = None, *, inputs: RunInputs | None = None) -> dict[str, Any]:
     """Run a training and return what summary.json holds. After Ctrl-C it is saved as far as it came, then raised again."""
     torch.set_num_threads(config.runtime.threads)
-    inputs = load_inputs(config, functions)
+    config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
+    inputs = inputs or load_inputs(config, functions)
     config = with_defaults(config, inputs.loaded)
     folder = RunFolder.create(config.run_folder, overwrite=config.overwrite)
     write_atomic(folder.config, dump_config(config))
     imported = import_groups(config, inputs, folder)  # while the model is still the reference
-    make = SyncRun.make if config.mode == "sync" else AsyncRun.make
+    make = SyncRun.make if config.takes_turns else AsyncRun.make
     run = make(config, folder, inputs)
     try:
         for group in imported:

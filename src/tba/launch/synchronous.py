@@ -1,4 +1,4 @@
-"""Synchronous mode: searcher and trainer take turns in one process, lag 0."""
+"""Modes in which searcher and trainer take turns in one process: sync (lag 0) and fixed_lag (exactly lag_steps)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from tba.config import Config
 from tba.evaluate.run import Evaluator, make_evaluator
+from tba.generate.engine import Engine
 from tba.launch.inputs import RunInputs
 from tba.launch.interrupt import Interrupt
+from tba.models.weights import make_weights
 from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder
-from tba.runtime.channels import LocalGroups, LocalWeights
+from tba.runtime.channels import LaggedWeights, LocalGroups, LocalWeights
 from tba.search.loop import Searcher
-from tba.search.make import make_search_engine, make_searcher
+from tba.search.make import make_search_engine, make_searcher, make_step_values
 from tba.search.scoring import group_texts
 from tba.tasks.rewards import make_rewards
 from tba.train.loop import Trainer
@@ -24,12 +26,14 @@ MAX_EMPTY_SEARCHES = 20
 
 @dataclass
 class SyncRun:
-    """Every step trains on responses of the current weights."""
+    """Every step trains on responses of the current weights, or of those `lag_steps` steps ago."""
 
     config: Config
     searcher: Searcher
     trainer: Trainer
     evaluator: Evaluator
+    evaluation_engine: Engine
+    """The searcher's own, unless that one lags behind."""
     interrupt: Interrupt
 
     @classmethod
@@ -37,15 +41,35 @@ class SyncRun:
         """Build both roles around one model; engine and reference copy its weights as they are now."""
         loaded, task = inputs.loaded, inputs.task
         engine = make_search_engine(config, loaded)
+        lags = config.mode == "fixed_lag"
+        evaluation_engine = make_search_engine(config, loaded) if lags else engine
         rewards = make_rewards(task, config, log=folder.logs / "rewards.log", functions=inputs.functions)
         groups = LocalGroups()
-        searcher = make_searcher(config, loaded, task, engine=engine, rewards=rewards, sender=groups)
-        recorder = Recorder(config, folder, decode=lambda group: group_texts(loaded.tokenizer, group))
-        publisher = LocalWeights(engine.load)
-        trainer = make_trainer(
-            config, loaded, task, groups, publisher, recorder, cursors=lambda: [searcher.prompts.cursor]
+        step_values = make_step_values(
+            config, loaded, task, log=folder.logs / "rewards-values.log", functions=inputs.functions
         )
-        return cls(config, searcher, trainer, make_evaluator(config, loaded, task, rewards), Interrupt())
+        searcher = make_searcher(
+            config, loaded, task, engine=engine, rewards=rewards, sender=groups, step_values=step_values
+        )
+        recorder = Recorder(config, folder, decode=lambda group: group_texts(loaded.tokenizer, group))
+        trainer = make_trainer(
+            config,
+            loaded,
+            task,
+            groups,
+            LaggedWeights(engine.load, lag=config.lag_steps) if lags else LocalWeights(engine.load),
+            recorder,
+            reference_publisher=LocalWeights(searcher.scorer.load_reference),
+            cursors=lambda: [searcher.prompts.cursor],
+        )
+        return cls(
+            config,
+            searcher,
+            trainer,
+            evaluator=make_evaluator(config, loaded, task, rewards),
+            evaluation_engine=evaluation_engine,
+            interrupt=Interrupt(),
+        )
 
     @property
     def recorder(self) -> Recorder:
@@ -61,7 +85,10 @@ class SyncRun:
                     self.evaluate()
 
     def step(self) -> None:
-        self.recorder.training_starts()  # in sync mode generation is part of every step
+        self.recorder.training_starts()  # generation is part of every step here
+        if not self.trainer.needs_batch:
+            self.trainer.step()
+            return
         for _ in range(MAX_EMPTY_SEARCHES):
             self.searcher.step(self.config.train.prompts_per_step)
             self.trainer.receive()
@@ -73,11 +100,15 @@ class SyncRun:
         )
 
     def evaluate(self) -> None:
-        if self.evaluator.prompts:
-            self.recorder.evaluation(self.trainer.step_index, self.evaluator(self.searcher.engine))
+        if not self.evaluator.prompts:
+            return
+        if self.evaluation_engine is not self.searcher.engine:
+            policy = self.trainer.train_step.policy
+            self.evaluation_engine.load(make_weights(policy.model, version=self.trainer.step_index))
+        self.recorder.evaluation(self.trainer.step_index, self.evaluator(self.evaluation_engine))
 
     def close(self) -> None:
-        self.searcher.rewards.close()
+        self.searcher.close()
         self.recorder.close()
 
     def _evaluation_due(self) -> bool:

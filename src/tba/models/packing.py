@@ -30,6 +30,8 @@ class PackedTokens:
     """Index in T of the hidden state that predicts each response token."""
     targets_M: Tensor
     """The response tokens, distinct responses in the order they first occur."""
+    prompt_spans: tuple[tuple[int, int], ...]
+    """(first index in T, length) of each prompt, once."""
     copies: Tensor | None = None
     """Index into M for each token of all responses in the order given, equal ones included; None = they are distinct."""
 
@@ -70,8 +72,9 @@ def _distinct(responses: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]]
 
 def _pack_whole(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]], device: torch.device) -> PackedTokens:
     """Every response is a root: its prompt, then its tokens but the last."""
-    pieces, predict, lengths, start = [], [], [], 0
+    pieces, predict, lengths, spans, start = [], [], [], [], 0
     for prompt, own in zip(prompts, responses):
+        spans.append((start, len(prompt)))
         for response in own:
             length = len(prompt) + len(response) - 1
             pieces += [prompt, response[:-1]]
@@ -84,6 +87,7 @@ def _pack_whole(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]]
         layout=PackedLayout(root_lengths=lengths, device=device),
         predict_M=torch.cat(predict).to(device),
         targets_M=torch.cat([response for own in responses for response in own]).to(device),
+        prompt_spans=tuple(spans),
     )
 
 
@@ -111,6 +115,7 @@ def _pack_shared(
         device=device,
     )
     return PackedTokens(
+        prompt_spans=tuple((int(end) - len(prompt), len(prompt)) for prompt, end in zip(prompts, root_ends)),
         input_ids_T=torch.cat(pieces).to(device),
         positions_T=torch.cat(positions).to(device),
         layout=layout,

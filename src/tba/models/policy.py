@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from tba.models.canary import CANARY_TOKENS, canary_tokens
+from tba.models.heads import Critic, LogZ
 from tba.models.logprobs import chosen_log_probs
 from tba.models.packed_attention import PackedLayout, use_packed_attention
 from tba.models.packing import PackedTokens, pack
@@ -28,9 +29,18 @@ class PolicyModel:
     the model's own plain forward pass; a model that fails it is computed one sequence at a time, in words.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, critic: Critic | None = None, log_z: LogZ | None = None) -> None:
         self.model = model
+        self.critic = None
+        self.log_z = None
         self.packed = self._check_packed()
+        if not self.packed and (critic is not None or log_z is not None):
+            raise ValueError(
+                "objectives with a critic or a learned log Z need hidden states of packed responses, which this model does "
+                "not give (see the warning above): use tb, rloo, grpo or another objective without them."
+            )
+        self.critic = critic
+        self.log_z = log_z
 
     @property
     def device(self) -> torch.device:
@@ -41,18 +51,34 @@ class PolicyModel:
         if not self.packed:
             return self._forward_one_by_one(packed, temperature)
         head = self.model.get_output_embeddings()
+        hidden_TH = self._hidden(self.model.base_model, packed)
         log_pi, entropy = chosen_log_probs(
-            self._hidden(packed)[packed.predict_M],
+            hidden_TH[packed.predict_M],
             head.weight,
             packed.targets_M,
             temperature=temperature,
             bias_V=getattr(head, "bias", None),
             softcap=getattr(self.model.config, "final_logit_softcapping", None),
         )
-        return Forward(log_pi_N=packed.expand(log_pi), entropy_N=packed.expand(entropy))
+        return Forward(
+            log_pi_N=packed.expand(log_pi),
+            entropy_N=packed.expand(entropy),
+            values_N=None if self.critic is None else packed.expand(self._values(self.critic, hidden_TH, packed)),
+            log_z_P=None if self.log_z is None else self.log_z(hidden_TH, packed.prompt_spans),
+        )
 
-    def _hidden(self, packed: PackedTokens) -> Tensor:
-        output = self.model.base_model(
+    def _values(self, critic: Critic, hidden_TH: Tensor, packed: PackedTokens) -> Tensor:
+        if critic.trunk is not None:
+            hidden_TH = self._hidden(critic.trunk, packed)
+        return critic(hidden_TH[packed.predict_M])
+
+    @property
+    def heads(self) -> list[nn.Module]:
+        """What is trained beside the model."""
+        return [head for head in (self.critic, self.log_z) if head is not None]
+
+    def _hidden(self, trunk: nn.Module, packed: PackedTokens) -> Tensor:
+        output = trunk(
             input_ids=packed.input_ids_T[None],
             position_ids=packed.positions_T[None],
             use_cache=False,

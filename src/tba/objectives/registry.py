@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from tba.config import ObjectiveConfig
 from tba.objectives.base import Objective
-from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.objectives.dpo import OnlineDPO
+from tba.objectives.grpo import GRPO, DrGRPO
+from tba.objectives.policy_gradient import RLOO, ProximalRLOO, Reinforce
+from tba.objectives.ppo import PPO
+from tba.objectives.tba_prime import TBAPrime
+from tba.objectives.trajectory_balance import Kimi, LearnedLogZ, TrajectoryBalance
+from tba.objectives.vineppo import VinePPO
 
-OBJECTIVES: dict[str, Callable[[ObjectiveConfig], Objective]] = {
-    "tb": lambda config: TrajectoryBalance(residual_clip=config.residual_clip),
+OBJECTIVES: dict[str, type[Objective]] = {
+    "tb": TrajectoryBalance,
+    "tb_learned_z": LearnedLogZ,
+    "tba_prime": TBAPrime,
+    "kimi": Kimi,
+    "reinforce": Reinforce,
+    "rloo": RLOO,
+    "proximal_rloo": ProximalRLOO,
+    "grpo": GRPO,
+    "dr_grpo": DrGRPO,
+    "ppo": PPO,
+    "vineppo": VinePPO,
+    "online_dpo": OnlineDPO,
 }
-
-
-def make_objective(config: ObjectiveConfig) -> Objective:
-    return OBJECTIVES[config.name](config)

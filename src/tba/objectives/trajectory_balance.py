@@ -1,25 +1,28 @@
-"""Trajectory balance with the VarGrad estimate of log Z (arXiv 2503.18929, section 3; TB: arXiv 2201.13259).
+"""Trajectory balance (TB: arXiv 2201.13259) with log Z estimated from the group (VarGrad), learned, or from rewards alone.
 
 The target is pi*(y|x) ~ pi_ref(y|x) exp(r(y; x) / beta). At the optimum log Z(x) = log_ref + r / beta - log_pi for every
-response y, so its spread within a prompt is the loss:
+response y. The three objectives here differ in what they put for log Z in
 
-    log_z_ij   = log_ref_ij + r_ij / beta - log_pi_ij
-    loss       = mean_ij (log_z_ij - SG[mean_j log_z_ij])^2
+    residual_ij = log Z_i - (log_ref_ij + r_ij / beta - log_pi_ij),        loss = mean_ij residual_ij^2
 
 Any response may be trained on, whoever generated it: no importance weight appears.
+
+Deviation: (beta / 2) x the loss is back-propagated, so that gradients have reward units and one clipping threshold means
+the same at every beta; `tb/loss` logs the loss itself.
 
 Axes: P prompts, K responses per prompt.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from tba.objectives.base import Coupling, Needs
+from tba.objectives.base import Coupling, Needs, Objective
+from tba.objectives.groups import prompt_mean
 from tba.types import Batch, Forward, Loss
 
 
@@ -48,60 +51,80 @@ def trajectory_balance_loss(
     return residual_PK.square().sum() / (num_responses or max(1, int(weight_PK.sum())))
 
 
-def prompt_mean(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
-    """Mean over the K responses of each prompt that have weight -> [P, 1]; 0 where none has."""
-    total_P1 = (weight_PK * value_PK).sum(dim=1, keepdim=True)
-    return total_P1 / weight_PK.sum(dim=1, keepdim=True).clamp(min=1.0)
+class TrajectoryBalance(Objective):
+    """`tb`: log Z_i = SG[mean_j log_z_ij], the VarGrad estimate (arXiv 2503.18929, section 3).
 
-
-@dataclass(frozen=True, kw_only=True)
-class TrajectoryBalance:
-    """VarGrad TB as an objective.
-
-    Deviation: (beta / 2) x the paper's loss is back-propagated, so that gradients have reward units and one clipping
-    threshold means the same at every beta; `tb/loss` logs the paper's value.
+    Its gradient is that of REINFORCE with mean baseline and KL in the reward, on- and off-policy:
+    A_ij = (r_ij - mean r) - beta (KL_ij - mean KL).
     """
 
-    residual_clip: float | None = None
-    """Largest |beta * residual| in reward units whose gradient grows; beyond it the pull is constant (Huber)."""
+    residual_clip: float | None = Field(default=None, gt=0.0)
+    """Largest |beta * residual| in reward units whose gradient grows; beyond it the pull is constant (Huber). None = no
+    clip."""
 
     coupling: ClassVar[Coupling] = "group"
-    needs: ClassVar[Needs] = Needs(reference=True)
+    needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, group=True)
+    default_beta: ClassVar[float] = 0.05
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
-        log_pi_PK = batch.sum_per_response(forward.log_pi_N)
-        log_ref_PK = batch.sum_per_response(batch.log_ref_N)
-        weight_PK = batch.weight_PK
-        log_z_PK = log_z_estimates(log_pi_PK, log_ref_PK, batch.reward_PK, beta=beta)
-        mean_P1 = prompt_mean(log_z_PK.detach(), weight_PK)
-        residual_PK = torch.where(weight_PK > 0, log_z_PK - mean_P1, torch.zeros_like(log_z_PK))
-        squared_PK, clipped_PK = self._squared(residual_PK, beta)
-        num_responses = max(1, batch.totals.responses)
-        loss = squared_PK.sum() / num_responses
-        return Loss(
-            value=0.5 * beta * loss,
-            metrics=self._metrics(residual_PK.detach(), mean_P1, clipped_PK, weight_PK, loss.item()),
+        log_z_PK = _estimates(batch, forward, beta=beta)
+        return _squared_residuals(
+            batch, log_z_PK, prompt_mean(log_z_PK.detach(), batch.weight_PK), beta=beta, clip=self.residual_clip
         )
 
-    def _squared(self, residual_PK: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-        """residual^2, or its Huber continuation beyond the clip; and where it was clipped."""
-        if self.residual_clip is None:
-            return residual_PK.square(), torch.zeros_like(residual_PK, dtype=torch.bool)
-        limit = self.residual_clip / beta
-        size_PK = residual_PK.abs()
-        clipped_PK = size_PK > limit
-        return torch.where(clipped_PK, limit * (2 * size_PK - limit), residual_PK.square()), clipped_PK
 
-    @staticmethod
-    def _metrics(
-        residual_PK: Tensor, mean_P1: Tensor, clipped_PK: Tensor, weight_PK: Tensor, loss: float
-    ) -> dict[str, float]:
-        responses = weight_PK.sum().clamp(min=1.0)
-        prompts_P1 = weight_PK.sum(dim=1, keepdim=True) > 0
-        return {
-            "tb/loss": loss,
-            "tb/log_z": float(mean_P1[prompts_P1].mean()) if prompts_P1.any() else 0.0,
-            "tb/log_z_std": float((residual_PK.square().sum() / responses).sqrt()),
-            "tb/max_abs_residual": float(residual_PK.abs().max()),
-            "tb/clip_fraction": float((clipped_PK & (weight_PK > 0)).sum() / responses),
-        }
+class LearnedLogZ(Objective):
+    """`tb_learned_z`: log Z_i is a linear head on the prompt's mean hidden state (the synchronous GFlowNet baseline,
+    GFNOrg/red-teaming). The head starts at the first batch's VarGrad estimate and has its own learning rate."""
+
+    log_z_learning_rate: float = Field(default=0.05, gt=0.0)
+    """Of the head; log Z is in the tens to hundreds of nats, so it moves faster than the policy."""
+
+    coupling: ClassVar[Coupling] = "response"
+    needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, log_z=True)
+    default_beta: ClassVar[float] = 0.05
+
+    def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
+        assert forward.log_z_P is not None
+        return _squared_residuals(batch, _estimates(batch, forward, beta=beta), forward.log_z_P[:, None], beta=beta)
+
+
+class Kimi(Objective):
+    """`kimi`: log Z_i = mean_j r_ij / beta (Kimi k1.5, arXiv 2501.12599): no mean log-ratio in the control variate."""
+
+    coupling: ClassVar[Coupling] = "response"
+    needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, group=True)
+    default_beta: ClassVar[float] = 0.05
+
+    def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
+        log_z_P1 = prompt_mean(batch.reward_PK, batch.weight_PK) / beta
+        return _squared_residuals(batch, _estimates(batch, forward, beta=beta), log_z_P1, beta=beta)
+
+
+def _estimates(batch: Batch, forward: Forward, *, beta: float) -> Tensor:
+    log_pi_PK = batch.sum_per_response(forward.log_pi_N)
+    return log_z_estimates(log_pi_PK, batch.sum_per_response(batch.log_ref_N), batch.reward_PK, beta=beta)
+
+
+def _squared_residuals(
+    batch: Batch, log_z_PK: Tensor, log_z_P1: Tensor, *, beta: float, clip: float | None = None
+) -> Loss:
+    """(beta / 2) x mean residual^2, or of its Huber continuation beyond |residual| = clip / beta."""
+    kept_PK = batch.weight_PK > 0
+    residual_PK = torch.where(kept_PK, log_z_PK - log_z_P1, torch.zeros_like(log_z_PK))
+    squared_PK, clipped_PK = residual_PK.square(), torch.zeros_like(kept_PK)
+    if clip is not None:
+        limit, size_PK = clip / beta, residual_PK.abs()
+        clipped_PK = size_PK > limit
+        squared_PK = torch.where(clipped_PK, limit * (2 * size_PK - limit), squared_PK)
+    loss = squared_PK.sum() / max(1, batch.totals.responses)
+    residual_PK, prompts_P1 = residual_PK.detach(), kept_PK.any(dim=1, keepdim=True)
+    responses = kept_PK.sum().clamp(min=1)
+    metrics = {
+        "tb/loss": loss.item(),
+        "tb/log_z": float(log_z_P1.detach()[prompts_P1].mean()) if prompts_P1.any() else 0.0,
+        "tb/log_z_std": float((residual_PK.square().sum() / responses).sqrt()),
+        "tb/max_abs_residual": float(residual_PK.abs().max()),
+        "tb/clip_fraction": float(clipped_PK.sum() / responses),
+    }
+    return Loss(value=0.5 * beta * loss, metrics=metrics)

@@ -46,6 +46,13 @@ METRICS = (
     Metric(name="tb/log_z_std", unit="nats", reduction="rms", meaning="Root mean square residual."),
     Metric(name="tb/max_abs_residual", unit="nats", reduction="max", meaning="Largest |log Z estimate - prompt mean|."),
     Metric(name="tb/clip_fraction", unit="share", meaning="Responses beyond objective.residual_clip."),
+    Metric(name="objective/*", unit="", meaning="Of the objective; its own file says what."),
+    Metric(
+        name="reference_version",
+        unit="steps",
+        reduction="last",
+        meaning="Version of the weights that are the reference.",
+    ),
     Metric(name="off_policy/lag_mean", unit="steps", meaning="Trainer step - oldest version of the response."),
     Metric(name="off_policy/lag_max", unit="steps", reduction="max", meaning="Largest lag in the step."),
     Metric(name="off_policy/ess", unit="share", meaning="Effective sample size of pi / pi_behaviour, over responses."),

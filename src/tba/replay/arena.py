@@ -1,4 +1,4 @@
-"""Token data of all stored responses, packed: 16 bytes a token and no object per response.
+"""Token data of all stored responses, packed: 16 bytes a token (20 with step values) and no object per response.
 
 A log of segments. Writing bumps a pointer in the open segment; freeing only counts dead tokens. When too much is dead,
 the deadest segment's live rows are copied to the end of the log and the segment is given back. One copy moves at most
@@ -15,22 +15,31 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-ID, LOG_REF, BEHAVIOUR, POLICY = range(4)
-"""Columns of a token record, int32 [tokens, 4]; the last three hold float32 bits."""
-RECORD_BYTES = 16
+ID, LOG_REF, BEHAVIOUR, POLICY, STEP_VALUE = range(5)
+"""Columns of a token record, int32 [tokens, width]; all but the first hold float32 bits. The last is there only for
+objectives with Monte-Carlo values."""
+WIDTH = 4
+"""Columns without step values."""
 SEGMENT_TOKENS = 1 << 16
 """1 MiB: copying one out takes well under a millisecond."""
 MAX_DEAD_SHARE = 0.15
 
 
 def pack_tokens(
-    ids: np.ndarray, loss_mask: np.ndarray, log_ref: np.ndarray, behaviour: np.ndarray, policy: np.ndarray
+    ids: np.ndarray,
+    loss_mask: np.ndarray,
+    log_ref: np.ndarray,
+    behaviour: np.ndarray,
+    policy: np.ndarray,
+    step_values: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Five arrays of N tokens -> records, int32 [N, 4]."""
-    records = np.empty((len(ids), 4), np.int32)
+    """Arrays of N tokens -> records, int32 [N, 4 or 5]."""
+    records = np.empty((len(ids), WIDTH + (step_values is not None)), np.int32)
     floats = records.view(np.float32)
     records[:, ID] = np.where(loss_mask, ids, ~ids)
     floats[:, LOG_REF], floats[:, BEHAVIOUR], floats[:, POLICY] = log_ref, behaviour, policy
+    if step_values is not None:
+        floats[:, STEP_VALUE] = step_values
     return records
 
 
@@ -44,7 +53,7 @@ def unpack_ids(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 @dataclass(eq=False)
 class Segment:
     records: np.ndarray
-    """int32 [size, 4]"""
+    """int32 [size, width]"""
     bytes: memoryview
     """The same memory."""
     used: int = 0
@@ -56,7 +65,8 @@ class Segment:
 class Arena:
     """Where each row's tokens lie, and the tokens. Rows are numbers below `capacity`, chosen by the caller."""
 
-    def __init__(self, capacity: int, *, segment_tokens: int = SEGMENT_TOKENS) -> None:
+    def __init__(self, capacity: int, *, segment_tokens: int = SEGMENT_TOKENS, width: int = WIDTH) -> None:
+        self._width = width
         places = np.zeros(capacity, [("segment", np.int32), ("offset", np.int32), ("length", np.int32)])
         self.segment, self.offset, self.length = places["segment"], places["offset"], places["length"]
         """By row, as columns of one table (see rows.py). Segment 0 = the row is free."""
@@ -91,12 +101,19 @@ class Arena:
             first = last
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        """Records of the rows, end to end: int32 [N, 4]. Joining bytes is three times as fast as np.concatenate."""
-        offsets = RECORD_BYTES * self.offset[rows].astype(np.int64)
-        ends = offsets + RECORD_BYTES * self.length[rows]
+        """Records of the rows, end to end: int32 [N, width]. Joining bytes is three times as fast as np.concatenate."""
+        record_bytes = 4 * self._width
+        offsets = record_bytes * self.offset[rows].astype(np.int64)
+        ends = offsets + record_bytes * self.length[rows]
         places = zip(self.segment[rows].tolist(), offsets.tolist(), ends.tolist())
         joined = bytearray().join([self._segments[number].bytes[start:end] for number, start, end in places])
-        return np.frombuffer(joined, np.int32).reshape(-1, 4)
+        return np.frombuffer(joined, np.int32).reshape(-1, self._width)
+
+    def set_log_ref(self, row: int, log_ref: np.ndarray) -> None:
+        """Overwrite a row's reference log-probs (a reference reset)."""
+        start = int(self.offset[row])
+        records = self._segments[int(self.segment[row])].records[start : start + int(self.length[row])]
+        records.view(np.float32)[:, LOG_REF] = log_ref
 
     def stored_ids(self, row: int) -> np.ndarray:
         """int32 [T] as stored (~id where not chosen): enough to tell whether two responses are the same."""
@@ -121,7 +138,7 @@ class Arena:
         number = self._free_numbers.pop() if self._free_numbers else len(self._segments) + 1
         if number >= len(self._dead):
             self._dead = np.concatenate([self._dead, np.zeros_like(self._dead)])
-        records = np.empty((max(self._segment_tokens, 16 * at_least), 4), np.int32)
+        records = np.empty((max(self._segment_tokens, 16 * at_least), self._width), np.int32)
         self._segments[number] = Segment(records, records.data.cast("B"))
         self._open = number
 

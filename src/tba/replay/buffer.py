@@ -7,19 +7,22 @@ responses); arena.py and rows.py (where the numbers lie).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 import numpy as np
 
 from tba.config import ReplayConfig
-from tba.replay.arena import Arena
+from tba.replay.arena import WIDTH, Arena, unpack_ids
 from tba.replay.decks import PromptDecks
 from tba.replay.packing import PackedGroup, combine_rewards, make_batch, pack_group, token_key
 from tba.replay.rows import AgeOrder, RowTable, TokenIndex
 from tba.replay.selectors import MixedSelector, Selector, SoftmaxSelector, UniformSelector
 from tba.replay.shelf import Shelf
 from tba.types import Batch, Prompt, TrajectoryGroup
+
+ScoreFunction = Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]
+"""(prompts, responses) -> reference log-probs of each response's tokens."""
 
 
 class ReplayEmpty(RuntimeError):
@@ -41,9 +44,13 @@ class ReplayBuffer:
         seed: int,
         reward_names: Sequence[str],
         reward_weights: Sequence[float],
+        step_values: bool = False,
     ) -> None:
-        """`reward_names` are the components to store; `reward_weights` combine them into the score of the softmax."""
+        """`reward_names` are the components to store; `reward_weights` combine them into the score of the softmax;
+        `step_values` says whether Monte-Carlo values of step prefixes are stored too."""
         self.config = config
+        self._deduplicate = config.deduplicate is not False
+        self._step_values = step_values
         self.fresh_steps = fresh_steps
         self.rng = np.random.Generator(np.random.PCG64(seed))
         """All randomness of sampling; `rng.bit_generator.state` restores it."""
@@ -60,7 +67,7 @@ class ReplayBuffer:
 
     def _clear(self) -> None:
         capacity = self.config.capacity
-        self._arena = Arena(capacity)
+        self._arena = Arena(capacity, width=WIDTH + self._step_values)
         self._table = RowTable(capacity, num_rewards=len(self.reward_names))
         self._order = AgeOrder(capacity)
         self._index = TokenIndex(capacity)
@@ -98,7 +105,7 @@ class ReplayBuffer:
         if not group.trajectories:
             self._note(group)
             return 0
-        packed = pack_group(group, self.reward_names)
+        packed = pack_group(group, self.reward_names, step_values=self._step_values)
         shelf = self._shelf(group.prompt, packed.reference_version)
         self._note(group)
         if self._oldest_reference is not None and packed.reference_version < self._oldest_reference:
@@ -149,6 +156,20 @@ class ReplayBuffer:
         self._counts["dropped"] += removed
         return removed
 
+    def recompute_reference(self, version: int, score: ScoreFunction) -> int:
+        """Replace every log_ref by the one of the reference `version`; returns the rows rescored."""
+        for shelf in self._shelves.values():
+            rows = shelf.rows()
+            ids = [unpack_ids(self._arena.read(np.array([row])))[0] for row in rows.tolist()]
+            for row, log_ref in zip(rows.tolist(), score([shelf.prompt_tokens] * len(ids), ids)):
+                self._arena.set_log_ref(row, log_ref)
+            shelf.reference_version = version
+        self._shelf_of = {(shelf.prompt_id, version): shelf for shelf in self._shelves.values()}
+        if self._decks:
+            (decks,) = self._decks.values()  # one reference at a time: a reset leaves no other behind
+            self._decks = {version: decks}
+        return len(self)
+
     def stats(self) -> dict[str, float]:
         """State of the buffer and ages (step - version) of the last sample, for the log as `buffer/*`."""
         ages = self._ages if len(self._ages) else np.zeros(1, np.int64)
@@ -183,7 +204,7 @@ class ReplayBuffer:
         """Without copies inside the group (the last wins) and without more than fits; with a key for each response."""
         keep = np.ones(len(packed), np.bool_)
         keys: list[int] = []
-        if self.config.deduplicate:
+        if self._deduplicate:
             ids = packed.stored_ids()
             last = {tokens.tobytes(): response for response, tokens in enumerate(ids)}
             distinct = sorted(last.values())
@@ -232,7 +253,7 @@ class ReplayBuffer:
             shelf.discard(slot)
         self._selector.remove(shelves, slots)
         self._order.remove(rows.tolist())
-        if self.config.deduplicate:
+        if self._deduplicate:
             self._index.remove(rows.tolist())
         self._arena.free(rows)
         self._table.release(rows)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.replay.arena import BEHAVIOUR, ID, LOG_REF, POLICY, pack_tokens, unpack_ids
+from tba.replay.arena import BEHAVIOUR, ID, LOG_REF, POLICY, STEP_VALUE, WIDTH, pack_tokens, unpack_ids
 from tba.replay.rows import RowTable
 from tba.replay.shelf import Shelf
 from tba.types import Batch, Totals, Trajectory, TrajectoryGroup
@@ -23,7 +23,7 @@ class PackedGroup:
     """The columns of a group of R responses with N tokens in all."""
 
     records: np.ndarray
-    """int32 [N, 4], see arena.py."""
+    """int32 [N, 4 or 5], see arena.py."""
     lengths: np.ndarray
     """int64 [R]"""
     versions: np.ndarray
@@ -53,8 +53,8 @@ class PackedGroup:
         )
 
 
-def pack_group(group: TrajectoryGroup, reward_names: Sequence[str]) -> PackedGroup:
-    """Check and flatten a group; it holds at least one trajectory."""
+def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_values: bool = False) -> PackedGroup:
+    """Check and flatten a group; it holds at least one trajectory. `step_values` are kept if asked for."""
     trajectories, completions = group.trajectories, [t.completion for t in group.trajectories]
     known = set(reward_names)
     for trajectory in trajectories:
@@ -70,6 +70,7 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str]) -> PackedGro
         np.concatenate([t.log_ref for t in trajectories]),
         np.concatenate([c.behaviour_log_probs for c in completions]),
         np.concatenate([c.policy_log_probs for c in completions]),
+        np.concatenate([_step_values(t, group.id) for t in trajectories]) if step_values else None,
     )
     with np.errstate(over="ignore"):
         rewards = np.array([[t.rewards.get(name, np.nan) for name in reward_names] for t in trajectories], np.float32)
@@ -81,6 +82,16 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str]) -> PackedGro
         rewards=rewards.reshape(len(trajectories), len(reward_names)),
         reference_version=reference_versions.pop(),
     )
+
+
+def _step_values(trajectory: Trajectory, group_id: str) -> np.ndarray:
+    values = trajectory.step_values
+    if values is None or len(values) != len(trajectory.loss_mask) or not np.isfinite(values[0]):
+        raise ValueError(
+            f"group {group_id}: sample {trajectory.completion.sample_index} has no Monte-Carlo values of its steps, which "
+            "the objective needs (one per token, NaN inside a step)."
+        )
+    return values
 
 
 def _check(trajectory: Trajectory, group_id: str, reward_names: set[str]) -> None:
@@ -136,6 +147,7 @@ def make_batch(
         log_ref_N=_tensor(floats[:, LOG_REF], np.float32),
         behaviour_N=_tensor(floats[:, BEHAVIOUR], np.float32),
         policy_N=_tensor(floats[:, POLICY], np.float32),
+        step_values_N=_tensor(floats[:, STEP_VALUE], np.float32) if floats.shape[1] > WIDTH else None,
         rewards=_components(table.rewards[rows_PK], reward_names),
         reward_PK=_tensor(table.score[rows_PK], np.float32),
         weight_PK=torch.ones(P, K),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from tba.types import TrajectoryGroup, Weights
@@ -41,6 +43,21 @@ class LocalGroups:
 
     def acknowledge(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Nothing to forget: the queue is empty already."""
+
+
+class LaggedWeights:
+    """Publishing inside one process, exactly `lag` versions late: the last `lag` of them are kept."""
+
+    def __init__(self, load: Callable[[Weights], None], *, lag: int) -> None:
+        self._load = load
+        self._lag = lag
+        self._kept: deque[Weights] = deque()
+
+    def publish(self, weights: Weights) -> None:
+        copies = {name: tensor.clone() for name, tensor in weights.tensors.items()}
+        self._kept.append(replace(weights, tensors=copies))
+        if len(self._kept) > self._lag:
+            self._load(self._kept.popleft())
 
 
 class LocalWeights:

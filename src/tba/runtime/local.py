@@ -15,6 +15,7 @@ from torch import Tensor
 from tba.config import RuntimeConfig
 from tba.observe.progress import RoleStatus
 from tba.runtime.board import Board, Wait
+from tba.runtime.channels import LocalWeights, WeightPublisher
 from tba.runtime.link import Failed
 from tba.runtime.messages import Acknowledge, Evaluate, Evaluated, Stop
 from tba.runtime.processes import RoleDied, RoleProcess, last_lines, stop_all
@@ -33,10 +34,13 @@ class LocalRuntime:
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype,
         canary: Callable[[Weights], np.ndarray],
+        reference_resets: bool = False,
     ) -> None:
         self.config = config
         self.board = Board.create(num_searchers)
         self.slots = WeightSlots.create(tensors, dtype)
+        self.references = WeightSlots.create(tensors, dtype) if reference_resets else None
+        """Where a new reference is published."""
         self.evaluations: list[Evaluated] = []
         """Results that have arrived and were not taken yet."""
         self.searchers: list[RoleProcess] = []
@@ -49,15 +53,20 @@ class LocalRuntime:
         memory = {
             "board_memory": (self.board.memory.fd, self.board.memory.num_bytes),
             "slots_memory": (self.slots.memory.fd, self.slots.memory.num_bytes),
+            "reference_memory": None,
             "layout": self.slots.layout,
         }
+        shared = [self.board.memory.fd, self.slots.memory.fd]
+        if self.references is not None:
+            memory["reference_memory"] = (self.references.memory.fd, self.references.memory.num_bytes)
+            shared.append(self.references.memory.fd)
         for index in range(self.board.num_searchers):
             process = RoleProcess(
                 f"searcher-{index}",
                 target,
                 {**arguments, **memory, "index": index},
                 log=logs / f"searcher-{index}.log",
-                fds=(self.board.memory.fd, self.slots.memory.fd),
+                fds=tuple(shared),
                 threads=self.config.threads,
             )
             self.searchers.append(process)
@@ -87,8 +96,17 @@ class LocalRuntime:
 
     def publish(self, weights: Weights) -> None:
         """Write the slot, evaluate the canary on what lies there, then let searchers see it."""
-        written = self.slots.write(weights.tensors, version=weights.version)
-        self.slots.announce(self._canary(written))
+        self._publish(self.slots, weights)
+
+    @property
+    def reference_publisher(self) -> WeightPublisher | None:
+        """Publishes references the same way; None where they are never reset."""
+        references = self.references
+        return None if references is None else LocalWeights(lambda weights: self._publish(references, weights))
+
+    def _publish(self, slots: WeightSlots, weights: Weights) -> None:
+        written = slots.write(weights.tensors, version=weights.version)
+        slots.announce(self._canary(written))
 
     def evaluate(self, version: int) -> None:
         """Ask searcher 0 for an evaluation; the trainer does not wait for it."""
@@ -136,6 +154,8 @@ class LocalRuntime:
         stop_all(self.searchers, Stop(), timeout_seconds=self.config.stop_seconds)
         self.board.memory.close()
         self.slots.memory.close()
+        if self.references is not None:
+            self.references.memory.close()
 
     def _searcher_failed(self, process: RoleProcess, message: Failed) -> None:
         process.wait(self.config.stop_seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,6 +12,7 @@ from tba.runtime.channels import GroupSender
 from tba.search.difficulty import Difficulty
 from tba.search.prompts import PromptStream
 from tba.search.scoring import GroupScorer, texts_of
+from tba.search.values import StepValues, lost_without_values
 from tba.tasks.base import Outcome, RewardFailed
 from tba.tasks.rewards import FinishedGroup, Rewards, score_all
 from tba.types import Completion, Prompt, Request, Sampling, Trajectory, TrajectoryGroup
@@ -54,6 +55,8 @@ class Searcher:
     difficulty: Difficulty = field(default_factory=Difficulty)
     explore: Callable[[Request], Request] = lambda request: request
     """Gives some visits other sampling."""
+    step_values: StepValues | None = None
+    """Estimates the value of every step's prefix by further responses; None = the objective does not need it."""
     counts: SearchCounts = field(default_factory=SearchCounts)
     _rewarded: list[tuple[FinishedGroup, list[Outcome]]] = field(default_factory=list)
 
@@ -80,6 +83,12 @@ class Searcher:
         if len(self._rewarded) >= at_least:
             rewarded, self._rewarded = self._rewarded, []
             self._send(rewarded)
+
+    def close(self) -> None:
+        """End the workers of its rewards."""
+        self.rewards.close()
+        if self.step_values is not None:
+            self.step_values.rewards.close()
 
     def _finished_groups(
         self, requests: Iterator[Request | None], between_steps: Callable[[], None] | None
@@ -116,11 +125,19 @@ class Searcher:
         return FinishedGroup(prompt=prompt, completions=completions, texts=texts_of(self.tokenizer, completions))
 
     def _send(self, scored: Sequence[tuple[FinishedGroup, list[Outcome]]]) -> None:
+        if self.step_values is not None:
+            scored = [self._with_step_values(self.step_values, group, outcomes) for group, outcomes in scored]
         for (group, outcomes), trajectories in zip(scored, self.scorer.trajectories(scored)):
             known = [outcome for outcome in outcomes if not isinstance(outcome, RewardFailed)]
             self.difficulty.record(group.prompt.id, [self.solved(outcome) for outcome in known])
             self.sender.send(self._group(group.prompt, trajectories, lost=len(group.completions) - len(trajectories)))
             self.counts.sent += 1
+
+    def _with_step_values(
+        self, step_values: StepValues, group: FinishedGroup, outcomes: list[Outcome]
+    ) -> tuple[FinishedGroup, list[Outcome]]:
+        values = step_values(self.engine, group)
+        return replace(group, step_values=values), lost_without_values(outcomes, values)
 
     def _group(self, prompt: Prompt, trajectories: tuple[Trajectory, ...], *, lost: int) -> TrajectoryGroup:
         return TrajectoryGroup(

@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
 from tba.config import Config
 from tba.generate.engine import Engine, make_engine, make_scorer
 from tba.generate.settings import training_sampling
 from tba.models.load import LoadedModel
+from tba.objectives.make import make_objective
 from tba.runtime.channels import GroupSender
 from tba.search.difficulty import Difficulty
 from tba.search.exploration import explore
 from tba.search.loop import Searcher
 from tba.search.prompts import PromptStream
 from tba.search.scoring import FailureCount, GroupScorer
+from tba.search.values import StepValues
 from tba.tasks.base import Task
-from tba.tasks.rewards import Rewards
+from tba.tasks.rewards import Rewards, make_rewards
 
 
 def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
-    """The engine with the model's weights as version 0; sync mode drains, so that a response is of one version."""
+    """The engine with the model's weights as version 0; where the roles take turns it drains: a response is of one
+    version."""
     generate = config.generate
-    if config.mode == "sync":
+    if config.takes_turns:
         generate = generate.model_copy(update={"update": "drain"})
     return make_engine(loaded.model, loaded.tokenizer, generate, seed=config.seed, max_length=loaded.context)
+
+
+def make_step_values(
+    config: Config,
+    loaded: LoadedModel,
+    task: Task,
+    *,
+    log: Path,
+    functions: Sequence[Callable[..., Any]] | None = None,
+    between_steps: Callable[[], None] | None = None,
+) -> StepValues | None:
+    """None unless the objective needs Monte-Carlo values."""
+    objective = make_objective(config)
+    if not objective.needs.step_values:
+        return None
+    return StepValues(
+        rewards=make_rewards(task, config, log=log, functions=functions),
+        reward_weights=task.reward_weights,
+        tokenizer=loaded.tokenizer,
+        sampling=training_sampling(config),
+        continuations=getattr(objective, "continuations", 1),
+        between_steps=between_steps,
+    )
 
 
 def make_searcher(
@@ -32,6 +62,7 @@ def make_searcher(
     engine: Engine,
     rewards: Rewards,
     sender: GroupSender,
+    step_values: StepValues | None = None,
     index: int = 0,
 ) -> Searcher:
     """Searcher `index`; the loaded weights become its frozen reference."""
@@ -65,5 +96,6 @@ def make_searcher(
         explore=lambda request: explore(request, sampling, config.search.explore, seed=config.seed),
         sampling=sampling,
         samples_per_prompt=config.samples_generated_per_prompt,
+        step_values=step_values,
         index=index,
     )

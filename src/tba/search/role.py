@@ -22,7 +22,7 @@ from tba.runtime.memory import SharedMemory
 from tba.runtime.messages import Acknowledge, Evaluate, Evaluated, Stop
 from tba.runtime.weight_slots import Published, TensorSpec, WeightSlots
 from tba.search.loop import GROUPS_AT_ONCE, Searcher
-from tba.search.make import make_search_engine, make_searcher
+from tba.search.make import make_search_engine, make_searcher, make_step_values
 from tba.search.pace import PacedVisits
 from tba.tasks.make import make_task_for
 from tba.tasks.rewards import make_rewards
@@ -72,8 +72,12 @@ class WeightLoader:
 class SearcherRole:
     """Owns what happens between decode steps: signs of life, messages, newer weights, evaluations."""
 
-    def __init__(self, link: Link, row: Row, loader: WeightLoader, engine: Engine) -> None:
+    def __init__(
+        self, link: Link, row: Row, loader: WeightLoader, engine: Engine, references: WeightSlots | None = None
+    ) -> None:
+        """`references` is where new references are published, if they ever are."""
         self.link = link
+        self.references = references
         self.row = row
         self.loader = loader
         self.engine = engine
@@ -96,6 +100,7 @@ class SearcherRole:
         """Between decode steps."""
         self.handle_messages()
         self.loader.load_newer()
+        self.load_newer_reference()
         self.evaluate_if_asked()
         if self.searcher is not None:
             self.searcher.send_ready(at_least=GROUPS_AT_ONCE)
@@ -127,6 +132,14 @@ class SearcherRole:
             if isinstance(message, Evaluate):
                 self._evaluation = message
 
+    def load_newer_reference(self) -> None:
+        """Never waits. A group is scored at once, so it never mixes references."""
+        if self.references is None or self.searcher is None:
+            return
+        scorer = self.searcher.scorer
+        if self.references.newest_version > scorer.reference_version:
+            scorer.load_reference(self.references.fetch().weights)
+
     def evaluate_if_asked(self) -> None:
         """Weights are not loaded meanwhile, so the result is of one version."""
         asked = self._evaluation
@@ -145,6 +158,7 @@ def run_searcher(
     logs: Path,
     board_memory: tuple[int, int],
     slots_memory: tuple[int, int],
+    reference_memory: tuple[int, int] | None,
     layout: Sequence[TensorSpec],
 ) -> None:
     """The target of a searcher's process. `functions` are rewards given as Python objects."""
@@ -153,7 +167,17 @@ def run_searcher(
     loaded = load_model(config.model)
     task = make_task_for(config, loaded, functions)
     engine = make_search_engine(config, loaded)
-    role = SearcherRole(link, row, WeightLoader(WeightSlots(SharedMemory(*slots_memory), layout), engine), engine)
+    loader = WeightLoader(WeightSlots(SharedMemory(*slots_memory), layout), engine)
+    references = WeightSlots(SharedMemory(*reference_memory), layout) if reference_memory is not None else None
+    role = SearcherRole(link, row, loader, engine, references)
+    step_values = make_step_values(
+        config,
+        loaded,
+        task,
+        log=logs / f"rewards-{index}-values.log",
+        functions=functions,
+        between_steps=role.beat,
+    )
     searcher = make_searcher(
         config,
         loaded,
@@ -161,6 +185,7 @@ def run_searcher(
         engine=engine,
         rewards=make_rewards(task, config, log=logs / f"rewards-{index}.log", functions=functions),
         sender=role.make_sender(config),
+        step_values=step_values,
         index=index,
     )
     evaluation_rewards = make_rewards(task, config, log=logs / f"rewards-{index}-evaluate.log", functions=functions)
@@ -173,7 +198,7 @@ def run_searcher(
     except Stopped:
         logger.info("stopped after %d groups", searcher.counts.sent)
     finally:
-        searcher.rewards.close()
+        searcher.close()
         evaluation_rewards.close()
 
 

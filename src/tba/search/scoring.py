@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from tba.generate.engine import Scorer
 from tba.tasks.base import Outcome, RewardFailed
 from tba.tasks.rewards import FinishedGroup
-from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
+from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup, Weights
 
 logger = logging.getLogger("tba.search")
 
@@ -55,20 +55,25 @@ class GroupScorer:
         self.failures = failures
         self.reference_version = reference_version
 
+    def load_reference(self, weights: Weights) -> None:
+        """From now on groups are scored by these weights; one group is always scored by one reference."""
+        self.reference.load(weights)
+        self.reference_version = weights.version
+
     def trajectories(self, groups: Sequence[tuple[FinishedGroup, list[Outcome]]]) -> list[tuple[Trajectory, ...]]:
         """Trajectories of each group, without the samples whose reward failed."""
         samples = [
-            (index, group.prompt, completion, rewards)
+            (index, group.prompt, completion, rewards, values)
             for index, (group, outcomes) in enumerate(groups)
-            for completion, outcome in zip(group.completions, outcomes)
+            for completion, outcome, values in zip(group.completions, outcomes, group.values_of_samples())
             if (rewards := self._checked(group, outcome)) is not None
         ]
         if not samples:
             return [() for _ in groups]
-        log_refs = self._log_refs([(prompt, completion) for _, prompt, completion, _ in samples])
+        log_refs = self._log_refs([(prompt, completion) for _, prompt, completion, _, _ in samples])
         scored: list[list[Trajectory]] = [[] for _ in groups]
-        for (index, _, completion, rewards), log_ref in zip(samples, log_refs):
-            scored[index].append(self._trajectory(completion, rewards, log_ref))
+        for (index, _, completion, rewards, values), log_ref in zip(samples, log_refs):
+            scored[index].append(self._trajectory(completion, rewards, log_ref, values))
         return [tuple(trajectories) for trajectories in scored]
 
     def _log_refs(self, samples: Sequence[tuple[Prompt, Completion]]) -> list[np.ndarray]:
@@ -82,13 +87,16 @@ class GroupScorer:
         by_response = dict(zip(distinct, scores))
         return [by_response[prompt.id, completion.token_ids.tobytes()] for prompt, completion in samples]
 
-    def _trajectory(self, completion: Completion, rewards: Mapping[str, float], log_ref: np.ndarray) -> Trajectory:
+    def _trajectory(
+        self, completion: Completion, rewards: Mapping[str, float], log_ref: np.ndarray, values: np.ndarray | None
+    ) -> Trajectory:
         return Trajectory(
             completion=completion,
             rewards=rewards,
             log_ref=log_ref,
             reference_version=self.reference_version,
             loss_mask=np.ones(len(completion.token_ids), dtype=bool),
+            step_values=values,
         )
 
     def _checked(self, group: FinishedGroup, outcome: Outcome) -> dict[str, float] | None:

@@ -8,15 +8,16 @@
 
 A problem is an opening, one or two events and a question, 2 to 4 calculation steps in all. Its *canonical content* is the
 kind of each part with its numbers, without names and things: `boxes 4 6|gives 5|buys 12|now`. A hash of it decides the
-split, so a held-out problem cannot occur in training under any seed, not even with other names. The model to start from
-is shipped in `arithmetic_start/` and made by `tba.tasks.prepare`.
+split, so a held-out problem cannot occur in training under any seed, not even with other names. Validation problems, to
+tune on, are of the training side of the hash, less the contents that the run trains on. The model to start from is shipped
+in `arithmetic_start/` and made by `tba.tasks.prepare`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,11 +36,16 @@ HELD_OUT_ONE_IN = 8
 HELD_OUT_PROBLEMS = 2000
 """Size of the held-out set; evaluations take its first evaluate.num_prompts."""
 HELD_OUT_SEED = 20_250_318
+VALIDATION_PROBLEMS = 1000
+"""Size of the validation set; evaluations take its first evaluate.num_prompts."""
+VALIDATION_SEED = 20_250_319
 TRAIN_SEED = 0
 """Training problems are the same in every run; the run's seed decides their order."""
 LARGEST = 60
 """No number in a problem or its worked solution is larger."""
 
+Side = Literal["train", "held_out"]
+"""What the hash of a content decides; validation problems are on the training side."""
 Operator = Literal["+", "-", "*", "/"]
 Part = tuple[str, tuple[int, ...]]
 """Kind of sentence and its numbers: ("boxes", (4, 6))."""
@@ -101,7 +107,7 @@ class Problem:
     canonical: str
 
     @property
-    def split(self) -> Split:
+    def split(self) -> Side:
         digest = hashlib.blake2b(self.canonical.encode(), digest_size=8).digest()
         return "held_out" if int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0 else "train"
 
@@ -157,8 +163,8 @@ def draw_problem(rng: random.Random) -> Problem:
             return Problem(text=_write_text(parts, rng), steps=steps, canonical=canonical)
 
 
-def draw_problems(split: Split, *, seed: int) -> Iterator[Problem]:
-    """Problems of one split without end."""
+def draw_problems(split: Side, *, seed: int) -> Iterator[Problem]:
+    """Problems of one side of the hash without end."""
     rng = random.Random(seed)
     while True:
         problem = draw_problem(rng)
@@ -169,21 +175,37 @@ def draw_problems(split: Split, *, seed: int) -> Iterator[Problem]:
 @cache
 def held_out_problems() -> tuple[Problem, ...]:
     """The held-out set: always the same, no two with the same canonical content, the first n as hard as the rest."""
-    found: dict[str, Problem] = {}
-    for problem in draw_problems("held_out", seed=HELD_OUT_SEED):
-        found.setdefault(problem.canonical, problem)
-        if len(found) == HELD_OUT_PROBLEMS:
-            break
-    problems = list(found.values())
-    # Short problems repeat sooner, so later finds are harder on average.
-    random.Random(HELD_OUT_SEED).shuffle(problems)
-    return tuple(problems)
+    return _distinct_problems("held_out", HELD_OUT_PROBLEMS, seed=HELD_OUT_SEED)
+
+
+@cache
+def validation_problems(num_train: int) -> tuple[Problem, ...]:
+    """Problems to tune on: like the held-out set, but of contents that could be trained on and that the run's num_train
+    problems leave out. Those are the rarer ones, so these are a little longer: 3.2 steps on average, against 3.1."""
+    trained_on = {problem.canonical for problem in train_problems(num_train)}
+    return _distinct_problems("train", VALIDATION_PROBLEMS, seed=VALIDATION_SEED, without=trained_on)
 
 
 def train_problems(num_problems: int) -> list[Problem]:
     """The first problems of the training stream; a few contents occur twice, with other names."""
     problems = draw_problems("train", seed=TRAIN_SEED)
     return [next(problems) for _ in range(num_problems)]
+
+
+def _distinct_problems(
+    split: Side, num_problems: int, *, seed: int, without: Collection[str] = frozenset()
+) -> tuple[Problem, ...]:
+    """The first problems of a stream with different canonical contents, none of them in `without`, shuffled."""
+    found: dict[str, Problem] = {}
+    for problem in draw_problems(split, seed=seed):
+        if problem.canonical not in without:
+            found.setdefault(problem.canonical, problem)
+        if len(found) == num_problems:
+            break
+    problems = list(found.values())
+    # Short problems repeat sooner, so later finds are harder on average.
+    random.Random(seed).shuffle(problems)
+    return tuple(problems)
 
 
 def _draw_numbers(kind: str, rng: random.Random) -> tuple[int, ...]:
@@ -247,10 +269,9 @@ class ArithmeticTask:
         return {"exact_match": 1.0}
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """Made when first asked for: a searcher that never evaluates does not pay for the held-out set."""
+        """Made when first asked for: a searcher that never evaluates does not pay for the other splits."""
         if split not in self._prompts:
-            problems = held_out_problems() if split == "held_out" else train_problems(self._num_train)
-            self._prompts[split] = [self._prompt(f"{split}-{i}", problem) for i, problem in enumerate(problems)]
+            self._prompts[split] = [self._prompt(f"{split}-{i}", p) for i, p in enumerate(self._problems(split))]
         return self._prompts[split]
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
@@ -261,6 +282,11 @@ class ArithmeticTask:
 
     def solved(self, outcome: Outcome) -> bool:
         return isinstance(outcome, dict) and outcome["exact_match"] == 1.0
+
+    def _problems(self, split: Split) -> Sequence[Problem]:
+        if split == "train":
+            return train_problems(self._num_train)
+        return held_out_problems() if split == "held_out" else validation_problems(self._num_train)
 
     def _prompt(self, id: str, problem: Problem) -> Prompt:
         columns = {"answer": problem.answer, "solution": problem.solution}

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:  # reward workers import this file, and need not wait for torch
     from tba.types import Completion, Prompt
 
-Split = Literal["train", "held_out"]
+Split = Literal["train", "validation", "held_out"]
+"""Trained on, tuned on, reported on."""
 
 
 class RewardFailed(Exception):
@@ -31,7 +32,9 @@ class Task(Protocol):
         """Names of the components and their factors in the sum."""
         ...
 
-    def prompts(self, split: Split) -> Sequence[Prompt]: ...
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        """The prompts of a split, always the same; a ValueError in words where the task has no such split."""
+        ...
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
         """One outcome per sample; `texts` are the completions decoded without special tokens."""

@@ -52,6 +52,12 @@ class OwnTask:
         return self.rewards.weights
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
+        if split == "validation":
+            raise ValueError(
+                "evaluate.split=validation: your own data (task.name=own) has no validation split. Leave evaluate.split at "
+                "held_out, pass your validation file as task.eval_data, and keep the test file for "
+                "`tba evaluate RUN task.eval_data=test.jsonl`."
+            )
         return self._prompts[split]
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:

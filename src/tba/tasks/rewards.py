@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from tba.config import Config, RewardConfig
 from tba.runtime.link import Failed
 from tba.runtime.processes import RoleProcess
@@ -32,6 +34,11 @@ class FinishedGroup:
     prompt: Prompt
     completions: Sequence[Completion]
     texts: Sequence[str]
+    step_values: Sequence[np.ndarray] | None = None
+    """Monte-Carlo values of each response's steps, see Trajectory; None = not estimated."""
+
+    def values_of_samples(self) -> Sequence[np.ndarray | None]:
+        return [None] * len(self.completions) if self.step_values is None else self.step_values
 
 
 class Rewards(Protocol):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.observe.files import RunFolder, write_json
@@ -22,16 +23,21 @@ def save_checkpoint(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     optimizer: MasterAdamW,
+    heads: Sequence[nn.Module] = (),
     state: dict[str, Any],
     keep: int,
-) -> Path:
-    """Write checkpoints/step-N and drop all but the last `keep`. The folder appears whole or not at all."""
+) -> Path | None:
+    """Write checkpoints/step-N and drop all but the last `keep`; 0 writes none. The folder appears whole or not at all."""
+    if keep == 0:
+        return None
     final = folder.checkpoints / f"step-{step}"
     partial = folder.checkpoints / f".step-{step}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     save_file(_optimizer_tensors(optimizer), partial / "optimizer.safetensors")
+    for head in heads:
+        save_file(dict(head.state_dict()), partial / f"{type(head).__name__}.safetensors")
     write_json(partial / "trainer.json", {"step": step, **state})
     if final.exists():
         shutil.rmtree(final)

@@ -42,6 +42,10 @@ class MicroBatch:
     """int64, ascending."""
     tokens_N: Tensor
     """int64: where the packed targets lie in the batch's N."""
+    prompts: Tensor
+    """int64, ascending: the prompts these responses belong to."""
+    begins: Tensor
+    """bool: whether a prompt's first response is among them. What belongs to a prompt is counted there, once."""
     packed: PackedTokens
 
 
@@ -83,12 +87,19 @@ def split_responses(batch: Batch, budget: Budget) -> list[list[int]]:
 def pack_responses(batch: Batch, responses: list[int], *, share_prompts: bool, device: torch.device) -> MicroBatch:
     """Pack some responses of a batch, those of a prompt together."""
     K, index = batch.shape[1], torch.tensor(responses)
-    prompts, own = [], []
+    prompts, own, begins = [], [], []
     for prompt, members in _by_prompt(responses, K):
-        prompts.append(batch.prompt_tokens[prompt])
+        prompts.append(prompt)
         own.append([batch.token_ids_N[batch.offsets[r] : batch.offsets[r + 1]] for r in members])
-    packed = pack(prompts, own, share_prompts=share_prompts, device=device)
-    return MicroBatch(responses=index, tokens_N=batch.tokens_of(index), packed=packed)
+        begins.append(members[0] == prompt * K)
+    packed = pack([batch.prompt_tokens[p] for p in prompts], own, share_prompts=share_prompts, device=device)
+    return MicroBatch(
+        responses=index,
+        tokens_N=batch.tokens_of(index).to(device),
+        prompts=torch.tensor(prompts, device=device),
+        begins=torch.tensor(begins, device=device),
+        packed=packed,
+    )
 
 
 def _by_prompt(responses: list[int], K: int) -> Iterator[tuple[int, list[int]]]:

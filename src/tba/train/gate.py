@@ -51,7 +51,8 @@ class Gate:
         return self._within_ratio() and self._enough_prompts()
 
     def _within_ratio(self) -> bool:
-        wanted = self.trained() + self.config.train.responses_per_step
+        train = self.config.train
+        wanted = self.trained() + train.responses_per_step * train.updates_per_batch
         return wanted <= self.config.replay.max_trained_per_generated * self.generated()
 
     def _enough_prompts(self) -> bool:

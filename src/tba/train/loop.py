@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -16,6 +16,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.train.gate import Gate
 from tba.train.measure import batch_metrics
+from tba.train.reference import ReferenceResets
 from tba.train.rewards import combine, drop_stale
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import TOKEN_FIELDS, Batch
@@ -38,27 +39,37 @@ class Trainer:
     reward_weights: Mapping[str, float]
     save: Callable[[int], None]
     """Writes a checkpoint of the given step."""
+    references: ReferenceResets | None = None
+    """Makes the policy the reference now and then; None = it never does."""
     gate: Gate | None = None
-    """Holds a step back until there is enough to train on; None in sync mode."""
+    """Holds a step back until there is enough to train on; None where the roles take turns."""
     received: int = field(default=0, init=False)
     """Groups with a response taken in since the last step."""
     lost: int = field(default=0, init=False)
     """Groups without one."""
     step_index: int = field(default=0, init=False)
     """Optimizer steps done: the version of the weights."""
+    batch: Batch | None = field(default=None, init=False)
+    """The last one sampled; train.updates_per_batch steps train on it."""
 
     def step(self) -> StepResult:
         """One optimizer step on what the buffer holds."""
         self.receive()
-        waited = self.gate.wait() if self.gate is not None else 0.0
+        waited = self.gate.wait() if self.gate is not None and self.needs_batch else 0.0
         self.recorder.training_starts()
         started = time.perf_counter()
-        batch = self.sample()
+        batch = self.sample() if self.batch is None or self.needs_batch else self.batch
         result = self.optimize(batch)
+        self.batch = with_old_values(batch, result)
         self.step_index += 1
         publishing = self.publish_if_due()
         self.record(batch, result, seconds=time.perf_counter() - started, waited=waited, publishing=publishing)
         return result
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether the next step samples a batch, or trains on the last one again."""
+        return self.step_index % self.config.train.updates_per_batch == 0
 
     @property
     def done(self) -> bool:
@@ -69,7 +80,8 @@ class Trainer:
         self.received += sum(bool(group.trajectories) for group in groups)
         self.lost += sum(not group.trajectories for group in groups)
         for group in groups:
-            self.replay.add(group, step=self.step_index)
+            admitted = self.references.admit(group) if self.references is not None else group
+            self.replay.add(admitted, step=self.step_index)
             self.recorder.group_received(self.step_index, group)
         self.receiver.acknowledge(groups)
 
@@ -83,9 +95,10 @@ class Trainer:
         return batch
 
     def _prompts_to_sample(self) -> int:
-        """P; in sync mode no more than came this step: older groups must not fill up for those lost to failing rewards."""
+        """P; where the roles take turns no more than came this step: older groups must not fill up for those lost to
+        failing rewards."""
         wanted = self.config.train.prompts_per_step
-        return wanted if self.config.mode == "async" else min(wanted, self.received)
+        return min(wanted, self.received) if self.config.takes_turns else wanted
 
     def optimize(self, batch: Batch) -> StepResult:
         step = self.step_index
@@ -101,10 +114,14 @@ class Trainer:
             ) from None
 
     def publish_if_due(self) -> float:
-        """Weights every k steps and at the end; checkpoints on schedule. Returns the seconds publishing took."""
+        """Weights every k steps and at the end; a new reference and checkpoints on schedule. Returns the seconds
+        publishing took."""
         started = time.perf_counter()
+        weights = make_weights(self.train_step.policy.model, version=self.step_index)
         if self.done or self.step_index % self.config.train.publish_every == 0:
-            self.publisher.publish(make_weights(self.train_step.policy.model, version=self.step_index))
+            self.publisher.publish(weights)
+        if self.references is not None and not self.done:
+            self.references.reset_if_due(weights)
         seconds = time.perf_counter() - started
         every = self.config.train.checkpoint_every
         if self.done or (every is not None and self.step_index % every == 0):
@@ -116,7 +133,7 @@ class Trainer:
         trained = self.step_index - 1
         metrics = {
             **result.metrics,
-            **batch_metrics(batch, result.log_pi_N.cpu(), step=trained),
+            **batch_metrics(batch, result.said.log_pi_N.cpu(), step=trained),
             "entropy": result.entropy,
             "beta": self.config.beta_at(trained),
             "time/step": seconds,
@@ -124,7 +141,17 @@ class Trainer:
             "time/publish_weights": publishing,
             **{f"buffer/{name}": value for name, value in self.replay.stats().items()},
         }
+        if self.references is not None:
+            metrics["reference_version"] = float(self.references.version)
         self.recorder.step(self.step_index, metrics, responses=batch.totals.responses)
+
+
+def with_old_values(batch: Batch, result: StepResult) -> Batch:
+    """The batch with the critic's values of its first update, for further updates on it."""
+    values_N = result.said.values_N
+    if values_N is None or batch.old_values_N is not None:
+        return batch
+    return replace(batch, old_values_N=values_N.cpu())
 
 
 def save_batch(batch: Batch, path: Path) -> Path:

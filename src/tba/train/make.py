@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tba.config import Config
+from tba.generate.engine import Scorer, make_scorer
+from tba.models.heads import make_critic, make_log_z
 from tba.models.load import LoadedModel
 from tba.models.policy import PolicyModel
-from tba.objectives.registry import make_objective
+from tba.objectives.base import Objective
+from tba.objectives.make import make_objective, objective_class
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.runtime.board import Row
@@ -18,6 +21,7 @@ from tba.train.collate import Budget
 from tba.train.gate import Gate
 from tba.train.loop import Trainer
 from tba.train.optim import MasterAdamW
+from tba.train.reference import ReferenceResets
 from tba.train.step import TrainStep
 
 
@@ -29,12 +33,15 @@ def make_trainer(
     publisher: WeightPublisher,
     recorder: Recorder,
     *,
+    reference_publisher: WeightPublisher | None = None,
     cursors: Callable[[], list[int]],
 ) -> Trainer:
     """The trainer takes the loaded model for its own: from here on it changes with every step.
 
-    `cursors` tells how far each searcher has come in its prompts, for checkpoints.
+    `reference_publisher` is needed with reference.reset_every; `cursors` tells how far each searcher has come in its
+    prompts, for checkpoints.
     """
+    rescorer = make_rescorer(config, loaded)  # copies the model before packed attention changes its forward pass
     train_step = make_train_step(config, loaded)
 
     def save(step: int) -> None:
@@ -44,14 +51,17 @@ def make_trainer(
             model=loaded.model,
             tokenizer=loaded.tokenizer,
             optimizer=train_step.optimizer,
+            heads=train_step.policy.heads,
             state={"seed": config.seed, "cursors": cursors()},
             keep=config.train.keep_checkpoints,
         )
 
+    replay = make_replay(config, task)
     return Trainer(
         config=config,
         train_step=train_step,
-        replay=make_replay(config, task),
+        replay=replay,
+        references=make_references(config, replay, reference_publisher, rescorer),
         receiver=receiver,
         publisher=publisher,
         recorder=recorder,
@@ -61,12 +71,14 @@ def make_trainer(
 
 
 def make_train_step(config: Config, loaded: LoadedModel) -> TrainStep:
-    train = config.train
+    train, objective = config.train, make_objective(config)
     assert train.tokens_per_micro_batch is not None, "filled in by tba.launch.defaults"
+    policy = make_policy(loaded, objective)
+    heads = [parameter for head in policy.heads for parameter in head.parameters()]
     return TrainStep(
-        PolicyModel(loaded.model),
-        make_objective(config.objective),
-        MasterAdamW(loaded.model.parameters(), train),
+        policy,
+        objective,
+        MasterAdamW(loaded.model.parameters(), train, heads=heads, heads_rate=_heads_rate(objective)),
         budget=Budget(
             max_tokens=train.tokens_per_micro_batch,
             max_responses=train.responses_per_micro_batch,
@@ -76,10 +88,25 @@ def make_train_step(config: Config, loaded: LoadedModel) -> TrainStep:
     )
 
 
+def make_policy(loaded: LoadedModel, objective: Objective) -> PolicyModel:
+    """The model with the heads its objective needs."""
+    critic = log_z = None
+    if objective.needs.critic:
+        critic = make_critic(loaded.model, separate=getattr(objective, "critic", "trunk") == "separate")
+    if objective.needs.log_z:
+        log_z = make_log_z(loaded.model)
+    return PolicyModel(loaded.model, critic=critic, log_z=log_z)
+
+
+def _heads_rate(objective: Objective) -> float | None:
+    name = "critic_learning_rate" if objective.needs.critic else "log_z_learning_rate"
+    return getattr(objective, name, None)
+
+
 def make_replay(config: Config, task: Task) -> ReplayBuffer:
-    """Sync mode samples the current version only and keeps duplicates: on-policy data has multiplicities."""
+    """Where the roles take turns only what was generated for a step is sampled, with its multiplicities."""
     settings = config.replay
-    if config.mode == "sync":
+    if config.takes_turns:
         settings = settings.model_copy(update={"on_policy_probability": 1.0, "deduplicate": False})
     return ReplayBuffer(
         settings,
@@ -87,6 +114,29 @@ def make_replay(config: Config, task: Task) -> ReplayBuffer:
         seed=config.seed,
         reward_names=tuple(task.reward_weights),
         reward_weights=tuple(task.reward_weights.values()),
+        step_values=objective_class(config.objective.name).needs.step_values,
+    )
+
+
+def make_rescorer(config: Config, loaded: LoadedModel) -> Scorer | None:
+    """The trainer's own copy of the reference, where stored log_ref is recomputed at resets."""
+    if not config.reference.reset_every or config.replay.on_reference_reset == "drop":
+        return None
+    return make_scorer(loaded.model, max_length=loaded.context)
+
+
+def make_references(
+    config: Config, replay: ReplayBuffer, publisher: WeightPublisher | None, rescorer: Scorer | None
+) -> ReferenceResets | None:
+    if not config.reference.reset_every:
+        return None
+    assert publisher is not None, "the runtime publishes references where reference.reset_every is set"
+    return ReferenceResets(
+        every=config.reference.reset_every,
+        publisher=publisher,
+        replay=replay,
+        temperature=config.generate.temperature,
+        scorer=rescorer,
     )
 
 

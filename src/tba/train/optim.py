@@ -18,12 +18,24 @@ class MasterAdamW:
     is its own master.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], config: TrainConfig) -> None:
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        config: TrainConfig,
+        *,
+        heads: Iterable[nn.Parameter] = (),
+        heads_rate: float | None = None,
+    ) -> None:
+        """`heads` are trained beside the policy, clipped by a norm of their own, at `heads_rate` (None = the policy's)."""
+        policy = [parameter for parameter in parameters if parameter.requires_grad]
+        own = [parameter for parameter in heads if parameter.requires_grad]
+        self.parameters = policy + own
         self.masters = [_master_of(parameter) for parameter in self.parameters]
+        self._policy, self._heads = self.masters[: len(policy)], self.masters[len(policy) :]
+        self._heads_rate = heads_rate
         self.max_grad_norm = config.max_grad_norm
         self.adam = torch.optim.AdamW(
-            self.masters,
+            [{"params": group} for group in (self._policy, self._heads) if group],
             lr=0.0,
             betas=config.adam_betas,
             eps=config.adam_epsilon,
@@ -43,17 +55,21 @@ class MasterAdamW:
             parameter.grad = None
 
     def clip_gradients(self) -> Tensor:
-        """Scale gradients down to max_grad_norm; returns the norm before. Non-finite norms leave gradients alone."""
-        gradients = [master.grad for master in self.masters if master.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        """Scale gradients down to max_grad_norm; returns the policy's norm before (the heads' if that is not finite).
+        Non-finite norms leave gradients alone."""
+        norm, heads_norm = self._clip(self._policy), self._clip(self._heads)
+        return norm if torch.isfinite(heads_norm) else heads_norm
+
+    def _clip(self, masters: list[nn.Parameter]) -> Tensor:
+        norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
         if self.max_grad_norm is not None and torch.isfinite(norm):
-            torch.nn.utils.clip_grads_with_norm_(self.masters, self.max_grad_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(masters, self.max_grad_norm, norm)
         return norm
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        for group in self.adam.param_groups:
-            group["lr"] = learning_rate
+        for index, group in enumerate(self.adam.param_groups):
+            group["lr"] = learning_rate if index == 0 or self._heads_rate is None else self._heads_rate
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
         for parameter, master in zip(self.parameters, self.masters):

@@ -37,9 +37,10 @@ def drop_stale(batch: Batch, *, oldest_version: int) -> Batch:
 
 
 def _weighted(batch: Batch, weight_PK: Tensor) -> Batch:
+    batch = replace(batch, weight_PK=weight_PK)
     totals = Totals(
         prompts=int((weight_PK.sum(dim=1) > 0).sum()),
         responses=int(weight_PK.sum()),
-        tokens=int(batch.lengths.view(batch.shape)[weight_PK.cpu() > 0].sum()),
+        tokens=int(batch.kept_N.sum()),
     )
-    return replace(batch, weight_PK=weight_PK, totals=totals)
+    return replace(batch, totals=totals)

@@ -1,8 +1,9 @@
 """One optimizer step: batch -> micro-batches -> gradients -> clipped AdamW update.
 
-Whole prompts per micro-batch: each back-propagates its share of the loss, divided by the totals of the step. Prompts
-spread over micro-batches: a first pass without gradients collects log_pi, the objective turns it into one coefficient per
-token, and a second pass back-propagates those. Both give the same gradients (a test compares them).
+Where a micro-batch holds all that a gradient depends on, it back-propagates its share of the loss, divided by the totals
+of the step. Otherwise (a prompt spread over micro-batches; a loss that couples the whole batch) a first pass without
+gradients collects what the model says, the objective turns it into one coefficient per number, and a second pass
+back-propagates those. Both give the same gradients (a test compares them).
 """
 
 from __future__ import annotations
@@ -27,11 +28,16 @@ class NonFiniteLoss(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepResult:
-    """What a step did: metrics, and log_pi of every trained token as it was before the update."""
+    """What a step did: metrics, and what the model said about the batch before the update."""
 
     metrics: Mapping[str, float]
-    log_pi_N: Tensor
-    entropy: float
+    said: Forward
+    """Of the whole batch, without gradients."""
+
+    @property
+    def entropy(self) -> float:
+        """Mean over tokens."""
+        return float(self.said.entropy_N.mean()) if self.said.entropy_N is not None else 0.0
 
 
 class TrainStep:
@@ -57,14 +63,16 @@ class TrainStep:
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
         """Leave the gradients of the whole batch in the optimizer's weights."""
         batch = batch.to(self.policy.device)
+        if self.policy.log_z is not None:
+            self.policy.log_z.start_at(_first_log_z(batch, beta=beta))
         whole = split_whole_prompts(batch, self.budget)
-        if whole is not None:
+        if whole is not None and (self.objective.coupling != "batch" or len(whole) == 1):
             return self._one_pass(batch, whole, beta=beta)
         return self._two_passes(batch, split_responses(batch, self.budget), beta=beta)
 
     def _one_pass(self, batch: Batch, parts: list[list[int]], *, beta: float) -> StepResult:
-        K, losses, entropy = batch.shape[1], [], 0.0
-        log_pi_N = torch.empty_like(batch.log_ref_N)
+        K, losses = batch.shape[1], []
+        said = Said(batch)
         for prompts in parts:
             part = batch.take(prompts)
             forward = self._forward(self._pack(part, list(range(len(prompts) * K))))
@@ -72,26 +80,22 @@ class TrainStep:
             self._backward(loss.value)
             losses.append((loss, len(prompts)))
             members = torch.tensor(prompts)[:, None] * K + torch.arange(K)
-            log_pi_N[batch.tokens_of(members.flatten()).to(log_pi_N.device)] = forward.log_pi_N.detach()
-            entropy += _total(forward.entropy_N)
-        return _result(losses, log_pi_N, entropy)
+            said.add(forward, tokens_N=batch.tokens_of(members.flatten()), prompts=torch.tensor(prompts))
+        return _result(losses, said.forward)
 
     def _two_passes(self, batch: Batch, parts: list[list[int]], *, beta: float) -> StepResult:
         micro_batches = [self._pack(batch, responses) for responses in parts]
-        log_pi_N, entropy = torch.empty_like(batch.log_ref_N), 0.0
+        said = Said(batch)
         with torch.no_grad():
             for micro_batch in micro_batches:
-                forward = self._forward(micro_batch)
-                log_pi_N[micro_batch.tokens_N.to(log_pi_N.device)] = forward.log_pi_N
-                entropy += _total(forward.entropy_N)
-        leaf_N = log_pi_N.requires_grad_()
-        loss = self.objective(batch, Forward(log_pi_N=leaf_N), beta=beta)
+                said.add(self._forward(micro_batch), tokens_N=micro_batch.tokens_N, prompts=micro_batch.prompts)
+        leaves = said.with_gradients()
+        loss = self.objective(batch, leaves, beta=beta)
         _check_finite(loss.value)
-        (coefficient_N,) = torch.autograd.grad(loss.value, leaf_N)
+        coefficients = _coefficients(loss.value, leaves)
         for micro_batch in micro_batches:
-            forward = self._forward(micro_batch)
-            self._backward((forward.log_pi_N * coefficient_N[micro_batch.tokens_N.to(leaf_N.device)]).sum())
-        return _result([(loss, batch.shape[0])], leaf_N.detach(), entropy)
+            self._backward(_weighted_sum(self._forward(micro_batch), coefficients, micro_batch))
+        return _result([(loss, batch.shape[0])], said.forward)
 
     def _pack(self, batch: Batch, responses: list[int]) -> MicroBatch:
         share = self.budget.share_prompts
@@ -106,15 +110,67 @@ class TrainStep:
         self.optimizer.accumulate()
 
 
+class Said:
+    """What the model said about a batch, put together from its micro-batches."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._shapes = {"log_pi_N": len(batch.token_ids_N), "entropy_N": len(batch.token_ids_N)}
+        self._shapes |= {"values_N": len(batch.token_ids_N), "log_z_P": batch.shape[0]}
+        self._tensors: dict[str, Tensor] = {}
+
+    def add(self, forward: Forward, *, tokens_N: Tensor, prompts: Tensor) -> None:
+        for name, length in self._shapes.items():
+            part = getattr(forward, name)
+            if part is not None:
+                whole = self._tensors.setdefault(name, part.new_zeros(length))
+                index = prompts if name == "log_z_P" else tokens_N
+                whole[index.to(whole.device)] = part.detach()
+
+    @property
+    def forward(self) -> Forward:
+        return Forward(**{name: tensor.detach() for name, tensor in self._tensors.items()})
+
+    def with_gradients(self) -> Forward:
+        """As leaves of a graph."""
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in self._tensors.items()}
+        return Forward(**leaves)
+
+
+TRAINED = ("log_pi_N", "values_N", "log_z_P")
+"""Parts of Forward that gradients go through."""
+
+
+def _coefficients(value: Tensor, leaves: Forward) -> dict[str, Tensor]:
+    """d value / d each number the model said."""
+    tensors = {name: getattr(leaves, name) for name in TRAINED if getattr(leaves, name) is not None}
+    gradients = torch.autograd.grad(value, list(tensors.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(tensors, gradients) if gradient is not None}
+
+
+def _weighted_sum(forward: Forward, coefficients: Mapping[str, Tensor], micro_batch: MicroBatch) -> Tensor:
+    """Whose gradient is the loss's; log Z counts in the micro-batch where its prompt begins."""
+    total = forward.log_pi_N.new_zeros(())
+    for name, coefficient in coefficients.items():
+        if name == "log_z_P":
+            part = coefficient[micro_batch.prompts] * micro_batch.begins
+        else:
+            part = coefficient[micro_batch.tokens_N]
+        total = total + (getattr(forward, name) * part).sum()
+    return total
+
+
+def _first_log_z(batch: Batch, *, beta: float) -> float:
+    """The VarGrad estimate with the generating policy, which version 0 still is."""
+    gap_PK = batch.sum_per_response(torch.nan_to_num(batch.log_ref_N - batch.policy_N))
+    kept_PK = batch.weight_PK > 0
+    return float((gap_PK + batch.reward_PK / beta)[kept_PK].mean()) if kept_PK.any() else 0.0
+
+
 def _check_finite(value: Tensor) -> None:
     if not torch.isfinite(value):
         raise NonFiniteLoss(f"loss is {value.item()}.")
 
 
-def _total(entropy_N: Tensor | None) -> float:
-    return 0.0 if entropy_N is None else float(entropy_N.sum())
-
-
-def _result(losses: list[tuple[Loss, int]], log_pi_N: Tensor, entropy: float) -> StepResult:
+def _result(losses: list[tuple[Loss, int]], said: Forward) -> StepResult:
     metrics = reduce_metrics([({"loss": loss.value.item(), **loss.metrics}, weight) for loss, weight in losses])
-    return StepResult(metrics=metrics, log_pi_N=log_pi_N, entropy=entropy / max(1, len(log_pi_N)))
+    return StepResult(metrics=metrics, said=said)

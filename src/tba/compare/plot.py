@@ -1,0 +1,97 @@
+"""The picture of a study: the metric by column, and against how far off-policy the data was measured to be."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tba.compare.results import CellResult, Results
+from tba.compare.table import metric_title, scale_of, seeds_text
+
+MARKERS = "osD^vP*Xh<>p"
+DODGE = 0.04
+"""Between rows, in columns: error bars that lie on each other cannot be read."""
+
+KL_NOISE = 1e-5
+"""Nats per response that rounding alone can make."""
+
+
+def save_plot(results: Results, path: Path) -> None:
+    """Write the PNG in one move."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(12, 5.2), layout="constrained")
+        by_column, by_kl = figure.subplots(1, 2, sharey=True)
+        _draw_columns(by_column, results)
+        _draw_kl(by_kl, results)
+        handles, labels = by_column.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)
+        figure.suptitle(f"{results.study.name}: mean ± standard error over {seeds_text(results)}")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        figure.savefig(temporary, dpi=150, format="png")
+        os.replace(temporary, path)
+
+
+def _draw_columns(axes: Any, results: Results) -> None:
+    columns, rows, scale = list(results.study.columns), list(results.study.rows), scale_of(results)
+    for index, row in enumerate(rows):
+        shift = DODGE * (index - (len(rows) - 1) / 2)
+        found = [(x + shift, results.cells[row, column]) for x, column in enumerate(columns)]
+        points = [(x, cell) for x, cell in found if cell.metric.mean is not None]
+        cells = [cell for _, cell in points]
+        axes.errorbar(
+            [x for x, _ in points], _means(cells, scale), yerr=_errors(cells, scale), label=row, **_style(index, "-")
+        )
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set(xlabel="column", ylabel=metric_title(results))
+    axes.grid(alpha=0.3)
+
+
+def _draw_kl(axes: Any, results: Results) -> None:
+    scale, all_kl = scale_of(results), []
+    for index, row in enumerate(results.study.rows):
+        for column in results.study.columns:
+            cell = results.cells[row, column]
+            kl = cell.measures["off_policy_kl"]
+            if kl.mean is None or cell.metric.mean is None:
+                continue
+            all_kl.append(kl.mean)
+            axes.errorbar(
+                [kl.mean], _means([cell], scale), xerr=[kl.error or 0.0], yerr=_errors([cell], scale), **_style(index)
+            )
+            point = (kl.mean, scale * cell.metric.mean)
+            axes.annotate(column, point, xytext=(5, 4), textcoords="offset points", fontsize=8, alpha=0.8)
+    _scale_kl(axes, all_kl)
+    axes.set(xlabel="measured off-policy KL, nats per response (label: column)")
+    axes.grid(alpha=0.3)
+
+
+def _scale_kl(axes: Any, all_kl: Sequence[float]) -> None:
+    """Logarithmic; where some are 0 but for rounding (no lag), linear around 0."""
+    above_noise = [kl for kl in all_kl if kl > KL_NOISE]
+    if all_kl and min(all_kl) > 0:
+        axes.set_xscale("log")
+    elif above_noise:
+        low, high = math.floor(math.log10(min(above_noise))), math.ceil(math.log10(max(above_noise)))
+        axes.set_xscale("symlog", linthresh=10.0**low)
+        axes.set_xticks([0.0, *(10.0**decade for decade in range(low, high + 1))])
+
+
+def _style(index: int, line: str = "none") -> dict[str, Any]:
+    marker = MARKERS[index % len(MARKERS)]
+    return {"color": f"C{index % 10}", "marker": marker, "markersize": 6, "capsize": 3, "linestyle": line}
+
+
+def _means(cells: Sequence[CellResult], scale: float) -> list[float]:
+    return [scale * cell.metric.mean for cell in cells if cell.metric.mean is not None]
+
+
+def _errors(cells: Sequence[CellResult], scale: float) -> list[float]:
+    return [scale * (cell.metric.error or 0.0) for cell in cells]

@@ -1,0 +1,144 @@
+"""What came out: mean and standard error of every cell of the grid, from the run folders alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from tba.compare.host import commit_hash, cpu_count
+from tba.compare.plan import Cell, Plan
+from tba.compare.records import read_metric, read_record, read_steps, read_summary, state_of
+from tba.compare.study import Study
+from tba.compare.tuning import tuned_values, tuning_table
+
+LAST_SHARE = 0.1
+"""Share of the steps at a run's end that its final KL and response length are means over."""
+MEASURES = ("seconds", "responses_generated", "off_policy_kl", "lag", "kl", "response_length")
+"""What is reported of a run besides the metric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Mean over seeds and its standard error. Estimate(mean=0.871, error=0.004)"""
+
+    mean: float | None
+    """None = no run has a number."""
+    error: float | None
+    """sqrt(sum (x - mean)^2 / (n - 1) / n); None below two numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellResult:
+    """All seeds of a row in a column. CellResult(values={0: 0.87, 1: 0.88}, failures={2: "NonFiniteLoss: ..."}, ...)"""
+
+    values: Mapping[int, float]
+    """The metric by seed, of finished runs."""
+    failures: Mapping[int, str]
+    measures: Mapping[str, Estimate]
+
+    @property
+    def metric(self) -> Estimate:
+        return estimate(self.values.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """The whole grid, finished or not."""
+
+    study: Study
+    cells: Mapping[tuple[str, str], CellResult]
+    """By row and column."""
+    tuned: Mapping[str, float | None]
+    """By row, where it is known."""
+    tuning: Mapping[str, Any]
+    """Everything tried, as in results.json."""
+    commits: Sequence[str]
+    """Of the code that made the runs."""
+
+
+def gather(plan: Plan, *, measures: bool = True) -> Results:
+    """Read the results there are; without `measures` only the metric, which is quick."""
+    tuned = tuned_values(plan, lambda cell: state_of(cell) in ("done", "failed"))
+    by_place: dict[tuple[str, str], list[Cell]] = {(r, c): [] for r in plan.study.rows for c in plan.study.columns}
+    for row, value in tuned.items():
+        for cell in plan.runs[row, value]:
+            by_place[cell.row, cell.column].append(cell)
+    return Results(
+        study=plan.study,
+        cells={place: _cell_result(cells, plan.study.metric, measures) for place, cells in by_place.items()},
+        tuned=tuned,
+        tuning=tuning_table(plan, tuned),
+        commits=_commits(cell for cells in by_place.values() for cell in cells) if measures else (),
+    )
+
+
+def estimate(values: Iterable[float | None]) -> Estimate:
+    """Mean and standard error; missing and non-finite numbers are left out."""
+    numbers = [value for value in values if value is not None and math.isfinite(value)]
+    error = stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else None
+    return Estimate(mean=fmean(numbers) if numbers else None, error=error)
+
+
+def measure(cell: Cell) -> dict[str, float | None]:
+    """MEASURES of one finished run."""
+    summary, steps = read_summary(cell), read_steps(cell)
+    last = steps[-math.ceil(LAST_SHARE * len(steps)) :]
+    return {
+        "seconds": summary["seconds"],
+        "responses_generated": summary["responses_generated"],
+        "off_policy_kl": _mean_of(steps, "off_policy/kl"),
+        "lag": summary["lag"]["mean"],
+        "kl": _mean_of(last, "kl"),
+        "response_length": _mean_of(last, "completions/mean_length"),
+    }
+
+
+def as_json(results: Results, *, command: str) -> dict[str, Any]:
+    """The content of results.json."""
+    return {
+        "study": results.study.name,
+        "metric": results.study.metric,
+        "command": command,
+        "commit": commit_hash(),
+        "run_commits": list(results.commits),
+        "cpu_count": cpu_count(),
+        "cells": [{"row": r, "column": c, **_cell_json(cell)} for (r, c), cell in results.cells.items()],
+        "tuning": dict(results.tuning),
+        "failures": [
+            {"row": row, "column": column, "seed": seed, "error": error}
+            for (row, column), cell in results.cells.items()
+            for seed, error in cell.failures.items()
+        ],
+        "definition": results.study.model_dump(mode="json"),
+    }
+
+
+def _cell_json(cell: CellResult) -> dict[str, Any]:
+    return {
+        "values": {str(seed): value for seed, value in cell.values.items()},
+        "mean": cell.metric.mean,
+        "standard_error": cell.metric.error,
+        **{name: {"mean": e.mean, "standard_error": e.error} for name, e in cell.measures.items()},
+    }
+
+
+def _cell_result(cells: Sequence[Cell], metric: str, measures: bool) -> CellResult:
+    states = {cell.seed: state_of(cell) for cell in cells}
+    done = [cell for cell in cells if states[cell.seed] == "done"]
+    measured = [measure(cell) for cell in done] if measures else []
+    return CellResult(
+        values={cell.seed: read_metric(cell, metric) for cell in done},
+        failures={cell.seed: (read_record(cell) or {})["error"] for cell in cells if states[cell.seed] == "failed"},
+        measures={name: estimate(run[name] for run in measured) for name in MEASURES},
+    )
+
+
+def _commits(cells: Iterable[Cell]) -> list[str]:
+    return sorted({(read_record(cell) or {}).get("commit") or "unknown" for cell in cells if state_of(cell) == "done"})
+
+
+def _mean_of(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    return estimate(step.get(name) for step in steps).mean

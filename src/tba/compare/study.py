@@ -1,0 +1,216 @@
+"""The study file: rows (what is compared), columns (under which conditions), seeds, and how each row is tuned.
+
+name: staleness
+base:
+  train: {max_steps: 500}
+rows:
+  tb: {objective.name: tb, objective.beta: 0.05}
+  rloo: {objective.name: rloo}
+columns:
+  "0": {mode: sync}
+  "10": {mode: fixed_lag, lag_steps: 10}
+seeds: [0, 1, 2]
+metric: accuracy
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
+from tba.config import ConfigError
+from tba.config.base import Section
+
+Label = Annotated[str, BeforeValidator(str)]
+"""Name of a row or column; YAML reads an unquoted 10 as a number."""
+Overrides = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
+"""Settings as in a config file, nested or dotted: {train: {max_steps: 5}} or {train.max_steps: 5}."""
+
+NOT_YOURS = {
+    "name": "run folders are named by row, column and seed",
+    "output": "it is the option --output",
+    "overwrite": "a run is replaced when its config has changed",
+    "seed": "list seeds under `seeds`",
+}
+"""Config keys that the study sets itself."""
+
+
+class Tune(Section):
+    """One setting, tuned for every row with the same effort: all values, in the same columns, with the same seed."""
+
+    key: str
+    """Dotted config key, for example train.learning_rate."""
+    values: tuple[int | float, ...] = Field(min_length=1)
+    columns: tuple[Label, ...] = Field(min_length=1)
+    """A row's value is the one with the best mean over these."""
+    seed: int = Field(default=100, ge=0)
+    """Not one of the study's seeds, or the tuned runs would be reported too."""
+    overrides: Overrides = Field(default_factory=dict)
+    """Of tuning runs only; evaluate.split: validation keeps the reported problems unseen."""
+
+
+class Quick(Section):
+    """What `--quick` changes; what is missing stays as in the study."""
+
+    seeds: tuple[int, ...] | None = Field(default=None, min_length=1)
+    rows: tuple[Label, ...] | None = Field(default=None, min_length=1)
+    columns: tuple[Label, ...] | None = Field(default=None, min_length=1)
+    tune_values: tuple[int | float, ...] = ()
+    """Empty = no tuning: the value of base, row or column is used."""
+    overrides: Overrides = Field(default_factory=dict)
+    """Win over those of base, rows, columns and tune."""
+
+
+class Study(Section):
+    """A whole study. `tba compare STUDY.yaml --list` shows its runs."""
+
+    name: str = Field(pattern=r"^\w[\w.-]*$")
+    """Name of the study's folder."""
+    base: Overrides = Field(default_factory=dict)
+    """Shared by every run; rows win over it, columns over rows."""
+    rows: dict[Label, Overrides] = Field(min_length=1)
+    columns: dict[Label, Overrides] = Field(min_length=1)
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    metric: str = "accuracy"
+    """Key of the summary's `final`; more is better."""
+    tune: Tune | None = None
+    quick: Quick | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Study:
+        for name, overrides in self._all_overrides():
+            _check_overrides(name, overrides)
+        for name, labels in (("rows", self.rows), ("columns", self.columns)):
+            _check_folders(name, labels)
+        _check_distinct("seeds", self.seeds)
+        if self.tune is not None:
+            self._check_tune(self.tune)
+        if self.quick is not None:
+            _check_known("quick.rows", self.quick.rows or (), self.rows)
+            _check_known("quick.columns", self.quick.columns or (), self.columns)
+        return self
+
+    def _check_tune(self, tune: Tune) -> None:
+        _check_known("tune.columns", tune.columns, self.columns)
+        _check_distinct("tune.values", tune.values)
+        if tune.seed in self.seeds:
+            raise ValueError(f"tune.seed={tune.seed} is also one of seeds={list(self.seeds)}: take another one.")
+
+    def _all_overrides(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
+        yield "base", self.base
+        yield from ((f"rows.{label}", overrides) for label, overrides in self.rows.items())
+        yield from ((f"columns.{label}", overrides) for label, overrides in self.columns.items())
+        yield "tune.overrides", self.tune.overrides if self.tune is not None else {}
+        yield "quick.overrides", self.quick.overrides if self.quick is not None else {}
+
+
+def load_study(path: Path, *, quick: bool = False) -> Study:
+    """Read and check a study file; with `quick`, the study that its `quick` section makes of it."""
+    if not path.is_file():
+        raise ConfigError(f"study file {path} does not exist: give a YAML file with name, rows, columns and seeds.")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"study file {path} is not valid YAML: {error}") from None
+    study = make_study(data, where=f"study file {path}")
+    return quick_study(study) if quick else study
+
+
+def make_study(data: Any, *, where: str = "study") -> Study:
+    """Check a plain mapping; every problem is listed."""
+    try:
+        return Study.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{where}: {_explain(problem)}" for problem in error.errors())) from None
+
+
+def quick_study(study: Study) -> Study:
+    """A smaller study of its own, named `<name>-quick`, so that quick results are never mistaken for the full ones."""
+    if study.quick is None:
+        raise ConfigError(
+            f"study {study.name} has no `quick` section: add one with seeds and overrides, or drop --quick."
+        )
+    quick, rows, columns = study.quick, study.rows, study.columns
+    changes = {
+        "name": f"{study.name}-quick",
+        "seeds": quick.seeds or study.seeds,
+        "rows": {label: rows[label] for label in quick.rows or rows},
+        "columns": {label: {**columns[label], **quick.overrides} for label in quick.columns or columns},
+        "tune": _quick_tune(study.tune, quick),
+        "quick": None,
+    }
+    return make_study({**dict(study), **changes}, where=f"study {study.name} with --quick")
+
+
+def _quick_tune(tune: Tune | None, quick: Quick) -> Tune | None:
+    if tune is None or not quick.tune_values:
+        return None
+    columns = tuple(label for label in tune.columns if label in (quick.columns or tune.columns))
+    if not columns:
+        raise ConfigError(f"quick.columns has none of tune.columns ({', '.join(tune.columns)}): leave tune_values out.")
+    overrides = {**tune.overrides, **quick.overrides}
+    return tune.model_copy(update={"values": quick.tune_values, "columns": columns, "overrides": overrides})
+
+
+def flatten(overrides: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested or dotted settings as dotted ones: {"train": {"max_steps": 5}} -> {"train.max_steps": 5}."""
+    flat: dict[str, Any] = {}
+    for key, value in overrides.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def folder_name(label: str) -> str:
+    """A label as a file name: `beta 0.05/long` -> `beta_0.05_long`."""
+    name = re.sub(r"[^\w.=+-]", "_", label)
+    return name if name.strip(".") else "_" * max(1, len(name))
+
+
+def _check_overrides(name: str, overrides: Mapping[str, Any]) -> None:
+    for key in flatten(overrides):
+        if key in NOT_YOURS:
+            raise ValueError(f"{name} sets {key}, which the study sets itself: {NOT_YOURS[key]}.")
+
+
+def _check_folders(name: str, labels: Iterable[str]) -> None:
+    taken: dict[str, str] = {}
+    for label in labels:
+        other = taken.setdefault(folder_name(label), label)
+        if other != label:
+            raise ValueError(f"{name} {other!r} and {label!r} would share the folder {folder_name(label)}: rename one.")
+
+
+def _check_distinct(name: str, values: Iterable[Any]) -> None:
+    values = list(values)
+    if len(set(values)) < len(values):
+        raise ValueError(f"{name}={values} has a value twice: each is run once.")
+
+
+def _check_known(name: str, labels: Iterable[str], known: Iterable[str]) -> None:
+    for label in labels:
+        if label not in known:
+            raise ValueError(f"{name} has {label!r}, which the study does not have: it has {', '.join(known)}.")
+
+
+def _explain(problem: Mapping[str, Any]) -> str:
+    location = [str(part) for part in problem["loc"]]
+    if problem["type"] == "extra_forbidden":
+        sections: dict[str, type[Section]] = {"tune": Tune, "quick": Quick}
+        known = list(sections.get(location[0], Study).model_fields)
+        close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*location[:-1], close[0]])}?" if close else f"allowed are {', '.join(known)}."
+        return f"unknown key {'.'.join(location)}: {hint}"
+    if problem["type"] == "value_error":
+        return str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return f"{'.'.join(location)} is missing."
+    return f"{'.'.join(location) or 'the file'}: {problem['msg']}, got {problem['input']!r}."

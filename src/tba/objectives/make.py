@@ -1,0 +1,101 @@
+"""From a config to its objective; combinations that make no sense are refused in words, before a model loads."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from tba.config import Config, ConfigError, Schedule
+from tba.objectives.base import Needs, Objective
+from tba.objectives.registry import OBJECTIVES
+
+
+def make_objective(config: Config) -> Objective:
+    """The objective of objective.name with its settings, checked against the rest of the config."""
+    kind = objective_class(config.objective.name)
+    try:
+        objective = kind.make(config)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(config, kind, problem) for problem in error.errors())) from None
+    problems = refusals(config, kind.needs, default_beta=kind.default_beta)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return objective
+
+
+def objective_class(name: str) -> type[Objective]:
+    if name not in OBJECTIVES:
+        close = difflib.get_close_matches(name, list(OBJECTIVES), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(OBJECTIVES)}."
+        raise ConfigError(f"objective.name={name} is unknown: {hint}")
+    return OBJECTIVES[name]
+
+
+def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
+    """What in the config contradicts the objective; empty = nothing."""
+    name, replay, train, generate = config.objective.name, config.replay, config.train, config.generate
+    first, last = _ends(config.objective.beta or Schedule(start=default_beta))
+    explores = config.search.explore.probability > 0 or generate.top_p < 1 or generate.top_k > 0
+    checks = [
+        (
+            needs.positive_beta and min(first, last) <= 0,
+            f"objective.beta must stay above 0 for {name}, got start={first}, end={last}: set objective.beta.end.",
+        ),
+        (
+            not needs.positive_beta and min(first, last) < 0,
+            f"objective.beta must not be negative, got start={first}, end={last}.",
+        ),
+        (
+            needs.group and train.samples_per_prompt < 2,
+            f"train.samples_per_prompt must be at least 2 for {name}, got {train.samples_per_prompt}: with one sample a "
+            "response has nothing to be compared with and nothing is learned.",
+        ),
+        (
+            (needs.behaviour or needs.own_samples) and bool(replay.imports),
+            f"replay.imports cannot be used with {name}: it needs responses whose sampling probabilities are known, and "
+            "imported text has none. Use tb, kimi or online_dpo.",
+        ),
+        (
+            needs.multiplicities and replay.deduplicate is True,
+            f"replay.deduplicate=true biases {name}: its estimate needs every response as often as it was sampled. Leave "
+            "replay.deduplicate unset.",
+        ),
+        (
+            needs.own_samples and explores,
+            f"{name} takes every response for a sample of the policy itself, so search.explore, generate.top_p and "
+            "generate.top_k must be off: use proximal_rloo, whose ratio accounts for them, or tb.",
+        ),
+        (
+            bool(config.reference.reset_every) and max(first, last) <= 0,
+            f"reference.reset_every={config.reference.reset_every} has no effect: with objective.beta=0 {name} has no "
+            "reference. Set objective.beta, or reference.reset_every=0.",
+        ),
+        (
+            (config.reference.reset_every or 0) % train.updates_per_batch != 0,
+            f"reference.reset_every={config.reference.reset_every} falls between the train.updates_per_batch="
+            f"{train.updates_per_batch} updates of a batch: make it a multiple.",
+        ),
+    ]
+    return [message for applies, message in checks if applies]
+
+
+def _ends(beta: Schedule) -> tuple[float, float]:
+    end = beta.start if beta.kind == "constant" else (0.0 if beta.end is None else beta.end)
+    return beta.start, end
+
+
+def _explain(config: Config, kind: type[Objective], problem: Mapping[str, Any]) -> str:
+    name = str(problem["loc"][0]) if problem["loc"] else ""
+    if problem["type"] == "extra_forbidden":
+        known = list(kind.model_fields)
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean objective.{close[0]}?" if close else _takes(config.objective.name, known)
+        return f"unknown key objective.{name} for objective.name={config.objective.name}: {hint}"
+    return f"objective.{name}: {problem['msg']}, got {problem['input']!r}."
+
+
+def _takes(name: str, known: list[str]) -> str:
+    return f"{name} takes {', '.join(['beta', *known])}."

@@ -1,0 +1,141 @@
+"""`ppo`: proximal policy optimisation with a critic (arXiv 1707.06347; as in mnoukhov/async_rlhf).
+
+    token reward  = -beta (log pi_old - log ref), + r at the last token
+    advantages    = GAE(gamma, lambda) over the critic's values, whitened over the step
+    loss          = mean_t max(-A w, -A clip(w)) + c / 2 mean_t max((V - ret)^2, (clip(V, V_old +- d) - ret)^2)
+
+with w = pi / pi_behaviour. V_old is the critic when the batch was first trained on: the value clip acts from the second
+update on (train.updates_per_batch).
+
+Axes: R = P K responses, T tokens of the longest one, N tokens of all responses.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from tba.objectives.base import Coupling, Needs, Objective
+from tba.objectives.ratios import clipped_surrogate, ratio_metrics, token_log_ratios
+from tba.types import Batch, Forward, Loss
+
+WHITEN_EPSILON = 1e-8
+
+
+class PPO(Objective):
+    critic: Literal["trunk", "separate"] = "trunk"
+    """A value head on the policy's own hidden states, or a second model that starts as a copy of the policy."""
+    critic_learning_rate: float | None = Field(default=None, gt=0.0)
+    """Of the head (and of the separate critic); None = the policy's."""
+    clip: float = Field(default=0.2, gt=0.0, lt=1.0)
+    """The token ratio counts between 1 - clip and 1 + clip."""
+    value_clip: float = Field(default=0.2, gt=0.0)
+    """Reward units; how far a value may move from V_old and still lower its loss."""
+    value_coefficient: float = Field(default=0.1, ge=0.0)
+    """c: weight of the value loss."""
+    gamma: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Discount per token."""
+    gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
+
+    coupling: ClassVar[Coupling] = "batch"
+    needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, multiplicities=True, critic=True)
+    default_beta: ClassVar[float] = 0.05
+
+    def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
+        assert forward.values_N is not None
+        kept_N, tokens = batch.kept_N, max(1, batch.totals.tokens)
+        values_N = forward.values_N
+        old_N = values_N.detach() if batch.old_values_N is None else batch.old_values_N
+        advantage_N = generalised_advantages(
+            batch, token_rewards(batch, beta=beta), old_N, gamma=self.gamma, gae_lambda=self.gae_lambda
+        )
+        return_N = advantage_N + old_N
+        ratio_N = token_log_ratios(batch, forward.log_pi_N).exp()
+        surrogate_N = clipped_surrogate(whiten(advantage_N, kept_N), ratio_N, low=self.clip, high=self.clip)
+        squares_N = clipped_squares(values_N, old_N, return_N, clip=self.value_clip)
+        value_loss = 0.5 * _sum(squares_N, kept_N) / tokens
+        return Loss(
+            value=_sum(surrogate_N, kept_N) / tokens + self.value_coefficient * value_loss,
+            metrics={
+                **ratio_metrics(ratio_N, kept_N, low=self.clip, high=self.clip),
+                "objective/value_loss": value_loss.item(),
+                "objective/value_explained": _explained(values_N.detach()[kept_N], return_N[kept_N]),
+            },
+        )
+
+
+def token_rewards(batch: Batch, *, beta: float) -> Tensor:
+    """The KL penalty at every chosen token, and the response's reward at its last one -> [N]."""
+    reward_N = torch.zeros_like(batch.log_ref_N)
+    if beta > 0.0:
+        reward_N = torch.where(batch.kept_N, -beta * (batch.policy_N - batch.log_ref_N), reward_N)
+    return torch.where(_last_chosen(batch), reward_N + batch.per_token(batch.reward_PK), reward_N)
+
+
+def generalised_advantages(
+    batch: Batch, reward_N: Tensor, value_N: Tensor, *, gamma: float, gae_lambda: float
+) -> Tensor:
+    """GAE over each response's chosen tokens; after the last one the value is 0. Zero at tokens not chosen."""
+    place, (R, T) = _places(batch)
+    reward_RT, value_RT = (_spread(values, batch, place, R, T) for values in (reward_N, value_N))
+    advantage_RT = torch.zeros_like(reward_RT)
+    running_R = next_value_R = torch.zeros(R, dtype=reward_RT.dtype, device=reward_RT.device)
+    for t in range(T - 1, -1, -1):
+        running_R = reward_RT[:, t] + gamma * next_value_R - value_RT[:, t] + gamma * gae_lambda * running_R
+        # Chosen tokens stand first in a row, so a row's zeros behind them leave 0 here until its last token.
+        next_value_R = value_RT[:, t]
+        advantage_RT[:, t] = running_R
+    flat = advantage_RT.flatten()[place.clamp(min=0)]
+    return torch.where(place >= 0, flat, torch.zeros_like(flat))
+
+
+def whiten(value_N: Tensor, kept_N: Tensor) -> Tensor:
+    """Mean 0 and variance 1 over the tokens that count."""
+    kept = value_N[kept_N]
+    if len(kept) < 2:
+        return torch.zeros_like(value_N)
+    return (value_N - kept.mean()) / (kept.var() + WHITEN_EPSILON).sqrt()
+
+
+def clipped_squares(value_N: Tensor, old_N: Tensor, return_N: Tensor, *, clip: float) -> Tensor:
+    """max((V - ret)^2, (clip(V, old +- clip) - ret)^2)."""
+    plain_N = (value_N - return_N).square()
+    clipped_N = (old_N + (value_N - old_N).clamp(-clip, clip) - return_N).square()
+    return torch.where(clipped_N > plain_N, clipped_N, plain_N)
+
+
+def _places(batch: Batch) -> tuple[Tensor, tuple[int, int]]:
+    """[N]: where each token stands in a table of responses x chosen tokens, -1 where it is not chosen; and its shape."""
+    chosen_N, response_N = batch.loss_mask_N, batch.response_of_token()
+    starts_R = batch.offsets[:-1].to(response_N.device)
+    before_N = chosen_N.long().cumsum(0) - chosen_N.long()
+    column_N = before_N - before_N[starts_R.clamp(max=len(before_N) - 1)][response_N]
+    T = int(batch.lengths.max())
+    return torch.where(chosen_N, response_N * T + column_N, -1), (len(batch.lengths), T)
+
+
+def _spread(values_N: Tensor, batch: Batch, place: Tensor, R: int, T: int) -> Tensor:
+    table = torch.zeros(R * T, dtype=values_N.dtype, device=values_N.device)
+    return table.index_put((place[batch.loss_mask_N],), values_N[batch.loss_mask_N]).view(R, T)
+
+
+def _last_chosen(batch: Batch) -> Tensor:
+    """bool [N]: the last chosen token of each response."""
+    index_N = torch.arange(len(batch.loss_mask_N), device=batch.loss_mask_N.device)
+    chosen_N = torch.where(batch.loss_mask_N, index_N, -1)
+    last_R = torch.full((len(batch.lengths),), -1, device=index_N.device)
+    last_R = last_R.scatter_reduce(0, batch.response_of_token(), chosen_N, "amax")
+    return index_N == last_R[batch.response_of_token()]
+
+
+def _sum(value_N: Tensor, kept_N: Tensor) -> Tensor:
+    return torch.where(kept_N, value_N, torch.zeros_like(value_N)).sum()
+
+
+def _explained(value: Tensor, target: Tensor) -> float:
+    """Share of the returns' variance that the critic explains; 0 where there is none to explain."""
+    variance = float(target.var(unbiased=False)) if len(target) else 0.0
+    return 0.0 if variance <= 0.0 else 1.0 - float((target - value).var(unbiased=False)) / variance

@@ -1,0 +1,104 @@
+"""Monte-Carlo values of step prefixes (VinePPO): continue each prefix several times and average the rewards.
+
+A step ends with a token whose text holds a line break. The continuations are the searcher's work: it has the engine and
+the rewards. They are combined by the reward weights as they are now, so a later change of weights does not reach them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tba.generate.engine import Engine
+from tba.tasks.base import Outcome, RewardFailed
+from tba.tasks.rewards import FinishedGroup, Rewards, score_all
+from tba.types import Completion, Prompt, Request, Sampling
+
+
+@dataclass
+class StepValues:
+    """`StepValues(...)(engine, group)` -> per response an array as in Trajectory.step_values."""
+
+    rewards: Rewards
+    """Its own: not shared with a running search."""
+    reward_weights: Mapping[str, float]
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    continuations: int
+    between_steps: Callable[[], None] | None = None
+    _breaks: dict[int, bool] = field(default_factory=dict)
+    """Token id -> whether a step ends with it."""
+
+    def __call__(self, engine: Engine, group: FinishedGroup) -> list[np.ndarray]:
+        """NaN at the first token too where no continuation could be scored."""
+        starts = [self.step_starts(completion.token_ids) for completion in group.completions]
+        prefixes = {
+            completion.token_ids[:start].tobytes(): completion.token_ids[:start]
+            for completion, own in zip(group.completions, starts)
+            for start in own
+        }
+        value_of = dict(zip(prefixes, self._values(engine, group, list(prefixes.values()))))
+        found = []
+        for completion, own in zip(group.completions, starts):
+            values = np.full(len(completion.token_ids), np.nan, np.float32)
+            for start in own:
+                values[start] = value_of[completion.token_ids[:start].tobytes()]
+            found.append(values)
+        return found
+
+    def step_starts(self, token_ids: np.ndarray) -> list[int]:
+        """First token of every step: 0, and what follows a line break."""
+        ends = [place for place, token in enumerate(token_ids[:-1].tolist()) if self._ends_step(token)]
+        return [0, *(place + 1 for place in ends)]
+
+    def _ends_step(self, token: int) -> bool:
+        if token not in self._breaks:
+            self._breaks[token] = "\n" in self.tokenizer.decode([token])
+        return self._breaks[token]
+
+    def _values(self, engine: Engine, group: FinishedGroup, prefixes: Sequence[np.ndarray]) -> list[float]:
+        """Mean reward of each prefix's continuations."""
+        visit = group.completions[0].sample_index // max(1, len(group.completions))
+        requests = {
+            (prompt := _named_after(group.prompt, prefix)).id: Request(
+                prompt=prompt, first_sample=visit * self.continuations, prefix_ids=prefix
+            )
+            for prefix in prefixes
+        }
+        members: dict[str, list[Completion]] = {name: [] for name in requests}
+        for completion in engine.sibling().generate(
+            list(requests.values()),
+            samples_per_prompt=self.continuations,
+            sampling=self.sampling,
+            between_steps=self.between_steps,
+        ):
+            members[completion.prompt_id].append(completion)
+        groups = [self._as_group(group.prompt, own) for own in members.values()]
+        outcomes = score_all(self.rewards, groups, between_polls=self.between_steps)
+        return [self._mean(own) for own in outcomes]
+
+    def _as_group(self, prompt: Prompt, completions: list[Completion]) -> FinishedGroup:
+        texts = self.tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
+        return FinishedGroup(prompt=prompt, completions=completions, texts=texts)
+
+    def _mean(self, outcomes: Sequence[Outcome]) -> float:
+        known = [outcome for outcome in outcomes if not isinstance(outcome, RewardFailed)]
+        totals = [sum(self.reward_weights[name] * (value or 0.0) for name, value in own.items()) for own in known]
+        return float(np.mean(totals)) if totals else float("nan")
+
+
+def _named_after(prompt: Prompt, prefix: np.ndarray) -> Prompt:
+    """The prompt under a name of its own for this prefix: the name is part of the key of every random number."""
+    return replace(prompt, id=f"{prompt.id}#{blake2b(prefix.tobytes(), digest_size=8).hexdigest()}")
+
+
+def lost_without_values(outcomes: Sequence[Outcome], values: Sequence[np.ndarray]) -> list[Outcome]:
+    """Outcomes, with those responses failed of which a step has no value."""
+    return [
+        outcome if np.isfinite(own[0]) else RewardFailed("no continuation of one of its steps could be scored")
+        for outcome, own in zip(outcomes, values)
+    ]

@@ -1,0 +1,63 @@
+"""Reference resets: every so many steps the current policy becomes the reference, published like weights.
+
+Stored log_ref is stale from then on. Such trajectories are dropped, or their log_ref is recomputed by a copy of the new
+reference that the trainer keeps for it; a batch never mixes references.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tba.generate.engine import Scorer
+from tba.replay.buffer import ReplayBuffer
+from tba.runtime.channels import WeightPublisher
+from tba.types import TrajectoryGroup, Weights
+
+
+@dataclass
+class ReferenceResets:
+    """What the trainer does about its reference."""
+
+    every: int
+    """Optimizer steps."""
+    publisher: WeightPublisher
+    """Where searchers get the new reference from."""
+    replay: ReplayBuffer
+    temperature: float
+    scorer: Scorer | None = None
+    """Recomputes log_ref; None = what an earlier reference scored is dropped."""
+    version: int = 0
+    """Of the weights that are the reference."""
+
+    def reset_if_due(self, weights: Weights) -> bool:
+        """Make `weights` the reference if it is their turn."""
+        if weights.version % self.every:
+            return False
+        self.version = weights.version
+        self.publisher.publish(weights)
+        if self.scorer is None:
+            self.replay.drop_reference(self.version)
+        else:
+            self.scorer.load(weights)
+            self.replay.recompute_reference(self.version, self._score)
+        return True
+
+    def admit(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        """A group as the buffer may take it: scored by the current reference. (An earlier one's is refused there.)"""
+        stale = [t.reference_version < self.version for t in group.trajectories]
+        if self.scorer is None or not any(stale):
+            return group
+        log_refs = self._score(
+            [group.prompt.token_ids] * len(stale), [t.completion.token_ids for t in group.trajectories]
+        )
+        scored = (
+            replace(trajectory, log_ref=log_ref, reference_version=self.version)
+            for trajectory, log_ref in zip(group.trajectories, log_refs)
+        )
+        return replace(group, trajectories=tuple(scored))
+
+    def _score(self, prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]) -> list[np.ndarray]:
+        assert self.scorer is not None
+        return self.scorer.score(prompt_ids, response_ids, self.temperature)

@@ -1,0 +1,59 @@
+"""Tiny studies of the shipped model, and run folders written by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tba.compare import compare
+from tba.compare.plan import Cell, Plan, make_plan
+from tba.compare.records import write_done
+from tba.compare.results import Results
+from tba.compare.study import make_study
+
+BASE = {
+    "mode": "sync",
+    "train": {"max_steps": 2, "responses_per_step": 8, "samples_per_prompt": 4},
+    "evaluate": {"num_prompts": 4},
+    "task": {"num_train_prompts": 50},
+    "generate": {"max_new_tokens": 40, "temperature": 2.0},  # long and varied enough that there is something to learn
+}
+STUDY = {
+    "name": "tiny",
+    "base": BASE,
+    "rows": {"slow": {"train.learning_rate": 1e-5}, "fast": {"train.learning_rate": 1e-3}},
+    "columns": {"1": {}, "1.2": {"generate.temperature": 1.2}},
+    "seeds": [0, 1],
+}
+TUNE = {"key": "train.learning_rate", "values": [1e-4, 1e-3], "columns": ["1"], "overrides": {"train.max_steps": 1}}
+
+
+def write_study(folder: Path, **changes: Any) -> Path:
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump({**STUDY, **changes}, sort_keys=False))
+    return path
+
+
+def run_study(folder: Path, *, changes: dict[str, Any] | None = None, **options: Any) -> Results:
+    return compare(write_study(folder, **(changes or {})), output=folder / "studies", **options)
+
+
+def plan_study(folder: Path, **changes: Any) -> Plan:
+    return make_plan(make_study({**STUDY, **changes}), folder / "studies")
+
+
+def write_run(cell: Cell, accuracy: float, *, kl: tuple[float | None, ...] = (1.0,), seconds: float = 1.0) -> None:
+    """A finished run's folder, one logged step per off-policy KL."""
+    cell.folder.mkdir(parents=True)
+    summary = {"final": {"accuracy": accuracy}, "seconds": seconds, "responses_generated": 16, "lag": {"mean": 2.0}}
+    (cell.folder / "summary.json").write_text(json.dumps(summary))
+    steps = [
+        {"step": step, "loss": 0.0, "kl": step, "completions/mean_length": 10 * step, "off_policy/kl": value}
+        for step, value in enumerate(kl, start=1)
+    ]
+    records = [{"step": 0, "eval/arithmetic/accuracy": 0.0}, *steps]
+    (cell.folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_done(cell, seconds=seconds, commit="abc")

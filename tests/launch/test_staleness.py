@@ -1,0 +1,87 @@
+"""Asynchrony and references as settings: fixed lag, several updates per batch, reference resets, Monte-Carlo values."""
+
+import json
+
+import numpy as np
+import pytest
+from problem import make_config
+
+from tba.config import load_config
+from tba.launch import evaluate_model, train
+from tba.observe.files import RunFolder
+
+
+def steps_of(config) -> list[dict]:
+    records = [json.loads(line) for line in RunFolder(config.run_folder).metrics.read_text().splitlines()]
+    return [record for record in records if "loss" in record]
+
+
+def test_a_fixed_lag_is_kept_exactly_once_there_are_enough_versions(folder):
+    config = make_config(folder, "mode=fixed_lag", "lag_steps=3", "name=lag", "train.max_steps=7")
+    summary = train(config)
+    for record in steps_of(config):
+        trained = record["step"] - 1
+        assert record["off_policy/lag_mean"] == record["off_policy/lag_max"] == min(trained, 3)
+    assert summary["lag"]["max"] == 3
+    assert evaluate_model(str(config.run_folder), []) == summary["final"], (
+        "evaluated with current, not with old weights"
+    )
+
+
+def test_stale_responses_are_those_of_the_old_weights(folder):
+    """off_policy/kl compares with the policy that generated: 0 at lag 0 (sync), not 0 once the weights have moved."""
+    stale = make_config(folder, "mode=fixed_lag", "lag_steps=4", "name=stale")
+    fresh = make_config(folder, "mode=sync", "name=fresh")
+    for config in (stale, fresh):
+        train(config)
+    assert all(abs(record["off_policy/kl"]) < 1e-4 for record in steps_of(fresh))
+    assert [abs(record["off_policy/kl"]) > 1e-3 for record in steps_of(stale)] == [False, *[True] * 5]
+
+
+def test_several_updates_train_on_one_batch(folder):
+    config = make_config(folder, "mode=sync", "name=updates", "objective.name=ppo", "train.updates_per_batch=3")
+    summary = train(config)
+    records = steps_of(config)
+    assert [record["off_policy/lag_mean"] for record in records] == [0, 1, 2, 0, 1, 2]
+    assert (summary["responses_generated"], summary["responses_trained"]) == (32, 96)
+    rewards = [record["reward"] for record in records]
+    assert rewards[0] == rewards[1] == rewards[2] != rewards[3]
+
+
+def test_a_reset_makes_the_current_policy_the_reference(folder):
+    config = make_config(folder, "mode=sync", "name=reset", "reference.reset_every=2")
+    train(config)
+    records = steps_of(config)
+    assert [record["reference_version"] for record in records] == [0, 2, 2, 4, 4, 4]
+    # Steps 1, 3 and 5 train on fresh responses of versions 0, 2 and 4, each of which is the reference at that time.
+    assert [abs(record["kl"]) < 1e-4 for record in records] == [True, False, True, False, True, False]
+
+
+@pytest.mark.parametrize("rule", ["drop", "recompute"])
+def test_asynchronous_resets_never_train_on_an_earlier_reference(folder, rule):
+    config = make_config(
+        folder,
+        f"name=reset-{rule}",
+        "reference.reset_every=3",
+        "train.max_steps=9",
+        f"replay.on_reference_reset={rule}",
+    )
+    summary = train(config)
+    last = steps_of(config)[-1]
+    assert summary["steps"] == 9
+    assert last["reference_version"] == 6
+    if rule == "drop":
+        assert last["buffer/dropped"] > 0
+    else:
+        assert last["buffer/dropped"] == last["buffer/refused"] == 0
+
+
+def test_monte_carlo_values_reach_the_trainer(tmp_path):
+    settings = ["mode=sync", "objective.name=vineppo", "objective.continuations=2", "train.max_steps=1"]
+    settings += ["train.responses_per_step=8", "train.samples_per_prompt=4", "task.num_train_prompts=20"]
+    settings += ["evaluate.num_prompts=2", "observe.progress=false", f"output={tmp_path}", "name=vine"]
+    config = load_config(None, settings)
+    train(config)
+    (record,) = steps_of(config)
+    assert np.isfinite(record["loss"])
+    assert record["objective/ratio_mean"] == pytest.approx(1.0, abs=1e-4)

@@ -1,0 +1,60 @@
+"""Objectives from configs: defaults, settings, and combinations that are refused in words."""
+
+import pytest
+
+from tba.config import ConfigError, load_config
+from tba.launch.defaults import with_objective_defaults
+from tba.objectives.make import make_objective
+from tba.objectives.registry import OBJECTIVES
+
+
+def config(*overrides: str):
+    return load_config(None, overrides)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_runs_with_its_defaults_and_declares_what_it_needs(name):
+    resolved = with_objective_defaults(config(f"objective.name={name}"))
+    objective = make_objective(resolved)
+    assert type(objective) is OBJECTIVES[name]
+    assert resolved.objective.beta.start == objective.default_beta
+    assert resolved.replay.deduplicate is not objective.needs.multiplicities
+    assert resolved.reference.reset_every == (50 if name == "tba_prime" else 0)
+    assert with_objective_defaults(resolved) == resolved
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["objective.name=grop"], "objective.name=grop is unknown: did you mean grpo"),
+        (["objective.name=xyz"], "choose one of tb, tb_learned_z, tba_prime"),
+        (["objective.residual_clp=1"], "unknown key objective.residual_clp for objective.name=tb: did you mean"),
+        (["objective.name=rloo", "objective.clip=0.2"], "rloo takes beta."),
+        (["objective.name=ppo", "objective.clip=2"], "objective.clip: Input should be less than 1, got 2"),
+        (["objective.beta=-1"], "objective.beta must stay above 0 for tb, got start=-1.0"),
+        (["objective.beta={kind: linear, start: 0.05}"], "got start=0.05, end=0.0: set objective.beta.end"),
+        (["objective.name=grpo", "objective.beta=-0.1"], "objective.beta must not be negative"),
+        (["train.samples_per_prompt=1"], "train.samples_per_prompt must be at least 2 for tb, got 1"),
+        (["objective.name=grpo", "replay.imports=[a.jsonl]"], "replay.imports cannot be used with grpo"),
+        (["objective.name=rloo", "replay.imports=[a.jsonl]"], "replay.imports cannot be used with rloo"),
+        (["objective.name=grpo", "replay.deduplicate=true"], "replay.deduplicate=true biases grpo"),
+        (["objective.name=rloo", "generate.top_p=0.9"], "rloo takes every response for a sample of the policy itself"),
+        (["objective.name=dr_grpo", "reference.reset_every=10"], "with objective.beta=0 dr_grpo has no reference"),
+        (["objective.name=ppo", "train.updates_per_batch=4", "reference.reset_every=10"], "make it a multiple"),
+    ],
+)
+def test_senseless_combinations_are_refused_in_words(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        make_objective(config(*overrides))
+    assert message in str(error.value)
+
+
+def test_one_response_per_prompt_is_enough_for_objectives_that_compare_none():
+    for name in ("tb_learned_z", "reinforce", "ppo", "vineppo"):
+        make_objective(config(f"objective.name={name}", "train.samples_per_prompt=1"))
+
+
+def test_the_constant_length_follows_the_longest_response():
+    resolved = config("objective.name=dr_grpo", "generate.max_new_tokens=77")
+    assert make_objective(resolved).normal_length == 77
+    assert make_objective(config("objective.name=dr_grpo", "objective.normal_length=5")).normal_length == 5

@@ -1,0 +1,93 @@
+"""Monte-Carlo values: steps, prefixes, and the mean reward of their continuations."""
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from builders import tiny_llama, tiny_tokenizer
+
+from tba.config import GenerateConfig
+from tba.generate.engine import make_engine
+from tba.search.values import StepValues, lost_without_values
+from tba.tasks.base import RewardFailed
+from tba.tasks.rewards import DirectRewards, FinishedGroup
+from tba.types import Prompt, Request, Sampling
+
+BREAK = 7
+"""The token that ends a step here."""
+
+
+class LengthTask:
+    """Reward: number of tokens of the response; responses with token 9 fail."""
+
+    name = "length"
+    isolated = False
+    reward_weights: ClassVar = {"length": 0.5}
+
+    def score(self, prompt, texts, completions):
+        assert prompt.id == "p", "rewards see the prompt itself"
+        return [
+            RewardFailed("token 9") if 9 in c.token_ids else {"length": float(len(c.token_ids))} for c in completions
+        ]
+
+
+def make_values(**settings) -> StepValues:
+    values = StepValues(
+        rewards=DirectRewards(LengthTask()),
+        reward_weights=LengthTask.reward_weights,
+        tokenizer=tiny_tokenizer(),
+        sampling=Sampling(max_new_tokens=10),
+        continuations=4,
+        **settings,
+    )
+    values._breaks[BREAK] = True
+    return values
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine(tiny_llama(), [2], GenerateConfig(slots=8), seed=0, max_length=32)
+
+
+PROMPT = Prompt(id="p", token_ids=np.array([1, 5], np.int32), text="w5")
+
+
+def group_of(engine, samples=6) -> FinishedGroup:
+    found = engine.generate([Request(prompt=PROMPT)], samples_per_prompt=samples, sampling=Sampling(max_new_tokens=10))
+    completions = sorted(found, key=lambda completion: completion.sample_index)
+    return FinishedGroup(prompt=PROMPT, completions=completions, texts=[""] * samples)
+
+
+def test_a_step_begins_at_the_start_and_after_every_line_break():
+    # the break at the very end begins nothing: no token follows it
+    assert make_values().step_starts(np.array([4, BREAK, 5, 6, BREAK, 8, BREAK])) == [0, 2, 5]
+    assert make_values().step_starts(np.array([2])) == [0]
+
+
+def test_a_value_is_the_mean_reward_of_fresh_continuations_of_the_prefix(engine):
+    group = group_of(engine)
+    values = make_values()(engine, group)
+    starts_seen = 0
+    for completion, own in zip(group.completions, values):
+        starts = np.flatnonzero(np.isfinite(own)).tolist()
+        assert set(starts) <= set(make_values().step_starts(completion.token_ids))
+        for start in starts:
+            # a continuation is at least one token longer than its prefix, and scored 0.5 a token
+            assert 0.5 * (start + 1) <= own[start] <= 0.5 * 10
+            starts_seen += 1
+    assert starts_seen > len(values), "some response has more than one step"
+
+
+def test_equal_prefixes_have_one_value_and_visits_have_their_own(engine):
+    group = group_of(engine)
+    first = make_values()(engine, group)
+    assert len({float(own[0]) for own in first}) == 1, "the empty prefix is one prefix"
+    again = make_values()(engine, group)
+    assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(first, again)), "same visit, same randomness"
+
+
+def test_a_response_whose_first_step_has_no_value_is_lost():
+    outcomes = [{"length": 1.0}, {"length": 2.0}]
+    kept = lost_without_values(outcomes, [np.array([0.5, np.nan]), np.array([np.nan])])
+    assert kept[0] == {"length": 1.0}
+    assert isinstance(kept[1], RewardFailed)
