@@ -34,6 +34,7 @@ TRL_NAMES = {
     "weight_decay": "train.weight_decay",
     "max_grad_norm": "train.max_grad_norm",
     "num_generations": "train.samples_per_prompt",
+    "num_iterations": "train.updates_per_batch",
     "generation_batch_size": "train.responses_per_step",
     "save_steps": "train.checkpoint_every",
     "save_total_limit": "train.keep_checkpoints",

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config import load_config
 from tba.launch import evaluate_model, train
+from tba.launch.defaults import with_objective_defaults
 from tba.launch.inputs import load_inputs
 from tba.launch.synchronous import SyncRun
 from tba.observe.files import RunFolder
@@ -27,7 +28,7 @@ def test_a_sync_run_writes_its_folder(folder):
         "task", "objective", "seed", "steps", "seconds", "responses_generated", "responses_trained", "start", "final", "lag",
     ]  # fmt: skip
     assert (summary["steps"], summary["responses_trained"], summary["lag"]) == (6, 96, {"mean": 0.0, "max": 0})
-    assert load_config(run.config) == config
+    assert load_config(run.config) == with_objective_defaults(config)
     assert [path.name for path in sorted(run.checkpoints.iterdir())] == ["step-4", "step-6"]
     steps = [record for record in metrics_of(config) if "loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]

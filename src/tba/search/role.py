@@ -99,6 +99,7 @@ class SearcherRole:
     def tick(self) -> None:
         """Between decode steps."""
         self.handle_messages()
+        self.evaluate_if_asked()  # before newer weights move on from the version that was asked for
         self.loader.load_newer()
         self.load_newer_reference()
         self.evaluate_if_asked()
@@ -191,8 +192,10 @@ def run_searcher(
     evaluation_rewards = make_rewards(task, config, log=logs / f"rewards-{index}-evaluate.log", functions=functions)
     role.evaluator = make_evaluator(config, loaded, task, evaluation_rewards)
     role.searcher = searcher
-    role.loader.check_first()
     try:
+        role.handle_messages()
+        role.evaluate_if_asked()  # the start is evaluated with the weights of version 0, however late this searcher is
+        role.loader.check_first()
         role.tick()
         searcher.run(make_visits(config, searcher, role), role.tick)
     except Stopped:
