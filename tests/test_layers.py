@@ -10,6 +10,7 @@ LAYERS = [
     "types",
     "config",
     "observe",
+    "kernels",
     "models",
     "objectives",
     "generate",

@@ -6,7 +6,6 @@ import torch
 
 from tba.models.canary import CANARY_TOKENS, CanaryCheck, CanaryMismatch
 from tba.models.weights import ChecksumMismatch, checksum
-from tba.runtime.memory import SharedMemory
 from tba.runtime.weight_slots import WeightSlots
 
 CANARY = np.linspace(-3, -1, CANARY_TOKENS)
@@ -23,7 +22,7 @@ def publish(slots: WeightSlots, value: float, version: int) -> None:
 
 def other_process(slots: WeightSlots) -> WeightSlots:
     """A second view of the same memory, as a searcher has it."""
-    return WeightSlots(SharedMemory(slots.memory.fd, slots.memory.num_bytes), slots.layout)
+    return WeightSlots.attach(slots.handle())
 
 
 def test_the_newest_version_is_fetched_with_its_canary():
@@ -86,13 +85,15 @@ def test_a_flipped_byte_is_fatal_and_names_the_values():
 
 
 def test_the_checksum_sees_values_order_and_place():
-    a, b = torch.arange(10_000.0), torch.ones(3)
-    base = checksum({"a": a, "b": b})
-    moved = a.clone()
+    values = torch.arange(10_000.0)
+    base = checksum(values.view(torch.uint8))
+    moved, changed = values.clone(), values.clone()
     moved[[0, 9_999]] = moved[[9_999, 0]]
-    assert checksum({"a": moved, "b": b}) != base
-    assert checksum({"b": b, "a": a}) != base
-    assert checksum({"a": a.clone(), "b": b.clone()}) == base
+    changed[5_000] += 1e-3
+    assert checksum(moved.view(torch.uint8)) != base
+    assert checksum(changed.view(torch.uint8)) != base
+    assert checksum(values.flip(0).contiguous().view(torch.uint8)) != base
+    assert checksum(values.clone().view(torch.uint8)) == base
 
 
 def test_the_canary_sets_its_tolerance_at_version_0_and_then_judges():

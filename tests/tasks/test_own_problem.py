@@ -256,7 +256,7 @@ def test_bad_reward_specifications_are_named(write):
 
 
 def test_unknown_tasks_are_named(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=r"'arithmetik' is not known: it may be arithmetic, own"):
+    with pytest.raises(ValueError, match=r"'arithmetik' is not known: it may be arithmetic, gsm8k, own"):
         make_task(TaskConfig(name="arithmetik"), tokenizer, max_prompt_tokens=10)
     with pytest.raises(ValueError, match="'own' has nothing to prepare"):
         prepare_task("own", tmp_path)

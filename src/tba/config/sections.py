@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from tba.config.base import Section
 from tba.config.schedule import Schedule
@@ -26,6 +26,13 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """True runs Python code that comes with the model: only for sources you trust."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_path(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("path", "") is None:
+            raise ValueError("model.path has no value: pass model.path=FOLDER or a hub name.")
+        return values
+
 
 class RewardConfig(Section):
     function: str
@@ -40,15 +47,29 @@ class TaskConfig(Section):
     name: str = "arithmetic"
     """A registered task, or `own` for your own data and reward functions."""
     data: str | None = None
-    """own: JSONL file with a `prompt` column (text or chat messages); other columns go to the reward."""
+    """own: JSONL file with a `prompt` column (text or chat messages); other columns go to the reward. gsm8k: folder with
+    train.jsonl and test.jsonl, one JSONL file with the train rows, or a hub name such as openai/gsm8k. Files may be .gz."""
     eval_data: str | None = None
-    """own: held-out JSONL; None = `eval_fraction` of the data, chosen by a hash of the prompt."""
+    """Held-out JSONL. None = own: `eval_fraction` of the data, chosen by a hash of the prompt; gsm8k: the test rows."""
     eval_fraction: float = Field(default=0.1, ge=0.0, lt=1.0)
     """own: share of the prompts held out when there is no eval_data; 0 = no evaluation."""
     rewards: tuple[RewardConfig, ...] = ()
     """own: at least one; `--reward file.py:f` adds one with weight 1."""
     num_train_prompts: int = Field(default=20_000, ge=1)
     """arithmetic: training problems; the same ones whatever the run's seed."""
+    num_validation_prompts: int = Field(default=500, ge=0)
+    """gsm8k: train rows to tune on instead, chosen by a hash of the question; 0 = train on all."""
+    prompt_template: str = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
+    """gsm8k without chat: the prompt, with {question} where the question goes; the default is what the paper's SFT model
+    was taught."""
+    chat: bool | Literal["auto"] = "auto"
+    """gsm8k: ask by a user's message in the tokenizer's chat template; auto = where it has one."""
+    instruction: str = (
+        "Reason step by step, and end with the final answer as a number after four hash signs, for example: #### 42"
+    )
+    """gsm8k with chat: what follows the question in the user's message; empty = nothing."""
+    cut_off_is_wrong: bool = True
+    """gsm8k: a response cut off at generate.max_new_tokens has reward 0; false = it is scored by its text like any other."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longest prompt in tokens; None = what the model's context leaves beside generate.max_new_tokens."""
 
@@ -58,6 +79,14 @@ class TaskConfig(Section):
             raise ValueError("task.data is needed for task.name=own: pass --data prompts.jsonl.")
         if self.name == "own" and not self.rewards:
             raise ValueError("task.rewards is empty for task.name=own: pass --reward file.py:function.")
+        if self.name == "gsm8k" and self.data is None:
+            raise ValueError(
+                "task.data is needed for task.name=gsm8k: a folder with train.jsonl and test.jsonl, or openai/gsm8k."
+            )
+        if "{question}" not in self.prompt_template:
+            raise ValueError(
+                f"task.prompt_template={self.prompt_template!r} has no {{question}}: write it where the question goes."
+            )
         return self
 
 
@@ -192,6 +221,10 @@ class TrainConfig(Section):
     holds of activations, at most 4,096 (32,768)."""
     responses_per_micro_batch: int | None = Field(default=None, ge=1)
     """Most responses in one pass, besides the token limit; None = as many as fit."""
+    compile: bool = False
+    """CUDA: compile the model's layers (half a minute or more at the start, cached between runs; then faster steps)."""
+    gradient_checkpointing: bool = False
+    """Keep one activation per layer and compute the rest again in the backward pass: slower, for models that do not fit."""
     share_prompts: bool = True
     """The responses of a prompt in a micro-batch share one pass over the prompt's tokens; exact, only faster."""
     publish_every: int = Field(default=1, ge=1)
@@ -245,7 +278,7 @@ class EvaluateConfig(Section):
     """Tune on validation, report on held_out: settings chosen by looking at the held-out prompts flatter themselves there. A
     run folder keeps its split; `tba evaluate RUN evaluate.split=held_out` reports a run that was tuned on validation."""
     num_prompts: int = Field(default=500, ge=1)
-    """Prompts of the split; arithmetic has 2000 held-out and 1000 validation problems."""
+    """Prompts of the split; arithmetic has 2000 held-out and 1000 validation problems, gsm8k 1319 and 500."""
     samples_per_prompt: int = Field(default=0, ge=0)
     """Samples at the training temperature for pass@k and avg@k; 0 = greedy accuracy only."""
 
@@ -259,6 +292,19 @@ class ObserveConfig(Section):
     """Live display on the terminal, and a table at the end."""
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl; wandb needs no account with WANDB_MODE=offline."""
+    on_collapse: Literal["warn", "stop", "off"] = "warn"
+    """When length, entropy, cut-off responses, KL or reward of the trained batches leave their past (`guard/alarm`): warn,
+    stop with a non-zero exit status, or do not watch. The newest checkpoint from before is kept."""
+    healthy_checkpoint_every: int | None = Field(default=None, ge=1)
+    """Steps between checkpoints/healthy-step-N, of which the newest stays; None = a tenth of the run, at least 20. None is
+    written with train.keep_checkpoints=0."""
+    keep_healthy_checkpoint: bool = False
+    """True keeps healthy-step-N also at the end of a run without a collapse."""
+
+    @field_validator("on_collapse", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML 1.1 reads off as false
 
 
 class Config(Section):

@@ -12,9 +12,6 @@ from tba.generate.responses import Response, finished_at_once, responses_of, seq
 from tba.generate.slots import Prefilled
 from tba.types import Completion, Request, Sampling
 
-READ_AHEAD = 16
-"""Prompts prefilled together when a slot falls free: one at a time would cost more in calls than in arithmetic."""
-
 Prefill = Callable[[Sequence[np.ndarray]], list[tuple[Prefilled, int]]]
 """Sequences -> for each the batch that holds its keys and values, and its row there."""
 
@@ -49,9 +46,10 @@ class Backlog:
         prefill: Prefill,
         stop_ids: Collection[int],
         num_slots: int,
+        read_ahead: int,
     ) -> None:
         self.requests = requests
-        self.read_ahead = max(1, min(READ_AHEAD, num_slots // samples_per_prompt))
+        self.read_ahead = max(1, min(read_ahead, num_slots // samples_per_prompt))
         self.samples_per_prompt = samples_per_prompt
         self.sampling = sampling
         self.prefill = prefill

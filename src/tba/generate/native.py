@@ -12,15 +12,18 @@ finished. A prompt is prefilled once; its keys and values are forked into the sl
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tba.generate.backlog import Admission, Backlog
 from tba.generate.batching import length_batches, padded
+from tba.generate.fused import FusedDecode, why_not_fused
 from tba.generate.responses import checked_requests
 from tba.generate.running import Running
 from tba.generate.sampling import Needs, sample
@@ -31,8 +34,18 @@ from tba.models.decoder_attention import CausalAttention
 from tba.models.families import make_decoder
 from tba.types import Completion, Request, Sampling, Weights
 
+logger = logging.getLogger("tba.generate")
+
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 32_768}
 """Most tokens in one prefill pass, by device: on a CPU the activations of a pass should stay in its cache."""
+
+
+def _no_triton() -> str | None:
+    return None if importlib.util.find_spec("triton") is not None else "Triton is not installed (pip install triton)"
+
+
+READ_AHEAD = {"cpu": 16, "cuda": 64}
+"""Prompts prefilled together when a slot falls free: one at a time would cost more in calls than in arithmetic."""
 
 
 class NativeEngine:
@@ -68,8 +81,19 @@ class NativeEngine:
         self._is_stop = torch.zeros(self.decoder.spec.vocab_size, dtype=torch.bool, device=self.device)
         self._is_stop[self._stop_ids] = True
         self._running = Running(slots)
+        self._fused = self._make_fused()
         self._pending: Weights | None = None
         self._generating = False
+
+    def _make_fused(self) -> FusedDecode | None:
+        """On CUDA, where the family allows it; otherwise the plain step, in words."""
+        if self.device.type != "cuda":
+            return None
+        reason = why_not_fused(self.decoder.spec) or _no_triton()
+        if reason is not None:
+            logger.warning("decoding without fused kernels and CUDA graphs, slower: %s.", reason)
+            return None
+        return FusedDecode(self.decoder, self.cache, self.state, self._is_stop)
 
     @property
     def vocabulary(self) -> int:
@@ -122,11 +146,13 @@ class NativeEngine:
             prefill=self._prefill,
             stop_ids=self.stop_ids,
             num_slots=len(self._running.responses),
+            read_ahead=READ_AHEAD[self.device.type],
         )
         try:
             yield from self._loop(backlog, between_steps)
         finally:
             self._running.clear()
+            self.state.vacate(slice(None))
             self._load_pending()
             self._generating = False
 
@@ -180,26 +206,31 @@ class NativeEngine:
     def _step(self) -> list[Completion]:
         """One token for every running response; those that finished."""
         running = self._running
-        finished = self._decode(running.count, running.num_keys(), running.needs())
-        running.advance()
-        slots = finished.nonzero().flatten()
+        needs = running.needs()
+        if self._fused is not None and self._fused.serves(needs):
+            self._fused.run(running.count)
+        else:
+            self._decode(running.count, running.num_keys(), needs)
+        num_tokens, done = self.state.progress(running.count)
+        running.advance_to(num_tokens)
+        slots = np.flatnonzero(done)
         return self._harvest(slots) if len(slots) else []
 
     @torch.inference_mode()
-    def _decode(self, count: int, num_keys: int, needs: Needs) -> Tensor:
-        """Pure work on static tensors, no host in between -> which slots finished, bool [count]."""
+    def _decode(self, count: int, num_keys: int, needs: Needs) -> None:
+        """One step, pure work on static tensors, no host in between."""
         state, decoder = self.state, self.decoder
         ids, positions = state.column("ids", count), state.column("positions", count)
         attend = SlotAttention(decoder.spec, self.cache, positions, num_keys)
         logits = decoder.logits(decoder.hidden(ids, positions, attend))
         sampled = sample(logits, state.sampling(count), self._stop_ids, needs)
-        state.record(count, sampled)
-        return self._is_stop[sampled.tokens] | (state.column("num_tokens", count) >= state.column("limits", count))
+        state.record(count, sampled, self._is_stop)
 
     @torch.inference_mode()
-    def _harvest(self, slots: Tensor) -> list[Completion]:
+    def _harvest(self, slots: np.ndarray) -> list[Completion]:
+        chosen = torch.from_numpy(slots).to(self.device)
         tokens, behaviour, policy = (
-            table[slots].cpu().numpy() for table in (self.state.tokens, self.state.behaviour, self.state.policy)
+            table[chosen].cpu().numpy() for table in (self.state.tokens, self.state.behaviour, self.state.policy)
         )
         completions = []
         for row, slot in enumerate(slots.tolist()):
@@ -229,12 +260,11 @@ class NativeEngine:
         columns = max([1, *(len(row) for row in rows)])
         ids = padded(rows, columns=columns, device=self.device)
         positions = torch.arange(columns, device=self.device).expand_as(ids)
-        attend = CausalAttention(self.decoder.spec, *ids.shape, keep=True)
+        attend = CausalAttention(self.decoder.spec, *ids.shape, keep=True, dtype=self.cache.keys.dtype)
         self.decoder.store_only(ids.flatten(), positions.flatten(), attend)
-        dtype = self.cache.keys.dtype
         return Prefilled(
-            keys=torch.stack([key.transpose(2, 3) for key in attend.keys]).to(dtype),
-            values=torch.stack(attend.values).to(dtype),
+            keys=self.cache.arrange(torch.stack(attend.keys)),
+            values=torch.stack(attend.values),
             version=self.version,
         )
 

@@ -53,9 +53,10 @@ class Running:
         self.responses = [None] * len(self.responses)
         self.count, self.holes = 0, []
 
-    def advance(self) -> None:
-        self.positions[: self.count] += 1
-        self.num_tokens[: self.count] += 1
+    def advance_to(self, num_tokens: np.ndarray) -> None:
+        """Response tokens each slot has now."""
+        self.positions[: self.count] += num_tokens - self.num_tokens[: self.count]
+        self.num_tokens[: self.count] = num_tokens
 
     def num_keys(self) -> int:
         """Keys the longest running response sees at its next step."""

@@ -75,7 +75,8 @@ class ReferenceScorer:
         columns = max([1, *(len(prompt) - 1 for prompt in prompts)])
         ids = padded([prompt[:-1] for prompt in prompts], columns=columns, device=device)
         positions = torch.arange(columns, device=device).expand_as(ids)
-        prefix = CausalAttention(self.decoder.spec, *ids.shape, keep=True)
+        dtype = torch.float32 if device.type == "cpu" else self.decoder.dtype
+        prefix = CausalAttention(self.decoder.spec, *ids.shape, keep=True, dtype=dtype)
         self.decoder.store_only(ids.flatten(), positions.flatten(), prefix)
         lengths_P = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
         lengths = [len(response_ids[index]) for _, index in owners]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from torch import Tensor
 from tba.generate.responses import Response
 from tba.generate.sampling import Sampled, SamplingState, response_key
 from tba.models.decoder import DecoderSpec
+
+if TYPE_CHECKING:  # Triton is there only where CUDA is
+    from tba.kernels.choose import Columns
 
 KEY_STEP = 16
 """Attention runs over a multiple of this many keys: few distinct shapes, and faster matrix kernels."""
@@ -33,14 +37,15 @@ class Prefilled:
     """
 
     keys: Tensor
-    """[M, B, K, D, L]"""
+    """As in the cache: [M, B, K, D, L], or [M, B, K, L, D] on CUDA."""
     values: Tensor
     """[M, B, K, L, D]"""
     version: int
 
 
 class SlotCache:
-    """Keys and values of all slots and layers. Keys lie with positions last: query x key reads them in order.
+    """Keys and values of all slots and layers. On a CPU keys lie with positions last: query x key reads them in order;
+    on CUDA they lie like values.
 
     It holds as many positions as the longest response so far may need, so a model's huge context costs nothing;
     addresses change only when it grows.
@@ -48,8 +53,21 @@ class SlotCache:
 
     def __init__(self, spec: DecoderSpec, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (spec.num_layers, num_slots, spec.num_kv_heads)
-        self.keys = torch.zeros(*shape, spec.head_dim, 0, dtype=dtype, device=device)
+        self.positions_last = device.type == "cpu"
+        """Of the keys."""
         self.values = torch.zeros(*shape, 0, spec.head_dim, dtype=dtype, device=device)
+        self.keys = self.arrange(self.values)
+
+    def arrange(self, keys: Tensor) -> Tensor:
+        """Keys [..., L, D] as they lie here."""
+        return keys.transpose(-1, -2).contiguous() if self.positions_last else keys.clone()
+
+    def _keys_upto(self, slots: Tensor, length: int) -> tuple[slice | Tensor, ...]:
+        """Index of the first positions of the keys of some slots, or of rows of a prefill."""
+        every = slice(None)
+        return (
+            (every, slots, every, every, slice(length)) if self.positions_last else (every, slots, every, slice(length))
+        )
 
     def reserve(self, length: int) -> None:
         """Make room for `length` positions, keeping what is there."""
@@ -57,19 +75,19 @@ class SlotCache:
             return
         extra = _round_up(length) - self.values.shape[3]
         # Zeros, not garbage: behind the position 0 x NaN would be NaN.
-        self.keys = F.pad(self.keys, (0, extra))
+        self.keys = F.pad(self.keys, (0, extra) if self.positions_last else (0, 0, 0, extra))
         self.values = F.pad(self.values, (0, 0, 0, extra))
 
     def fork(self, slots: Tensor, prefilled: Prefilled, rows: Tensor) -> None:
         """Copy prompt `rows[i]` into slot `slots[i]`."""
         # What lies beyond the cache is padding: `reserve` made room for the prompt itself.
         length = min(prefilled.values.shape[3], self.values.shape[3])
-        self.keys[:, slots, :, :, :length] = prefilled.keys[:, rows, :, :, :length]
+        self.keys[self._keys_upto(slots, length)] = prefilled.keys[self._keys_upto(rows, length)]
         self.values[:, slots, :, :length] = prefilled.values[:, rows, :, :length]
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copy slots, the first `length` positions."""
-        self.keys[:, targets, :, :, :length] = self.keys[:, sources, :, :, :length]
+        self.keys[self._keys_upto(targets, length)] = self.keys[self._keys_upto(sources, length)]
         self.values[:, targets, :, :length] = self.values[:, sources, :, :length]
 
 
@@ -85,13 +103,16 @@ class SlotAttention:
 
     def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
         dtype = self.cache.keys.dtype
-        self.cache.keys[layer][self.slots, :, :, self.positions] = key_NKD.to(dtype)
+        keys = self.cache.keys[layer]
+        keys = keys if self.cache.positions_last else keys.transpose(-1, -2)
+        keys[self.slots, :, :, self.positions] = key_NKD.to(dtype)
         self.cache.values[layer][self.slots, :, self.positions] = value_NKD.to(dtype)
 
     def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
         """Query heads that share a key head are rows of one small matrix product."""
         spec, count, length = self.spec, self.num_slots, self.num_keys
-        keys = self.cache.keys[layer, :count].flatten(0, 1)[:, :, :length]
+        keys = self.cache.keys[layer, :count].flatten(0, 1)
+        keys = (keys if self.cache.positions_last else keys.transpose(-1, -2))[:, :, :length]
         values = self.cache.values[layer, :count].flatten(0, 1)[:, :length]
         query = query_NHD.reshape(-1, spec.group, spec.head_dim).to(keys.dtype)
         mask, scale, cap = self.masks[spec.windows[layer]], spec.query_scales[layer], spec.attention_cap
@@ -111,7 +132,7 @@ class SlotAttention:
         return mask.repeat_interleave(self.spec.num_kv_heads, dim=0)[:, None]
 
 
-INTEGERS = ("ids", "positions", "num_tokens", "limits", "keys", "top_k", "greedy", "min_new_tokens")
+INTEGERS = ("ids", "positions", "num_tokens", "limits", "keys", "top_k", "greedy", "min_new_tokens", "done")
 FLOATS = ("temperature", "policy_temperature", "top_p")
 
 
@@ -119,12 +140,14 @@ class SlotState:
     """What each slot is doing, as columns of two tables (two copies place a new response, whatever it needs).
 
     ids: token to be fed next; positions: its place in prompt + response; num_tokens: response tokens so far, prefix
-    included; limits: response tokens allowed; keys: of the random numbers.
+    included; limits: response tokens allowed; keys: of the random numbers; done: 1 = the response is complete, or there
+    is none.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.device = device
         self.integers = torch.zeros(num_slots, len(INTEGERS), dtype=torch.int64, device=device)
+        self.vacate(slice(None))
         self.floats = torch.ones(num_slots, len(FLOATS), dtype=torch.float32, device=device)
         self.tokens = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
         self.behaviour = torch.zeros(num_slots, 0, device=device)
@@ -143,6 +166,33 @@ class SlotState:
         if name in FLOATS:
             return self.floats[:num_slots, FLOATS.index(name)]
         return self.integers[:num_slots, INTEGERS.index(name)]
+
+    def vacate(self, slots: Tensor | slice) -> None:
+        """Nothing runs there."""
+        self.integers[slots, INTEGERS.index("done")] = 1
+
+    def progress(self, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
+        """What the host must know after a step: response tokens so far, int64; who is done, bool."""
+        integers = self.integers[:num_slots].cpu().numpy()
+        return integers[:, INTEGERS.index("num_tokens")], integers[:, INTEGERS.index("done")] != 0
+
+    def columns(self, num_slots: int) -> Columns:
+        """Views for the kernels that choose tokens."""
+        from tba.kernels.choose import Columns
+
+        names = (
+            "ids",
+            "positions",
+            "num_tokens",
+            "limits",
+            "keys",
+            "greedy",
+            "done",
+            "temperature",
+            "policy_temperature",
+        )
+        views = {name: self.column(name, num_slots) for name in names}
+        return Columns(**views, tokens=self.tokens, behaviour=self.behaviour, policy=self.policy)
 
     def sampling(self, num_slots: int) -> SamplingState:
         return SamplingState(
@@ -168,18 +218,21 @@ class SlotState:
                 self.behaviour[slot, :count] = float("nan")
                 self.policy[slot, :count] = float("nan")
 
-    def record(self, num_slots: int, sampled: Sampled) -> None:
-        """Append the chosen tokens and make them the next to be fed."""
+    def record(self, num_slots: int, sampled: Sampled, is_stop_V: Tensor) -> None:
+        """Append the chosen tokens and make them the next to be fed; who has ended is done."""
         slots, place = torch.arange(num_slots, device=self.device), self.column("num_tokens", num_slots)
         self.tokens[slots, place] = sampled.tokens
         self.behaviour[slots, place] = sampled.behaviour
         self.policy[slots, place] = sampled.policy
         self.column("ids", num_slots).copy_(sampled.tokens)
         self.integers[:num_slots, INTEGERS.index("positions") : INTEGERS.index("num_tokens") + 1] += 1
+        ended = is_stop_V[sampled.tokens] | (self.column("num_tokens", num_slots) >= self.column("limits", num_slots))
+        self.column("done", num_slots).copy_(ended)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         for table in (self.integers, self.floats, self.tokens, self.behaviour, self.policy):
             table[targets] = table[sources]
+        self.vacate(sources)
 
 
 def _integers(response: Response, seed: int) -> tuple[int, ...]:
@@ -195,6 +248,7 @@ def _integers(response: Response, seed: int) -> tuple[int, ...]:
         sampling.top_k,
         int(sampling.greedy),
         sampling.min_new_tokens,
+        0,
     )
 
 

@@ -21,6 +21,7 @@ from tba.observe.closing import show_summary
 from tba.observe.files import RunFolder, write_atomic
 from tba.search.make import make_search_engine
 from tba.tasks.rewards import make_rewards
+from tba.train.health import Collapsed
 
 logger = logging.getLogger("tba")
 
@@ -39,7 +40,11 @@ def train(config: Config, functions: RewardFunctions = None, *, inputs: RunInput
     try:
         for group in imported:
             run.trainer.replay.add(group, step=0)
-        run.run()
+        try:
+            run.run()
+        except Collapsed:
+            run.recorder.finish()
+            raise
         if run.interrupt.asked:
             logger.warning("interrupted after step %d: saving and stopping.", run.trainer.step_index)
             run.trainer.save(run.trainer.step_index)

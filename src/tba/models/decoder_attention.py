@@ -27,9 +27,14 @@ def attention(spec: DecoderSpec, layer: int, query: Tensor, key: Tensor, value: 
     return torch.matmul((scores + mask).softmax(dim=-1), value)
 
 
-def additive(seen: Tensor) -> Tensor:
+def additive(seen: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """0 where a key is seen, -inf elsewhere: made once, it saves every layer the conversion."""
-    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
+    return torch.zeros(seen.shape, device=seen.device, dtype=dtype).masked_fill_(~seen, float("-inf"))
+
+
+def _as_block(heads_NHD: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """[B * T, H, D] -> [B, H, T, D]"""
+    return heads_NHD.unflatten(0, shape).transpose(1, 2).to(dtype)
 
 
 class CausalAttention:
@@ -38,8 +43,18 @@ class CausalAttention:
     Keeps every layer's keys [B, K, T, D] and values [B, K, T, D] when `keep` is set.
     """
 
-    def __init__(self, spec: DecoderSpec, num_rows: int, num_columns: int, *, keep: bool = False) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        num_rows: int,
+        num_columns: int,
+        *,
+        keep: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`dtype` of queries, keys and values: on CUDA the engine's own, which the fast kernels want."""
         self.spec = spec
+        self.dtype = dtype
         self.shape = (num_rows, num_columns)
         self.keep = keep
         self.keys: list[Tensor] = []
@@ -50,11 +65,11 @@ class CausalAttention:
         if not self.keep:
             self.keys.clear()
             self.values.clear()
-        self.keys.append(key_NKD.unflatten(0, self.shape).transpose(1, 2))
-        self.values.append(value_NKD.unflatten(0, self.shape).transpose(1, 2))
+        self.keys.append(_as_block(key_NKD, self.shape, self.dtype))
+        self.values.append(_as_block(value_NKD, self.shape, self.dtype))
 
     def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
-        query = query_NHD.unflatten(0, self.shape).transpose(1, 2)
+        query = _as_block(query_NHD, self.shape, self.dtype)
         mask = self._mask(self.spec.windows[layer], query.device)
         attended = attention(self.spec, layer, query, self.keys[-1], self.values[-1], mask)
         return attended.transpose(1, 2).flatten(2).flatten(0, 1)
@@ -65,7 +80,7 @@ class CausalAttention:
             return None
         if window not in self.masks:
             seen = torch.ones(columns, columns, dtype=torch.bool, device=device)
-            self.masks[window] = additive(seen.tril().triu(1 - window))
+            self.masks[window] = additive(seen.tril().triu(1 - window), self.dtype)
         return self.masks[window]
 
 
@@ -87,13 +102,13 @@ class SharedPrefixAttention:
         self.masks = {window: self._mask(window) for window in set(spec.windows)}
 
     def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
-        own_key = key_NKD.unflatten(0, self.shape).transpose(1, 2)
-        own_value = value_NKD.unflatten(0, self.shape).transpose(1, 2)
+        own_key = _as_block(key_NKD, self.shape, self.prefix.dtype)
+        own_value = _as_block(value_NKD, self.shape, self.prefix.dtype)
         self.key = torch.cat((self.prefix.keys[layer][self.rows_B], own_key), dim=2)
         self.value = torch.cat((self.prefix.values[layer][self.rows_B], own_value), dim=2)
 
     def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
-        query = query_NHD.unflatten(0, self.shape).transpose(1, 2)
+        query = _as_block(query_NHD, self.shape, self.prefix.dtype)
         attended = attention(self.spec, layer, query, self.key, self.value, self.masks[self.spec.windows[layer]])
         return attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
@@ -107,4 +122,4 @@ class SharedPrefixAttention:
         position_BL = torch.cat((prefix_index.expand(self.shape[0], -1), length + offset), dim=1)
         behind = (length + offset)[:, :, None] - position_BL[:, None]
         seen = (behind >= 0) & real[:, None]
-        return additive(seen if window is None else seen & (behind < window))[:, None]
+        return additive(seen if window is None else seen & (behind < window), self.prefix.dtype)[:, None]

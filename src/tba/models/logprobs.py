@@ -6,12 +6,16 @@ Axes: M tokens whose probability is wanted, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 LOGITS_PER_CHUNK = 2**25
 """Logits held at once (128 MiB in fp32); beyond it chunks are recomputed in the backward pass."""
+LOGITS_PER_CHUNK_CUDA = 2**30
+"""The same on a GPU (2 GiB in bf16)."""
 
 
 def chosen_log_probs(
@@ -24,6 +28,10 @@ def chosen_log_probs(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> (log-prob of each target [M], entropy of each distribution [M] without gradient), both fp32."""
+    if hidden_MD.is_cuda and bias_V is None and softcap is None and importlib.util.find_spec("triton") is not None:
+        from tba.kernels.logprobs import chosen_log_probs as fused
+
+        return fused(hidden_MD, head_VD, targets_M, temperature=temperature, logits_at_once=LOGITS_PER_CHUNK_CUDA)
     rows = max(1, LOGITS_PER_CHUNK // head_VD.shape[0])
 
     def chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

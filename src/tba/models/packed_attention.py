@@ -1,5 +1,6 @@
 """Attention over packed sequences, for any transformers model that uses the attention interface.
 
+On CUDA in half precision FlashAttention does this without padding (flash_attention.py); elsewhere as follows.
 All tokens of a micro-batch lie end to end in one row of T tokens, so no linear layer computes on padding. Only inside
 attention are they laid out in blocks: *roots* are causal sequences that start at position 0 (a prompt, or a prompt with
 its response), *branches* continue a root (a response that shares its prompt's pass with the others of its group) and see
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
+
+from tba.models.flash_attention import FlashPlan, can_use_flash, flash_attention
 
 NAME = "tba_packed"
 
@@ -69,6 +72,20 @@ class PackedLayout:
         return torch.cat([self.root_index_RL[branch_roots.to(self.device)], self.branch_index_BM], dim=1)
 
     @cached_property
+    def flash_plan(self) -> FlashPlan:
+        return FlashPlan.make(
+            root_lengths=self.root_lengths,
+            branch_lengths=self.branch_lengths,
+            branch_roots=self.branch_roots,
+            device=self.device,
+        )
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a token may see, itself included."""
+        return max(self.root_lengths) + max(self.branch_lengths, default=0)
+
+    @cached_property
     def unpack_T(self) -> Tensor:
         """For each packed token its row in the blocks' outputs (roots flattened, then branches flattened)."""
         root_lengths, branch_lengths, _ = self._lengths
@@ -117,6 +134,7 @@ def _rows_of(lengths: Tensor, first: int) -> Tensor:
     return rows[column < lengths[:, None]]
 
 
+@torch.compiler.disable  # lengths and plans are plain Python; compiled layers stop here and go on after
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -135,6 +153,9 @@ def packed_attention(
         raise ValueError(f"attention {NAME!r} needs packed_layout: this model does not pass keyword arguments through.")
     layout = packed_layout
     q_THD, k_THD, v_THD = (states[0].transpose(0, 1) for states in (query, key, value))
+    if can_use_flash(q_THD, window=sliding_window, longest=layout.longest, softcap=softcap):
+        scale = scaling if scaling is not None else q_THD.shape[-1] ** -0.5
+        return flash_attention(q_THD, k_THD, v_THD, layout.flash_plan, scale)[None], None
     blocks = [
         _attend(
             q_THD,

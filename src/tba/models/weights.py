@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
 from tba.types import Weights
 
 _ROW = 4096
-_MIX = 0x9E3779B97F4A7C15
 
 
 class ChecksumMismatch(RuntimeError):
@@ -23,33 +20,24 @@ def make_weights(model: nn.Module, *, version: int) -> Weights:
     return Weights(version=version, tensors=tensors)
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> int:
-    """Integer reduction of all bytes, on the tensors' device. Sees changed values, moved rows and other tensors; values
-    that trade places within 4,096 neighbours it does not see (the canary does)."""
-    total = 0
-    for tensor in tensors.values():
-        total = (total * _MIX + _tensor_checksum(tensor)) % 2**64
-    return total
-
-
-def verify(weights: Weights) -> None:
-    """Raise unless the tensors are what was published."""
-    if weights.checksum is None:
-        raise ValueError(f"weights of version {weights.version} carry no checksum.")
-    found = checksum(weights.tensors)
-    if found != weights.checksum:
-        raise ChecksumMismatch(
-            f"weights of version {weights.version} have checksum {found:#018x}, published was {weights.checksum:#018x}: "
-            "the copy is damaged; nothing was loaded."
-        )
-
-
-def _tensor_checksum(tensor: Tensor) -> int:
-    """Fletcher-like: row sums, then the rows weighted by their number, so that rows out of place are seen too."""
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    values = tensor.detach().contiguous().view(-1).view(width)
+def checksum(data: Tensor) -> int:
+    """Integer reduction of all bytes of a packed bundle, on its device. Sees changed values, moved rows and other tensors;
+    values that trade places within 4,096 neighbours it does not see (the canary does)."""
+    values = data.view(torch.int32)
     whole = values.numel() // _ROW * _ROW
     rows = values[:whole].view(-1, _ROW).sum(dim=1, dtype=torch.int64)
     rows = torch.cat([rows, values[whole:].sum(dtype=torch.int64)[None]])
+    # Fletcher-like: the rows weighted by their number, so that rows out of place are seen too.
     weighted = rows * torch.arange(1, len(rows) + 1, device=rows.device)
-    return (int(weighted.sum()) ^ (int(rows.sum()) << 17)) % 2**64
+    place_sum, plain_sum = torch.stack([weighted.sum(), rows.sum()]).tolist()
+    return (place_sum ^ (plain_sum << 17)) % 2**64
+
+
+def verify(data: Tensor, *, published: int, version: int) -> None:
+    """Raise unless the bytes are what was published."""
+    found = checksum(data)
+    if found != published:
+        raise ChecksumMismatch(
+            f"weights of version {version} have checksum {found:#018x}, published was {published:#018x}: the copy is "
+            "damaged; nothing was loaded."
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -65,5 +66,7 @@ class ProximalRLOO(Objective):
 
 
 def _score_function(batch: Batch, forward: Forward, advantage_PK: Tensor) -> Loss:
+    # Dropped first: the advantage of a response that does not count may be unknown, and 0 x NaN is NaN.
+    advantage_PK = torch.where(batch.weight_PK > 0, advantage_PK, torch.zeros_like(advantage_PK))
     log_pi_PK = batch.sum_per_response(forward.log_pi_N)
     return Loss(value=mean_over_responses(-advantage_PK * log_pi_PK, batch), metrics={})

@@ -26,6 +26,10 @@ def show_summary(summary: Mapping[str, Any], curve: Sequence[tuple[int, float]],
         f"{summary['responses_generated']} generated; lag mean {summary['lag']['mean']:.1f}, max {summary['lag']['max']}",
         highlight=False,
     )
+    if summary["collapse"] is not None:
+        console.print(
+            f"step {summary['collapse']['step']}: {summary['collapse']['words']}", style="bold red", markup=False
+        )
     if len(curve) > 2:
         console.print(text_plot(curve), highlight=False)
         save_plot(curve, folder / "accuracy.png", title=f"{summary['task']}: held-out accuracy")

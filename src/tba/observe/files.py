@@ -10,7 +10,10 @@ from typing import Any
 
 
 class RunFolder:
-    """runs/<name>/: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/step-N/, logs/, status.json, summary.json."""
+    """runs/<name>/: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/step-N/, logs/, status.json, summary.json.
+
+    checkpoints/healthy-step-N is the collapse guard's.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,11 +42,15 @@ class RunFolder:
         return folder
 
     def newest_checkpoint(self) -> Path:
-        """The checkpoint of the highest step; an error in words when there is none."""
-        found = sorted(self.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+        """The checkpoint of the highest step, the guard's healthy one where a collapse stopped the run before any other; an
+        error in words when there is none."""
+        found = self.checkpoints_by_step() or self.checkpoints_by_step("healthy-step-")
         if not found:
             raise FileNotFoundError(f"run folder {self.path} has no checkpoint yet.")
-        return found[-1]
+        return found[max(found)]
+
+    def checkpoints_by_step(self, prefix: str = "step-") -> dict[int, Path]:
+        return {int(path.name.removeprefix(prefix)): path for path in self.checkpoints.glob(f"{prefix}*")}
 
 
 def write_atomic(path: Path, text: str) -> None:

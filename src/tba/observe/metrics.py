@@ -65,6 +65,10 @@ METRICS = (
     Metric(name="search/*", unit="", reduction="last", meaning="All searchers together."),
     Metric(name="time/*", unit="seconds", reduction="sum", meaning="Wall-clock time of a part of the step."),
     Metric(name="perf/*", unit="per second", reduction="last", meaning="Rates since the first step."),
+    Metric(name="guard/alarm", unit="0 or 1", reduction="last", meaning="1 while the collapse guard says so."),
+    Metric(
+        name="guard/*", unit="", meaning="What the guard watches: of all sampled responses, weight in the loss or not."
+    ),
     Metric(name="eval/*/*", unit="", reduction="last", meaning="On held-out prompts."),
 )
 

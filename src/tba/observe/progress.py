@@ -86,6 +86,8 @@ class Progress:
         table.add_row("accuracy", self._accuracy())
         for name, figure in self._figures():
             table.add_row(name, figure)
+        if self._metrics.get("guard/alarm"):
+            table.add_row("guard", "the run is collapsing: see the warning")
         for role in self._roles():
             table.add_row(
                 role.name, f"{role.doing}; waited {role.waited_share:.0%}; {role.responses_per_second:.0f} responses/s"

@@ -45,6 +45,8 @@ class Recorder:
         self.responses_generated = 0
         self.responses_trained = 0
         self.evaluations: list[tuple[int, Mapping[str, float]]] = []
+        self.collapse: Mapping[str, Any] | None = None
+        """The guard's last alarm."""
 
     def training_starts(self) -> None:
         """The clock of `seconds` starts with the first optimizer step."""
@@ -98,6 +100,7 @@ class Recorder:
             "start": dict(first),
             "final": dict(last),
             "lag": {"mean": round(self._lag_sum / max(1, self.steps), 3), "max": int(self._lag_max)},
+            "collapse": None if self.collapse is None else dict(self.collapse),
         }
 
     def curve(self, name: str = "accuracy") -> list[tuple[int, float]]:

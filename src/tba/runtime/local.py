@@ -38,8 +38,9 @@ class LocalRuntime:
     ) -> None:
         self.config = config
         self.board = Board.create(num_searchers)
-        self.slots = WeightSlots.create(tensors, dtype)
-        self.references = WeightSlots.create(tensors, dtype) if reference_resets else None
+        device = next(iter(tensors.values())).device
+        self.slots = WeightSlots.create(tensors, dtype, device=device)
+        self.references = WeightSlots.create(tensors, dtype, device=device) if reference_resets else None
         """Where a new reference is published."""
         self.evaluations: list[Evaluated] = []
         """Results that have arrived and were not taken yet."""
@@ -52,13 +53,11 @@ class LocalRuntime:
         """Run `target(link, index=i, **arguments)` in a process per searcher."""
         memory = {
             "board_memory": (self.board.memory.fd, self.board.memory.num_bytes),
-            "slots_memory": (self.slots.memory.fd, self.slots.memory.num_bytes),
-            "reference_memory": None,
-            "layout": self.slots.layout,
+            "weights": self.slots.handle(),
+            "references": None if self.references is None else self.references.handle(),
         }
         shared = [self.board.memory.fd, self.slots.memory.fd]
         if self.references is not None:
-            memory["reference_memory"] = (self.references.memory.fd, self.references.memory.num_bytes)
             shared.append(self.references.memory.fd)
         for index in range(self.board.num_searchers):
             process = RoleProcess(

@@ -4,6 +4,9 @@ The trainer writes into the slot that is not newest, so a reader of the newest s
 that a whole publication passes it by. A sequence number before and after each copy tells; the reader then tries again.
 Nobody decodes from a slot.
 
+Headers lie in shared host memory. The tensors lie there too, or, when trainer and searchers use one GPU, on it: CUDA IPC
+lets the other process read them, and weights go from device to device.
+
     slot header (int64):  sequence (odd while it is written), version, checksum, then the canary's log-probs (float64)
 """
 
@@ -11,8 +14,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +27,9 @@ from tba.models.weights import checksum, verify
 from tba.runtime.memory import SharedMemory
 from tba.types import Weights
 
-_HEADER_BYTES = 8 * (3 + CANARY_TOKENS)
 _ALIGNMENT = 64
 _NEWEST_BYTES = 64
+_HEADER_BYTES = -(-8 * (3 + CANARY_TOKENS) // _ALIGNMENT) * _ALIGNMENT
 
 MAX_RETRIES = 100
 """Copies that may be overtaken in a row before fetching gives up with an error."""
@@ -65,26 +69,66 @@ class Published:
     """float64 [CANARY_TOKENS]"""
 
 
-class WeightSlots:
-    """Two slots in shared memory. One process publishes, any number fetch."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SlotsHandle:
+    """How another process finds the slots. SlotsHandle(fd=7, num_bytes=2048, layout=(...), device_data=None)"""
 
-    def __init__(self, memory: SharedMemory, layout: Sequence[TensorSpec]) -> None:
+    fd: int
+    num_bytes: int
+    layout: tuple[TensorSpec, ...]
+    device_data: tuple[tuple[Callable[..., Tensor], tuple[Any, ...]], ...] | None
+    """For each slot how to open its memory on the GPU; None = the tensors lie behind the headers."""
+
+
+class WeightSlots:
+    """Two slots. One process publishes, any number fetch."""
+
+    def __init__(
+        self, memory: SharedMemory, layout: Sequence[TensorSpec], device_data: Sequence[Tensor] | None = None
+    ) -> None:
         self.memory = memory
         self.layout = tuple(layout)
+        self._device_data = device_data
         self._newest = memory.array(np.int64, count=1)
         """Number of publications so far; the newest lies in slot (number - 1) % 2."""
-        self._headers, self._canaries, self._tensors = [], [], []
+        self._headers, self._canaries = [], []
         for slot in range(2):
-            start = _NEWEST_BYTES + slot * _slot_bytes(self.layout)
+            start = _NEWEST_BYTES + slot * _HEADER_BYTES
             self._headers.append(memory.array(np.int64, offset=start, count=3))
             self._canaries.append(memory.array(np.float64, offset=start + 24, count=CANARY_TOKENS))
-            self._tensors.append({spec.name: _view(memory, start + _data_start(), spec) for spec in self.layout})
-        self._private = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in self.layout}
+        self._data = _host_data(memory, self.layout) if device_data is None else list(device_data)
+        self._tensors = [_views(data, self.layout) for data in self._data]
+        self._private: Tensor | None = None
+        """A reader's copy of a slot."""
 
     @classmethod
-    def create(cls, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> WeightSlots:
+    def create(
+        cls, tensors: Mapping[str, Tensor], dtype: torch.dtype, *, device: torch.device | None = None
+    ) -> WeightSlots:
+        """In host memory, or on a GPU."""
         layout = layout_of(tensors, dtype)
-        return cls(SharedMemory.create(_NEWEST_BYTES + 2 * _slot_bytes(layout)), layout)
+        size = _data_bytes(layout)
+        on_gpu = device is not None and device.type == "cuda"
+        memory = SharedMemory.create(_NEWEST_BYTES + 2 * _HEADER_BYTES + (0 if on_gpu else 2 * size))
+        data = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)] if on_gpu else None
+        return cls(memory, layout, data)
+
+    @classmethod
+    def attach(cls, handle: SlotsHandle) -> WeightSlots:
+        """In another process, which has inherited the descriptor."""
+        device_data = handle.device_data
+        opened = None if device_data is None else [open_memory(*arguments) for open_memory, arguments in device_data]
+        return cls(SharedMemory(handle.fd, handle.num_bytes), handle.layout, opened)
+
+    def handle(self) -> SlotsHandle:
+        device_data = None
+        if self._device_data is not None:
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            device_data = tuple(reduce_tensor(data) for data in self._device_data)
+        return SlotsHandle(
+            fd=self.memory.fd, num_bytes=self.memory.num_bytes, layout=self.layout, device_data=device_data
+        )
 
     @property
     def newest_version(self) -> int:
@@ -99,7 +143,7 @@ class WeightSlots:
         header[0] += 1
         for name, tensor in tensors.items():
             shared[name].copy_(tensor)
-        found = checksum(shared)
+        found = checksum(self._data[slot])  # waits for the copies: it comes back to the host
         header[1], header[2] = version, np.uint64(found).astype(np.int64)
         return Weights(version=version, tensors=shared, checksum=found)
 
@@ -112,18 +156,21 @@ class WeightSlots:
 
     def fetch(self) -> Published:
         """A private copy of the newest version, checked; the copy is overwritten by the next fetch."""
+        if self._private is None:
+            self._private = torch.empty_like(self._data[0])
         for attempt in range(MAX_RETRIES):
             slot = (int(self._newest[0]) - 1) % 2
             header = self._headers[slot]
             before = int(header[0])
             if before % 2 == 0:
-                for name, tensor in self._tensors[slot].items():
-                    self._private[name].copy_(tensor)
-                version, found = int(header[1]), int(header[2].astype(np.uint64))
+                self._private.copy_(self._data[slot])
+                _wait_for(self._private)
+                version, published = int(header[1]), int(header[2].astype(np.uint64))
                 canary = self._canaries[slot].copy()
                 if int(header[0]) == before:
-                    weights = Weights(version=version, tensors=self._private, checksum=found)
-                    verify(weights)
+                    verify(self._private, published=published, version=version)
+                    tensors = _views(self._private, self.layout)
+                    weights = Weights(version=version, tensors=tensors, checksum=published)
                     return Published(weights=weights, canary=canary)
             time.sleep(0.001 * min(attempt, 10))
         raise TimeoutError(
@@ -132,15 +179,22 @@ class WeightSlots:
         )
 
 
-def _data_start() -> int:
-    return -(-_HEADER_BYTES // _ALIGNMENT) * _ALIGNMENT
-
-
-def _slot_bytes(layout: Sequence[TensorSpec]) -> int:
+def _data_bytes(layout: Sequence[TensorSpec]) -> int:
     data = 0 if not layout else layout[-1].offset + layout[-1].num_bytes
-    return _data_start() + -(-data // _ALIGNMENT) * _ALIGNMENT
+    return -(-data // _ALIGNMENT) * _ALIGNMENT
 
 
-def _view(memory: SharedMemory, start: int, spec: TensorSpec) -> Tensor:
-    raw = memory.array(np.uint8, offset=start + spec.offset, count=spec.num_bytes)
-    return torch.from_numpy(raw).view(spec.dtype).view(spec.shape)
+def _host_data(memory: SharedMemory, layout: Sequence[TensorSpec]) -> list[Tensor]:
+    size, first = _data_bytes(layout), _NEWEST_BYTES + 2 * _HEADER_BYTES
+    return [torch.from_numpy(memory.array(np.uint8, offset=first + slot * size, count=size)) for slot in range(2)]
+
+
+def _views(data: Tensor, layout: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    return {
+        spec.name: data[spec.offset : spec.offset + spec.num_bytes].view(spec.dtype).view(spec.shape) for spec in layout
+    }
+
+
+def _wait_for(data: Tensor) -> None:
+    if data.is_cuda:
+        torch.cuda.current_stream(data.device).synchronize()

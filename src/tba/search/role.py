@@ -20,7 +20,7 @@ from tba.runtime.group_channel import WindowedSender
 from tba.runtime.link import Link
 from tba.runtime.memory import SharedMemory
 from tba.runtime.messages import Acknowledge, Evaluate, Evaluated, Stop
-from tba.runtime.weight_slots import Published, TensorSpec, WeightSlots
+from tba.runtime.weight_slots import Published, SlotsHandle, WeightSlots
 from tba.search.loop import GROUPS_AT_ONCE, Searcher
 from tba.search.make import make_search_engine, make_searcher, make_step_values
 from tba.search.pace import PacedVisits
@@ -158,9 +158,8 @@ def run_searcher(
     index: int,
     logs: Path,
     board_memory: tuple[int, int],
-    slots_memory: tuple[int, int],
-    reference_memory: tuple[int, int] | None,
-    layout: Sequence[TensorSpec],
+    weights: SlotsHandle,
+    references: SlotsHandle | None,
 ) -> None:
     """The target of a searcher's process. `functions` are rewards given as Python objects."""
     torch.set_num_threads(config.runtime.threads)
@@ -168,9 +167,9 @@ def run_searcher(
     loaded = load_model(config.model)
     task = make_task_for(config, loaded, functions)
     engine = make_search_engine(config, loaded)
-    loader = WeightLoader(WeightSlots(SharedMemory(*slots_memory), layout), engine)
-    references = WeightSlots(SharedMemory(*reference_memory), layout) if reference_memory is not None else None
-    role = SearcherRole(link, row, loader, engine, references)
+    loader = WeightLoader(WeightSlots.attach(weights), engine)
+    reference_slots = WeightSlots.attach(references) if references is not None else None
+    role = SearcherRole(link, row, loader, engine, reference_slots)
     step_values = make_step_values(
         config,
         loaded,

@@ -97,7 +97,7 @@ def _named_after(prompt: Prompt, prefix: np.ndarray) -> Prompt:
 
 
 def lost_without_values(outcomes: Sequence[Outcome], values: Sequence[np.ndarray]) -> list[Outcome]:
-    """Outcomes, with those responses failed of which a step has no value."""
+    """Outcomes, with those responses failed whose prompt has no value. (A later step without one joins the step before.)"""
     return [
         outcome if np.isfinite(own[0]) else RewardFailed("no continuation of one of its steps could be scored")
         for outcome, own in zip(outcomes, values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tba.config import TaskConfig
 from tba.tasks.base import Outcome, RewardFailed, Split
 from tba.tasks.encoding import make_prompt
 from tba.tasks.reward_functions import RewardSet
+from tba.tasks.rows import jsonl_rows
 from tba.types import Completion, Prompt
 
 
@@ -87,35 +88,20 @@ def _place(prompt: Prompt) -> float:
 
 def _read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Prompt]:
     prompts: dict[str, Prompt] = {}
-    for line, row in _rows(path):
+    for place, line, row in jsonl_rows(path):
+        if not isinstance(row, dict) or not _is_prompt(row.get("prompt")):
+            raise ValueError(
+                f"{place} has no usable `prompt` column: it must be text or a list of chat messages "
+                '({"role": ..., "content": ...}).'
+            )
         text = row.pop("prompt")
         id = str(row.get("id", f"{path.stem}-{line}"))
         if id in prompts:
-            raise ValueError(f"{path} line {line}: id {id!r} occurs twice; ids must be unique.")
+            raise ValueError(f"{place}: id {id!r} occurs twice; ids must be unique.")
         prompts[id] = make_prompt(id=id, text=text, columns=row, tokenizer=tokenizer, max_tokens=max_tokens)
     if not prompts:
         raise ValueError(f"{path} is empty: it needs at least one row with a `prompt` column.")
     return list(prompts.values())
-
-
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, row) of a JSONL file, checked."""
-    if not path.is_file():
-        raise ValueError(f"task.data: file {path} does not exist.")
-    with path.open(encoding="utf-8") as file:
-        for line, text in enumerate(file, start=1):
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} line {line} is not valid JSON: {error}.") from None
-            if not isinstance(row, dict) or not _is_prompt(row.get("prompt")):
-                raise ValueError(
-                    f"{path} line {line} has no usable `prompt` column: it must be text or a list of chat messages "
-                    '({"role": ..., "content": ...}).'
-                )
-            yield line, row
 
 
 def _is_prompt(value: Any) -> bool:

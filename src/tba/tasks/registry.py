@@ -12,9 +12,10 @@ from tba.config import TaskConfig
 from tba.tasks.arithmetic import ArithmeticTask
 from tba.tasks.base import Task
 from tba.tasks.functions import OwnTask
+from tba.tasks.gsm8k import GSM8KTask
 from tba.tasks.prepare import prepare_arithmetic
 
-TASKS: dict[str, Callable[..., Task]] = {"arithmetic": ArithmeticTask, "own": OwnTask}
+TASKS: dict[str, Callable[..., Task]] = {"arithmetic": ArithmeticTask, "gsm8k": GSM8KTask, "own": OwnTask}
 """Factories: (config, tokenizer, max_prompt_tokens=..., functions=...) -> task."""
 
 PREPARE: dict[str, Callable[[Path], dict[str, Any]]] = {"arithmetic": prepare_arithmetic}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +17,69 @@ from tba.observe.files import RunFolder, write_json
 from tba.train.optim import MasterAdamW
 
 
-def save_checkpoint(
-    folder: RunFolder,
+@dataclass
+class Checkpoints:
+    """Those of one run: checkpoints/step-N, of which the last `keep` stay, and the collapse guard's healthy-step-N."""
+
+    folder: RunFolder
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    optimizer: MasterAdamW
+    heads: Sequence[nn.Module]
+    state: Callable[[], dict[str, Any]]
+    keep: int
+    """0 = none is written."""
+    pinned: int | None = field(default=None, init=False)
+    """Step whose checkpoint stays, whatever its age."""
+
+    def save(self, step: int) -> None:
+        """Write checkpoints/step-N and drop the oldest beyond `keep`."""
+        if self.keep == 0:
+            return
+        self._write(step, f"step-{step}")
+        by_step = self.folder.checkpoints_by_step()
+        for old in sorted(by_step)[: -self.keep]:
+            if old != self.pinned:
+                shutil.rmtree(by_step[old])
+
+    def save_healthy(self, step: int) -> None:
+        self._write(step, f"healthy-step-{step}")
+
+    def drop_healthy(self, step: int) -> None:
+        shutil.rmtree(self.folder.checkpoints / f"healthy-step-{step}")
+
+    def _write(self, step: int, name: str) -> None:
+        write_checkpoint(
+            self.folder.checkpoints / name,
+            model=self.model,
+            tokenizer=self.tokenizer,
+            optimizer=self.optimizer,
+            heads=self.heads,
+            state={"step": step, **self.state()},
+        )
+
+
+def write_checkpoint(
+    path: Path,
     *,
-    step: int,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     optimizer: MasterAdamW,
-    heads: Sequence[nn.Module] = (),
+    heads: Sequence[nn.Module],
     state: dict[str, Any],
-    keep: int,
-) -> Path | None:
-    """Write checkpoints/step-N and drop all but the last `keep`; 0 writes none. The folder appears whole or not at all."""
-    if keep == 0:
-        return None
-    final = folder.checkpoints / f"step-{step}"
-    partial = folder.checkpoints / f".step-{step}.partial"
+) -> None:
+    """The folder appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     save_file(_optimizer_tensors(optimizer), partial / "optimizer.safetensors")
     for head in heads:
         save_file(dict(head.state_dict()), partial / f"{type(head).__name__}.safetensors")
-    write_json(partial / "trainer.json", {"step": step, **state})
-    if final.exists():
-        shutil.rmtree(final)
-    os.replace(partial, final)
-    for old in sorted(folder.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))[:-keep]:
-        shutil.rmtree(old)
-    return final
+    write_json(partial / "trainer.json", state)
+    if path.exists():
+        shutil.rmtree(path)
+    os.replace(partial, path)
 
 
 def _optimizer_tensors(optimizer: MasterAdamW) -> dict[str, Tensor]:

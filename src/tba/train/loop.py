@@ -15,7 +15,8 @@ from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.train.gate import Gate
-from tba.train.measure import batch_metrics
+from tba.train.health import Health
+from tba.train.measure import batch_metrics, watched_metrics
 from tba.train.reference import ReferenceResets
 from tba.train.rewards import combine, drop_stale
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
@@ -41,6 +42,8 @@ class Trainer:
     """Writes a checkpoint of the given step."""
     references: ReferenceResets | None = None
     """Makes the policy the reference now and then; None = it never does."""
+    health: Health | None = None
+    """Watches for a collapse; None with observe.on_collapse=off."""
     gate: Gate | None = None
     """Holds a step back until there is enough to train on; None where the roles take turns."""
     received: int = field(default=0, init=False)
@@ -130,10 +133,10 @@ class Trainer:
 
     def record(self, batch: Batch, result: StepResult, *, seconds: float, waited: float, publishing: float) -> None:
         """Metrics of the step just done; lag is counted against the version that was trained."""
-        trained = self.step_index - 1
+        trained, log_pi_N = self.step_index - 1, result.said.log_pi_N.cpu()
         metrics = {
             **result.metrics,
-            **batch_metrics(batch, result.said.log_pi_N.cpu(), step=trained),
+            **batch_metrics(batch, log_pi_N, step=trained),
             "entropy": result.entropy,
             "beta": self.config.beta_at(trained),
             "time/step": seconds,
@@ -143,7 +146,12 @@ class Trainer:
         }
         if self.references is not None:
             metrics["reference_version"] = float(self.references.version)
+        if self.health is not None:
+            watched = {**watched_metrics(batch, log_pi_N), "entropy": result.entropy}
+            metrics |= self.health.step(self.step_index, watched)
         self.recorder.step(self.step_index, metrics, responses=batch.totals.responses)
+        if self.health is not None:
+            self.health.stop_if_asked()
 
 
 def with_old_values(batch: Batch, result: StepResult) -> Batch:

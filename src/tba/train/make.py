@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from tba.config import Config
 from tba.generate.engine import Scorer, make_scorer
+from tba.models.compiled import checkpoint_layers, compile_layers
 from tba.models.heads import make_critic, make_log_z
 from tba.models.load import LoadedModel
 from tba.models.policy import PolicyModel
@@ -16,9 +17,10 @@ from tba.replay.buffer import ReplayBuffer
 from tba.runtime.board import Row
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.tasks.base import Task
-from tba.train.checkpoint import save_checkpoint
+from tba.train.checkpoint import Checkpoints
 from tba.train.collate import Budget
 from tba.train.gate import Gate
+from tba.train.health import Health
 from tba.train.loop import Trainer
 from tba.train.optim import MasterAdamW
 from tba.train.reference import ReferenceResets
@@ -43,19 +45,15 @@ def make_trainer(
     """
     rescorer = make_rescorer(config, loaded)  # copies the model before packed attention changes its forward pass
     train_step = make_train_step(config, loaded)
-
-    def save(step: int) -> None:
-        save_checkpoint(
-            recorder.folder,
-            step=step,
-            model=loaded.model,
-            tokenizer=loaded.tokenizer,
-            optimizer=train_step.optimizer,
-            heads=train_step.policy.heads,
-            state={"seed": config.seed, "cursors": cursors()},
-            keep=config.train.keep_checkpoints,
-        )
-
+    checkpoints = Checkpoints(
+        folder=recorder.folder,
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        optimizer=train_step.optimizer,
+        heads=train_step.policy.heads,
+        state=lambda: {"seed": config.seed, "cursors": cursors()},
+        keep=config.train.keep_checkpoints,
+    )
     replay = make_replay(config, task)
     return Trainer(
         config=config,
@@ -66,7 +64,8 @@ def make_trainer(
         publisher=publisher,
         recorder=recorder,
         reward_weights=task.reward_weights,
-        save=save,
+        save=checkpoints.save,
+        health=Health(config, recorder, checkpoints) if config.observe.on_collapse != "off" else None,
     )
 
 
@@ -74,6 +73,10 @@ def make_train_step(config: Config, loaded: LoadedModel) -> TrainStep:
     train, objective = config.train, make_objective(config)
     assert train.tokens_per_micro_batch is not None, "filled in by tba.launch.defaults"
     policy = make_policy(loaded, objective)
+    if train.gradient_checkpointing:
+        checkpoint_layers(loaded.model)
+    if train.compile:
+        compile_layers(loaded.model)
     heads = [parameter for head in policy.heads for parameter in head.parameters()]
     return TrainStep(
         policy,

@@ -17,17 +17,30 @@ def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, flo
     lag = (step - batch.version_PK)[kept_PK].float()
     std_P = batch.reward_PK.std(dim=1, unbiased=False)
     return {
-        "reward": float(batch.reward_PK[kept_PK].mean()),
+        **_responses(batch, log_pi_PK - log_ref_PK, kept_PK),
         **{f"rewards/{name}/mean": float(value[kept_PK].nanmean()) for name, value in batch.rewards.items()},
         "reward_std": float(std_P.mean()),
         "frac_reward_zero_std": float((std_P < 1e-12).float().mean()),
-        "kl": float((log_pi_PK - log_ref_PK)[kept_PK].mean()),
-        "completions/mean_length": float(batch.lengths.view(batch.shape)[kept_PK].float().mean()),
-        "completions/clipped_ratio": float(batch.truncated_PK[kept_PK].float().mean()),
         "off_policy/lag_mean": float(lag.mean()),
         "off_policy/lag_max": float(lag.max()),
         "off_policy/dropped": float((~kept_PK).sum()),
         **_drift(batch, log_pi_PK, kept_PK),
+    }
+
+
+def watched_metrics(batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
+    """What the collapse guard looks at, of all sampled responses: where equal-reward groups or cut-off responses lose their
+    weight, those that count look well until none is left."""
+    log_ratio_PK = batch.sum_per_response(log_pi_N) - batch.sum_per_response(batch.log_ref_N)
+    return _responses(batch, log_ratio_PK, torch.ones_like(batch.truncated_PK))
+
+
+def _responses(batch: Batch, log_ratio_PK: Tensor, kept_PK: Tensor) -> dict[str, float]:
+    return {
+        "reward": float(batch.reward_PK[kept_PK].mean()),
+        "kl": float(log_ratio_PK[kept_PK].mean()),
+        "completions/mean_length": float(batch.lengths.view(batch.shape)[kept_PK].float().mean()),
+        "completions/clipped_ratio": float(batch.truncated_PK[kept_PK].float().mean()),
     }
 
 

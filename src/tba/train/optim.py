@@ -45,14 +45,18 @@ class MasterAdamW:
 
     def accumulate(self) -> None:
         """Add the model's gradients of one micro-batch to the fp32 sums; does nothing for an fp32 model."""
+        sums, parts = [], []
         for parameter, master in zip(self.parameters, self.masters):
             if master is parameter or parameter.grad is None:
                 continue
             if master.grad is None:
                 master.grad = parameter.grad.float()
             else:
-                master.grad.add_(parameter.grad)
+                sums.append(master.grad)
+                parts.append(parameter.grad)
             parameter.grad = None
+        if sums:
+            torch._foreach_add_(sums, parts)
 
     def clip_gradients(self) -> Tensor:
         """Scale gradients down to max_grad_norm; returns the policy's norm before (the heads' if that is not finite).
@@ -72,9 +76,9 @@ class MasterAdamW:
             group["lr"] = learning_rate if index == 0 or self._heads_rate is None else self._heads_rate
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
-        for parameter, master in zip(self.parameters, self.masters):
-            if master is not parameter:
-                parameter.copy_(master)
+        pairs = [(p, master) for p, master in zip(self.parameters, self.masters) if master is not p]
+        if pairs:
+            torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
 
     def state(self) -> dict[str, Any]:
         """Tensors and numbers of the optimizer, for a checkpoint."""

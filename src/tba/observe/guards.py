@@ -1,0 +1,256 @@
+"""The collapse guard: the trained batches watched against their own recent past.
+
+A collapse seldom announces itself in the reward: responses shrink to a few tokens, run into the length limit, or leave the
+reference, and the reward follows. The past is raw values of healthy steps; the present is the mean of the last RECENT, so
+that one odd batch is silent. A step enters the past only when it has left the present and nothing was suspected meanwhile:
+a collapse never becomes its own yardstick.
+
+What a healthy run does too is silent by the reward: fewer tokens, a lower entropy and a distance to the reference are what
+learning looks like as long as the reward rises with them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+LENGTH, CLIPPED = "completions/mean_length", "completions/clipped_ratio"
+ENTROPY, REWARD, KL = "entropy", "reward", "kl"
+WATCHED = (LENGTH, CLIPPED, ENTROPY, REWARD, KL)
+
+RECENT = 8
+"""Batches in the present."""
+PAST = 80
+"""Healthy batches in the past, at most."""
+FIRST_PAST = 16
+"""Healthy batches before anything is judged."""
+SETTLED_PAST = 40
+"""Healthy batches before small signs are: KL starts at 0 and has no usual value yet, and stale data make some runs dip at
+first."""
+PERSISTENCE = 3
+"""Steps in a row that a rule is broken before it is an alarm."""
+RECOVERY = 10
+"""Steps in a row without a broken rule that end an alarm."""
+
+SHORT, LONG = 1 / 3, 3.0
+"""Share of the past length."""
+MOSTLY_CLIPPED, CLIPPED_RISE = 0.5, 0.25
+"""Share of cut-off responses, and how much of it must be new."""
+FLAT, WILD = 1 / 5, 3.0
+"""Share of the past entropy."""
+KL_TIMES, KL_NOISE, KL_NATS = 1.5, 4.0, 0.5
+"""Beyond the usual distance to the reference: as a factor, in noise of one batch, and in nats."""
+KL_TIMES_HIGHEST = 1.1
+"""Beyond the highest of the past: with stale weights distance and reward may swing, again and again as far."""
+FALLEN_NOISE, FALLEN_SHARE = 1.5, 0.05
+"""A fall of the reward that counts beside another sign: in noise of one batch, and as a share of its best."""
+RISEN_NOISE = 0.5
+"""A rise of the reward that makes short or cut-off responses its price."""
+FAR_NOISE, FAR_SHARE, FIRST_FAR_SHARE = 3.0, 0.25, 0.5
+"""A fall of the reward that counts alone; the last share before the past is settled."""
+
+MEND = "Lower train.learning_rate or raise objective.beta, which pulls back to the reference"
+KEEP = "keep groups of equal rewards (train.equal_reward_groups=keep), in trajectory balance they pull back too"
+ADVICE = {
+    "short": f"{MEND}; allow longer responses before they are cut (generate.max_new_tokens); {KEEP}.",
+    "clipped": f"Allow longer responses (generate.max_new_tokens), or drop those cut off (train.truncated=drop). {MEND}.",
+    "entropy": f"{MEND}; {KEEP}.",
+    "kl": f"{MEND}; {KEEP}.",
+    "reward": f"{MEND}; look at samples.jsonl for what the policy says now.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breach:
+    """Breach(rule="short", metric="completions/mean_length", value=8.1, healthy=27.5, words="mean length is 8.1 ...")"""
+
+    rule: str
+    metric: str
+    value: float
+    """Mean of the last RECENT batches."""
+    healthy: float
+    """Median of the past; of the reward its best."""
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm(Breach):
+    """A breach that lasted. Its words are whole sentences, with what to try."""
+
+    step: int
+    """When it was raised."""
+    since: int
+    """First step of the batches that broke the rule: what was saved before it is not of the collapse."""
+
+
+class CollapseGuard:
+    """Takes the metrics of every batch; says when the run is collapsing, and for how long."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, Mapping[str, float]]] = deque()
+        self._past: deque[Mapping[str, float]] = deque(maxlen=PAST)
+        self._streaks: dict[str, Streak] = {}
+        """Rules that are broken now."""
+        self._quiet = 0
+        self._alarm: Alarm | None = None
+
+    @property
+    def suspects(self) -> bool:
+        """A rule is broken now, or an alarm lasts: nothing to save as healthy."""
+        return bool(self._streaks) or self._alarm is not None
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+        """The alarm that lasts after this step, the same object while it does; None = healthy."""
+        values = {name: metrics[name] for name in WATCHED if math.isfinite(metrics.get(name, math.nan))}
+        if len(values) == len(WATCHED):  # a step without responses says nothing
+            self._recent.append((step, values))
+            left = self._recent.popleft() if len(self._recent) > RECENT else None
+            self._judge(step, self._breaches())
+            if left is not None and not self.suspects:
+                self._past.append(left[1])
+        return self._alarm
+
+    def _breaches(self) -> list[Breach]:
+        if len(self._past) < FIRST_PAST:
+            return []
+        view = View.of([values for _, values in self._recent], self._past)
+        return [breach for rule in RULES if (breach := rule(view)) is not None]
+
+    def _judge(self, step: int, breaches: Sequence[Breach]) -> None:
+        first = self._recent[0][0]
+        self._streaks = {breach.rule: self._streaks.get(breach.rule, Streak(first)).longer() for breach in breaches}
+        self._quiet = 0 if breaches else self._quiet + 1
+        if self._alarm is None:
+            lasting = [breach for breach in breaches if self._streaks[breach.rule].batches >= PERSISTENCE]
+            self._alarm = self._raise(step, lasting[0]) if lasting else None
+        elif self._quiet >= RECOVERY:
+            self._alarm = None
+
+    def _raise(self, step: int, breach: Breach) -> Alarm:
+        since = self._streaks[breach.rule].since
+        words = f"the run is collapsing, since about step {since}: {breach.words}. {ADVICE[breach.rule]}"
+        return Alarm(**{**vars(breach), "words": words}, step=step, since=since)
+
+
+@dataclass(frozen=True)
+class Streak:
+    """Batches in a row that broke a rule, and the first step that counted in the first breach."""
+
+    since: int
+    batches: int = 0
+
+    def longer(self) -> Streak:
+        return Streak(self.since, self.batches + 1)
+
+
+@dataclass(frozen=True)
+class View:
+    """The present beside the past, as the rules see it."""
+
+    now: Mapping[str, float]
+    """Mean of the recent batches."""
+    usual: Mapping[str, float]
+    """Median of the past."""
+    noise: Mapping[str, float]
+    """Standard deviation of one batch, from neighbours: a trend is not noise."""
+    settled: bool
+    """The past is long enough for small signs."""
+    best_reward: float
+    """Best mean of 2 RECENT neighbours in the past: not one lucky draw of prompts."""
+    highest_kl: float
+    """Highest mean of RECENT neighbours in the past."""
+
+    @classmethod
+    def of(cls, recent: Sequence[Mapping[str, float]], past: Sequence[Mapping[str, float]]) -> View:
+        series = {name: [values[name] for values in past] for name in WATCHED}
+        return cls(
+            now={name: statistics.fmean(values[name] for values in recent) for name in WATCHED},
+            usual={name: statistics.median(values) for name, values in series.items()},
+            noise={name: _noise(values) for name, values in series.items()},
+            settled=len(past) >= SETTLED_PAST,
+            best_reward=_highest_mean(series[REWARD], 2 * RECENT),
+            highest_kl=_highest_mean(series[KL], RECENT),
+        )
+
+    @property
+    def reward_risen(self) -> bool:
+        """Above the usual, and not on the way down from its best. Not above the best alone: where responses become concise
+        at once, the best has followed the reward long before the usual length has followed the length."""
+        return (
+            self.now[REWARD] > self.usual[REWARD] + RISEN_NOISE * self.noise[REWARD] and not self.reward_fell_a_little
+        )
+
+    def reward_fell(self, *, noise: float, share: float) -> bool:
+        """By more than so much noise of one batch and so much of its best."""
+        return self.best_reward - self.now[REWARD] > max(noise * self.noise[REWARD], share * abs(self.best_reward))
+
+    @property
+    def reward_fell_a_little(self) -> bool:
+        return self.reward_fell(noise=FALLEN_NOISE, share=FALLEN_SHARE)
+
+    def breach(self, rule: str, metric: str, words: str) -> Breach:
+        """`words` may name {now}, {usual} and {reward}."""
+        now, usual = self.now[metric], self.best_reward if metric == REWARD else self.usual[metric]
+        reward = f"the reward is {self.now[REWARD]:.3g} after {self.best_reward:.3g}"
+        words = words.format(now=f"{now:.3g}", usual=f"{usual:.3g}", reward=reward)
+        return Breach(rule=rule, metric=metric, value=now, healthy=usual, words=words)
+
+
+def _short(view: View) -> Breach | None:
+    """Shrinking responses whose reward rises are merely concise."""
+    if view.now[LENGTH] >= SHORT * view.usual[LENGTH] or view.reward_risen:
+        return None
+    return view.breach("short", LENGTH, "responses have shrunk to {now} tokens, usual were {usual}; {reward}")
+
+
+def _clipped(view: View) -> Breach | None:
+    """Most responses are cut off now and were not, or they are three times as long and a good part is cut off."""
+    now, rise = view.now[CLIPPED], view.now[CLIPPED] - view.usual[CLIPPED]
+    long = view.now[LENGTH] > LONG * view.usual[LENGTH]
+    if rise < CLIPPED_RISE or not (now >= MOSTLY_CLIPPED or long) or view.reward_risen:
+        return None
+    return view.breach("clipped", CLIPPED, "a share of {now} of the responses is cut off, usual was {usual}; {reward}")
+
+
+def _entropy(view: View) -> Breach | None:
+    """A learned task leaves little entropy and a high reward; only together with a falling one it is a collapse."""
+    now, usual = view.now[ENTROPY], view.usual[ENTROPY]
+    if FLAT * usual <= now <= WILD * usual or not view.reward_fell_a_little:
+        return None
+    return view.breach("entropy", ENTROPY, "entropy is {now} nats per token, usual was {usual}; {reward}")
+
+
+def _kl(view: View) -> Breach | None:
+    now, usual = view.now[KL], abs(view.usual[KL])
+    far = max(KL_TIMES * usual, usual + KL_NOISE * view.noise[KL], usual + KL_NATS, KL_TIMES_HIGHEST * view.highest_kl)
+    if not view.settled or now <= far or not view.reward_fell_a_little:
+        return None
+    return view.breach(
+        "kl", KL, "the policy is {now} nats per response from the reference, usual was {usual}; {reward}"
+    )
+
+
+def _reward(view: View) -> Breach | None:
+    if not view.reward_fell(noise=FAR_NOISE, share=FAR_SHARE if view.settled else FIRST_FAR_SHARE):
+        return None
+    return view.breach("reward", REWARD, "the reward has fallen to {now}, its best was {usual}")
+
+
+RULES = (_short, _clipped, _entropy, _kl, _reward)
+"""The first that lasts gives the alarm its words."""
+
+
+def _noise(values: Sequence[float]) -> float:
+    """Robust standard deviation around a slow trend; the steps between neighbours are sqrt(2) times as wide."""
+    steps = [abs(after - before) for before, after in pairwise(values)]
+    return statistics.median(steps) * 1.4826 / math.sqrt(2.0)
+
+
+def _highest_mean(values: Sequence[float], width: int) -> float:
+    """Highest mean of `width` neighbours, of all where there are fewer."""
+    width = min(width, len(values))
+    return max(statistics.fmean(values[start : start + width]) for start in range(len(values) - width + 1))

@@ -1,0 +1,104 @@
+"""What a trainer does about the collapse guard: healthy checkpoints, the warning, the stop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tba.config import Config
+from tba.observe.guards import PERSISTENCE, RECENT, Alarm, CollapseGuard
+from tba.observe.recorder import Recorder
+from tba.train.checkpoint import Checkpoints
+
+logger = logging.getLogger("tba")
+
+LEAST_EVERY = 20
+"""Steps between healthy checkpoints where observe.healthy_checkpoint_every is not given, at least."""
+
+
+class Collapsed(RuntimeError):
+    """The guard's alarm under observe.on_collapse=stop."""
+
+
+@dataclass
+class Health:
+    """Shows the guard every batch, keeps the newest checkpoint from before a collapse, warns or stops."""
+
+    config: Config
+    recorder: Recorder
+    checkpoints: Checkpoints
+    guard: CollapseGuard = field(default_factory=CollapseGuard)
+    alarm: Alarm | None = field(default=None, init=False)
+    """The one that lasts."""
+    _saved: list[int] = field(default_factory=list, init=False)
+    """Steps of the healthy checkpoints on disk."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """`metrics` are of all sampled responses. Returns them as guard/*, with guard/alarm."""
+        if (step - 1) % self.config.train.updates_per_batch == 0:  # the same batch again is no news
+            self._heed(step, self.guard.step(step, metrics))
+        self._drop_outlived(step)
+        if step >= self.config.train.max_steps:
+            self._finish()
+        elif step % self.every == 0 and not self.guard.suspects and self.checkpoints.keep > 0:
+            self.checkpoints.save_healthy(step)
+            self._saved.append(step)
+        watched = {f"guard/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
+        return {"guard/alarm": float(self.alarm is not None), **watched}
+
+    def stop_if_asked(self) -> None:
+        if self.alarm is not None and self.config.observe.on_collapse == "stop":
+            raise Collapsed(f"stopped at step {self.recorder.steps}: {self.alarm.words} {self._kept_words()}")
+
+    @property
+    def every(self) -> int:
+        """observe.healthy_checkpoint_every, or a tenth of the run, at least LEAST_EVERY steps."""
+        return self.config.observe.healthy_checkpoint_every or max(LEAST_EVERY, self.config.train.max_steps // 10)
+
+    def _heed(self, step: int, alarm: Alarm | None) -> None:
+        before, self.alarm = self.alarm, alarm
+        if alarm is not None and alarm is not before:
+            kept = self._keep_from_before(alarm.since)
+            path = None if kept is None else str(kept.relative_to(self.recorder.folder.path))
+            self.recorder.collapse = {**vars(alarm), "recovered": None, "checkpoint": path}
+            if self.config.observe.on_collapse == "warn":
+                logger.warning("step %d: %s %s", step, alarm.words, self._kept_words())
+        elif alarm is None and before is not None:
+            self.recorder.collapse = {**(self.recorder.collapse or {}), "recovered": step}
+            logger.warning("step %d: the run has recovered from the collapse of step %d.", step, before.since)
+
+    def _keep_from_before(self, since: int) -> Path | None:
+        """The newest checkpoint from before that step stays, whatever is saved later; younger healthy ones were none."""
+        healthy = max((saved for saved in self._saved if saved < since), default=-1)
+        regular = max((saved for saved in self.recorder.folder.checkpoints_by_step() if saved < since), default=-1)
+        if regular >= healthy:
+            self._drop(self._saved)
+            self.checkpoints.pinned = regular if regular >= 0 else None
+            return self.recorder.folder.checkpoints_by_step().get(regular)
+        self._drop([saved for saved in self._saved if saved != healthy])
+        return self.recorder.folder.checkpoints_by_step("healthy-step-")[healthy]
+
+    def _kept_words(self) -> str:
+        path = (self.recorder.collapse or {}).get("checkpoint")
+        if path is None:
+            return "There is no checkpoint from before: it came too soon after the start."
+        return f"The newest checkpoint from before is kept: {self.recorder.folder.path / path}."
+
+    def _drop_outlived(self, step: int) -> None:
+        """An older healthy checkpoint goes once a younger one can no longer turn out to be of a collapse."""
+        if self.guard.suspects:
+            return
+        proven_after = (RECENT + PERSISTENCE) * self.config.train.updates_per_batch
+        proven = [saved for saved in self._saved if saved + proven_after <= step]
+        self._drop(proven[:-1])
+
+    def _finish(self) -> None:
+        if self.recorder.collapse is None and not self.config.observe.keep_healthy_checkpoint:
+            self._drop(self._saved)
+
+    def _drop(self, steps: list[int]) -> None:
+        for step in list(steps):
+            self.checkpoints.drop_healthy(step)
+            self._saved.remove(step)

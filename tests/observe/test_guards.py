@@ -1,0 +1,182 @@
+"""The collapse guard on hand-made runs: what raises it and when, what must not, and how an alarm ends."""
+
+import random
+
+import pytest
+
+from tba.observe.guards import FIRST_PAST, PERSISTENCE, RECENT, RECOVERY, Alarm, CollapseGuard
+
+HEALTHY = {
+    "completions/mean_length": 200.0,
+    "completions/clipped_ratio": 0.05,
+    "entropy": 0.5,
+    "reward": 0.6,
+    "kl": 10.0,
+}
+NOISE = {
+    "completions/mean_length": 15.0,
+    "completions/clipped_ratio": 0.02,
+    "entropy": 0.05,
+    "reward": 0.08,
+    "kl": 1.0,
+}
+NAMES = {name.rpartition("/")[2]: name for name in HEALTHY}
+CALM = 60
+"""Healthy steps before something happens."""
+
+
+def batch(generator: random.Random | None = None, **changes: float) -> dict[str, float]:
+    values = HEALTHY | {NAMES[name]: value for name, value in changes.items()}
+    if generator is not None:
+        values = {name: value + generator.gauss(0.0, NOISE[name]) for name, value in values.items()}
+    return values
+
+
+def feed(guard: CollapseGuard, batches: list[dict[str, float]], first: int = 1) -> list[Alarm | None]:
+    return [guard.step(step, metrics) for step, metrics in enumerate(batches, start=first)]
+
+
+def alarms(batches: list[dict[str, float]]) -> list[Alarm]:
+    """Each episode's alarm once."""
+    return list(dict.fromkeys(alarm for alarm in feed(CollapseGuard(), batches) if alarm is not None))
+
+
+def after_calm(*, steps: int = 30, **changes: float) -> list[dict[str, float]]:
+    return [batch()] * CALM + [batch(**changes)] * steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule", "broken"),
+    [
+        # Mean of n batches of 4 tokens and 8 - n of 200 below 200 / 3: (1600 - 196 n) / 8 < 66.7 from n = 6 on.
+        ({"mean_length": 4.0}, "short", 6),
+        # (0.4 + 0.85 n) / 8 >= 0.5 from n = 5 on.
+        ({"clipped_ratio": 0.9}, "clipped", 5),
+        # Entropy (4 - 0.5 n) / 8 < 0.1 from n = 7 on; the reward, 0.6 to 0.5, has fallen by 5% from n = 3 on.
+        ({"entropy": 0.0, "reward": 0.5}, "entropy", 7),
+        # Entropy (4 + 3.5 n) / 8 > 1.5 from n = 3 on.
+        ({"entropy": 4.0, "reward": 0.5}, "entropy", 3),
+        # KL (80 + 20 n) / 8 > 15 from n = 3 on.
+        ({"kl": 30.0, "reward": 0.5}, "kl", 3),
+        # Reward (4.8 - 0.5 n) / 8 < 0.45 from n = 3 on.
+        ({"reward": 0.1}, "reward", 3),
+    ],
+)
+def test_every_rule_is_broken_when_the_mean_of_the_last_batches_is(changes, rule, broken):
+    (alarm,) = alarms(after_calm(**changes))
+    first_broken = CALM + broken
+    assert (alarm.rule, alarm.step) == (rule, first_broken + PERSISTENCE - 1)
+    assert alarm.since == first_broken - RECENT + 1
+
+
+def test_longer_responses_are_a_collapse_only_where_they_are_cut_off():
+    assert not alarms(after_calm(mean_length=900.0))
+    (alarm,) = alarms(after_calm(mean_length=900.0, clipped_ratio=0.4))
+    assert (alarm.rule, alarm.metric) == ("clipped", "completions/clipped_ratio")
+
+
+def test_the_alarm_says_what_since_when_and_what_to_try():
+    (alarm,) = alarms(after_calm(mean_length=4.0, reward=0.0))
+    assert alarm.rule == "reward"  # which comes first here
+    (alarm,) = alarms(after_calm(mean_length=4.0))
+    assert alarm.healthy == 200.0
+    for words in (
+        f"since about step {alarm.since}",
+        f"shrunk to {alarm.value:.3g} tokens, usual were 200",
+        "the reward is 0.6",
+        "generate.max_new_tokens",
+        "train.learning_rate",
+        "objective.beta",
+        "train.equal_reward_groups=keep",
+    ):
+        assert words in alarm.words
+
+
+def test_the_measured_collapse_of_a_real_run_is_seen_long_before_its_end():
+    """reference/TBA.md section 7: the reward peaks at 0.24 at step 20, 4 tokens at step 80."""
+    batches = []
+    for step in range(1, 101):
+        shrunk = min(1.0, max(0.0, (step - 20) / 60))
+        batches.append(batch(mean_length=268 * (4 / 268) ** shrunk, reward=0.24 * (1 - shrunk), kl=20.0))
+    alarm = alarms(batches)[0]
+    assert 30 < alarm.step < 50
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_is_silent(seed):
+    generator = random.Random(seed)
+    assert not alarms([batch(generator) for _ in range(500)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_learned_task_with_little_entropy_left_is_silent(seed):
+    generator = random.Random(seed)
+    batches = []
+    for step in range(300):
+        learned = min(1.0, step / 150)
+        metrics = batch(generator, reward=0.3 + 0.65 * learned, kl=0.5 + 20 * learned)
+        batches.append(metrics | {"entropy": 0.5 * 0.08**learned * generator.uniform(0.9, 1.1)})
+    assert not alarms(batches)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_moderately_shorter_responses_are_silent(seed):
+    generator = random.Random(seed)
+    batches = [
+        batch(generator, mean_length=268 - 78 * min(1.0, step / 60), kl=37 * min(1, step / 60)) for step in range(95)
+    ]
+    assert not alarms(batches)
+
+
+def test_much_shorter_responses_of_a_rising_reward_are_concise():
+    assert not alarms(after_calm(mean_length=40.0, reward=0.9, kl=60.0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_dip_at_the_start_is_silent(seed):
+    """As with stale weights: the reward halves in the first ten steps and comes back."""
+    generator = random.Random(seed)
+    rewards = [0.6 - 0.3 * min(step, 10) / 10 + 0.3 * min(1.0, max(0, step - 15) / 30) for step in range(120)]
+    batches = [batch(generator, reward=reward, kl=min(step / 10, 3.0)) for step, reward in enumerate(rewards)]
+    assert not alarms(batches)
+
+
+def test_one_odd_batch_is_silent():
+    odd = batch(mean_length=1.0, entropy=0.0, reward=0.0, kl=30.0, clipped_ratio=1.0)
+    assert not alarms([batch()] * CALM + [odd] + [batch()] * 40)
+
+
+def test_nothing_is_judged_before_there_is_a_past():
+    early = FIRST_PAST + RECENT - 1
+    assert not alarms([batch()] * (early - 6) + [batch(mean_length=4.0)] * 6)
+
+
+def test_recovery_ends_an_episode_and_another_may_follow():
+    ill = [batch(mean_length=4.0)] * 20
+    guard = CollapseGuard()
+    seen = feed(guard, [batch()] * CALM + ill + [batch()] * 40 + ill)
+    episodes = list(dict.fromkeys(alarm for alarm in seen if alarm is not None))
+    assert len(episodes) == 2
+    # The present is healthy again, (784 + 196 n - ...) as above, once fewer than 6 of 8 batches are short: 3 later.
+    ended = next(step for step, alarm in enumerate(seen, start=1) if step > CALM + 20 and alarm is None)
+    assert ended == CALM + 20 + 3 + RECOVERY - 1
+    assert episodes[1].healthy == 200.0, "the collapse has not become its own yardstick"
+
+
+def test_a_lasting_collapse_is_one_episode():
+    assert len(alarms(after_calm(mean_length=4.0, steps=400))) == 1
+
+
+def test_while_a_rule_is_broken_nothing_is_healthy():
+    guard = CollapseGuard()
+    feed(guard, [batch()] * CALM)
+    assert not guard.suspects
+    feed(guard, [batch(mean_length=4.0)] * 6, first=CALM + 1)
+    assert guard.suspects
+
+
+def test_a_step_without_responses_changes_nothing():
+    guard = CollapseGuard()
+    feed(guard, [batch()] * CALM)
+    assert feed(guard, [{"entropy": 0.0}] * 50, first=CALM + 1) == [None] * 50
+    assert not guard.suspects

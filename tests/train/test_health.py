@@ -1,0 +1,126 @@
+"""Which checkpoints stay when the guard speaks: real folders, metrics by hand, empty files for weights."""
+
+import logging
+
+import pytest
+
+from tba.config import load_config
+from tba.observe.files import RunFolder
+from tba.observe.recorder import Recorder
+from tba.train.checkpoint import Checkpoints
+from tba.train.health import Collapsed, Health
+
+WELL = {
+    "completions/mean_length": 200.0,
+    "completions/clipped_ratio": 0.05,
+    "entropy": 0.5,
+    "reward": 0.6,
+    "kl": 10.0,
+}
+ILL = WELL | {"completions/mean_length": 4.0}
+"""Breaks a rule from the 6th such batch on, so the alarm comes with the 8th (tests/observe/test_guards.py)."""
+
+
+class EmptyCheckpoints(Checkpoints):
+    def _write(self, step: int, name: str) -> None:
+        (self.folder.checkpoints / name).mkdir()
+
+
+@pytest.fixture
+def make_health(tmp_path):
+    recorders = []
+
+    def make(*overrides: str) -> Health:
+        config = load_config(None, ["train.max_steps=1000", "observe.progress=false", *overrides])
+        folder = RunFolder.create(tmp_path / f"run-{len(recorders)}", overwrite=False)
+        recorders.append(Recorder(config, folder, decode=lambda group: []))
+        parts = {"model": None, "tokenizer": None, "optimizer": None, "heads": (), "state": dict}
+        return Health(config, recorders[-1], EmptyCheckpoints(folder, **parts, keep=config.train.keep_checkpoints))
+
+    yield make
+    for recorder in recorders:
+        recorder.close()
+
+
+def run(health: Health, metrics: dict[str, float], first: int, last: int) -> None:
+    every = health.config.train.checkpoint_every
+    for step in range(first, last + 1):
+        if every is not None and step % every == 0:
+            health.checkpoints.save(step)
+        health.step(step, metrics)
+
+
+def saved(health: Health) -> list[str]:
+    return sorted(path.name for path in health.recorder.folder.checkpoints.iterdir())
+
+
+def test_only_the_newest_healthy_checkpoint_stays_once_it_is_proven(make_health):
+    health = make_health("observe.healthy_checkpoint_every=20")
+    run(health, WELL, 1, 50)
+    assert saved(health) == ["healthy-step-20", "healthy-step-40"], "40 may still turn out to be of a collapse"
+    run(health, WELL, 51, 51)
+    assert saved(health) == ["healthy-step-40"]
+
+
+def test_by_default_a_healthy_checkpoint_comes_every_tenth_of_the_run(make_health):
+    assert make_health().every == 100
+    assert make_health("train.max_steps=50").every == 20
+
+
+def test_one_saved_when_the_collapse_had_begun_does_not_count(make_health):
+    health = make_health("observe.healthy_checkpoint_every=20")
+    run(health, WELL, 1, 57)
+    run(health, ILL, 58, 65)  # broken from step 63 on, by batches since step 56
+    assert health.recorder.collapse["since"] == 56
+    assert health.recorder.collapse["checkpoint"] == "checkpoints/healthy-step-40"
+    assert saved(health) == ["healthy-step-40"]
+    run(health, ILL, 66, 200)
+    assert saved(health) == ["healthy-step-40"], "nothing is saved as healthy while the alarm lasts"
+
+
+def test_a_regular_checkpoint_from_before_is_pinned(make_health):
+    health = make_health("train.checkpoint_every=10", "train.keep_checkpoints=3", "observe.healthy_checkpoint_every=20")
+    run(health, WELL, 1, 57)
+    run(health, ILL, 58, 120)
+    assert health.recorder.collapse["checkpoint"] == "checkpoints/step-50"
+    assert saved(health) == ["step-100", "step-110", "step-120", "step-50"]
+
+
+def test_without_checkpoints_the_alarm_still_comes(make_health):
+    health = make_health("train.keep_checkpoints=0")
+    run(health, WELL, 1, 60)
+    run(health, ILL, 61, 70)
+    assert health.recorder.collapse["checkpoint"] is None
+    assert saved(health) == []
+
+
+def test_a_recovered_run_says_so_once_and_in_its_summary(make_health, caplog):
+    health = make_health()
+    with caplog.at_level(logging.WARNING, logger="tba"):
+        run(health, WELL, 1, 60)
+        run(health, ILL, 61, 75)
+        run(health, WELL, 76, 100)
+    assert [("is collapsing" in r.message, "has recovered" in r.message) for r in caplog.records] == [
+        (True, False),
+        (False, True),
+    ]
+    assert health.recorder.summary()["collapse"]["recovered"] == 87  # quiet from step 78 on, for ten steps
+    assert health.step(101, WELL)["guard/alarm"] == 0.0
+
+
+def test_further_updates_on_a_batch_are_no_news(make_health):
+    health = make_health("train.updates_per_batch=4")
+    run(health, WELL, 1, 240)
+    run(health, ILL, 241, 268)  # seven new batches; the eighth comes at step 269
+    assert health.alarm is None
+    run(health, ILL, 269, 269)
+    assert health.alarm is not None
+
+
+def test_stop_raises_with_the_words_and_the_checkpoint(make_health):
+    health = make_health("observe.on_collapse=stop", "observe.healthy_checkpoint_every=20")
+    run(health, WELL, 1, 60)
+    health.stop_if_asked()
+    run(health, ILL, 61, 68)
+    with pytest.raises(Collapsed, match=r"responses have shrunk .* is kept: .*healthy-step-40"):
+        health.stop_if_asked()
