@@ -13,6 +13,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -120,7 +121,7 @@ def decode() -> None:
         engine = make_engine(model)
         vocabulary = model.config.vocab_size
         for work, samples in (("256 prompts", 1), ("32 prompts x 8", 8)):
-            build = lambda samples=samples: requests(256 // samples, 128, vocabulary)  # noqa: E731
+            build = partial(requests, 256 // samples, 128, vocabulary)
             first = timed_generation(engine, build, samples, 128)
             tokens, seconds = min(
                 (timed_generation(engine, build, samples, 128) for _ in range(3)), key=lambda r: r[1] / r[0]
@@ -133,7 +134,7 @@ def decode() -> None:
             )
             rate = tokens / seconds
         lengths = np.random.default_rng(1).integers(32, 321, 1024)
-        ragged = lambda: requests(1024, 128, vocabulary, lengths=lengths)  # noqa: E731
+        ragged = partial(requests, 1024, 128, vocabulary, lengths=lengths)
         timed_generation(engine, ragged, 1, 320)
         tokens, seconds = timed_generation(engine, ragged, 1, 320)
         say(

@@ -134,7 +134,7 @@ def test_rotary_angles_that_change_with_length_are_refused():
 def test_a_model_that_computes_otherwise_is_refused_with_the_difference():
     model = make_tiny_model("llama")
     model.model.layers[0].self_attn.scaling *= 2.0
-    with pytest.raises(UnsupportedModel, match="differ from this llama model's forward pass by"):
+    with pytest.raises(UnsupportedModel, match="differs from this llama model's forward pass by"):
         make_decoder(model, max_length=16, dtype=torch.float32, device=CPU)
 
 

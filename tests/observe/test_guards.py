@@ -132,6 +132,14 @@ def test_much_shorter_responses_of_a_rising_reward_are_concise():
     assert not alarms(after_calm(mean_length=40.0, reward=0.9, kl=60.0))
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_distance_that_grows_evenly_beside_a_reward_that_stays_is_silent(seed):
+    """reference/TBA.md section 7, the healthy run: the gain comes in 30 steps, KL grows to 37 nats in 94."""
+    generator = random.Random(seed)
+    batches = [batch(generator, reward=0.5 + 0.2 * min(1, step / 30), kl=37 * step / 94) for step in range(95)]
+    assert not alarms(batches)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_dip_at_the_start_is_silent(seed):
     """As with stale weights: the reward halves in the first ten steps and comes back."""

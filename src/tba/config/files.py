@@ -18,10 +18,10 @@ class ConfigError(ValueError):
     """The config cannot be used; the message says what, the value, what is allowed and what to change."""
 
 
-def load_config(path: Path | None = None, overrides: Iterable[str] = (), **values: Any) -> Config:
+def load_config(path: Path | str | None = None, overrides: Iterable[str] = (), **values: Any) -> Config:
     """Resolve a config: defaults, then file, then `values` (merged section by section), then dotted `overrides`."""
     data = Config().model_dump(mode="json")
-    data = merge(data, _read_yaml(path) if path is not None else {})
+    data = merge(data, _read_yaml(Path(path)) if path is not None else {})
     data = merge(data, values)
     for override in overrides:
         key, value = _parse_override(override)

@@ -267,6 +267,9 @@ class RuntimeConfig(Section):
     """Deadline for the buffer's first fill: process start, model load and the first groups."""
     wait_seconds: float = Field(default=300.0, gt=0.0)
     """Deadline of every other wait, and for a searcher's sign of life."""
+    mps: Literal["auto", "on", "off"] = "auto"
+    """CUDA MPS, so that trainer and searchers on one GPU run side by side: auto = where it can be started; `tba doctor`
+    says what it gains and risks."""
     stop_seconds: float = Field(default=10.0, gt=0.0)
     """Time for searchers to end when asked, before they are killed."""
 

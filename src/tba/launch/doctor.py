@@ -9,6 +9,9 @@ import platform
 import shutil
 from pathlib import Path
 
+from tba.config import Config
+from tba.runtime.mps import why_no_mps
+
 EXTRAS = {
     "wandb": "W&B logging (observe.sinks=[wandb])",
     "tensorboard": "TensorBoard logging (observe.sinks=[tensorboard])",
@@ -24,7 +27,7 @@ def examine() -> list[tuple[str, str]]:
     """(what, finding) pairs, in reading order."""
     findings = [("python", platform.python_version())]
     findings += [(name, importlib.metadata.version(name)) for name in ("torch", "transformers")]
-    findings += [("cores", _cores()), ("memory", _memory()), ("disk here", _disk()), ("gpu", _gpus())]
+    findings += [("cores", _cores()), ("memory", _memory()), ("disk here", _disk()), ("gpu", _gpus()), ("mps", _mps())]
     findings += [(name, _extra(name, purpose)) for name, purpose in EXTRAS.items()]
     return findings
 
@@ -50,6 +53,16 @@ def _memory() -> str:
 
 def _disk() -> str:
     return f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free"
+
+
+def _mps() -> str:
+    reason = why_no_mps(Config())
+    if reason is not None:
+        return f"not used: {reason}"
+    return (
+        "runtime.mps=auto will start a private daemon: trainer and searcher on one GPU then reach about 1.2 times what they "
+        "reach in turns. A searcher's GPU fault may take the trainer down; the run then resumes from its checkpoint"
+    )
 
 
 def _gpus() -> str:

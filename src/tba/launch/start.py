@@ -19,6 +19,7 @@ from tba.launch.inputs import RewardFunctions, RunInputs, load_inputs
 from tba.launch.synchronous import SyncRun
 from tba.observe.closing import show_summary
 from tba.observe.files import RunFolder, write_atomic
+from tba.runtime.mps import MpsDaemon
 from tba.search.make import make_search_engine
 from tba.tasks.rewards import make_rewards
 from tba.train.health import Collapsed
@@ -30,6 +31,15 @@ def train(config: Config, functions: RewardFunctions = None, *, inputs: RunInput
     """Run a training and return what summary.json holds. After Ctrl-C it is saved as far as it came, then raised again."""
     torch.set_num_threads(config.runtime.threads)
     config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
+    mps = MpsDaemon.start_for(config)  # before anything touches the GPU
+    try:
+        return _train(config, functions, inputs)
+    finally:
+        if mps is not None:
+            mps.stop()
+
+
+def _train(config: Config, functions: RewardFunctions, inputs: RunInputs | None) -> dict[str, Any]:
     inputs = inputs or load_inputs(config, functions)
     config = with_defaults(config, inputs.loaded)
     folder = RunFolder.create(config.run_folder, overwrite=config.overwrite)

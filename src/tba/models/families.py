@@ -17,8 +17,8 @@ from tba.models.decoder import ACTIVATIONS, Decoder, DecoderSpec, UnsupportedMod
 from tba.models.decoder_attention import CausalAttention
 from tba.models.decoder_weights import DecoderWeights, Layer, Linear, Norm, Placement
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-"""Largest difference of a log-prob from the model's own forward pass, by the coarser dtype of the two."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+"""Largest total variation distance to the model's own next-token distribution, by the coarser dtype of the two."""
 
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 """Rotary types whose angles change with the length of the sequence: keys in a cache would go stale."""
@@ -387,9 +387,10 @@ def _check_against(model: nn.Module, decoder: Decoder, max_length: int) -> None:
     hidden = decoder.hidden(ids.reshape(-1).to(decoder.device), positions, CausalAttention(decoder.spec, 2, length))
     found = decoder.logits(hidden).log_softmax(-1).cpu().view_as(expected)
     coarse = next((dtype for dtype in (torch.bfloat16,) if dtype in (decoder.dtype, model.dtype)), torch.float32)
-    difference = float((found - expected).abs().max())
+    # Not the largest gap of log-probs: in bf16 those of tokens that never come are off by whole nats in both.
+    difference = float((found.exp() - expected.exp()).abs().sum(-1).max()) / 2
     if not difference <= TOLERANCE[coarse]:
         raise UnsupportedModel(
-            f"the native decoder's log-probs differ from this {decoder.spec.family} model's forward pass by "
+            f"the native decoder's next-token distribution differs from this {decoder.spec.family} model's forward pass by "
             f"{difference:.2g} (allowed {TOLERANCE[coarse]:g}): its config uses something the decoder does not know"
         )

@@ -123,7 +123,8 @@ class PolicyModel:
             gaps = [self._gap(tokens, want, share_prompts=share) for share in (False, True)]
         except (ValueError, TypeError, KeyError) as error:
             return self._refuse_packed(before, str(error))
-        tolerance = 1e-3 if plain.dtype == self.model.dtype else 0.25
+        # In half precision the error grows with the size of the log-prob, and random tokens are unlikely ones.
+        tolerance = 1e-3 if plain.dtype == self.model.dtype else 0.25 + 0.1 * float(want.abs().max())
         if max(gaps) > tolerance:
             return self._refuse_packed(before, f"log-probs differ by {max(gaps):.2g} from a plain forward pass")
         return True

@@ -42,8 +42,11 @@ MOSTLY_CLIPPED, CLIPPED_RISE = 0.5, 0.25
 """Share of cut-off responses, and how much of it must be new."""
 FLAT, WILD = 1 / 5, 3.0
 """Share of the past entropy."""
-KL_TIMES, KL_NOISE, KL_NATS = 1.5, 4.0, 0.5
-"""Beyond the usual distance to the reference: as a factor, in noise of one batch, and in nats."""
+KL_NATS = 0.5
+"""Beyond the usual distance to the reference, at least."""
+KL_FAR = ((1.5, 4.0, 1.5), (2.5, 6.0, 0.9))
+"""Either: beyond the usual distance as a factor and in noise of one batch, with a fall of the reward in noise of one batch.
+A distance that grows evenly from 0, as healthy ones may, comes to 2.2 times the usual and never to 2.5."""
 KL_TIMES_HIGHEST = 1.1
 """Beyond the highest of the past: with stale weights distance and reward may swing, again and again as far."""
 FALLEN_NOISE, FALLEN_SHARE = 1.5, 0.05
@@ -225,9 +228,13 @@ def _entropy(view: View) -> Breach | None:
 
 
 def _kl(view: View) -> Breach | None:
-    now, usual = view.now[KL], abs(view.usual[KL])
-    far = max(KL_TIMES * usual, usual + KL_NOISE * view.noise[KL], usual + KL_NATS, KL_TIMES_HIGHEST * view.highest_kl)
-    if not view.settled or now <= far or not view.reward_fell_a_little:
+    now, usual, noise = view.now[KL], abs(view.usual[KL]), view.noise[KL]
+    least = max(usual + KL_NATS, KL_TIMES_HIGHEST * view.highest_kl)
+    far = any(
+        now > max(least, times * usual, usual + noises * noise) and view.reward_fell(noise=fall, share=FALLEN_SHARE)
+        for times, noises, fall in KL_FAR
+    )
+    if not (view.settled and far):
         return None
     return view.breach(
         "kl", KL, "the policy is {now} nats per response from the reference, usual was {usual}; {reward}"

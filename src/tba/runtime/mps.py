@@ -1,0 +1,85 @@
+"""A private CUDA MPS daemon: trainer and searchers on one GPU run their kernels side by side instead of in turns.
+
+It must be there before the first process touches the GPU. Under MPS the processes share one context on the GPU: a fault in
+a searcher's kernel may take the trainer down with it (the run then starts again from its checkpoint).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tba.config import Config
+
+logger = logging.getLogger("tba.runtime")
+
+CONTROL = "nvidia-cuda-mps-control"
+TIMEOUT_SECONDS = 20.0
+WATCH = 'while kill -0 "$1" 2>/dev/null; do sleep 1; done; echo quit | "$2"; rm -rf "$3"'
+"""Arguments: process, control program, folder."""
+PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+
+
+def why_no_mps(config: Config) -> str | None:
+    """What speaks against a daemon for this run; None = nothing. Looks at the machine without touching the GPU."""
+    if config.runtime.mps == "off":
+        return "runtime.mps=off"
+    if config.takes_turns:
+        return f"in {config.mode} mode one process uses the GPU"
+    if config.model.device == "cpu" or not Path("/dev/nvidia0").exists():
+        return "there is no NVIDIA GPU to share"
+    if PIPES in os.environ:
+        return f"{PIPES} is set: a daemon of yours is used"
+    if shutil.which(CONTROL) is None:
+        return f"{CONTROL} is not on the PATH"
+    return None
+
+
+class MpsDaemon:
+    """Started for one run and stopped with it."""
+
+    @classmethod
+    def watched(cls, folder: Path) -> MpsDaemon:
+        """With a process beside it that ends the daemon after this one: it cannot end while its clients live."""
+        subprocess.Popen(
+            ["sh", "-c", WATCH, "tba-mps-watch", str(os.getpid()), CONTROL, str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return cls()
+
+    @classmethod
+    def start_for(cls, config: Config) -> MpsDaemon | None:
+        """None, in words, where it is not wanted or not allowed; `runtime.mps=on` then raises."""
+        reason = why_no_mps(config)
+        if reason is None:
+            folder = Path(tempfile.mkdtemp(prefix="tba-mps-"))
+            os.environ[PIPES], os.environ[LOGS] = str(folder), str(folder)
+            found = subprocess.run(
+                [CONTROL, "-d"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+            )
+            if found.returncode == 0:
+                return cls.watched(folder)
+            _forget(folder)
+            reason = f"{CONTROL} -d failed: {(found.stderr or found.stdout).strip()[:300]}"
+        if config.runtime.mps == "on":
+            raise RuntimeError(f"runtime.mps=on, but {reason}.")
+        logger.info("no MPS daemon: %s.", reason)
+        return None
+
+    def stop(self) -> None:
+        """Later processes of this one do not use it; it ends when this process does."""
+        os.environ.pop(PIPES, None)
+        os.environ.pop(LOGS, None)
+
+
+def _forget(folder: Path) -> None:
+    os.environ.pop(PIPES, None)
+    os.environ.pop(LOGS, None)
+    shutil.rmtree(folder, ignore_errors=True)
