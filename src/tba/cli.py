@@ -103,6 +103,19 @@ def prepare(
 
 
 @app.command()
+def merge(
+    adapter: Annotated[
+        str, typer.Argument(metavar="ADAPTER_OR_RUN", help="A LoRA checkpoint, or the run that made it.")
+    ],
+    output: Annotated[Path, typer.Argument(help="Folder for the whole model.")],
+) -> None:
+    """Write base model + LoRA adapter as one model that transformers and vLLM load."""
+    from tba.launch import merge_adapter
+
+    typer.echo(json.dumps(merge_adapter(adapter, output)))
+
+
+@app.command()
 def doctor() -> None:
     """What this machine has: versions, cores, GPUs, memory, disk, optional packages."""
     from tba.launch.doctor import examine

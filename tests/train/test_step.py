@@ -8,6 +8,7 @@ import torch
 from builders import ragged_batch, tiny_llama
 
 from tba.config import TrainConfig
+from tba.models.compiled import checkpoint_layers
 from tba.models.heads import make_critic, make_log_z
 from tba.models.packing import pack
 from tba.models.policy import PolicyModel
@@ -182,3 +183,13 @@ def test_a_bf16_model_keeps_fp32_master_weights():
         optimizer.step(1e-6)
     assert optimizer.masters[0].item() == pytest.approx(1 - 1e-4, abs=5e-6)
     assert parameter.item() == 1.0
+
+
+def test_recomputed_layers_have_the_same_gradients():
+    want, _ = gradients(Budget(max_tokens=10_000))
+    step = make_step(Budget(max_tokens=10_000))
+    checkpoint_layers(step.policy.model)
+    step.gradients(ragged_batch(P, K), beta=0.1)
+    got = torch.cat([p.grad.flatten() for p in step.policy.model.parameters()])
+    assert (got - want).abs().max() < 1e-6
+    assert any(getattr(module, "gradient_checkpointing", False) for module in step.policy.model.modules())

@@ -16,6 +16,15 @@ from tba.config.base import Section
 from tba.config.schedule import Schedule
 
 
+class LoraConfig(Section):
+    rank: int = Field(default=32, ge=1)
+    """r of the adapter's matrices."""
+    alpha: float | None = Field(default=None, gt=0.0)
+    """The adapter counts alpha / rank; None = twice the rank."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """Names of the layers it is put on, as PEFT's target_modules; all-linear = every linear layer but the head."""
+
+
 class ModelConfig(Section):
     path: str = "tba:arithmetic"
     """A folder, a hub name, or `tba:arithmetic` for the start model shipped with the package."""
@@ -23,6 +32,8 @@ class ModelConfig(Section):
     """Compute dtype of trainer and engine; auto = float32 on a CPU, bfloat16 on a GPU. Master weights are always float32."""
     device: str = "auto"
     """auto = cuda where there is one, else cpu."""
+    lora: LoraConfig | None = None
+    """Train an adapter instead of the model (needs PEFT): `lora: {}` for its defaults. The reference is then the base."""
     trust_remote_code: bool = False
     """True runs Python code that comes with the model: only for sources you trust."""
 
@@ -217,8 +228,8 @@ class TrainConfig(Section):
     max_grad_norm: float | None = Field(default=1.0, gt=0.0)
     """Gradients are in reward units (see docs/algorithm.md), so this means the same at every beta. None = no clipping."""
     tokens_per_micro_batch: int | None = Field(default=None, ge=1)
-    """Most tokens in one forward and backward pass; a longer response still runs, alone. None = what about 1 GiB (GPU: 24)
-    holds of activations, at most 4,096 (32,768)."""
+    """Most tokens in one forward and backward pass; a longer response still runs, alone. None = what about 1 GiB (GPU:
+    a third of its memory) holds of activations, at most 4,096 (32,768)."""
     responses_per_micro_batch: int | None = Field(default=None, ge=1)
     """Most responses in one pass, besides the token limit; None = as many as fit."""
     compile: bool = False
@@ -393,6 +404,11 @@ class Config(Section):
             raise ValueError(
                 f"replay.max_lag={self.replay.max_lag} cannot be kept with weights every "
                 f"train.publish_every={self.train.publish_every} steps: allow at least {self.train.publish_every - 1}."
+            )
+        if self.model.lora is not None and self.reference.reset_every:
+            raise ValueError(
+                f"reference.reset_every={self.reference.reset_every} cannot be used with model.lora, whose reference is the "
+                "base model: set it to 0."
             )
         if self.train.prompts_per_step * self.train.samples_per_prompt > self.replay.capacity:
             raise ValueError(

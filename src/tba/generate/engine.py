@@ -10,12 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from tba.config import GenerateConfig
 from tba.generate.fallback import TransformersEngine, TransformersScorer
 from tba.generate.native import NativeEngine
 from tba.generate.scoring import ReferenceScorer
 from tba.models.decoder import UnsupportedModel
+from tba.models.lora import BaseScorer, has_lora
 from tba.types import Completion, Request, Sampling, Weights
 
 logger = logging.getLogger("tba.generate")
@@ -28,8 +30,9 @@ SCORED_TOKENS = {"cpu": 2048, "cuda": 32_768}
 class Engine(Protocol):
     """Turns requests into responses; takes new weights while it does."""
 
-    version: int
-    """Of the weights that choose the next token."""
+    @property
+    def version(self) -> int:
+        """Of the weights that choose the next token."""
 
     @property
     def vocabulary(self) -> int:
@@ -135,14 +138,17 @@ def make_engine(
 
 
 def make_scorer(
-    model: nn.Module,
+    model: PreTrainedModel,
     *,
     max_length: int,
     token_budget: int | None = None,
 ) -> Scorer:
-    """A frozen copy of the model, where and as it is, in the native decoder, or with its own forward pass, in words."""
+    """A frozen copy of the model, where and as it is, in the native decoder, or with its own forward pass, in words. A model
+    with a LoRA adapter scores with its own base: no copy."""
     parameter = next(model.parameters())
     budget = token_budget or SCORED_TOKENS[parameter.device.type]
+    if has_lora(model):
+        return BaseScorer(model, token_budget=budget)
     try:
         return ReferenceScorer(
             model, max_length=max_length, token_budget=budget, dtype=parameter.dtype, device=parameter.device

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tba.config import Config
 from tba.launch.inputs import RunInputs
 from tba.launch.interrupt import Interrupt
+from tba.models.load import adapt
 from tba.models.weights import make_weights
 from tba.observe.files import RunFolder, write_json
 from tba.observe.recorder import Recorder
@@ -38,6 +39,7 @@ class AsyncRun:
     def make(cls, config: Config, folder: RunFolder, inputs: RunInputs) -> AsyncRun:
         """Publish version 0, then start the searchers."""
         loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
+        adapt(loaded, config.model, seed=config.seed)
         weights = make_weights(loaded.model, version=0)
         runtime = LocalRuntime(
             config.runtime,

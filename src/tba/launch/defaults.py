@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tba.config import Config, Schedule
 from tba.models.load import LoadedModel
 from tba.objectives.make import make_objective
@@ -11,19 +13,25 @@ ANCHOR_PARAMETERS, ANCHOR_RATE = 0.314e6, 2e-4
 EXPONENT = 0.6
 """Between what works for the shipped model and what works at 0.5B (1e-6 to 4e-6 with fp32 master weights)."""
 
+LORA_FACTOR = 10.0
+"""An adapter's matrices start at zero and are few: they want a larger rate than the weights they stand for."""
+
 KV_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}
 """Memory for the keys and values of all slots."""
-ACTIVATION_BYTES = {"cpu": 2**30, "cuda": 24 * 2**30}
-"""Memory for the activations of one micro-batch."""
+ACTIVATION_BYTES = 2**30
+"""Memory for the activations of one micro-batch on a CPU."""
+ACTIVATION_SHARE = 0.35
+"""The same on a GPU, as a share of its memory: weights, optimizer and searchers want the rest."""
 MOST_SLOTS = {"cpu": 128, "cuda": 256}
 MOST_TOKENS = {"cpu": 4_096, "cuda": 32_768}
-BYTES_PER_ACTIVATION = 4 * 40
-"""About forty fp32 numbers are kept per token, layer and hidden unit for the backward pass."""
+KEPT_PER_HIDDEN, KEPT_PER_INNER = 20, 6
+"""Numbers kept per token and layer for the backward pass, for each hidden unit and each unit of the MLP."""
 
 
-def learning_rate_for(num_parameters: int) -> float:
-    """2e-4 at 0.31M parameters, 2.4e-6 at 0.5B, 4.9e-7 at 7B; two digits."""
-    return float(f"{ANCHOR_RATE * (num_parameters / ANCHOR_PARAMETERS) ** -EXPONENT:.1e}")
+def learning_rate_for(num_parameters: int, *, lora: bool = False) -> float:
+    """2e-4 at 0.31M parameters, 2.4e-6 at 0.5B, 4.9e-7 at 7B; ten times that for an adapter; two digits."""
+    rate = ANCHOR_RATE * (num_parameters / ANCHOR_PARAMETERS) ** -EXPONENT
+    return float(f"{(LORA_FACTOR if lora else 1.0) * rate:.1e}")
 
 
 def with_defaults(config: Config, loaded: LoadedModel) -> Config:
@@ -32,7 +40,8 @@ def with_defaults(config: Config, loaded: LoadedModel) -> Config:
     train, generate = config.train, config.generate
     train = train.model_copy(
         update={
-            "learning_rate": train.learning_rate or Schedule(start=learning_rate_for(loaded.num_parameters)),
+            "learning_rate": train.learning_rate
+            or Schedule(start=learning_rate_for(loaded.num_parameters, lora=config.model.lora is not None)),
             "tokens_per_micro_batch": train.tokens_per_micro_batch or tokens_for(loaded),
         }
     )
@@ -47,7 +56,7 @@ def with_objective_defaults(config: Config) -> Config:
     settings = {name: value for name, value in objective.model_dump(mode="json").items() if value is not None}
     reset_every, deduplicate = config.reference.reset_every, config.replay.deduplicate
     if reset_every is None:
-        reset_every = objective.default_reset_every
+        reset_every = 0 if config.model.lora is not None else objective.default_reset_every
     if deduplicate is None:
         deduplicate = not objective.needs.multiplicities
     return config.model_copy(
@@ -69,7 +78,15 @@ def slots_for(loaded: LoadedModel, max_new_tokens: int) -> int:
 
 
 def tokens_for(loaded: LoadedModel) -> int:
-    """As many as ACTIVATION_BYTES hold, between one context and MOST_TOKENS."""
-    shape, kind = loaded.model.config.get_text_config(), loaded.model.device.type
-    fit = ACTIVATION_BYTES[kind] // (shape.num_hidden_layers * shape.hidden_size * BYTES_PER_ACTIVATION)
-    return max(min(512, loaded.context), min(MOST_TOKENS[kind], fit))
+    """As many as the memory for activations holds, between one context and MOST_TOKENS."""
+    shape, device = loaded.model.config.get_text_config(), loaded.model.device
+    inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size
+    kept = shape.num_hidden_layers * (KEPT_PER_HIDDEN * shape.hidden_size + KEPT_PER_INNER * inner)
+    fit = activation_bytes(device) // (kept * loaded.model.dtype.itemsize)
+    return max(min(512, loaded.context), min(MOST_TOKENS[device.type], fit))
+
+
+def activation_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return ACTIVATION_BYTES
+    return int(ACTIVATION_SHARE * torch.cuda.get_device_properties(device).total_memory)

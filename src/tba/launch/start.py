@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
-from tba.config import Config, dump_config, load_config
+from tba.config import Config, ModelConfig, dump_config, load_config
 from tba.evaluate.run import make_evaluator
 from tba.launch.asynchronous import AsyncRun
 from tba.launch.defaults import with_defaults, with_objective_defaults
 from tba.launch.imports import import_groups
 from tba.launch.inputs import RewardFunctions, RunInputs, load_inputs
 from tba.launch.synchronous import SyncRun
+from tba.models.load import load_model
+from tba.models.lora import base_of, is_adapter
 from tba.observe.closing import show_summary
 from tba.observe.files import RunFolder, write_atomic
 from tba.runtime.mps import MpsDaemon
@@ -66,6 +68,20 @@ def _train(config: Config, functions: RewardFunctions, inputs: RunInputs | None)
     if config.observe.progress:
         show_summary(summary, run.recorder.curve(), folder.path)
     return summary
+
+
+def merge_adapter(target: str, output: Path) -> dict[str, str]:
+    """Write the base model with a run's newest (or a given) LoRA adapter merged in."""
+    folder = RunFolder(Path(target))
+    path = Path(folder.newest_checkpoint()) if folder.config.is_file() else Path(target)
+    if not is_adapter(path):
+        raise ValueError(f"{path} holds no LoRA adapter (adapter_config.json): nothing to merge.")
+    if output.exists() and any(output.iterdir()):
+        raise FileExistsError(f"{output} is not empty: give a new folder.")
+    loaded = load_model(ModelConfig(path=str(path), device="cpu"))
+    loaded.model.save_pretrained(output)
+    loaded.tokenizer.save_pretrained(output)
+    return {"adapter": str(path), "base": base_of(path), "model": str(output)}
 
 
 def evaluate_model(target: str, overrides: Sequence[str]) -> dict[str, float]:

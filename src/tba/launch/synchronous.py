@@ -9,6 +9,7 @@ from tba.evaluate.run import Evaluator, make_evaluator
 from tba.generate.engine import Engine
 from tba.launch.inputs import RunInputs
 from tba.launch.interrupt import Interrupt
+from tba.models.load import adapt
 from tba.models.weights import make_weights
 from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder
@@ -43,6 +44,7 @@ class SyncRun:
         engine = make_search_engine(config, loaded)
         lags = config.mode == "fixed_lag"
         evaluation_engine = make_search_engine(config, loaded) if lags else engine
+        adapt(loaded, config.model, seed=config.seed)
         rewards = make_rewards(task, config, log=folder.logs / "rewards.log", functions=inputs.functions)
         groups = LocalGroups()
         step_values = make_step_values(

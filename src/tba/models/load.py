@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils.logging import disable_progress_bar
 
 from tba.config import ModelConfig
+from tba.models.lora import add_lora, base_of, is_adapter, with_adapter
 
 SHIPPED = {"tba:arithmetic": "tasks/arithmetic_start"}
 """Models inside the package, by the name used for model.path."""
@@ -63,15 +64,25 @@ def load_model(config: ModelConfig) -> LoadedModel:
     disable_progress_bar()
     path, device = resolve_path(config.path), resolve_device(config.device)
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    adapter = Path(path) if is_adapter(Path(path)) else None
+    base = path if adapter is None else resolve_path(base_of(adapter))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=resolve_dtype(config.dtype, device), **options)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=resolve_dtype(config.dtype, device), **options)
     except OSError as error:
         raise ValueError(
             f"model.path={config.path!r} cannot be loaded: {_first_line(error)} Give a folder with config.json and weights, "
             "or a hub name that can be reached (HF_HUB_OFFLINE=1 forbids downloads)."
         ) from error
+    if adapter is not None:
+        model = with_adapter(model, adapter)
     return LoadedModel(model=model.to(device).eval(), tokenizer=tokenizer, context=context_length(model.config))
+
+
+def adapt(loaded: LoadedModel, config: ModelConfig, *, seed: int) -> None:
+    """Put the adapter of model.lora into the model, if there is one to be trained; engines copy the weights before."""
+    if config.lora is not None:
+        add_lora(loaded.model, config.lora, base=str(resolve_path(config.path)), seed=seed)
 
 
 def context_length(model_config: Any) -> int:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from tba.models.canary import CANARY_TOKENS, canary_tokens
 from tba.models.heads import Critic, LogZ
 from tba.models.logprobs import chosen_log_probs
+from tba.models.packed_attention import NAME as PACKED
 from tba.models.packed_attention import PackedLayout, use_packed_attention
 from tba.models.packing import PackedTokens, pack
 from tba.types import Forward
@@ -33,7 +34,8 @@ class PolicyModel:
         self.model = model
         self.critic = None
         self.log_z = None
-        self.packed = self._check_packed()
+        # A second user of one model finds it switched over already.
+        self.packed = model.config._attn_implementation == PACKED or self._check_packed()
         if not self.packed and (critic is not None or log_z is not None):
             raise ValueError(
                 "objectives with a critic or a learned log Z need hidden states of packed responses, which this model does "

@@ -15,8 +15,8 @@ class ChecksumMismatch(RuntimeError):
 
 
 def make_weights(model: nn.Module, *, version: int) -> Weights:
-    """The model's parameters as they are now (views, not copies; tied tensors once), not yet published: no checksum."""
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """The parameters that train, as they are now (views, not copies; tied tensors once), not yet published: no checksum."""
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
     return Weights(version=version, tensors=tensors)
 
 

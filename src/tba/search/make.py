@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config
+from tba.generate.adapted import AdaptedEngine
 from tba.generate.engine import Engine, make_engine, make_scorer
 from tba.generate.settings import training_sampling
 from tba.models.load import LoadedModel
@@ -28,7 +29,8 @@ def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
     generate = config.generate
     if config.takes_turns:
         generate = generate.model_copy(update={"update": "drain"})
-    return make_engine(loaded.model, loaded.tokenizer, generate, seed=config.seed, max_length=loaded.context)
+    engine = make_engine(loaded.model, loaded.tokenizer, generate, seed=config.seed, max_length=loaded.context)
+    return engine if config.model.lora is None else AdaptedEngine(engine, loaded.model)
 
 
 def make_step_values(

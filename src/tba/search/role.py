@@ -14,7 +14,7 @@ from tba.config import Config
 from tba.evaluate.run import Evaluator, make_evaluator
 from tba.generate.engine import Engine
 from tba.models.canary import CANARY_TOKENS, CanaryCheck, canary_tokens
-from tba.models.load import load_model
+from tba.models.load import adapt, load_model
 from tba.runtime.board import Board, Row
 from tba.runtime.group_channel import WindowedSender
 from tba.runtime.link import Link
@@ -167,6 +167,7 @@ def run_searcher(
     loaded = load_model(config.model)
     task = make_task_for(config, loaded, functions)
     engine = make_search_engine(config, loaded)
+    adapt(loaded, config.model, seed=config.seed)
     loader = WeightLoader(WeightSlots.attach(weights), engine)
     reference_slots = WeightSlots.attach(references) if references is not None else None
     role = SearcherRole(link, row, loader, engine, reference_slots)

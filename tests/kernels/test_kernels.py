@@ -1,0 +1,80 @@
+"""Triton kernels against the plain code they stand in for, on a GPU, or slowly on a CPU with TRITON_INTERPRET=1.
+
+TRITON_INTERPRET=1 python -m pytest tests/kernels        (needs `pip install triton`)
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from builders import tiny_llama
+from tiny_models import make_tiny_model
+
+from tba.generate.fused import FusedDecode
+from tba.generate.native import NativeEngine
+from tba.models.logprobs import _log_probs_of_chunk
+from tba.types import Prompt, Request, Sampling
+
+pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for CUDA.")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("kernels need a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+
+
+def engines(model) -> tuple[NativeEngine, NativeEngine]:
+    """The same engine with fused and with plain steps."""
+    fused, plain = (NativeEngine(model, stop_ids=[2], seed=0, slots=3, max_length=32, device=DEVICE) for _ in range(2))
+    plain._fused = None
+    if INTERPRETED:  # the layout that CUDA has
+        fused.cache.positions_last, fused.cache.keys = False, fused.cache.values.clone()
+        fused._fused = FusedDecode(fused.decoder, fused.cache, fused.state, fused._is_stop)
+    assert fused._fused is not None
+    return fused, plain
+
+
+def responses(engine: NativeEngine, sampling: Sampling) -> dict:
+    prompts = [Prompt(id=f"p{i}", token_ids=np.array([1, 5 + i], np.int32), text="") for i in range(2)]
+    requests = [Request(prompt=prompt) for prompt in prompts]
+    found = engine.generate(requests, samples_per_prompt=2, sampling=sampling)
+    return {(c.prompt_id, c.sample_index): c for c in found}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"greedy": True}, {"temperature": 1.3, "policy_temperature": 0.9}],
+    ids=["plain", "greedy", "tempered"],
+)
+def test_fused_decoding_gives_the_tokens_and_log_probs_of_the_plain_step(family, settings):
+    model = tiny_llama() if family == "llama" else make_tiny_model(family)
+    fused, plain = engines(model)
+    sampling = Sampling(max_new_tokens=5, **settings)
+    got, want = responses(fused, sampling), responses(plain, sampling)
+    assert got.keys() == want.keys()
+    for key, completion in want.items():
+        assert np.array_equal(got[key].token_ids, completion.token_ids)
+        assert np.abs(got[key].policy_log_probs - completion.policy_log_probs).max() < 1e-4
+        assert np.abs(got[key].behaviour_log_probs - completion.behaviour_log_probs).max() < 1e-4
+
+
+@pytest.mark.parametrize("vocabulary", [40, 5000])
+def test_fused_log_probs_have_the_values_and_gradients_of_the_plain_ones(vocabulary):
+    from tba.kernels.logprobs import chosen_log_probs
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(n, 16, generator=generator).to(DEVICE) for n in (7, vocabulary))
+    targets = torch.randint(vocabulary, (7,), generator=generator).to(DEVICE)
+    weight = torch.randn(7, generator=generator).to(DEVICE)
+    results = []
+    for fused in (True, False):
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, head)]
+        if fused:
+            log_probs, entropy = chosen_log_probs(*leaves, targets, temperature=0.7, logits_at_once=3 * vocabulary)
+        else:
+            log_probs, entropy = _log_probs_of_chunk(*leaves, targets, 0.7, None, None)
+        (log_probs * weight).sum().backward()
+        results.append((log_probs.detach(), entropy, leaves[0].grad, leaves[1].grad))
+    for got, want in zip(*results):
+        assert (got - want).abs().max() < 5e-5 * max(1.0, want.abs().max().item())
