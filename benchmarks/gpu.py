@@ -1,82 +1,94 @@
 """What one GPU does: decoding and TB training on random weights of real shapes, with the limits beside the figures.
 
-    python benchmarks/gpu.py [check] [decode] [train] [publish]      all parts without arguments
+    python benchmarks/gpu.py [check] [decode] [check_train] [train] [score] [roles]      all parts without arguments
 
 Useful tokens over wall time from the first prompt to the last response, prefill and tail included, temperature 1, log-probs
-returned. Greedy equality is checked in the same run. Timings are of the second pass: the first compiles kernels and
-captures graphs, and is printed too.
+returned. Greedy equality is checked in the same run. Timings are of later passes: the first compiles kernels and captures
+graphs. One table at the end; lines as they come.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from tba.config import TrainConfig
+from tba.config import TrainConfig, load_config
 from tba.generate.native import NativeEngine
 from tba.generate.scoring import ReferenceScorer
 from tba.models.compiled import compile_layers
 from tba.models.policy import PolicyModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.runtime.mps import MpsDaemon
 from tba.train.collate import Budget
 from tba.train.optim import MasterAdamW
 from tba.train.step import TrainStep
 from tba.types import Batch, Prompt, Request, Sampling, Totals
 
-DEVICE = torch.device("cuda")
 BYTES_PER_SECOND = 4.8e12
 """Of an H200's memory."""
 FLOPS = 790e12
 """bf16 matrix products as measured on an H200."""
+QWEN, LLAMA = "0.5B Qwen2.5", "1.1B Llama"
 
 
-def qwen_05b(layers: int = 24) -> PreTrainedModel:
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    work: str
+    figure: str
+    must: str = ""
+    limit: str = ""
+
+    def __post_init__(self) -> None:
+        print(f"{self.work}: {self.figure}  [must {self.must or '-'}; {self.limit or 'no limit stated'}]", flush=True)
+
+
+def device() -> torch.device:
+    return torch.device("cuda")
+
+
+def qwen(layers: int = 24) -> PreTrainedModel:
     """The shape of Qwen2.5-0.5B: tied head of 152k tokens."""
-    return _make(
-        Qwen2ForCausalLM,
-        Qwen2Config(
-            vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=layers, num_attention_heads=14,
-            num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.02,
-        ),
+    config = Qwen2Config(
+        vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=layers, num_attention_heads=14,
+        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
     )  # fmt: skip
+    return _make(Qwen2ForCausalLM, config)
 
 
-def llama_11b(layers: int = 22) -> PreTrainedModel:
+def llama(layers: int = 22) -> PreTrainedModel:
     """The shape of TinyLlama and RhoMath-1B."""
-    return _make(
-        LlamaForCausalLM,
-        LlamaConfig(
-            vocab_size=32_000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=layers, num_attention_heads=32,
-            num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=False, initializer_range=0.02,
-        ),
+    config = LlamaConfig(
+        vocab_size=32_000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=4, max_position_embeddings=4096, tie_word_embeddings=False,
     )  # fmt: skip
+    return _make(LlamaForCausalLM, config)
 
 
-SHAPES: dict[str, Callable[..., PreTrainedModel]] = {"0.5B Qwen2.5": qwen_05b, "1.1B Llama": llama_11b}
+SHAPES: dict[str, Callable[..., PreTrainedModel]] = {QWEN: qwen, LLAMA: llama}
 
 
-def _make(kind: type[PreTrainedModel], config: object) -> PreTrainedModel:
+def _make(kind: Any, config: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    with DEVICE:
+    with device():
         return kind(config).to(torch.bfloat16).eval()
-
-
-def say(*parts: object) -> None:
-    print(*parts, flush=True)
 
 
 # --- decoding ----------------------------------------------------------------------------------------------------------
 
 
 def requests(
-    num_prompts: int, prompt_tokens: int, vocabulary: int, *, lengths: np.ndarray | None = None
+    num_prompts: int, prompt_tokens: int, vocabulary: int, lengths: np.ndarray | None = None
 ) -> Iterator[Request]:
     rng = np.random.default_rng(0)
     for index in range(num_prompts):
@@ -85,22 +97,18 @@ def requests(
         yield Request(prompt=Prompt(id=f"p{index}", token_ids=ids, text=""), sampling=sampling)
 
 
-def make_engine(model: PreTrainedModel, slots: int = 256, **options: object) -> NativeEngine:
-    settings = {"stop_ids": [2], "seed": 0, "slots": slots, "max_length": 512, "dtype": model.dtype, "device": DEVICE}
-    return NativeEngine(model, **(settings | options))  # type: ignore[arg-type]
+def make_engine(model: PreTrainedModel, *, slots: int = 256) -> NativeEngine:
+    return NativeEngine(
+        model, stop_ids=[2], seed=0, slots=slots, max_length=512, dtype=model.dtype, device=model.device
+    )
 
 
-def timed_generation(
-    engine: NativeEngine, make: Callable[[], Iterator[Request]], samples: int, longest: int
-) -> tuple[int, float]:
+def tokens_per_second(engine: NativeEngine, make: Callable[[], Iterator[Request]], samples: int, longest: int) -> float:
     torch.cuda.synchronize()
     started = time.perf_counter()
-    tokens = sum(
-        len(completion.token_ids)
-        for completion in engine.generate(make(), samples_per_prompt=samples, sampling=Sampling(max_new_tokens=longest))
-    )
-    torch.cuda.synchronize()
-    return tokens, time.perf_counter() - started
+    found = engine.generate(make(), samples_per_prompt=samples, sampling=Sampling(max_new_tokens=longest))
+    tokens = sum(len(completion.token_ids) for completion in found)
+    return tokens / (time.perf_counter() - started)
 
 
 def decode_limit(model: PreTrainedModel, slots: int, mean_length: float) -> float:
@@ -114,84 +122,76 @@ def decode_limit(model: PreTrainedModel, slots: int, mean_length: float) -> floa
     return slots / ((weights + cache) / BYTES_PER_SECOND)
 
 
-def decode() -> None:
-    must = {"0.5B Qwen2.5": (110_000, 200_000), "1.1B Llama": (90_000, 130_000)}
+def decode() -> Iterator[Row]:
+    must = {QWEN: "110k, stretch 200k", LLAMA: "90k, stretch 130k"}
     for name, make in SHAPES.items():
         model = make()
-        engine = make_engine(model)
-        vocabulary = model.config.vocab_size
+        engine, vocabulary = make_engine(model), model.config.vocab_size
+        limit = f"bandwidth {decode_limit(model, 256, 192):,.0f}"
+        rates = {}
         for work, samples in (("256 prompts", 1), ("32 prompts x 8", 8)):
             build = partial(requests, 256 // samples, 128, vocabulary)
-            first = timed_generation(engine, build, samples, 128)
-            tokens, seconds = min(
-                (timed_generation(engine, build, samples, 128) for _ in range(3)), key=lambda r: r[1] / r[0]
+            tokens_per_second(engine, build, samples, 128)
+            rates[samples] = max(tokens_per_second(engine, build, samples, 128) for _ in range(3))
+            yield Row(
+                work=f"decode {name}, 256 slots, 128 + 128 tokens, {work}",
+                figure=f"{rates[samples]:,.0f} tok/s",
+                must=must[name],
+                limit=limit,
             )
-            limit = decode_limit(model, 256, 192)
-            say(
-                f"decode {name}, 256 slots, 128 + 128, {work}: {tokens / seconds:,.0f} tok/s ({seconds * 1e3 / 128:.2f} ms a "
-                f"step; first pass {first[1]:.1f} s; must {must[name][0]:,}, stretch {must[name][1]:,}; bandwidth limit "
-                f"{limit:,.0f})"
-            )
-            rate = tokens / seconds
-        lengths = np.random.default_rng(1).integers(32, 321, 1024)
-        ragged = partial(requests, 1024, 128, vocabulary, lengths=lengths)
-        timed_generation(engine, ragged, 1, 320)
-        tokens, seconds = timed_generation(engine, ragged, 1, 320)
-        say(
-            f"ragged decode {name}, lengths 32 to 320, 1,024 prompts: {tokens / seconds:,.0f} tok/s, {tokens / seconds / rate:.0%} (must 80%, stretch 90%)"
+        build = partial(requests, 1024, 128, vocabulary, np.random.default_rng(1).integers(32, 321, 1024))
+        tokens_per_second(engine, build, 1, 320)
+        ragged = max(tokens_per_second(engine, build, 1, 320) for _ in range(2))
+        yield Row(
+            work=f"decode {name}, ragged 32 to 320, 1,024 prompts",
+            figure=f"{ragged:,.0f} tok/s, {ragged / rates[1]:.0%} of the rate above",
+            must="80%, stretch 90%",
         )
         del engine, model
         torch.cuda.empty_cache()
 
 
-def check() -> None:
+def check() -> Iterator[Row]:
     """Greedy tokens of the fused engine, the plain one and transformers; sampled tokens of fused and plain, fp32."""
     for name, make in SHAPES.items():
         model = make(layers=3).float()
-        fused, plain = (make_engine(model, slots=32, dtype=torch.float32) for _ in range(2))
-        plain._fused = None
+        fused, plain = (make_engine(model, slots=32) for _ in range(2))
         assert fused._fused is not None, "the fused step must serve this shape"
+        plain._fused = None
         prompts = list(requests(16, 20, model.config.vocab_size))
-        for label, sampling in (
-            ("greedy", Sampling(max_new_tokens=48, greedy=True)),
-            ("sampled", Sampling(max_new_tokens=48)),
-        ):
-            found = [
-                {c.prompt_id: c for c in e.generate(prompts, samples_per_prompt=1, sampling=sampling)}
-                for e in (fused, plain)
-            ]
-            same = sum(np.array_equal(found[0][key].token_ids, found[1][key].token_ids) for key in found[0])
-            gap = max(np.abs(found[0][key].policy_log_probs - found[1][key].policy_log_probs).max() for key in found[0]
-                      if np.array_equal(found[0][key].token_ids, found[1][key].token_ids))  # fmt: skip
-            say(
-                f"check {name} (3 layers, fp32), {label}: fused == plain for {same} of 16, largest log-prob gap {gap:.1e}"
+        greedy = Sampling(max_new_tokens=48, greedy=True)
+        for label, sampling in (("greedy", greedy), ("sampled", Sampling(max_new_tokens=48))):
+            got, want = (
+                {c.prompt_id: c for c in engine.generate(prompts, samples_per_prompt=1, sampling=sampling)}
+                for engine in (fused, plain)
             )
-            if label == "greedy":
-                ids = torch.tensor(np.stack([r.prompt.token_ids for r in prompts]), device=DEVICE, dtype=torch.long)
-                with torch.no_grad():
-                    out = (
-                        model.generate(ids, max_new_tokens=48, do_sample=False, eos_token_id=2, pad_token_id=0)[:, 20:]
-                        .cpu()
-                        .numpy()
-                    )
-                equal = sum(
-                    np.array_equal(found[0][f"p{i}"].token_ids, out[i][: len(found[0][f"p{i}"].token_ids)])
-                    for i in range(16)
-                )
-                say(f"check {name}: fused == transformers generate, greedy, for {equal} of 16")
-        del fused, plain, model
-        torch.cuda.empty_cache()
+            same = [key for key in want if np.array_equal(got[key].token_ids, want[key].token_ids)]
+            gap = max(np.abs(got[key].policy_log_probs - want[key].policy_log_probs).max() for key in same)
+            yield Row(
+                work=f"check {name} (3 layers, fp32), {label}: fused == plain",
+                figure=f"{len(same)} of 16, log-prob gap {gap:.0e}",
+                must="16" if label == "greedy" else "",
+                limit="sums in another order" if label == "sampled" else "",
+            )
+        found = {c.prompt_id: c.token_ids for c in fused.generate(prompts, samples_per_prompt=1, sampling=greedy)}
+        ids = torch.tensor(np.stack([r.prompt.token_ids for r in prompts]), device=model.device, dtype=torch.long)
+        out = (
+            model.generate(ids, max_new_tokens=48, do_sample=False, eos_token_id=2, pad_token_id=0)[:, 20:]
+            .cpu()
+            .numpy()
+        )
+        equal = sum(np.array_equal(found[f"p{i}"], out[i][: len(found[f"p{i}"])]) for i in range(16))
+        yield Row(work=f"check {name}, greedy: fused == transformers generate", figure=f"{equal} of 16", must="16")
 
 
 # --- training ----------------------------------------------------------------------------------------------------------
 
 
-def ragged_batch(vocabulary: int, *, prompts: int, samples: int) -> Batch:
+def ragged_batch(vocabulary: int, *, prompts: int = 16, samples: int = 8) -> Batch:
     """Prompts of 50 to 150 tokens, responses of 50 to 450: sequences of 100 to 600."""
     rng = np.random.default_rng(0)
     lengths = torch.from_numpy(rng.integers(50, 451, prompts * samples))
-    N = int(lengths.sum())
-    shape = (prompts, samples)
+    N, shape = int(lengths.sum()), (prompts, samples)
     return Batch(
         prompt_ids=tuple(f"p{p}" for p in range(prompts)),
         prompt_tokens=tuple(torch.from_numpy(rng.integers(3, vocabulary, rng.integers(50, 151))) for _ in range(prompts)),
@@ -205,110 +205,174 @@ def ragged_batch(vocabulary: int, *, prompts: int, samples: int) -> Batch:
     )  # fmt: skip
 
 
-def train() -> None:
-    must = {"0.5B Qwen2.5": (130_000, 180_000), "1.1B Llama": (80_000, 95_000)}
+def useful_tokens(batch: Batch) -> int:
+    """Prompt and response of every response."""
+    return int(batch.lengths.sum()) + batch.shape[1] * sum(len(tokens) for tokens in batch.prompt_tokens)
+
+
+def make_step(model: PreTrainedModel, *, share: bool, max_tokens: int = 32_768) -> TrainStep:
+    optimizer = MasterAdamW(model.parameters(), TrainConfig())
+    budget = Budget(max_tokens=max_tokens, share_prompts=share)
+    return TrainStep(PolicyModel(model), TrajectoryBalance(), optimizer, budget=budget, temperature=1.0)
+
+
+def step_seconds(step: TrainStep, batch: Batch) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    step(batch, beta=0.05, learning_rate=1e-6)
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def train() -> Iterator[Row]:
+    must = {QWEN: "130k, stretch 180k", LLAMA: "80k, stretch 95k"}
     for name, make in SHAPES.items():
-        for compiled in (False, True):
+        for compiled, share in ((False, True), (True, True), (True, False)):
             model = make()
-            batch = ragged_batch(model.config.vocab_size, prompts=16, samples=8)
-            useful = int(batch.lengths.sum()) + 8 * sum(len(tokens) for tokens in batch.prompt_tokens)
-            policy = PolicyModel(model)
+            batch = ragged_batch(model.config.vocab_size)
+            step = make_step(model, share=share)
             if compiled:
                 compile_layers(model)
-            optimizer = MasterAdamW(model.parameters(), TrainConfig())
-            for share in (True, False):
-                step = TrainStep(policy, TrajectoryBalance(), optimizer, temperature=1.0,
-                                 budget=Budget(max_tokens=32_768, share_prompts=share))  # fmt: skip
-                started = time.perf_counter()
-                step(batch, beta=0.05, learning_rate=1e-6)
-                torch.cuda.synchronize()
-                first = time.perf_counter() - started
-                times = []
-                for _ in range(6):
-                    torch.cuda.synchronize()
-                    started = time.perf_counter()
-                    step(batch, beta=0.05, learning_rate=1e-6)
-                    torch.cuda.synchronize()
-                    times.append(time.perf_counter() - started)
-                rate = useful / np.median(times)
-                flops = 6 * sum(p.numel() for p in model.parameters()) * rate
-                say(
-                    f"train {name}, TB, 128 responses of 100 to 600 tokens, {'compiled' if compiled else 'eager'}, prompts "
-                    f"{'shared' if share else 'not shared'}: {rate:,.0f} useful tok/s ({np.median(times) * 1e3:.0f} ms a step, "
-                    f"{flops / FLOPS:.0%} of {FLOPS / 1e12:.0f} TFLOP/s by 6 x parameters; first {first:.0f} s; must "
-                    f"{must[name][0]:,}, stretch {must[name][1]:,}; {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB)"
-                )
-            del model, policy, optimizer, step
+            first = step_seconds(step, batch)
+            seconds = float(np.median([step_seconds(step, batch) for _ in range(6)]))
+            rate = useful_tokens(batch) / seconds
+            mfu = 6 * sum(parameter.numel() for parameter in model.parameters()) * rate / FLOPS
+            yield Row(
+                work=f"TB training {name}, 128 sequences of 100 to 600 tokens, {'compiled' if compiled else 'eager'}, "
+                f"prompts {'shared' if share else 'not shared'}",
+                figure=f"{rate:,.0f} useful tok/s ({seconds * 1e3:.0f} ms a step, the first {first:.0f} s)",
+                must=must[name],
+                limit=f"{mfu:.0%} of {FLOPS / 1e12:.0f} TFLOP/s by 6 x parameters",
+            )
+            del model, step
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
 
 
-def check_train() -> None:
+def check_train() -> Iterator[Row]:
     """Gradients through FlashAttention, shared prompts and fused log-probs against plain fp32 attention, same weights."""
     for name, make in SHAPES.items():
-        grads = {}
+        found = {}
         for label, dtype, share in (
             ("fp32", torch.float32, False),
-            ("bf16", torch.bfloat16, False),
-            ("bf16 shared", torch.bfloat16, True),
+            ("", torch.bfloat16, False),
+            (", shared", torch.bfloat16, True),
         ):
             model = make(layers=2).to(dtype)
-            batch = replace(
-                ragged_batch(model.config.vocab_size, prompts=2, samples=4),
-                reward_PK=torch.tensor([[1.0, 0, 0, 1], [0, 0, 1, 0]]),
-            )
-            policy = PolicyModel(model)
-            optimizer = MasterAdamW(model.parameters(), TrainConfig())
-            step = TrainStep(
-                policy,
-                TrajectoryBalance(),
-                optimizer,
-                temperature=1.0,
-                budget=Budget(max_tokens=32_768, share_prompts=share),
-            )
-            result = step.gradients(batch, beta=0.05)
-            grads[label] = (torch.cat([m.grad.flatten().float() for m in optimizer.masters]), result.said.log_pi_N)
-            assert policy.packed
-        for label in ("bf16", "bf16 shared"):
-            a, b = grads["fp32"][0], grads[label][0]
-            cosine = float(torch.nn.functional.cosine_similarity(a, b, dim=0))
-            gap = float((grads["fp32"][1] - grads[label][1]).abs().max())
-            say(
-                f"check train {name} (2 layers), {label} against fp32: cosine of gradients {cosine:.5f}, log_pi gap {gap:.3f} per token"
+            reward_PK = torch.tensor([[1.0, 0, 0, 1], [0, 0, 1, 0]])
+            batch = replace(ragged_batch(model.config.vocab_size, prompts=2, samples=4), reward_PK=reward_PK)
+            step = make_step(model, share=share)
+            step.gradients(batch, beta=0.05)
+            found[label] = torch.cat([master.grad.flatten().float() for master in step.optimizer.masters])
+        for label in ("", ", shared"):
+            cosine = float(torch.nn.functional.cosine_similarity(found["fp32"], found[label], dim=0))
+            yield Row(
+                work=f"check {name} (2 layers): gradient, bf16{label} against fp32", figure=f"cosine {cosine:.5f}"
             )
 
 
-def score() -> None:
+def score() -> Iterator[Row]:
     """The reference pass of a searcher."""
     for name, make in SHAPES.items():
         model = make()
-        scorer = ReferenceScorer(model, max_length=1024, token_budget=32_768, dtype=model.dtype, device=DEVICE)
+        scorer = ReferenceScorer(model, max_length=1024, token_budget=32_768, dtype=model.dtype, device=model.device)
         rng = np.random.default_rng(0)
         prompts = [rng.integers(3, 1000, 128) for _ in range(32)]
-        owners = [prompts[i // 8] for i in range(256)]
         answers = [rng.integers(3, 1000, rng.integers(50, 400)) for _ in range(256)]
-        for _ in range(2):
-            torch.cuda.synchronize()
+        rates = []
+        for _ in range(3):
             started = time.perf_counter()
-            scorer.score(owners, answers, 1.0)
-            seconds = time.perf_counter() - started
-        say(f"score {name}: {sum(map(len, answers)) / seconds:,.0f} response tok/s")
+            scorer.score([prompts[i // 8] for i in range(256)], answers, 1.0)
+            rates.append(sum(map(len, answers)) / (time.perf_counter() - started))
+        yield Row(work=f"reference scores {name}, 256 responses", figure=f"{max(rates):,.0f} response tok/s")
 
 
-PARTS = {"check": check, "decode": decode, "check_train": check_train, "train": train, "score": score}
+# --- both roles --------------------------------------------------------------------------------------------------------
+
+
+def _search_role(tokens: Any, go: Any) -> None:
+    """Decodes without end while `go` is set, counting tokens."""
+    model = qwen()
+    engine = make_engine(model)
+
+    def endless() -> Iterator[Request]:
+        while True:
+            yield from requests(256, 128, model.config.vocab_size)
+
+    for completion in engine.generate(endless(), samples_per_prompt=8, sampling=Sampling(max_new_tokens=128)):
+        tokens.value += len(completion.token_ids)
+        go.wait()
+
+
+def _train_role(tokens: Any, go: Any) -> None:
+    model = qwen()
+    batch = ragged_batch(model.config.vocab_size)
+    step = make_step(model, share=True, max_tokens=16_384)
+    while True:
+        step_seconds(step, batch)
+        tokens.value += useful_tokens(batch)
+        go.wait()
+
+
+def roles() -> Iterator[Row]:
+    """Each alone, then both on the GPU, with MPS where it can be started. This process must not touch the GPU."""
+    for mps in ("off", "auto"):
+        daemon = MpsDaemon.start_for(load_config(None, [f"runtime.mps={mps}"]))
+        if mps == "auto" and daemon is None:
+            yield Row(work="both roles on one GPU, MPS", figure="MPS could not be started")
+            return
+        yield _measure_roles("with MPS" if daemon is not None else "without MPS")
+        if daemon is not None:
+            daemon.stop()
+
+
+def _measure_roles(label: str, seconds: float = 10.0) -> Row:
+    context = multiprocessing.get_context("spawn")
+    counts, gates = [context.Value("q", 0) for _ in range(2)], [context.Event() for _ in range(2)]
+    targets = (_search_role, _train_role)
+    processes = [context.Process(target=t, args=(c, g), daemon=True) for t, c, g in zip(targets, counts, gates)]
+    for process, gate in zip(processes, gates):
+        gate.set()
+        process.start()
+    while not all(count.value for count in counts):  # both are warm
+        time.sleep(0.2)
+
+    def rates(working: tuple[int, ...]) -> list[float]:
+        for index, gate in enumerate(gates):
+            gate.set() if index in working else gate.clear()
+        time.sleep(2.0)
+        before = [count.value for count in counts]
+        time.sleep(seconds)
+        return [(count.value - value) / seconds for count, value in zip(counts, before)]
+
+    alone_search, alone_train, both = rates((0,))[0], rates((1,))[1], rates((0, 1))
+    for process in processes:
+        process.kill()
+        process.join()
+    share = both[0] / alone_search + both[1] / alone_train
+    return Row(
+        work=f"both roles on one GPU, {QWEN}, {label}",
+        figure=f"{share:.2f} (search {both[0]:,.0f} of {alone_search:,.0f}, train {both[1]:,.0f} of {alone_train:,.0f} tok/s)",
+        must="1.2, stretch 1.4",
+    )
+
+
+PARTS = {"roles": roles, "check": check, "decode": decode, "check_train": check_train, "train": train, "score": score}
+"""`roles` first: it must run before this process touches the GPU."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
+    parser.add_argument("parts", nargs="*", help=", ".join(PARTS))
     chosen = parser.parse_args().parts or list(PARTS)
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/gpu.py needs an NVIDIA GPU.")
-    say(torch.cuda.get_device_name(), torch.__version__)
-    for part in chosen:
-        started = time.perf_counter()
-        PARTS[part]()
-        say(f"-- {part}: {time.perf_counter() - started:.0f} s")
+    unknown = [part for part in chosen if part not in PARTS]
+    if unknown or not torch.cuda.is_available():
+        raise SystemExit(f"unknown part {unknown[0]}" if unknown else "benchmarks/gpu.py needs an NVIDIA GPU.")
+    rows = [row for part in PARTS if part in chosen for row in PARTS[part]()]
+    print(
+        f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n| work | figure | must | limit |\n|---|---|---|---|"
+    )
+    for row in rows:
+        print(f"| {row.work} | {row.figure} | {row.must} | {row.limit} |")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,6 @@ def test_a_daemon_of_the_users_own_is_left_alone(monkeypatch):
 
 
 def test_asking_for_it_where_it_cannot_be_is_an_error():
-    with pytest.raises(RuntimeError, match="runtime.mps=on, but there is no NVIDIA GPU"):
+    with pytest.raises(RuntimeError, match=r"runtime\.mps=on, but there is no NVIDIA GPU"):
         MpsDaemon.start_for(load_config(None, ["runtime.mps=on", "model.device=cpu"]))
     assert MpsDaemon.start_for(load_config(None, ["model.device=cpu"])) is None

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from tba.config.base import Section
 from tba.config.schedule import Schedule
+
+OnOff = BeforeValidator(lambda value: {True: "on", False: "off"}[value] if isinstance(value, bool) else value)
+"""YAML 1.1 reads on and off as true and false."""
 
 
 class LoraConfig(Section):
@@ -278,7 +281,7 @@ class RuntimeConfig(Section):
     """Deadline for the buffer's first fill: process start, model load and the first groups."""
     wait_seconds: float = Field(default=300.0, gt=0.0)
     """Deadline of every other wait, and for a searcher's sign of life."""
-    mps: Literal["auto", "on", "off"] = "auto"
+    mps: Annotated[Literal["auto", "on", "off"], OnOff] = "auto"
     """CUDA MPS, so that trainer and searchers on one GPU run side by side: auto = where it can be started; `tba doctor`
     says what it gains and risks."""
     stop_seconds: float = Field(default=10.0, gt=0.0)
@@ -306,7 +309,7 @@ class ObserveConfig(Section):
     """Live display on the terminal, and a table at the end."""
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl; wandb needs no account with WANDB_MODE=offline."""
-    on_collapse: Literal["warn", "stop", "off"] = "warn"
+    on_collapse: Annotated[Literal["warn", "stop", "off"], OnOff] = "warn"
     """When length, entropy, cut-off responses, KL or reward of the trained batches leave their past (`guard/alarm`): warn,
     stop with a non-zero exit status, or do not watch. The newest checkpoint from before is kept."""
     healthy_checkpoint_every: int | None = Field(default=None, ge=1)
@@ -314,11 +317,6 @@ class ObserveConfig(Section):
     written with train.keep_checkpoints=0."""
     keep_healthy_checkpoint: bool = False
     """True keeps healthy-step-N also at the end of a run without a collapse."""
-
-    @field_validator("on_collapse", mode="before")
-    @classmethod
-    def _off(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML 1.1 reads off as false
 
 
 class Config(Section):

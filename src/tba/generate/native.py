@@ -83,6 +83,7 @@ class NativeEngine:
         self._running = Running(slots)
         self._fused = self._make_fused()
         self._pending: Weights | None = None
+        self._sibling: NativeEngine | None = None
         self._generating = False
 
     def _make_fused(self) -> FusedDecode | None:
@@ -100,17 +101,20 @@ class NativeEngine:
         return self.decoder.spec.vocab_size
 
     def sibling(self) -> NativeEngine:
-        """A second engine over the same weights, with slots of its own: to evaluate while this one stands still."""
-        return NativeEngine(
-            self.decoder,
-            stop_ids=sorted(self.stop_ids),
-            seed=self.seed,
-            slots=len(self._running.responses),
-            max_length=self.max_length,
-            dtype=self._dtype,
-            device=self.device,
-            version=self.version,
-        )
+        """A second engine over the same weights, with slots of its own: to evaluate while this one stands still. It is made
+        once: its tables and graphs are as dear as this one's."""
+        if self._sibling is None:
+            self._sibling = NativeEngine(
+                self.decoder,
+                stop_ids=sorted(self.stop_ids),
+                seed=self.seed,
+                slots=len(self._running.responses),
+                max_length=self.max_length,
+                dtype=self._dtype,
+                device=self.device,
+            )
+        self._sibling.version = self.version
+        return self._sibling
 
     def score(
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float

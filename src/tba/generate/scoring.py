@@ -17,6 +17,7 @@ from tba.generate.sampling import token_log_probs
 from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention, SharedPrefixAttention
 from tba.models.families import make_decoder
+from tba.models.logprobs import chosen_log_probs
 from tba.types import Weights
 
 LOGITS_AT_ONCE = 2**24
@@ -114,6 +115,8 @@ class ReferenceScorer:
         return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
 
     def _log_probs(self, hidden: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
+        if self.decoder.spec.logit_cap is None and hidden.is_cuda:
+            return chosen_log_probs(hidden, self.decoder.weights.head, tokens_N, temperature=temperature)[0]
         rows = max(1, LOGITS_AT_ONCE // self.decoder.spec.vocab_size)
         temperature_N = torch.full(tokens_N.shape, temperature, device=hidden.device)
         parts = zip(hidden.split(rows), tokens_N.split(rows), temperature_N.split(rows))
