@@ -351,7 +351,7 @@ def _measure_roles(label: str, seconds: float = 10.0) -> Row:
     share = both[0] / alone_search + both[1] / alone_train
     return Row(
         work=f"both roles on one GPU, {QWEN}, {label}",
-        figure=f"{share:.2f} (search {both[0]:,.0f} of {alone_search:,.0f}, train {both[1]:,.0f} of {alone_train:,.0f} tok/s)",
+        figure=f"{share:.2f} (tok/s: search {both[0]:,.0f} of {alone_search:,.0f}, train {both[1]:,.0f} of {alone_train:,.0f})",
         must="1.2, stretch 1.4",
     )
 
