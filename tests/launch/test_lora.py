@@ -109,8 +109,8 @@ def test_the_canary_catches_an_adapter_that_never_arrives():
     slots = WeightSlots.create(make_weights(trainer.model, version=0).tensors, torch.float32)
 
     def publish(version: int) -> None:
-        written = slots.write(make_weights(trainer.model, version=version).tensors, version=version)
-        slots.announce(trainer.canary(written.tensors))
+        written = slots.publish(make_weights(trainer.model, version=version).tensors, version=version)
+        slots.add_canary(trainer.canary(written.tensors))
 
     publish(0)
     loader = WeightLoader(slots, engine)

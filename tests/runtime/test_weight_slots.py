@@ -16,8 +16,8 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 
 
 def publish(slots: WeightSlots, value: float, version: int) -> None:
-    slots.write(tensors(value), version=version)
-    slots.announce(CANARY + version)
+    slots.publish(tensors(value), version=version)
+    slots.add_canary(CANARY + version)
 
 
 def other_process(slots: WeightSlots) -> WeightSlots:
@@ -33,25 +33,39 @@ def test_the_newest_version_is_fetched_with_its_canary():
         publish(slots, float(version), version)
         assert reader.newest_version == version
         published = reader.fetch()
-        assert published.weights.version == version
-        assert all(torch.equal(published.weights.tensors[name], want) for name, want in tensors(float(version)).items())
-        assert np.array_equal(published.canary, CANARY + version)
+        assert published.version == version
+        assert all(torch.equal(published.tensors[name], want) for name, want in tensors(float(version)).items())
+        assert np.array_equal(reader.canary(version), CANARY + version)
 
 
 def test_weights_travel_in_the_dtype_of_the_slots():
     slots = WeightSlots.create(tensors(0.0), torch.bfloat16)
     publish(slots, 0.1, 1)
-    fetched = other_process(slots).fetch().weights.tensors["a"]
+    fetched = other_process(slots).fetch().tensors["a"]
     assert torch.equal(fetched, torch.full((3, 5), 0.1).bfloat16())
 
 
 def test_a_slot_that_is_being_written_is_not_visible():
     slots = WeightSlots.create(tensors(0.0), torch.float32)
     publish(slots, 1.0, 1)
-    slots.write(tensors(2.0), version=2)  # not announced
     reader = other_process(slots)
+    with pytest.raises(KeyError):
+        slots.publish({"unknown": torch.zeros(1)}, version=2)  # fails half-way
     assert reader.newest_version == 1
-    assert reader.fetch().weights.version == 1
+    assert reader.fetch().version == 1
+
+
+def test_a_canary_is_there_only_for_its_own_version():
+    slots = WeightSlots.create(tensors(0.0), torch.float32)
+    publish(slots, 0.0, 0)
+    slots.publish(tensors(1.0), version=1)
+    reader = other_process(slots)
+    assert (reader.newest_version, reader.canary(1)) == (1, None)
+    assert np.array_equal(reader.canary(0), CANARY)
+    slots.add_canary(CANARY + 1)
+    assert np.array_equal(reader.canary(1), CANARY + 1)
+    publish(slots, 2.0, 2)
+    assert reader.canary(0) is None, "its slot was taken"
 
 
 def test_a_reader_that_is_overtaken_tries_again(monkeypatch):
@@ -72,8 +86,8 @@ def test_a_reader_that_is_overtaken_tries_again(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "copy_", overtaking_copy)
     published = reader.fetch()
-    assert published.weights.version == 3
-    assert torch.equal(published.weights.tensors["b"], torch.arange(7.0) + 3)
+    assert published.version == 3
+    assert torch.equal(published.tensors["b"], torch.arange(7.0) + 3)
 
 
 def test_a_flipped_byte_is_fatal_and_names_the_values():

@@ -26,8 +26,12 @@ class Trainer:
         self.publish(0)
 
     def publish(self, version: int) -> None:
-        written = self.slots.write(make_weights(self.policy.model, version=version).tensors, version=version)
-        self.slots.announce(self.policy.canary(written.tensors))
+        self.publish_without_canary(version)
+        self.slots.add_canary(self.policy.canary(self.published.tensors))
+
+    def publish_without_canary(self, version: int) -> None:
+        tensors = make_weights(self.policy.model, version=version).tensors
+        self.published = self.slots.publish(tensors, version=version)
 
     @torch.no_grad()
     def move(self, amount: float) -> None:
@@ -75,6 +79,21 @@ def test_a_searcher_that_starts_late_begins_with_the_newest_version():
     trainer.publish(2)
     loader.load_newer()
     assert trainer.engine.version == 2
+
+
+def test_weights_are_used_before_their_canary_comes_and_are_checked_then():
+    trainer = Trainer()
+    loader = WeightLoader(trainer.slots, trainer.engine)
+    loader.check_first()
+    trainer.engine.load = lambda weights: setattr(trainer.engine, "version", weights.version)  # loads nothing
+    trainer.move(0.02)
+    trainer.publish_without_canary(1)
+    loader.load_newer()
+    loader.load_newer()
+    assert trainer.engine.version == 1, "in use, and nothing to compare with yet"
+    trainer.slots.add_canary(trainer.policy.canary(trainer.published.tensors))
+    with pytest.raises(CanaryMismatch, match="canary of version 1"):
+        loader.load_newer()
 
 
 def test_an_engine_of_another_model_is_caught_at_once():

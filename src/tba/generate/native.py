@@ -24,6 +24,7 @@ from torch import nn
 from tba.generate.backlog import Admission, Backlog
 from tba.generate.batching import length_batches, padded
 from tba.generate.fused import FusedDecode, why_not_fused
+from tba.generate.loading import InPlaceLoad
 from tba.generate.responses import checked_requests
 from tba.generate.running import Running
 from tba.generate.sampling import Needs, sample
@@ -71,6 +72,7 @@ class NativeEngine:
             self.decoder = model
         else:
             self.decoder = make_decoder(model, max_length=max_length, dtype=dtype, device=self.device)
+        self._load_in_place = InPlaceLoad(self.decoder)
         self._dtype = dtype
         # Small batched products are slow in bf16 on a CPU, and the cache of fp32 is the more exact one.
         cache_dtype = torch.float32 if self.device.type == "cpu" else dtype
@@ -278,5 +280,5 @@ class NativeEngine:
             self._pending = None
 
     def _load_now(self, weights: Weights) -> None:
-        self.decoder.load(weights.tensors)
+        self._load_in_place(weights.tensors)
         self.version = weights.version

@@ -94,7 +94,7 @@ class LocalRuntime:
             processes[name].link.send(Acknowledge(group_ids=tuple(ids)))
 
     def publish(self, weights: Weights) -> None:
-        """Write the slot, evaluate the canary on what lies there, then let searchers see it."""
+        """Let searchers see the weights, then evaluate the canary on what lies in the slot: they check it when it comes."""
         self._publish(self.slots, weights)
 
     @property
@@ -104,8 +104,7 @@ class LocalRuntime:
         return None if references is None else LocalWeights(lambda weights: self._publish(references, weights))
 
     def _publish(self, slots: WeightSlots, weights: Weights) -> None:
-        written = slots.write(weights.tensors, version=weights.version)
-        slots.announce(self._canary(written))
+        slots.add_canary(self._canary(slots.publish(weights.tensors, version=weights.version)))
 
     def evaluate(self, version: int) -> None:
         """Ask searcher 0 for an evaluation; the trainer does not wait for it."""

@@ -7,7 +7,10 @@ Nobody decodes from a slot.
 Headers lie in shared host memory. The tensors lie there too, or, when trainer and searchers use one GPU, on it: CUDA IPC
 lets the other process read them, and weights go from device to device.
 
-    slot header (int64):  sequence (odd while it is written), version, checksum, then the canary's log-probs (float64)
+    slot header (int64):  sequence (odd while it is written), version, checksum, 1 + version of the canary, then the canary's
+                          log-probs (float64)
+
+Searchers see a version as soon as it is written; its canary follows when the trainer has computed it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from tba.types import Weights
 
 _ALIGNMENT = 64
 _NEWEST_BYTES = 64
-_HEADER_BYTES = -(-8 * (3 + CANARY_TOKENS) // _ALIGNMENT) * _ALIGNMENT
+_HEADER_NUMBERS = 4
+_HEADER_BYTES = -(-8 * (_HEADER_NUMBERS + CANARY_TOKENS) // _ALIGNMENT) * _ALIGNMENT
 
 MAX_RETRIES = 100
 """Copies that may be overtaken in a row before fetching gives up with an error."""
@@ -61,15 +65,6 @@ def layout_of(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Published:
-    """What a reader gets: a private copy of the weights, and the trainer's canary for them."""
-
-    weights: Weights
-    canary: np.ndarray
-    """float64 [CANARY_TOKENS]"""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class SlotsHandle:
     """How another process finds the slots. SlotsHandle(fd=7, num_bytes=2048, layout=(...), device_data=None)"""
 
@@ -94,8 +89,9 @@ class WeightSlots:
         self._headers, self._canaries = [], []
         for slot in range(2):
             start = _NEWEST_BYTES + slot * _HEADER_BYTES
-            self._headers.append(memory.array(np.int64, offset=start, count=3))
-            self._canaries.append(memory.array(np.float64, offset=start + 24, count=CANARY_TOKENS))
+            self._headers.append(memory.array(np.int64, offset=start, count=_HEADER_NUMBERS))
+            canary = memory.array(np.float64, offset=start + 8 * _HEADER_NUMBERS, count=CANARY_TOKENS)
+            self._canaries.append(canary)
         self._data = _host_data(memory, self.layout) if device_data is None else list(device_data)
         self._tensors = [_views(data, self.layout) for data in self._data]
         self._private: Tensor | None = None
@@ -136,25 +132,36 @@ class WeightSlots:
         number = int(self._newest[0])
         return -1 if number == 0 else int(self._headers[(number - 1) % 2][1])
 
-    def write(self, tensors: Mapping[str, Tensor], *, version: int) -> Weights:
-        """Cast-copy into the older slot and return what lies there; readers see it after `announce`."""
+    def publish(self, tensors: Mapping[str, Tensor], *, version: int) -> Weights:
+        """Cast-copy into the older slot, make it the newest version, and return what lies there."""
         slot = int(self._newest[0]) % 2
         header, shared = self._headers[slot], self._tensors[slot]
         header[0] += 1
         for name, tensor in tensors.items():
             shared[name].copy_(tensor)
         found = checksum(self._data[slot])  # waits for the copies: it comes back to the host
-        header[1], header[2] = version, np.uint64(found).astype(np.int64)
+        header[1], header[2], header[3] = version, np.uint64(found).astype(np.int64), 0
+        header[0] += 1
+        self._newest[0] += 1
         return Weights(version=version, tensors=shared, checksum=found)
 
-    def announce(self, canary: np.ndarray) -> None:
-        """Make what was written the newest version."""
-        slot = int(self._newest[0]) % 2
+    def add_canary(self, canary: np.ndarray) -> None:
+        """Of the newest version: log-probs of the canary tokens under what lies in its slot."""
+        slot = (int(self._newest[0]) - 1) % 2
         self._canaries[slot][:] = canary
-        self._headers[slot][0] += 1
-        self._newest[0] += 1
+        self._headers[slot][3] = 1 + self._headers[slot][1]
 
-    def fetch(self) -> Published:
+    def canary(self, version: int) -> np.ndarray | None:
+        """float64 [CANARY_TOKENS] of this version; None = not there yet, or overtaken by newer ones."""
+        for header, stored in zip(self._headers, self._canaries):
+            before = int(header[0])
+            if before % 2 == 0 and int(header[1]) == version and int(header[3]) == 1 + version:
+                found = stored.copy()
+                if int(header[0]) == before:
+                    return found
+        return None
+
+    def fetch(self) -> Weights:
         """A private copy of the newest version, checked; the copy is overwritten by the next fetch."""
         if self._private is None:
             self._private = torch.empty_like(self._data[0])
@@ -166,12 +173,10 @@ class WeightSlots:
                 self._private.copy_(self._data[slot])
                 _wait_for(self._private)
                 version, published = int(header[1]), int(header[2].astype(np.uint64))
-                canary = self._canaries[slot].copy()
                 if int(header[0]) == before:
                     verify(self._private, published=published, version=version)
                     tensors = _views(self._private, self.layout)
-                    weights = Weights(version=version, tensors=tensors, checksum=published)
-                    return Published(weights=weights, canary=canary)
+                    return Weights(version=version, tensors=tensors, checksum=published)
             time.sleep(0.001 * min(attempt, 10))
         raise TimeoutError(
             f"weights could not be copied: {MAX_RETRIES} times the trainer wrote the slot while it was read. "

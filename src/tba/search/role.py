@@ -20,7 +20,7 @@ from tba.runtime.group_channel import WindowedSender
 from tba.runtime.link import Link
 from tba.runtime.memory import SharedMemory
 from tba.runtime.messages import Acknowledge, Evaluate, Evaluated, Stop
-from tba.runtime.weight_slots import Published, SlotsHandle, WeightSlots
+from tba.runtime.weight_slots import SlotsHandle, WeightSlots
 from tba.search.loop import GROUPS_AT_ONCE, Searcher
 from tba.search.make import make_search_engine, make_searcher, make_step_values
 from tba.search.pace import PacedVisits
@@ -42,31 +42,38 @@ class WeightLoader:
         self._engine = engine
         self._canary = CanaryCheck()
         self._tokens = canary_tokens(engine.vocabulary, CANARY_TOKENS)
-        self._unchecked: Published | None = None
+        self._loaded = -1
+        """The version given to the engine last; under `drain` it may not be in use yet."""
+        self._checked = -1
+        """The version whose canary was compared last."""
 
     def load_newer(self) -> None:
-        """Never waits. Under `drain` the engine loads later, and the canary is checked then."""
-        if self._unchecked is not None:
-            self._check_when_loaded()
-        elif self._slots.newest_version > self._engine.version:
-            self._unchecked = self._slots.fetch()
-            self._engine.load(self._unchecked.weights)
-            self._check_when_loaded()
+        """Never waits: under `drain` the engine loads later, and a version's canary comes a little after its weights."""
+        if self._slots.newest_version > self._loaded and self._engine.version >= self._loaded:
+            self._load()
+        self._check_when_there()
 
     def check_first(self) -> None:
         """Both sides' canaries set the tolerance. A searcher that starts late begins with a later version."""
-        self._unchecked = self._slots.fetch()
-        if self._unchecked.weights.version > self._engine.version:
-            self._engine.load(self._unchecked.weights)
-        self._check_when_loaded()
+        self._load()
+        self._check_when_there()
 
-    def _check_when_loaded(self) -> None:
-        published = self._unchecked
-        if published is None or self._engine.version < published.weights.version:
+    def _load(self) -> None:
+        weights = self._slots.fetch()
+        self._loaded = weights.version
+        if weights.version > self._engine.version:
+            self._engine.load(weights)
+
+    def _check_when_there(self) -> None:
+        """A version that is overtaken before its canary comes goes unchecked; the next one's is compared."""
+        version = self._engine.version
+        if version == self._checked or version != self._loaded:
             return
-        computed = self._engine.score([self._tokens[:1]], [self._tokens[1:]], 1.0)[0]
-        self._canary.check(published=published.canary, computed=computed, version=published.weights.version)
-        self._unchecked = None
+        published = self._slots.canary(version)
+        if published is not None:
+            computed = self._engine.score([self._tokens[:1]], [self._tokens[1:]], 1.0)[0]
+            self._canary.check(published=published, computed=computed, version=version)
+            self._checked = version
 
 
 class SearcherRole:
@@ -139,7 +146,7 @@ class SearcherRole:
             return
         scorer = self.searcher.scorer
         if self.references.newest_version > scorer.reference_version:
-            scorer.load_reference(self.references.fetch().weights)
+            scorer.load_reference(self.references.fetch())
 
     def evaluate_if_asked(self) -> None:
         """Weights are not loaded meanwhile, so the result is of one version."""

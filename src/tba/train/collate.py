@@ -39,11 +39,11 @@ class MicroBatch:
     """
 
     responses: Tensor
-    """int64, ascending."""
+    """int64, those of a prompt together and in order."""
     tokens_N: Tensor
     """int64: where the packed targets lie in the batch's N."""
     prompts: Tensor
-    """int64, ascending: the prompts these responses belong to."""
+    """int64: the prompts these responses belong to, in their order."""
     begins: Tensor
     """bool: whether a prompt's first response is among them. What belongs to a prompt is counted there, once."""
     packed: PackedTokens

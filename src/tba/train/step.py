@@ -62,29 +62,28 @@ class TrainStep:
 
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
         """Leave the gradients of the whole batch in the optimizer's weights."""
-        batch = batch.to(self.policy.device)
+        host, batch = batch, batch.to(self.policy.device)  # packing looks at single tokens: on the host that is free
         if self.policy.log_z is not None:
             self.policy.log_z.start_at(_first_log_z(batch, beta=beta))
         whole = split_whole_prompts(batch, self.budget)
         if whole is not None and (self.objective.coupling != "batch" or len(whole) == 1):
-            return self._one_pass(batch, whole, beta=beta)
-        return self._two_passes(batch, split_responses(batch, self.budget), beta=beta)
+            return self._one_pass(host, batch, whole, beta=beta)
+        return self._two_passes(host, batch, split_responses(batch, self.budget), beta=beta)
 
-    def _one_pass(self, batch: Batch, parts: list[list[int]], *, beta: float) -> StepResult:
+    def _one_pass(self, host: Batch, batch: Batch, parts: list[list[int]], *, beta: float) -> StepResult:
         K, losses = batch.shape[1], []
         said = Said(batch)
         for prompts in parts:
-            part = batch.take(prompts)
-            forward = self._forward(self._pack(part, list(range(len(prompts) * K))))
-            loss = self.objective(part, forward, beta=beta)
+            micro_batch = self._pack(host, [prompt * K + k for prompt in prompts for k in range(K)])
+            forward = self._forward(micro_batch)
+            loss = self.objective(batch.take(prompts), forward, beta=beta)
             self._backward(loss.value)
             losses.append((loss, len(prompts)))
-            members = torch.tensor(prompts)[:, None] * K + torch.arange(K)
-            said.add(forward, tokens_N=batch.tokens_of(members.flatten()), prompts=torch.tensor(prompts))
+            said.add(forward, tokens_N=micro_batch.tokens_N, prompts=micro_batch.prompts)
         return _result(losses, said.forward)
 
-    def _two_passes(self, batch: Batch, parts: list[list[int]], *, beta: float) -> StepResult:
-        micro_batches = [self._pack(batch, responses) for responses in parts]
+    def _two_passes(self, host: Batch, batch: Batch, parts: list[list[int]], *, beta: float) -> StepResult:
+        micro_batches = [self._pack(host, responses) for responses in parts]
         said = Said(batch)
         with torch.no_grad():
             for micro_batch in micro_batches:
