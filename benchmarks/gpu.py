@@ -27,7 +27,7 @@ from tba.generate.scoring import ReferenceScorer
 from tba.models.compiled import compile_layers
 from tba.models.policy import PolicyModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.runtime.mps import MpsDaemon
+from tba.runtime.mps import start_mps
 from tba.train.collate import Budget
 from tba.train.optim import MasterAdamW
 from tba.train.step import TrainStep
@@ -315,14 +315,11 @@ def _train_role(tokens: Any, go: Any) -> None:
 
 def roles() -> Iterator[Row]:
     """Each alone, then both on the GPU, with MPS where it can be started. This process must not touch the GPU."""
-    for mps in ("off", "auto"):
-        daemon = MpsDaemon.start_for(load_config(None, [f"runtime.mps={mps}"]))
-        if mps == "auto" and daemon is None:
-            yield Row(work="both roles on one GPU, MPS", figure="MPS could not be started")
-            return
-        yield _measure_roles("with MPS" if daemon is not None else "without MPS")
-        if daemon is not None:
-            daemon.stop()
+    yield _measure_roles("without MPS")
+    if start_mps(load_config(None, [])):
+        yield _measure_roles("with MPS")
+    else:
+        yield Row(work="both roles on one GPU, MPS", figure="MPS could not be started")
 
 
 def _measure_roles(label: str, seconds: float = 10.0) -> Row:

@@ -83,7 +83,10 @@ def test_a_bad_setting_is_explained(override, message):
         (["mode=sync", "train.publish_every=3"], "train.publish_every=3 makes no sense in sync mode"),
         (["mode=sync", "search.num_searchers=2"], "search.num_searchers=2 needs mode=async"),
         (["replay.lag=pace", "replay.max_lag=0", "train.publish_every=2"], "replay.max_lag=0 cannot be kept"),
-        (["replay.lag=pace", "replay.max_trained_per_generated=0.5"], "below 1 contradicts replay.lag=pace"),
+        (
+            ["replay.lag=pace", "replay.max_trained_per_generated=0.5"],
+            "below train.updates_per_batch=1 contradicts replay.lag=pace",
+        ),
         (
             ["search.explore.top_p=[0.5, 2]"],
             "search.explore.top_p=[0.5, 2.0] is no range: it needs 0 < low <= high <= 1",

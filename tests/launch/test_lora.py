@@ -9,11 +9,12 @@ from builders import tiny_llama
 from problem import make_config
 from transformers import AutoModelForCausalLM
 
-from tba.config import ConfigError, LoraConfig, load_config
+from tba.config import ConfigError, LoraConfig, ModelConfig, load_config
 from tba.generate.native import NativeEngine
 from tba.generate.scoring import ReferenceScorer
 from tba.launch import evaluate_model, merge_adapter, train
 from tba.models.canary import CanaryMismatch
+from tba.models.load import LoadedModel, adapt
 from tba.models.lora import BaseScorer, add_lora, merged
 from tba.models.policy import PolicyModel
 from tba.models.weights import make_weights
@@ -65,6 +66,20 @@ def test_merged_weights_compute_what_the_adapter_computes():
     assert weights.version == 3
     assert (plain(tokens).logits - model(tokens).logits).abs().max() < 1e-4
     assert (plain(tokens).logits - tiny_llama()(tokens).logits).abs().max() > 0.1
+
+
+def test_merging_an_older_adapter_leaves_the_one_that_trains_alone():
+    model, older = adapted(noise=0.3), make_weights(adapted(seed=5, noise=0.2), version=1)
+    before = {name: tensor.clone() for name, tensor in make_weights(model, version=4).tensors.items()}
+    merged(model, older)
+    assert all(torch.equal(before[name], now) for name, now in make_weights(model, version=4).tensors.items())
+
+
+def test_an_adapter_on_top_of_an_adapter_is_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    loaded = LoadedModel(model=tiny_llama(), tokenizer=None, context=64)
+    with pytest.raises(ConfigError, match="is a LoRA adapter itself"):
+        adapt(loaded, ModelConfig(path=str(tmp_path), lora=LoraConfig()), seed=0)
 
 
 def test_the_reference_is_the_base_with_the_adapter_off():

@@ -39,6 +39,9 @@ def test_every_objective_runs_with_its_defaults_and_declares_what_it_needs(name)
         (["objective.name=rloo", "replay.imports=[a.jsonl]"], "replay.imports cannot be used with rloo"),
         (["objective.name=grpo", "replay.deduplicate=true"], "replay.deduplicate=true biases grpo"),
         (["objective.name=rloo", "generate.top_p=0.9"], "rloo takes every response for a sample of the policy itself"),
+        (["objective.name=rloo", "generate.min_new_tokens=3"], "rloo takes every response for a sample of the policy"),
+        (["objective.name=reinforce", "train.samples_per_prompt=1"], "objective.baseline=prompt needs"),
+        (["reference.reset_every=5", "replay.lag=pace"], "Set replay.on_reference_reset=recompute"),
         (["objective.name=dr_grpo", "reference.reset_every=10"], "with objective.beta=0 dr_grpo has no reference"),
         (["objective.name=ppo", "train.updates_per_batch=4", "reference.reset_every=10"], "make it a multiple"),
     ],
@@ -49,9 +52,17 @@ def test_senseless_combinations_are_refused_in_words(overrides, message):
     assert message in str(error.value)
 
 
+def test_a_default_that_does_not_fit_is_refused_before_a_model_loads():
+    with pytest.raises(ConfigError, match=r"reference\.reset_every=50 falls between"):
+        with_objective_defaults(config("objective.name=tba_prime", "train.updates_per_batch=4"))
+    without = with_objective_defaults(config("objective.name=tba_prime", "objective.beta=0"))
+    assert without.reference.reset_every == 0, "without a reference there is nothing to reset"
+
+
 def test_one_response_per_prompt_is_enough_for_objectives_that_compare_none():
-    for name in ("tb_learned_z", "reinforce", "ppo", "vineppo"):
+    for name in ("tb_learned_z", "ppo", "vineppo"):
         make_objective(config(f"objective.name={name}", "train.samples_per_prompt=1"))
+    make_objective(config("objective.name=reinforce", "objective.baseline=none", "train.samples_per_prompt=1"))
 
 
 def test_the_constant_length_follows_the_longest_response():

@@ -3,7 +3,7 @@
 import pytest
 
 from tba.config import load_config
-from tba.runtime.mps import PIPES, MpsDaemon, why_no_mps
+from tba.runtime.mps import PIPES, start_mps, why_no_mps
 
 
 @pytest.mark.parametrize(
@@ -21,10 +21,10 @@ def test_a_reason_is_given_where_there_is_no_daemon(overrides, reason):
 def test_a_daemon_of_the_users_own_is_left_alone(monkeypatch):
     monkeypatch.setenv(PIPES, "/somewhere")
     monkeypatch.setattr("tba.runtime.mps.Path.exists", lambda path: True)
-    assert "a daemon of yours is used" in why_no_mps(load_config(None, []))
+    assert "that daemon is used" in why_no_mps(load_config(None, []))
 
 
 def test_asking_for_it_where_it_cannot_be_is_an_error():
     with pytest.raises(RuntimeError, match=r"runtime\.mps=on, but there is no NVIDIA GPU"):
-        MpsDaemon.start_for(load_config(None, ["runtime.mps=on", "model.device=cpu"]))
-    assert MpsDaemon.start_for(load_config(None, ["model.device=cpu"])) is None
+        start_mps(load_config(None, ["runtime.mps=on", "model.device=cpu"]))
+    assert not start_mps(load_config(None, ["model.device=cpu"]))

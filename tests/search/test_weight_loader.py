@@ -12,7 +12,7 @@ from tba.models.canary import CanaryMismatch
 from tba.models.policy import PolicyModel
 from tba.models.weights import ChecksumMismatch, make_weights
 from tba.runtime.weight_slots import WeightSlots
-from tba.search.role import WeightLoader
+from tba.search.role import MAX_UNCHECKED, WeightLoader
 
 
 class Trainer:
@@ -94,6 +94,19 @@ def test_weights_are_used_before_their_canary_comes_and_are_checked_then():
     trainer.slots.add_canary(trainer.policy.canary(trainer.published.tensors))
     with pytest.raises(CanaryMismatch, match="canary of version 1"):
         loader.load_newer()
+
+
+def test_after_too_many_unchecked_versions_only_one_with_a_canary_is_loaded():
+    trainer = Trainer()
+    loader = WeightLoader(trainer.slots, trainer.engine)
+    loader.check_first()
+    for version in range(1, MAX_UNCHECKED + 2):
+        trainer.publish_without_canary(version)
+        loader.load_newer()
+    assert trainer.engine.version == MAX_UNCHECKED, "the next one is held back"
+    trainer.slots.add_canary(trainer.policy.canary(trainer.published.tensors))
+    loader.load_newer()
+    assert trainer.engine.version == MAX_UNCHECKED + 1
 
 
 def test_an_engine_of_another_model_is_caught_at_once():

@@ -32,9 +32,9 @@ def compare(
 ) -> Results:
     """Do the runs that are not done yet, together with other processes that do the same; write results.json, results.md
     and plot.png into the study's folder."""
-    from tba.objectives.make import make_objective  # torch loads only when it is needed
+    from tba.launch.defaults import with_objective_defaults  # torch loads only when it is needed
 
-    plan = make_plan(load_study(path, quick=quick), output, check=make_objective)
+    plan = make_plan(load_study(path, quick=quick), output, check=with_objective_defaults)
     do_runs(plan, retry_failed=retry_failed, wait_seconds=wait_seconds)
     results = gather(plan)
     save_results(plan, results, command=command_of(path, output=output, quick=quick))

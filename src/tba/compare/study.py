@@ -141,7 +141,9 @@ def quick_study(study: Study) -> Study:
         "name": f"{study.name}-quick",
         "seeds": quick.seeds or study.seeds,
         "rows": {label: rows[label] for label in quick.rows or rows},
-        "columns": {label: {**columns[label], **quick.overrides} for label in quick.columns or columns},
+        "columns": {
+            label: {**flatten(columns[label]), **flatten(quick.overrides)} for label in quick.columns or columns
+        },
         "tune": _quick_tune(study.tune, quick),
         "quick": None,
     }
@@ -154,7 +156,7 @@ def _quick_tune(tune: Tune | None, quick: Quick) -> Tune | None:
     columns = tuple(label for label in tune.columns if label in (quick.columns or tune.columns))
     if not columns:
         raise ConfigError(f"quick.columns has none of tune.columns ({', '.join(tune.columns)}): leave tune_values out.")
-    overrides = {**tune.overrides, **quick.overrides}
+    overrides = {**flatten(tune.overrides), **flatten(quick.overrides)}
     return tune.model_copy(update={"values": quick.tune_values, "columns": columns, "overrides": overrides})
 
 

@@ -179,7 +179,7 @@ class ReplayConfig(Section):
     max_trained_per_generated: float = Field(default=2.0, gt=0.0)
     """The trainer waits for new responses once it has trained each so often on average (Reverb's limiter)."""
     max_uses: int | None = Field(default=None, ge=1)
-    """A response leaves the buffer after it was trained so often; None = only age evicts it. 1 = a queue."""
+    """A response leaves the buffer after it was sampled so often; None = only age evicts it. 1 = a queue."""
     lag: Literal["keep", "pace", "drop"] = "keep"
     """Responses of old weights: keep (TBA: any age trains), pace (a visit starts only with weights at most max_lag steps
     behind the step it is meant for; replay and reuse may still train it later), drop (responses beyond max_lag have no
@@ -393,10 +393,11 @@ class Config(Section):
                 f"search.num_searchers={self.search.num_searchers} needs mode=async: in {self.mode} mode one searcher and "
                 "the trainer take turns."
             )
-        if self.replay.lag == "pace" and self.replay.max_trained_per_generated < 1:
+        if self.replay.lag == "pace" and self.replay.max_trained_per_generated < self.train.updates_per_batch:
             raise ValueError(
-                f"replay.max_trained_per_generated={self.replay.max_trained_per_generated} below 1 contradicts "
-                "replay.lag=pace: the trainer would wait for responses that the pace limit holds back."
+                f"replay.max_trained_per_generated={self.replay.max_trained_per_generated:g} below train.updates_per_batch="
+                f"{self.train.updates_per_batch} contradicts replay.lag=pace: the trainer would wait for responses that the "
+                "pace limit holds back."
             )
         if self.replay.lag == "pace" and self.replay.max_lag < self.train.publish_every - 1:
             raise ValueError(

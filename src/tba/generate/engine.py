@@ -46,7 +46,8 @@ class Engine(Protocol):
         sampling: Sampling,
         between_steps: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
-        """Yield responses as they finish. Requests are read lazily; `between_steps` is called before every decode step.
+        """Yield responses as they finish. Requests are read lazily; `between_steps` is called before every decode step (on
+        CUDA before every few).
         A None among the requests means: nothing to start now, go on with what runs and ask again.
 
         `sampling.max_new_tokens` and `min_new_tokens` count the whole response, a prefix included.

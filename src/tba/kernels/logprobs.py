@@ -76,7 +76,9 @@ class _ChosenLogProbs(torch.autograd.Function):
         count, size = hidden_ME.shape[0], head_VE.shape[0]
         gradient_M = gradient_M.contiguous()
         d_hidden_ME = torch.empty_like(hidden_ME)
-        d_head_VE = torch.zeros(head_VE.shape, dtype=torch.float32, device=head_VE.device)
+        d_head_VE = None  # a frozen head (LoRA) needs none
+        if ctx.needs_input_grad[1]:
+            d_head_VE = torch.zeros(head_VE.shape, dtype=torch.float32, device=head_VE.device)
         block = min(BLOCK, triton.next_power_of_2(size))
         for start in range(0, count, ctx.rows):
             part = slice(start, min(start + ctx.rows, count))
@@ -86,8 +88,9 @@ class _ChosenLogProbs(torch.autograd.Function):
                 BLOCK=block, num_warps=8,
             )  # fmt: skip
             torch.mm(logits, head_VE, out=d_hidden_ME[part])
-            d_head_VE += logits.t() @ hidden_ME[part]
-        return d_hidden_ME, d_head_VE.to(head_VE.dtype), None, None, None
+            if d_head_VE is not None:
+                d_head_VE += logits.t() @ hidden_ME[part]
+        return d_hidden_ME, None if d_head_VE is None else d_head_VE.to(head_VE.dtype), None, None, None
 
 
 def chosen_log_probs(

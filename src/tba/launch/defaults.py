@@ -56,16 +56,19 @@ def with_objective_defaults(config: Config) -> Config:
     settings = {name: value for name, value in objective.model_dump(mode="json").items() if value is not None}
     reset_every, deduplicate = config.reference.reset_every, config.replay.deduplicate
     if reset_every is None:
-        reset_every = 0 if config.model.lora is not None else objective.default_reset_every
+        without = config.model.lora is not None or (beta.kind == "constant" and beta.start == 0.0)
+        reset_every = 0 if without else objective.default_reset_every
     if deduplicate is None:
         deduplicate = not objective.needs.multiplicities
-    return config.model_copy(
+    filled = config.model_copy(
         update={
             "objective": config.objective.model_copy(update={"beta": beta, **settings}),
             "reference": config.reference.model_copy(update={"reset_every": reset_every}),
             "replay": config.replay.model_copy(update={"deduplicate": deduplicate}),
         }
     )
+    make_objective(filled)  # what was filled in must fit too
+    return filled
 
 
 def slots_for(loaded: LoadedModel, max_new_tokens: int) -> int:

@@ -60,8 +60,8 @@ def _mps() -> str:
     if reason is not None:
         return f"not used: {reason}"
     return (
-        "runtime.mps=auto will start a private daemon: trainer and searcher on one GPU then reach about 1.2 times what they "
-        "reach in turns. A searcher's GPU fault may take the trainer down; the run then resumes from its checkpoint"
+        "runtime.mps=auto will start a private daemon, so that trainer and searcher on one GPU run side by side (1.24 times "
+        "the work in a throw-away loop on an H200). A searcher's GPU fault may take the trainer down; its last checkpoint stays"
     )
 
 

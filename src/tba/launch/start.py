@@ -21,7 +21,7 @@ from tba.models.load import load_model
 from tba.models.lora import base_of, is_adapter
 from tba.observe.closing import show_summary
 from tba.observe.files import RunFolder, write_atomic
-from tba.runtime.mps import MpsDaemon
+from tba.runtime.mps import start_mps
 from tba.search.make import make_search_engine
 from tba.tasks.rewards import make_rewards
 from tba.train.health import Collapsed
@@ -33,15 +33,7 @@ def train(config: Config, functions: RewardFunctions = None, *, inputs: RunInput
     """Run a training and return what summary.json holds. After Ctrl-C it is saved as far as it came, then raised again."""
     torch.set_num_threads(config.runtime.threads)
     config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
-    mps = MpsDaemon.start_for(config)  # before anything touches the GPU
-    try:
-        return _train(config, functions, inputs)
-    finally:
-        if mps is not None:
-            mps.stop()
-
-
-def _train(config: Config, functions: RewardFunctions, inputs: RunInputs | None) -> dict[str, Any]:
+    start_mps(config)  # before anything touches the GPU
     inputs = inputs or load_inputs(config, functions)
     config = with_defaults(config, inputs.loaded)
     folder = RunFolder.create(config.run_folder, overwrite=config.overwrite)

@@ -12,10 +12,13 @@ logger = logging.getLogger("tba.models")
 def checkpoint_layers(model: PreTrainedModel) -> None:
     """Keep each layer's input only, and compute the layer again in the backward pass."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    # transformers asks the layer whether it trains; its dropout modules stay as they were loaded: off.
+    # transformers asks the layer whether it trains. Dropout modules stay off; some layers drop by a rate of their own.
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", None) is not None:
             module.training = True
+            for name in ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
 
 
 def compile_layers(model: PreTrainedModel) -> bool:

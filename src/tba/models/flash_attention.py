@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 LARGEST_HEAD = 256
+OLDEST = (8, 0)
+"""Compute capability: Ampere."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,6 +70,7 @@ def _cumulated(lengths: Sequence[int], device: torch.device) -> Tensor:
 def can_use_flash(query: Tensor, *, window: int | None, longest: int, softcap: float | None) -> bool:
     return (
         query.is_cuda
+        and torch.cuda.get_device_capability(query.device) >= OLDEST
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] <= LARGEST_HEAD
         and query.shape[-1] % 8 == 0

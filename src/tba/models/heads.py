@@ -19,7 +19,7 @@ class Critic(nn.Module):
     model.
     """
 
-    def __init__(self, hidden_size: int, *, trunk: nn.Module | None = None) -> None:
+    def __init__(self, hidden_size: int, *, trunk: PreTrainedModel | None = None) -> None:
         super().__init__()
         self.trunk = trunk
         self.head = nn.Linear(hidden_size, 1)

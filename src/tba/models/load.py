@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from tba.config import ModelConfig
+from tba.config import ConfigError, ModelConfig
 from tba.models.lora import add_lora, base_of, is_adapter, with_adapter
 
 SHIPPED = {"tba:arithmetic": "tasks/arithmetic_start"}
@@ -82,6 +82,11 @@ def load_model(config: ModelConfig) -> LoadedModel:
 def adapt(loaded: LoadedModel, config: ModelConfig, *, seed: int) -> None:
     """Put the adapter of model.lora into the model, if there is one to be trained; engines copy the weights before."""
     if config.lora is not None:
+        if is_adapter(Path(config.path)):
+            raise ConfigError(
+                f"model.path={config.path} is a LoRA adapter itself, and model.lora would put another on top: write the whole "
+                "model first, with `tba merge`."
+            )
         add_lora(loaded.model, config.lora, base=str(resolve_path(config.path)), seed=seed)
 
 

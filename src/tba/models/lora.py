@@ -7,7 +7,7 @@ engine's weights when it arrives: decoding costs no more than without.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,23 +49,24 @@ def has_lora(model: nn.Module) -> bool:
 
 def merged(model: PreTrainedModel, weights: Weights) -> Weights:
     """A published adapter as weights of the whole model, under the names it had without an adapter."""
-    own = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in weights.tensors.items():
-            own[name].copy_(tensor)
-        tensors = {
-            name.replace(".base_layer.", "."): _with_delta(model, name, parameter.detach())
-            for name, parameter in own.items()
-            if ".lora_" not in name
-        }
+    tensors = {
+        name.replace(".base_layer.", "."): _with_delta(model, name, parameter.detach(), weights.tensors)
+        for name, parameter in model.named_parameters()
+        if ".lora_" not in name
+    }
     return Weights(version=weights.version, tensors=tensors)
 
 
-def _with_delta(model: PreTrainedModel, name: str, base: Tensor) -> Tensor:
+@torch.no_grad()
+def _with_delta(model: PreTrainedModel, name: str, base: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
+    """base + scale x B A. The model's own adapter is left alone: it may be the one that trains."""
     if not name.endswith(".base_layer.weight"):
         return base
-    module: Any = model.get_submodule(name.removesuffix(".base_layer.weight"))
-    return (base.float() + module.get_delta_weight(NAME).float()).to(base.dtype)
+    layer = name.removesuffix(".base_layer.weight")
+    module: Any = model.get_submodule(layer)
+    a, b = (adapter[f"{layer}.lora_{part}.{NAME}.weight"].to(base.device).float() for part in "AB")
+    delta = module.scaling[NAME] * (b @ a)
+    return (base.float() + (delta.t() if module.fan_in_fan_out else delta)).to(base.dtype)
 
 
 @contextmanager

@@ -41,6 +41,8 @@ class PolicyModel:
                 "objectives with a critic or a learned log Z need hidden states of packed responses, which this model does "
                 "not give (see the warning above): use tb, rloo, grpo or another objective without them."
             )
+        if critic is not None and critic.trunk is not None:
+            use_packed_attention(critic.trunk)
         self.critic = critic
         self.log_z = log_z
 

@@ -17,7 +17,7 @@ from typing_extensions import Self
 from tba.config import Config
 from tba.objectives.base import Coupling, Needs, Objective
 from tba.objectives.groups import centred, mean_over_responses, prompt_std
-from tba.objectives.ratios import clipped_surrogate, k3, ratio_metrics, token_log_ratios
+from tba.objectives.ratios import clipped_surrogate, k3, ratio_metrics, ratios, token_log_ratios
 from tba.types import Batch, Forward, Loss
 
 STD_EPSILON = 1e-4
@@ -45,7 +45,7 @@ class GRPO(Objective):
     def _token_losses(
         self, batch: Batch, forward: Forward, advantage_PK: Tensor, *, beta: float
     ) -> tuple[Tensor, dict[str, float]]:
-        ratio_N = token_log_ratios(batch, forward.log_pi_N).exp()
+        ratio_N = ratios(token_log_ratios(batch, forward.log_pi_N))
         advantage_N = batch.per_token(advantage_PK)
         loss_N = clipped_surrogate(advantage_N, ratio_N, low=self.clip_low, high=self.clip_high)
         if beta > 0.0:

@@ -38,7 +38,8 @@ def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
     """What in the config contradicts the objective; empty = nothing."""
     name, replay, train, generate = config.objective.name, config.replay, config.train, config.generate
     first, last = _ends(config.objective.beta or Schedule(start=default_beta))
-    explores = config.search.explore.probability > 0 or generate.top_p < 1 or generate.top_k > 0
+    truncates = generate.top_p < 1 or generate.top_k > 0 or generate.min_new_tokens > 0
+    explores = config.search.explore.probability > 0 or truncates
     checks = [
         (
             needs.positive_beta and min(first, last) <= 0,
@@ -65,13 +66,18 @@ def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
         ),
         (
             needs.own_samples and explores,
-            f"{name} takes every response for a sample of the policy itself, so search.explore, generate.top_p and "
-            "generate.top_k must be off: use proximal_rloo, whose ratio accounts for them, or tb.",
+            f"{name} takes every response for a sample of the policy itself, so search.explore, generate.top_p, generate.top_k "
+            "and generate.min_new_tokens must be off: use proximal_rloo, whose ratio accounts for them, or tb.",
         ),
         (
             bool(config.reference.reset_every) and max(first, last) <= 0,
             f"reference.reset_every={config.reference.reset_every} has no effect: with objective.beta=0 {name} has no "
             "reference. Set objective.beta, or reference.reset_every=0.",
+        ),
+        (
+            bool(config.reference.reset_every) and replay.lag == "pace" and replay.on_reference_reset == "drop",
+            f"reference.reset_every={config.reference.reset_every} with replay.lag=pace: what a reset drops would be missing from "
+            "the pace, and both sides could wait for each other. Set replay.on_reference_reset=recompute.",
         ),
         (
             (config.reference.reset_every or 0) % train.updates_per_batch != 0,

@@ -12,10 +12,12 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
+from typing_extensions import Self
 
+from tba.config import Config, ConfigError
 from tba.objectives.base import Coupling, Needs, Objective
 from tba.objectives.groups import centred, leave_one_out, mean_over_responses, penalised_rewards
-from tba.objectives.ratios import clipped_surrogate, ratio_metrics, token_log_ratios
+from tba.objectives.ratios import clipped_surrogate, ratio_metrics, ratios, token_log_ratios
 from tba.types import Batch, Forward, Loss
 
 
@@ -28,6 +30,16 @@ class Reinforce(Objective):
     coupling: ClassVar[Coupling] = "response"
     needs: ClassVar[Needs] = Needs(reference=True, multiplicities=True, own_samples=True)
     default_beta: ClassVar[float] = 0.05
+
+    @classmethod
+    def make(cls, config: Config) -> Self:
+        made = super().make(config)
+        if made.baseline == "prompt" and config.train.samples_per_prompt < 2:
+            raise ConfigError(
+                "objective.baseline=prompt needs train.samples_per_prompt of 2 or more: the mean of one response is itself. "
+                "Set objective.baseline=none."
+            )
+        return made
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         return_PK = penalised_rewards(batch, beta=beta)
@@ -59,7 +71,7 @@ class ProximalRLOO(Objective):
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         advantage_PK = leave_one_out(penalised_rewards(batch, beta=beta), batch.weight_PK)
-        ratio_PK = batch.sum_per_response(token_log_ratios(batch, forward.log_pi_N)).exp()
+        ratio_PK = ratios(batch.sum_per_response(token_log_ratios(batch, forward.log_pi_N)))
         loss_PK = clipped_surrogate(advantage_PK, ratio_PK, low=self.clip, high=self.clip)
         metrics = ratio_metrics(ratio_PK, batch.weight_PK > 0, low=self.clip, high=self.clip)
         return Loss(value=mean_over_responses(loss_PK, batch), metrics=metrics)

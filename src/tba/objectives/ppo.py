@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from tba.objectives.base import Coupling, Needs, Objective
-from tba.objectives.ratios import clipped_surrogate, ratio_metrics, token_log_ratios
+from tba.objectives.ratios import clipped_surrogate, ratio_metrics, ratios, token_log_ratios
 from tba.types import Batch, Forward, Loss
 
 WHITEN_EPSILON = 1e-8
@@ -53,7 +53,7 @@ class PPO(Objective):
             batch, token_rewards(batch, beta=beta), old_N, gamma=self.gamma, gae_lambda=self.gae_lambda
         )
         return_N = advantage_N + old_N
-        ratio_N = token_log_ratios(batch, forward.log_pi_N).exp()
+        ratio_N = ratios(token_log_ratios(batch, forward.log_pi_N))
         surrogate_N = clipped_surrogate(whiten(advantage_N, kept_N), ratio_N, low=self.clip, high=self.clip)
         squares_N = clipped_squares(values_N, old_N, return_N, clip=self.value_clip)
         value_loss = 0.5 * _sum(squares_N, kept_N) / tokens

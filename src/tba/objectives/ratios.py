@@ -10,10 +10,18 @@ from torch import Tensor
 
 from tba.types import Batch
 
+LARGEST_LOG_RATIO = 20.0
+"""Nats; a ratio of e^20 is far beyond every clip."""
+
 
 def token_log_ratios(batch: Batch, log_pi_N: Tensor) -> Tensor:
     """log pi - log behaviour, 0 at tokens that do not count: there the behaviour may be unknown (NaN)."""
     return torch.where(batch.kept_N, log_pi_N - batch.behaviour_N, torch.zeros_like(log_pi_N))
+
+
+def ratios(log_ratio: Tensor) -> Tensor:
+    """exp, with the exponent kept below what fp32 holds: an infinite ratio would stop the run, whatever clips it later."""
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
 def clipped_surrogate(advantage: Tensor, ratio: Tensor, *, low: float, high: float) -> Tensor:

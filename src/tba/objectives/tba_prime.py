@@ -19,7 +19,7 @@ from typing_extensions import Self
 from tba.config import Config
 from tba.objectives.base import Coupling, Needs, Objective
 from tba.objectives.groups import centred
-from tba.objectives.ratios import token_log_ratios
+from tba.objectives.ratios import ratios, token_log_ratios
 from tba.types import Batch, Forward, Loss
 
 
@@ -50,7 +50,7 @@ class TBAPrime(Objective):
         gap_N = (log_pi_N.detach() - batch.log_ref_N).clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
         reward_PK = centred(batch.reward_PK, weight_PK)
         kl_PK = centred(batch.sum_per_response(gap_N), weight_PK)
-        ratio_N = token_log_ratios(batch, log_pi_N).exp()
+        ratio_N = ratios(token_log_ratios(batch, log_pi_N))
         clamped_N = ratio_N.clamp(max=self.ratio_max)
         gain_N = _factor(self.ratio_on_reward, clamped_N, log_pi_N) * batch.per_token(reward_PK)
         gain_N = gain_N - beta * _factor(self.ratio_on_kl, clamped_N, log_pi_N) * batch.per_token(kl_PK)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tba.objectives.base import Coupling, Needs, Objective
 from tba.objectives.ppo import token_rewards
-from tba.objectives.ratios import clipped_surrogate, ratio_metrics, token_log_ratios
+from tba.objectives.ratios import clipped_surrogate, ratio_metrics, ratios, token_log_ratios
 from tba.types import Batch, Forward, Loss
 
 
@@ -35,7 +35,7 @@ class VinePPO(Objective):
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         kept_N, tokens = batch.kept_N, max(1, batch.totals.tokens)
         advantage_N = step_advantages(batch, token_rewards(batch, beta=beta))
-        ratio_N = token_log_ratios(batch, forward.log_pi_N).exp()
+        ratio_N = ratios(token_log_ratios(batch, forward.log_pi_N))
         loss_N = clipped_surrogate(advantage_N, ratio_N, low=self.clip, high=self.clip)
         total = torch.where(kept_N, loss_N, torch.zeros_like(loss_N)).sum()
         return Loss(value=total / tokens, metrics=ratio_metrics(ratio_N, kept_N, low=self.clip, high=self.clip))

@@ -1,7 +1,7 @@
 """A private CUDA MPS daemon: trainer and searchers on one GPU run their kernels side by side instead of in turns.
 
 It must be there before the first process touches the GPU. Under MPS the processes share one context on the GPU: a fault in
-a searcher's kernel may take the trainer down with it (the run then starts again from its checkpoint).
+a searcher's kernel may take the trainer down with it; the last checkpoint stays.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
+
+import torch
 
 from tba.config import Config
 
@@ -33,50 +36,50 @@ def why_no_mps(config: Config) -> str | None:
     if config.model.device == "cpu" or not Path("/dev/nvidia0").exists():
         return "there is no NVIDIA GPU to share"
     if PIPES in os.environ:
-        return f"{PIPES} is set: a daemon of yours is used"
+        return f"{PIPES} is set: that daemon is used"
+    if "torch" in sys.modules and torch.cuda.is_initialized():
+        return "this process uses the GPU already, and a daemon must be there before"
     if shutil.which(CONTROL) is None:
         return f"{CONTROL} is not on the PATH"
     return None
 
 
-class MpsDaemon:
-    """Started for one run and stopped with it."""
-
-    @classmethod
-    def watched(cls, folder: Path) -> MpsDaemon:
-        """With a process beside it that ends the daemon after this one: it cannot end while its clients live."""
-        subprocess.Popen(
-            ["sh", "-c", WATCH, "tba-mps-watch", str(os.getpid()), CONTROL, str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        return cls()
-
-    @classmethod
-    def start_for(cls, config: Config) -> MpsDaemon | None:
-        """None, in words, where it is not wanted or not allowed; `runtime.mps=on` then raises."""
-        reason = why_no_mps(config)
+def start_mps(config: Config) -> bool:
+    """Start a daemon that lives as long as this process, for it and its children. False, in words, where it is not wanted
+    or not allowed; `runtime.mps=on` then raises."""
+    reason = why_no_mps(config)
+    if reason is None:
+        folder = Path(tempfile.mkdtemp(prefix="tba-mps-"))
+        os.environ[PIPES], os.environ[LOGS] = str(folder), str(folder)
+        reason = _start()
         if reason is None:
-            folder = Path(tempfile.mkdtemp(prefix="tba-mps-"))
-            os.environ[PIPES], os.environ[LOGS] = str(folder), str(folder)
-            found = subprocess.run(
-                [CONTROL, "-d"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-            )
-            if found.returncode == 0:
-                return cls.watched(folder)
-            _forget(folder)
-            reason = f"{CONTROL} -d failed: {(found.stderr or found.stdout).strip()[:300]}"
-        if config.runtime.mps == "on":
-            raise RuntimeError(f"runtime.mps=on, but {reason}.")
-        logger.info("no MPS daemon: %s.", reason)
-        return None
+            _end_with_this_process(folder)
+            return True
+        _forget(folder)
+    if config.runtime.mps == "on":
+        raise RuntimeError(f"runtime.mps=on, but {reason}.")
+    logger.info("no MPS daemon: %s.", reason)
+    return False
 
-    def stop(self) -> None:
-        """Later processes of this one do not use it; it ends when this process does."""
-        os.environ.pop(PIPES, None)
-        os.environ.pop(LOGS, None)
+
+def _start() -> str | None:
+    """What went wrong; None = it runs."""
+    try:
+        found = subprocess.run([CONTROL, "-d"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return f"{CONTROL} -d failed: {error}"
+    return None if found.returncode == 0 else f"{CONTROL} -d failed: {(found.stderr or found.stdout).strip()[:300]}"
+
+
+def _end_with_this_process(folder: Path) -> None:
+    """A process beside the daemon ends it after this one: it cannot end while its clients live."""
+    subprocess.Popen(
+        ["sh", "-c", WATCH, "tba-mps-watch", str(os.getpid()), CONTROL, str(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _forget(folder: Path) -> None:

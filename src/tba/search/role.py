@@ -34,6 +34,10 @@ class Stopped(Exception):
     """The trainer asked this searcher to end."""
 
 
+MAX_UNCHECKED = 4
+"""Versions in a row that may be used and overtaken before their canary comes."""
+
+
 class WeightLoader:
     """Loads newer weights into the engine and makes sure that they arrived."""
 
@@ -46,10 +50,13 @@ class WeightLoader:
         """The version given to the engine last; under `drain` it may not be in use yet."""
         self._checked = -1
         """The version whose canary was compared last."""
+        self._unchecked = 0
+        """Versions given to the engine since then."""
 
     def load_newer(self) -> None:
         """Never waits: under `drain` the engine loads later, and a version's canary comes a little after its weights."""
-        if self._slots.newest_version > self._loaded and self._engine.version >= self._loaded:
+        newest = self._slots.newest_version
+        if newest > self._loaded and self._engine.version >= self._loaded and self._may_load(newest):
             self._load()
         self._check_when_there()
 
@@ -58,9 +65,14 @@ class WeightLoader:
         self._load()
         self._check_when_there()
 
+    def _may_load(self, version: int) -> bool:
+        """After too many versions in a row without a comparison only one whose canary is there."""
+        return self._unchecked < MAX_UNCHECKED or self._slots.canary(version) is not None
+
     def _load(self) -> None:
         weights = self._slots.fetch()
         self._loaded = weights.version
+        self._unchecked += 1
         if weights.version > self._engine.version:
             self._engine.load(weights)
 
@@ -73,7 +85,7 @@ class WeightLoader:
         if published is not None:
             computed = self._engine.score([self._tokens[:1]], [self._tokens[1:]], 1.0)[0]
             self._canary.check(published=published, computed=computed, version=version)
-            self._checked = version
+            self._checked, self._unchecked = version, 0
 
 
 class SearcherRole:
@@ -218,6 +230,7 @@ def make_visits(config: Config, searcher: Searcher, role: SearcherRole) -> Paced
         index=searcher.index,
         num_searchers=config.search.num_searchers,
         prompts_per_step=config.train.prompts_per_step,
+        updates_per_batch=config.train.updates_per_batch,
         max_lag=config.replay.max_lag if config.replay.lag == "pace" else None,
         max_unscored=config.runtime.channel_groups,
         version=lambda: searcher.engine.version,

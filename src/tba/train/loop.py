@@ -121,10 +121,9 @@ class Trainer:
         publishing took."""
         started = time.perf_counter()
         weights = make_weights(self.train_step.policy.model, version=self.step_index)
-        if self.done or self.step_index % self.config.train.publish_every == 0:
+        reset = self.references is not None and not self.done and self.references.reset_if_due(weights)
+        if self.done or reset or self.step_index % self.config.train.publish_every == 0:
             self.publisher.publish(weights)
-        if self.references is not None and not self.done:
-            self.references.reset_if_due(weights)
         seconds = time.perf_counter() - started
         every = self.config.train.checkpoint_every
         if self.done or (every is not None and self.step_index % every == 0):
