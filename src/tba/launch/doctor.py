@@ -61,7 +61,7 @@ def _mps() -> str:
         return f"not used: {reason}"
     return (
         "runtime.mps=auto will start a private daemon, so that trainer and searcher on one GPU run side by side (1.24 times "
-        "the work in a throw-away loop on an H200). A searcher's GPU fault may take the trainer down; its last checkpoint stays"
+        "the work in a throw-away loop on an H200). A searcher's GPU fault may take the trainer down with it"
     )
 
 

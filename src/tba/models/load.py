@@ -84,8 +84,8 @@ def adapt(loaded: LoadedModel, config: ModelConfig, *, seed: int) -> None:
     if config.lora is not None:
         if is_adapter(Path(config.path)):
             raise ConfigError(
-                f"model.path={config.path} is a LoRA adapter itself, and model.lora would put another on top: write the whole "
-                "model first, with `tba merge`."
+                f"model.path={config.path} is a LoRA adapter itself, and model.lora would put another on top: write the "
+                "whole model first, with `tba merge`."
             )
         add_lora(loaded.model, config.lora, base=str(resolve_path(config.path)), seed=seed)
 

@@ -66,8 +66,8 @@ def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
         ),
         (
             needs.own_samples and explores,
-            f"{name} takes every response for a sample of the policy itself, so search.explore, generate.top_p, generate.top_k "
-            "and generate.min_new_tokens must be off: use proximal_rloo, whose ratio accounts for them, or tb.",
+            f"{name} takes every response for a sample of the policy itself, so search.explore, generate.top_p, "
+            "generate.top_k and generate.min_new_tokens must be off: use proximal_rloo, whose ratio accounts for it, or tb.",
         ),
         (
             bool(config.reference.reset_every) and max(first, last) <= 0,
@@ -76,8 +76,8 @@ def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
         ),
         (
             bool(config.reference.reset_every) and replay.lag == "pace" and replay.on_reference_reset == "drop",
-            f"reference.reset_every={config.reference.reset_every} with replay.lag=pace: what a reset drops would be missing from "
-            "the pace, and both sides could wait for each other. Set replay.on_reference_reset=recompute.",
+            f"reference.reset_every={config.reference.reset_every} with replay.lag=pace: what a reset drops would be "
+            "missing in the pace, and both sides could wait for each other. Set replay.on_reference_reset=recompute.",
         ),
         (
             (config.reference.reset_every or 0) % train.updates_per_batch != 0,
