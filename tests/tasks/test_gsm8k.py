@@ -15,9 +15,9 @@ from tba.config import ConfigError, TaskConfig, load_config
 from tba.launch import train
 from tba.tasks.answers import Number, equal_answers, given_answer, marked_answer
 from tba.tasks.arithmetic_tokens import make_tokenizer
-from tba.tasks.gsm8k import Problem, read_problems, read_splits, split_off_validation
+from tba.tasks.gsm8k import GSM8KTask
+from tba.tasks.questions import Problem, read_problems, read_splits, split_off_validation
 from tba.tasks.registry import make_task
-from tba.tasks.rows import split_rows
 from tba.types import Completion
 
 REPOSITORY = Path(__file__).parents[2]
@@ -232,7 +232,7 @@ def test_chat_can_be_forced_either_way(folder):
 
 
 def test_the_default_instruction_shows_an_answer_that_the_grader_reads():
-    assert given_answer(TaskConfig().instruction) == Number(42, is_decimal=False)
+    assert given_answer(GSM8KTask.instruction) == Number(42, is_decimal=False)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ needs_real_data = pytest.mark.skipif(
 @needs_real_data
 @pytest.mark.parametrize(("split", "num_rows"), [("train", 7473), ("test", 1319)])
 def test_every_gold_solution_gets_full_marks(split, num_rows):
-    problems = read_problems(split_rows(str(REAL_DATA), split, hub_subset="main"))
+    problems = read_problems(TaskConfig(), str(REAL_DATA), split, GSM8KTask.source)
     assert len(problems) == num_rows
     failures = []
     for problem in problems:
@@ -343,7 +343,7 @@ def test_every_gold_solution_gets_full_marks(split, num_rows):
 
 @needs_real_data
 def test_the_real_splits_are_fixed_and_do_not_overlap():
-    splits = read_splits(TaskConfig(name="gsm8k", data=str(REAL_DATA)))
+    splits = read_splits(TaskConfig(name="gsm8k", data=str(REAL_DATA)), GSM8KTask.source)
     questions = {split: {problem.question for problem in problems} for split, problems in splits.items()}
     assert {split: len(own) for split, own in questions.items()} == {"train": 6973, "validation": 500, "held_out": 1319}
     assert not questions["train"] & questions["validation"]

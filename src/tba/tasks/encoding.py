@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from tba.tasks.rows import BadRow
 from tba.types import Prompt
 
 
@@ -17,15 +18,18 @@ def make_prompt(
     columns: dict[str, Any],
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
+    place: str = "",
 ) -> Prompt:
-    """Tokenise a prompt; one that does not fit is refused, never cut."""
+    """Tokenise a prompt; one that does not fit is refused, never cut. `place` is where it was read."""
     token_ids = encode(text, tokenizer)
+    name = f"{place}: prompt {id!r}" if place else f"prompt {id!r}"
     if not token_ids:
-        raise ValueError(f"prompt {id!r} is empty: it gives no tokens. Remove the row.")
+        raise BadRow("empty prompt", f"{name} is empty: it gives no tokens.")
     if len(token_ids) > max_tokens:
-        raise ValueError(
-            f"prompt {id!r} has {len(token_ids)} tokens, beyond the {max_tokens} that the model's context leaves beside "
-            "generate.max_new_tokens (or task.max_prompt_tokens): shorten or remove it, or lower generate.max_new_tokens."
+        raise BadRow(
+            "over-long prompt",
+            f"{name} has {len(token_ids)} tokens, beyond the {max_tokens} that the model's context leaves beside "
+            "generate.max_new_tokens (or task.max_prompt_tokens): shorten it, or lower generate.max_new_tokens.",
         )
     return Prompt(id=id, token_ids=np.array(token_ids, np.int32), text=text, columns=columns)
 

@@ -18,7 +18,7 @@ from tba.config import TaskConfig
 from tba.tasks.base import Outcome, RewardFailed, Split
 from tba.tasks.encoding import make_prompt
 from tba.tasks.reward_functions import RewardSet
-from tba.tasks.rows import jsonl_rows
+from tba.tasks.rows import BadRow, BadRows, Row, jsonl_rows
 from tba.types import Completion, Prompt
 
 
@@ -44,7 +44,7 @@ class OwnTask:
         if config.eval_data is not None:
             splits["held_out"] = config.eval_data
         for split, file in splits.items():
-            self._prompts[split] = _read_prompts(Path(file), tokenizer, max_prompt_tokens)
+            self._prompts[split] = _read_prompts(config, Path(file), tokenizer, max_prompt_tokens)
         if config.eval_data is None:
             self._hold_out(config.eval_fraction)
 
@@ -86,29 +86,59 @@ def _place(prompt: Prompt) -> float:
     return int.from_bytes(digest, "little") / 2**64
 
 
-def _read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Prompt]:
-    prompts: dict[str, Prompt] = {}
-    for place, line, row in jsonl_rows(path):
-        if not isinstance(row, dict) or not _is_prompt(row.get("prompt")):
-            raise ValueError(
-                f"{place} has no usable `prompt` column: it must be text or a list of chat messages "
-                '({"role": ..., "content": ...}).'
-            )
-        text = row.pop("prompt")
-        id = str(row.get("id", f"{path.stem}-{line}"))
-        if id in prompts:
-            raise ValueError(f"{place}: id {id!r} occurs twice; ids must be unique.")
-        prompts[id] = make_prompt(id=id, text=text, columns=row, tokenizer=tokenizer, max_tokens=max_tokens)
+def _read_prompts(config: TaskConfig, path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Prompt]:
+    bad, ids = BadRows(config.on_bad_row), set[str]()
+
+    def read(row: Row) -> Prompt:
+        text = _prompt_text(row)
+        id = _id(row, path)
+        if id in ids:
+            raise BadRow("duplicate id", f"{row.place}: id {id!r} occurs twice; ids must be unique.")
+        columns = {name: value for name, value in row.value.items() if name != "prompt"}
+        prompt = make_prompt(
+            id=id, text=text, columns=columns, tokenizer=tokenizer, max_tokens=max_tokens, place=row.place
+        )
+        ids.add(id)
+        return prompt
+
+    prompts = bad.keep(jsonl_rows(path, bad), read)
+    bad.report()
     if not prompts:
-        raise ValueError(f"{path} is empty: it needs at least one row with a `prompt` column.")
-    return list(prompts.values())
+        but = f" but for {bad.total} bad rows" if bad.total else ""
+        raise ValueError(f"{path} is empty{but}: it needs at least one row with a `prompt` column.")
+    return prompts
 
 
-def _is_prompt(value: Any) -> bool:
-    if isinstance(value, str):
-        return bool(value)
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value)
+def _prompt_text(row: Row) -> str | list[dict[str, str]]:
+    wanted = (
+        f"{row.place} has no usable `prompt` column: it must be text or a list of chat messages "
+        '({"role": ..., "content": ...}).'
     )
+    if not isinstance(row.value, dict):
+        raise BadRow("no object", wanted)
+    if "prompt" not in row.value:
+        raise BadRow("missing column", wanted)
+    prompt = row.value["prompt"]
+    if not isinstance(prompt, str) and not _is_chat(prompt):
+        raise BadRow("wrong type", wanted)
+    contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    if not any(content.strip() for content in contents):
+        raise BadRow("empty prompt", f"{row.place} has no usable `prompt` column: it is empty.")
+    return prompt
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in value
+    )
+
+
+def _id(row: Row, path: Path) -> str:
+    """The `id` column; where there is none, the file's name and the line."""
+    id = row.value.get("id")
+    if id is None:
+        return f"{path.stem}-{row.line}"
+    if not isinstance(id, str | int):
+        raise BadRow("wrong type", f"{row.place}: `id` is {id!r}, it must be text or a whole number.")
+    return str(id)

@@ -13,9 +13,15 @@ from tba.tasks.arithmetic import ArithmeticTask
 from tba.tasks.base import Task
 from tba.tasks.functions import OwnTask
 from tba.tasks.gsm8k import GSM8KTask
+from tba.tasks.math import MathTask
 from tba.tasks.prepare import prepare_arithmetic
 
-TASKS: dict[str, Callable[..., Task]] = {"arithmetic": ArithmeticTask, "gsm8k": GSM8KTask, "own": OwnTask}
+TASKS: dict[str, Callable[..., Task]] = {
+    "arithmetic": ArithmeticTask,
+    "gsm8k": GSM8KTask,
+    "own": OwnTask,
+    "math": MathTask,
+}
 """Factories: (config, tokenizer, max_prompt_tokens=..., functions=...) -> task."""
 
 PREPARE: dict[str, Callable[[Path], dict[str, Any]]] = {"arithmetic": prepare_arithmetic}

@@ -1,18 +1,34 @@
 """Rows of a dataset from where it lies: a JSONL file (also .gz), a folder with one file per split, or a hub name.
 
-Every row comes with its place, the words that an error about it starts with: `data/train.jsonl line 17`.
+Every row comes with its place, the words that an error about it starts with: `data/train.jsonl line 17`. Files are read
+line by line in binary, so that a file may be larger than memory and broken UTF-8 costs one row.
+
+A row that cannot be used is never trained on in silence. Whoever finds it raises BadRow, BadRows counts it, and when all
+rows are seen it stops the run or warns, as task.on_bad_row says:
+
+    bad = BadRows(config.on_bad_row)
+    problems = bad.keep(jsonl_rows(path, bad), read_problem)
+    bad.report()
 """
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
+import logging
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, Literal, NamedTuple, Protocol, TypeVar, cast
+
+logger = logging.getLogger("tba.tasks")
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
+LONGEST_LINE = 64 * 2**20
+"""Bytes. A longer line is no row (but perhaps a whole file without line breaks) and is not taken into memory."""
+LINES_NAMED = 5
+"""So many line numbers of each reason are told."""
 
 
 class Row(NamedTuple):
@@ -25,41 +41,165 @@ class Row(NamedTuple):
     """Any JSON value: its reader checks that it is an object with the columns that it needs."""
 
 
-def jsonl_rows(path: Path) -> Iterator[Row]:
-    """Every line that is not blank."""
+class Placed(Protocol):
+    """What has a place in a file: a row, or a problem made from one."""
+
+    @property
+    def place(self) -> str: ...
+
+    @property
+    def line(self) -> int: ...
+
+
+Item = TypeVar("Item", bound=Placed)
+Kept = TypeVar("Kept")
+
+
+class BadRow(ValueError):
+    """A row that cannot be used: BadRow("missing column", "train.jsonl line 2 has no `answer` column.")"""
+
+    def __init__(self, reason: str, words: str) -> None:
+        """`reason` is what such rows are counted under, `words` the whole message about this one."""
+        super().__init__(words)
+        self.reason = reason
+
+
+class BadRows:
+    """The bad rows of one source, counted. It holds a few line numbers, however many there are."""
+
+    def __init__(self, on_bad_row: Literal["stop", "skip"]) -> None:
+        self._on_bad_row = on_bad_row
+        self._first: BadRow | None = None
+        self._counts: dict[str, int] = {}
+        self._lines: dict[str, list[int]] = {}
+
+    @property
+    def total(self) -> int:
+        return sum(self._counts.values())
+
+    def add(self, line: int, error: BadRow) -> None:
+        self._first = self._first or error
+        self._counts[error.reason] = self._counts.get(error.reason, 0) + 1
+        lines = self._lines.setdefault(error.reason, [])
+        if len(lines) < LINES_NAMED:
+            lines.append(line)
+
+    def keep(self, items: Iterable[Item], read: Callable[[Item], Kept]) -> list[Kept]:
+        """What `read` makes of the items; those that it calls bad are left out and counted."""
+        kept = []
+        for item in items:
+            try:
+                kept.append(read(item))
+            except BadRow as error:
+                self.add(item.line, error)
+        return kept
+
+    def report(self) -> None:
+        """To be called after the last row: nothing, one warning, or the error that stops."""
+        if self._first is None:
+            return
+        if self._on_bad_row == "skip":
+            logger.warning("%s", f"task.on_bad_row=skip left out {self._summary()}. The first: {self._first}")
+            return
+        more = "" if self.total == 1 else f" And {self.total - 1} more: in all {self._summary()}."
+        advice = " Correct or remove it, or leave such rows out by task.on_bad_row=skip."
+        raise ValueError(f"{self._first}{more}{advice}") from self._first
+
+    def _summary(self) -> str:
+        """3 bad rows: 2 x missing column (lines 4, 9), 1 x not JSON (line 7)"""
+        reasons = []
+        for reason, count in self._counts.items():
+            lines = self._lines[reason]
+            numbers = ", ".join(map(str, lines)) + (", ..." if count > len(lines) else "")
+            reasons.append(f"{count} x {reason} (line{'s' if count > 1 else ''} {numbers})")
+        return f"{self.total} bad row{'s' if self.total > 1 else ''}: {', '.join(reasons)}"
+
+
+def jsonl_rows(path: Path, bad: BadRows) -> Iterator[Row]:
+    """Every line that is not blank, one at a time; lines that are no JSON are counted as bad."""
     if not path.is_file():
         raise ValueError(f"task.data: file {path} does not exist.")
     try:
         with _open(path) as file:
-            for line, text in enumerate(file, start=1):
-                if text.strip():
-                    yield _parsed(text, f"{path} line {line}", line)
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+            for line, raw in enumerate(_lines(file), start=1):
+                try:
+                    if raw.strip():
+                        yield _parsed(raw, f"{path} line {line}", line)
+                except BadRow as error:
+                    bad.add(line, error)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"task.data: file {path} cannot be read as {'/'.join(SUFFIXES)}: {error}.") from None
 
 
-def split_rows(data: str, split: str, *, hub_subset: str) -> Iterator[Row]:
+def split_rows(data: str, split: str, bad: BadRows, *, hub_subset: str) -> Iterator[Row]:
     """Rows of one split ("train", "test") of a folder or a hub dataset."""
     folder = Path(data).expanduser()
     if folder.is_dir():
-        return jsonl_rows(_split_file(folder, split))
+        return jsonl_rows(_split_file(folder, split), bad)
     if not _may_be_hub_name(data):
         raise ValueError(f"task.data={data!r}: there is no such file or folder, and it is no hub name (owner/name).")
     rows = _load_from_hub(data, hub_subset, split)
     return (Row(f"{data} {split} row {number}", number, dict(row)) for number, row in enumerate(rows, start=1))
 
 
-def _open(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return cast(IO[str], gzip.open(path, "rt", encoding="utf-8"))
-    return path.open(encoding="utf-8")
+def require_object(row: Row, *, columns: str) -> None:
+    """`columns` are those that it should have, in words."""
+    if not isinstance(row.value, dict):
+        raise BadRow("no object", f"{row.place} is no object with {columns}.")
 
 
-def _parsed(text: str, place: str, line: int) -> Row:
+def text_column(row: Row, column: str) -> str:
+    """A column that must be there and must be text."""
+    if column not in row.value:
+        raise BadRow(
+            "missing column", f"{row.place} has no `{column}` column; it has {', '.join(row.value) or 'none'}."
+        )
+    value = row.value[column]
+    if not isinstance(value, str):
+        raise BadRow("wrong type", f"{row.place}: `{column}` is {_shown(value)}, it must be text.")
+    return value
+
+
+def prompt_column(row: Row, column: str) -> str:
+    """A text column to ask the model: without the space around it, and not empty."""
+    text = text_column(row, column).strip()
+    if not text:
+        raise BadRow("empty prompt", f"{row.place}: `{column}` is empty.")
+    return text
+
+
+def _open(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Lines of a file; of one beyond LONGEST_LINE only the start, which is longer than any line may be."""
+    while raw := file.readline(LONGEST_LINE + 1):
+        rest = raw
+        while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
+            rest = file.readline(LONGEST_LINE + 1)
+        yield raw
+
+
+def _parsed(raw: bytes, place: str, line: int) -> Row:
+    if len(raw) > LONGEST_LINE:
+        raise BadRow(
+            "line too long", f"{place} is longer than {LONGEST_LINE // 2**20} MiB: write one row on each line."
+        )
     try:
-        return Row(place, line, json.loads(text))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is not valid JSON: {error}.") from None
+        value = json.loads(raw.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
+        if b"\\u" in raw:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # half a character, "\ud83d", has no UTF-8
+    except UnicodeError as error:
+        raise BadRow("broken UTF-8", f"{place} is not valid UTF-8: {error}.") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRow("not JSON", f"{place} is not valid JSON: {error}.") from None
+    return Row(place, line, value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _split_file(folder: Path, split: str) -> Path:

@@ -1,0 +1,202 @@
+"""Tasks of questions with one right answer, read from rows: what GSM8K and MATH share.
+
+Held out are the test rows, or task.eval_data. Validation problems, to tune on, are train rows that a hash of the question
+picks: the same in every run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import PreTrainedTokenizerBase
+
+from tba.config import TaskConfig
+from tba.tasks.base import Outcome, Split
+from tba.tasks.encoding import make_prompt
+from tba.tasks.rows import BadRow, BadRows, Row, jsonl_rows, split_rows
+from tba.types import Completion, Prompt
+
+ID_COLUMNS = ("id", "unique_id")
+"""Where a row has one of these, no other row of its file may have the same."""
+
+WHY_MISSING: dict[Split, str] = {
+    "validation": "task.num_validation_prompts is 0: set it to a number of train problems to tune on.",
+    "held_out": "task.data={data} is one file, taken as the train rows. Give the test rows as task.eval_data, or a folder "
+    "with both as task.data, or evaluate on evaluate.split=validation.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A row, checked: Problem(line=1, question="Natalia sold ...", answer="... altogether.\\n#### 72")"""
+
+    line: int
+    """In its file, from 1: `train-17` is the problem of line 17."""
+    question: str
+    answer: str
+    """What the task's grader compares with; it can read it."""
+    place: str = ""
+    """The words that an error about it starts with: `data/train.jsonl line 17`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """How a dataset is read: Source(hub_subset="main", read=read_problem)"""
+
+    hub_subset: str
+    """Of its dataset on the hub."""
+    read: Callable[[Row], Problem]
+    """Raises BadRow for a row that is no problem."""
+
+
+class QuestionTask(ABC):
+    """Reward `exact_match`: 1 where the response's answer is the problem's, and it ended by itself or need not have."""
+
+    name: str
+    isolated = False
+    source: ClassVar[Source]
+    template: ClassVar[str]
+    """The prompt without chat, with {question} where the question goes; task.prompt_template stands in for it."""
+    instruction: ClassVar[str]
+    """What follows the question in a chat; task.instruction stands in for it."""
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_tokens: int,
+        functions: Sequence[Callable[..., Any]] | None = None,
+    ) -> None:
+        """Reads and checks all rows. `functions` is there because every task's factory takes it."""
+        self._config = config
+        self._chat = uses_chat(config, tokenizer)
+        self._tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
+        self._problems = read_splits(config, self.source)
+        self._prompts: dict[Split, list[Prompt]] = {}
+
+    @abstractmethod
+    def is_right(self, text: str, answer: str) -> bool:
+        """Whether a response gives the answer of a problem."""
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        return {"exact_match": 1.0}
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        """Tokenised when first asked for: a searcher that never evaluates does not pay for the other splits."""
+        if split not in self._problems:
+            raise ValueError(f"evaluate.split={split}: {WHY_MISSING[split].format(data=self._config.data)}")
+        if split not in self._prompts:
+            self._prompts[split] = self._make_prompts(split)
+        return self._prompts[split]
+
+    def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
+        answer = prompt.columns["answer"]
+        return [
+            {"exact_match": float(self._counts(completion) and self.is_right(text, answer))}
+            for text, completion in zip(texts, completions)
+        ]
+
+    def solved(self, outcome: Outcome) -> bool:
+        return isinstance(outcome, dict) and outcome["exact_match"] == 1.0
+
+    def _counts(self, completion: Completion) -> bool:
+        """The no-EOS rule: a response cut off at the length limit is wrong, whatever it says."""
+        return completion.finish == "stop" or not self._config.cut_off_is_wrong
+
+    def _make_prompts(self, split: Split) -> list[Prompt]:
+        bad = BadRows(self._config.on_bad_row)
+        prompts = bad.keep(self._problems[split], lambda problem: self._prompt(split, problem))
+        bad.report()
+        if not prompts:
+            raise ValueError(f"task.data={self._config.data}: no {split} row is left, all {bad.total} are bad.")
+        return prompts
+
+    def _prompt(self, split: Split, problem: Problem) -> Prompt:
+        return make_prompt(
+            id=f"{split}-{problem.line}",
+            text=self._ask(problem.question),
+            columns={"question": problem.question, "answer": problem.answer},
+            tokenizer=self._tokenizer,
+            max_tokens=self._max_prompt_tokens,
+            place=problem.place,
+        )
+
+    def _ask(self, question: str) -> str | list[dict[str, str]]:
+        """The question in the template, or as a user's message with the instruction after it."""
+        own = self._config
+        if not self._chat:
+            template = self.template if own.prompt_template is None else own.prompt_template
+            return template.replace("{question}", question)
+        instruction = self.instruction if own.instruction is None else own.instruction
+        return [{"role": "user", "content": f"{question}\n\n{instruction}" if instruction else question}]
+
+
+def uses_chat(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """What task.chat means for this tokenizer."""
+    has_template = tokenizer.chat_template is not None
+    if config.chat is True and not has_template:
+        raise ValueError("task.chat=true, but the tokenizer has no chat template: use task.chat=false or a chat model.")
+    return has_template if config.chat == "auto" else config.chat
+
+
+def read_splits(config: TaskConfig, source: Source) -> dict[Split, list[Problem]]:
+    """The splits that the data has, in the order of their files."""
+    assert config.data is not None, "TaskConfig checks it"
+    splits = split_off_validation(read_problems(config, config.data, "train", source), config.num_validation_prompts)
+    if config.eval_data is not None:
+        splits["held_out"] = read_problems(config, config.eval_data, "test", source)
+    elif not Path(config.data).expanduser().is_file():
+        splits["held_out"] = read_problems(config, config.data, "test", source)
+    empty = [split for split, problems in splits.items() if not problems]
+    if empty:
+        raise ValueError(f"task.data={config.data} has no rows for {' and '.join(empty)}.")
+    return splits
+
+
+def read_problems(config: TaskConfig, data: str, split: str, source: Source) -> list[Problem]:
+    """The good rows of a file, or of one split ("train", "test") of a folder or a hub dataset."""
+    bad, file = BadRows(config.on_bad_row), Path(data).expanduser()
+    rows = jsonl_rows(file, bad) if file.is_file() else split_rows(data, split, bad, hub_subset=source.hub_subset)
+    ids = set[str]()
+
+    def read(row: Row) -> Problem:
+        problem = source.read(row)
+        id = next((str(row.value[column]) for column in ID_COLUMNS if row.value.get(column) is not None), None)
+        if id in ids:
+            raise BadRow("duplicate id", f"{row.place}: id {id!r} occurs twice; ids must be unique.")
+        if id is not None:
+            ids.add(id)
+        return problem
+
+    problems = bad.keep(rows, read)
+    bad.report()
+    return problems
+
+
+def split_off_validation(problems: Sequence[Problem], num_validation: int) -> dict[Split, list[Problem]]:
+    """The questions with the smallest hashes are for validation; one that occurs twice falls on one side."""
+    if num_validation == 0:
+        return {"train": list(problems)}
+    chosen = set(sorted({problem.question for problem in problems}, key=_hash)[:num_validation])
+    splits: dict[Split, list[Problem]] = {
+        "train": [problem for problem in problems if problem.question not in chosen],
+        "validation": [problem for problem in problems if problem.question in chosen],
+    }
+    if not splits["train"]:
+        raise ValueError(
+            f"task.num_validation_prompts={num_validation} leaves nothing of the {len(problems)} train rows to train on: "
+            "lower it, or set it to 0 to train on all."
+        )
+    return splits
+
+
+def _hash(question: str) -> bytes:
+    return hashlib.blake2b(question.encode(), digest_size=8).digest()
