@@ -32,7 +32,7 @@ def show_summary(summary: Mapping[str, Any], curve: Sequence[tuple[int, float]],
         )
     if len(curve) > 2:
         console.print(text_plot(curve), highlight=False)
-        save_plot(curve, folder / "accuracy.png", title=f"{summary['task']}: held-out accuracy")
+        save_plot(curve, folder / "accuracy.png", title=f"{summary['task']}: greedy accuracy")
     console.print(f"run folder: {folder}", highlight=False)
 
 

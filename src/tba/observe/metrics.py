@@ -69,7 +69,7 @@ METRICS = (
     Metric(
         name="guard/*", unit="", meaning="What the guard watches: of all sampled responses, weight in the loss or not."
     ),
-    Metric(name="eval/*/*", unit="", reduction="last", meaning="On held-out prompts."),
+    Metric(name="eval/*/*", unit="", reduction="last", meaning="On the prompts of evaluate.split."),
 )
 
 

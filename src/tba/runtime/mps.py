@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def why_no_mps(config: Config) -> str | None:
         return "there is no NVIDIA GPU to share"
     if PIPES in os.environ:
         return f"{PIPES} is set: that daemon is used"
-    if "torch" in sys.modules and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         return "this process uses the GPU already, and a daemon must be there before"
     if shutil.which(CONTROL) is None:
         return f"{CONTROL} is not on the PATH"
