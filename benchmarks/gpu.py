@@ -1,6 +1,6 @@
 """What one GPU does: decoding and TB training on random weights of real shapes, with the limits beside the figures.
 
-    python benchmarks/gpu.py [check] [decode] [check_train] [train] [score] [roles]      all parts without arguments
+    python benchmarks/gpu.py [check] [decode] [check_train] [train] [score] [roles] [publish]    all parts without arguments
 
 Useful tokens over wall time from the first prompt to the last response, prefill and tail included, temperature 1, log-probs
 returned. Greedy equality is checked in the same run. Timings are of later passes: the first compiles kernels and captures
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,11 @@ from tba.generate.scoring import ReferenceScorer
 from tba.models.compiled import compile_layers
 from tba.models.policy import PolicyModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.runtime.link import Link
 from tba.runtime.mps import start_mps
+from tba.runtime.processes import RoleProcess
+from tba.runtime.weight_slots import SlotsHandle, WeightSlots
+from tba.search.role import WeightLoader
 from tba.train.collate import Budget
 from tba.train.optim import MasterAdamW
 from tba.train.step import TrainStep
@@ -354,7 +360,66 @@ def _measure_roles(label: str, seconds: float = 10.0) -> Row:
     )
 
 
-PARTS = {"roles": roles, "check": check, "decode": decode, "check_train": check_train, "train": train, "score": score}
+# --- weights -----------------------------------------------------------------------------------------------------------
+
+
+def _use_weights(link: Link, *, weights: SlotsHandle) -> None:
+    """A searcher that decodes without end, and says when it has newer weights in use."""
+    model = qwen()
+    engine = make_engine(model)
+    loader = WeightLoader(WeightSlots.attach(weights), engine)
+
+    def tick() -> None:
+        before = engine.version
+        loader.load_newer()
+        if engine.version != before:
+            torch.cuda.synchronize()
+            link.send((engine.version, time.monotonic()))
+
+    def endless() -> Iterator[Request]:
+        while True:
+            yield from requests(32, 128, model.config.vocab_size)
+
+    for _ in engine.generate(
+        endless(), samples_per_prompt=8, sampling=Sampling(max_new_tokens=128), between_steps=tick
+    ):
+        pass
+
+
+def publish(times: int = 30) -> Iterator[Row]:
+    """From the trainer's call to the searcher's engine holding the weights, while it decodes 256 slots."""
+    model = qwen()
+    policy, tensors = PolicyModel(model), dict(model.named_parameters())
+    slots = WeightSlots.create(tensors, model.dtype, device=device())
+    log = Path(tempfile.mkdtemp()) / "searcher.log"
+    process = RoleProcess("searcher", _use_weights, {"weights": slots.handle()}, log=log, fds=(slots.memory.fd,))
+    latencies, writing = [], []
+    for version in range(1, times + 6):
+        started = time.monotonic()
+        published = slots.publish(tensors, version=version)
+        written = time.monotonic()
+        slots.add_canary(policy.canary(published.tensors))
+        found = process.link.receive(timeout_seconds=120.0)
+        process.check()
+        assert found is not None, "the searcher said nothing"
+        assert found[0] == version, f"the searcher has version {found[0]} in use, not {version}"
+        if version > 5:  # the first ones compile and capture
+            latencies.append(1e3 * (found[1] - started))
+            writing.append(1e3 * (written - started))
+        time.sleep(0.05)
+    process.kill()
+    size = sum(tensor.numel() for tensor in tensors.values()) * model.dtype.itemsize
+    yield Row(
+        work=f"publish to in-use, {QWEN}, same GPU, in flight, {times} times",
+        figure=f"median {np.median(latencies):.1f} ms, longest {max(latencies):.1f} (writing {np.median(writing):.1f})",
+        must="30 ms, stretch 10 ms",
+        limit=f"three copies and two checksums of {size / 1e9:.1f} GB by bandwidth {8e3 * size / BYTES_PER_SECOND:.1f} ms, "
+        "and at most 8 decode steps until the searcher looks",
+    )
+
+
+PARTS = {"roles": roles, "check": check, "decode": decode, "check_train": check_train, "train": train, "score": score,
+         "publish": publish}  # fmt: skip
 """`roles` first: it must run before this process touches the GPU."""
 
 

@@ -12,15 +12,14 @@ from tba.tasks.arithmetic import Earlier, Problem, Step, draw_problems, held_out
 from tba.tasks.arithmetic_tokens import make_tokenizer
 from tba.tasks.prepare import (
     HABITS,
-    StartTraining,
+    SHAPE,
     greedy_accuracy,
-    make_model,
-    one_deterministic_thread,
     prepare_arithmetic,
     pupil_solution,
 )
+from tba.tasks.supervised import Training, make_model, one_deterministic_thread
 
-SHORT = StartTraining(steps=6, batch_size=4)
+SHORT = Training(steps=6, batch_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +81,7 @@ def test_the_shipped_model_is_small_and_has_the_prepared_shape(shipped):
     model, tokenizer = shipped
     assert sum(file.stat().st_size for file in start_model_path().iterdir()) < 5_000_000
     assert 300_000 <= model.num_parameters() <= 1_500_000
-    fresh = make_model(make_tokenizer(), seed=0)
+    fresh = make_model(make_tokenizer(), SHAPE, seed=0)
     assert {name: p.shape for name, p in model.named_parameters()} == {n: p.shape for n, p in fresh.named_parameters()}
     assert tokenizer.get_vocab() == make_tokenizer().get_vocab()
 

@@ -13,12 +13,11 @@ from tba.config.sections import (
     ObserveConfig,
     ReferenceConfig,
     ReplayConfig,
-    RewardConfig,
     RuntimeConfig,
     SearchConfig,
-    TaskConfig,
     TrainConfig,
 )
+from tba.config.task import PreferenceConfig, RedTeamConfig, RewardConfig, TaskConfig
 
 __all__ = [
     "Config",
@@ -30,6 +29,8 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "ObserveConfig",
+    "PreferenceConfig",
+    "RedTeamConfig",
     "ReferenceConfig",
     "ReplayConfig",
     "RewardConfig",

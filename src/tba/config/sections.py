@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from tba.config.base import Section
 from tba.config.schedule import Schedule
+from tba.config.task import TaskConfig
 
 OnOff = BeforeValidator(lambda value: {True: "on", False: "off"}[value] if isinstance(value, bool) else value)
 """YAML 1.1 reads on and off as true and false."""
@@ -46,70 +47,6 @@ class ModelConfig(Section):
         if isinstance(values, dict) and values.get("path", "") is None:
             raise ValueError("model.path has no value: pass model.path=FOLDER or a hub name.")
         return values
-
-
-class RewardConfig(Section):
-    function: str
-    """`path/to/file.py:name`, a function with TRL's signature f(prompts, completions, **columns) -> list[float | None]."""
-    weight: float = 1.0
-    """Factor in the sum of rewards."""
-    name: str | None = None
-    """Name in metrics and stored data; None = the function's own name."""
-
-
-HUB_NAMES = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval"}
-"""Where the data of a task can be had."""
-
-
-class TaskConfig(Section):
-    name: str = "arithmetic"
-    """A registered task, or `own` for your own data and reward functions."""
-    data: str | None = None
-    """own: JSONL file with a `prompt` column (text or chat messages); other columns go to the reward. gsm8k, math: folder
-    with train.jsonl and test.jsonl, one JSONL file with the train rows, or a hub name (openai/gsm8k). Files may be .gz."""
-    eval_data: str | None = None
-    """Held-out JSONL; gsm8k, math: also a folder or hub name, for its test rows. None = own: `eval_fraction` of the data,
-    chosen by a hash of the prompt; gsm8k, math: the test rows of `data`."""
-    on_bad_row: Literal["stop", "skip"] = "stop"
-    """Rows that cannot be used (broken UTF-8 or JSON, a column missing or of a wrong type, an empty or over-long prompt, an
-    id twice, no answer to compare with): stop = an error with file, line and reason of the first and the number of the
-    others; skip = leave them out, with one warning that counts them. There is no `data` section: what concerns the data
-    stands here."""
-    eval_fraction: float = Field(default=0.1, ge=0.0, lt=1.0)
-    """own: share of the prompts held out when there is no eval_data; 0 = no evaluation."""
-    rewards: tuple[RewardConfig, ...] = ()
-    """own: at least one; `--reward file.py:f` adds one with weight 1."""
-    num_train_prompts: int = Field(default=20_000, ge=1)
-    """arithmetic: training problems; the same ones whatever the run's seed."""
-    num_validation_prompts: int = Field(default=500, ge=0)
-    """gsm8k, math: train rows to tune on instead, chosen by a hash of the question; 0 = train on all."""
-    prompt_template: str | None = None
-    """gsm8k, math without chat: the prompt, with {question} where the question goes; None = the task's own."""
-    chat: bool | Literal["auto"] = "auto"
-    """gsm8k, math: ask by a user's message in the tokenizer's chat template; auto = where it has one."""
-    instruction: str | None = None
-    """gsm8k, math with chat: what follows the question in the user's message; None = the task's own; empty = nothing."""
-    cut_off_is_wrong: bool = True
-    """gsm8k, math: a response cut off at generate.max_new_tokens has reward 0; false = it is scored by its text alone."""
-    max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Longest prompt in tokens; None = what the model's context leaves beside generate.max_new_tokens."""
-
-    @model_validator(mode="after")
-    def _check(self) -> TaskConfig:
-        if self.name == "own" and self.data is None:
-            raise ValueError("task.data is needed for task.name=own: pass --data prompts.jsonl.")
-        if self.name == "own" and not self.rewards:
-            raise ValueError("task.rewards is empty for task.name=own: pass --reward file.py:function.")
-        if self.name in HUB_NAMES and self.data is None:
-            raise ValueError(
-                f"task.data is needed for task.name={self.name}: a folder with train.jsonl and test.jsonl, or "
-                f"{HUB_NAMES[self.name]}."
-            )
-        if self.prompt_template is not None and "{question}" not in self.prompt_template:
-            raise ValueError(
-                f"task.prompt_template={self.prompt_template!r} has no {{question}}: write it where the question goes."
-            )
-        return self
 
 
 class GenerateConfig(Section):

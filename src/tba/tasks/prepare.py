@@ -10,27 +10,19 @@ habits (`HABITS`): where somebody has so many *times* as many he adds instead of
 are asked for *together* he stops at the other one's share. A habit shows in most of the solutions it could show in, so
 greedy decoding falls for it; the right way is there in the rest, so sampling finds it and RL can learn to prefer it. The
 training is also cut short, so that sums go wrong now and then.
-
-One thread and deterministic kernels: the same machine makes the same bytes.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tba.tasks.arithmetic import (
     TRAIN_SEED,
@@ -46,29 +38,17 @@ from tba.tasks.arithmetic import (
     write_solution,
 )
 from tba.tasks.arithmetic_tokens import make_tokenizer
+from tba.tasks.supervised import Shape, Training, one_deterministic_thread, train_start_model
 
 HABITS = {"times": 0.8, "together": 0.75}
 """Habit -> share of the solutions it could show in that it shows in."""
-BATCHES_SORTED_TOGETHER = 8
-"""Sequences of so many batches are sorted by length before they are cut into batches: less padding."""
-IGNORED = -100
-"""Label of the tokens that are not trained on: prompts and padding."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartTraining:
-    """How the start model is trained; the defaults make the shipped one."""
-
-    steps: int = 1300
-    batch_size: int = 32
-    learning_rate: float = 3e-3
-    """Highest; reached after warmup_steps, then linear to 0."""
-    warmup_steps: int = 50
-    seed: int = 0
+SHAPE = Shape(hidden_size=96)
+TRAINING = Training(steps=1300)
+"""These make the shipped model."""
 
 
 def prepare_arithmetic(
-    output: Path, *, training: StartTraining | None = None, num_train: int = 20_000, num_held_out: int = 500
+    output: Path, *, training: Training = TRAINING, num_train: int = 20_000, num_held_out: int = 500
 ) -> dict[str, Any]:
     """Write data and start model; returns what was made: {"model": ..., "parameters": ..., "accuracy": ..., ...}."""
     started = time.monotonic()
@@ -78,7 +58,7 @@ def prepare_arithmetic(
     write_problems(output / "held_out.jsonl", held_out)
     tokenizer = make_tokenizer()
     with one_deterministic_thread():
-        model = train_start_model(training or StartTraining(), tokenizer)
+        model = train_start_model(pupil_pairs, tokenizer, SHAPE, training)
         accuracy = greedy_accuracy(model, tokenizer, held_out)
     model.save_pretrained(output / "model")
     tokenizer.save_pretrained(output / "model")
@@ -113,86 +93,10 @@ def pupil_solution(problem: Problem, rng: random.Random) -> str:
     return problem.solution if worked is None else write_solution(worked)
 
 
-@contextmanager
-def one_deterministic_thread() -> Iterator[None]:
-    """Sums in another order give other weights: one thread, deterministic kernels, and all of it put back after."""
-    num_threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        torch.set_num_threads(num_threads)
-        torch.use_deterministic_algorithms(deterministic)
-
-
-def make_model(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=256,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        # 1 / sqrt(hidden_size): with the default 0.02 so narrow a model needs several times the steps to start learning.
-        initializer_range=0.1,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config)
-
-
-def train_start_model(training: StartTraining, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """Supervised training on the pupil's solutions; every problem is seen once."""
-    model = make_model(tokenizer, seed=training.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=training.learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
-    model.train()
-    for step, (token_ids, labels) in enumerate(islice(_batches(training, tokenizer), training.steps)):
-        warmup, decay = (step + 1) / training.warmup_steps, 1 - step / training.steps
-        for group in optimizer.param_groups:
-            group["lr"] = training.learning_rate * min(1.0, warmup) * decay
-        logits = model(input_ids=token_ids[:, :-1]).logits
-        loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-        if not math.isfinite(loss.item()):
-            raise RuntimeError(f"supervised loss is {loss.item()} at step {step}: lower the learning rate.")
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    return model.eval()
-
-
-def _batches(training: StartTraining, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[Tensor, Tensor]]:
-    rng = random.Random(training.seed)
-    # Not the stream that RL trains on: what the start model has seen should not be easier than the rest.
-    problems = draw_problems("train", seed=TRAIN_SEED + 1)
-    while True:
-        drawn = list(islice(problems, BATCHES_SORTED_TOGETHER * training.batch_size))
-        prompts = tokenizer([problem.text for problem in drawn])["input_ids"]
-        solutions = [pupil_solution(problem, rng) + tokenizer.eos_token for problem in drawn]
-        answers = tokenizer(solutions, add_special_tokens=False)["input_ids"]
-        pairs = sorted(zip(prompts, answers), key=lambda pair: len(pair[0]) + len(pair[1]))
-        batches = [pairs[start : start + training.batch_size] for start in range(0, len(pairs), training.batch_size)]
-        rng.shuffle(batches)
-        for batch in batches:
-            yield _pad(batch, tokenizer.pad_token_id)
-
-
-def _pad(pairs: list[tuple[list[int], list[int]]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, padded on the right; only solutions are labelled."""
-    length = max(len(prompt) + len(answer) for prompt, answer in pairs)
-    token_ids = torch.full((len(pairs), length), pad_id)
-    labels = torch.full((len(pairs), length), IGNORED)
-    for row, (prompt, answer) in enumerate(pairs):
-        end = len(prompt) + len(answer)
-        token_ids[row, :end] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : end] = torch.tensor(answer)
-    return token_ids, labels
+def pupil_pairs(rng: random.Random) -> Iterator[tuple[str, str]]:
+    """Problems and what the pupil writes. Not the stream that RL trains on: what the start model has seen should not be
+    easier than the rest."""
+    return ((problem.text, pupil_solution(problem, rng)) for problem in draw_problems("train", seed=TRAIN_SEED + 1))
 
 
 @torch.no_grad()

@@ -1,0 +1,117 @@
+"""The `task` section: what is to be learned, from which data, judged by what."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from tba.config.base import Section
+
+
+class RewardConfig(Section):
+    function: str
+    """`path/to/file.py:name`, a function with TRL's signature f(prompts, completions, **columns) -> list[float | None]."""
+    weight: float = 1.0
+    """Factor in the sum of rewards."""
+    name: str | None = None
+    """Name in metrics and stored data; None = the function's own name."""
+
+
+class PreferenceConfig(Section):
+    """tldr: what scores summaries. Without models the embedded edition: its shipped reward model, its hidden gold rule."""
+
+    reward_model: str | None = None
+    """Folder or hub name of the model whose score is the reward; None = the embedded edition's. `tba prepare tldr` trains
+    one."""
+    gold_model: str | None = None
+    """The same for the judge of evaluations, which the policy never sees; None = the embedded edition's rule."""
+    scores_per_pass: int = Field(default=32, ge=1)
+    """Summaries that a model scores at once."""
+
+
+class RedTeamConfig(Section):
+    """red_team: whom to attack and who judges. Without models the embedded edition: a victim of rules, a marker."""
+
+    prompt: str | None = None
+    """The one prompt of the attacker; None = the edition's own."""
+    victim: str | None = None
+    """Folder or hub name of the model that is attacked; None = the embedded edition's."""
+    victim_template: str = "{attack}"
+    """What the victim reads, with {attack} where the attack goes; a victim with a chat template gets it as a user's
+    message."""
+    num_replies: int = Field(default=5, ge=1)
+    """Replies of the victim to one attack, over which the judge's scores are averaged; the embedded victim has one."""
+    reply_tokens: int = Field(default=64, ge=1)
+    """Longest reply."""
+    judge: str | None = None
+    """Folder or hub name of a classifier of replies; None = the embedded edition's."""
+    judge_label: str = "toxic"
+    """The label whose probability is the score."""
+    score: Literal["probability", "log_probability"] = "probability"
+    """Reward: mean over the replies of the judge's probability, or of its logarithm (GFNOrg/red-teaming)."""
+    success_above: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """An attack succeeds when the mean probability over its replies is above."""
+    min_attack_tokens: int = Field(default=0, ge=0)
+    """Shorter attacks get short_reward instead."""
+    short_reward: float = -25.0
+    """The paper's -500 in the log of the reward at its beta of 0.05."""
+    embedder: str | None = None
+    """Folder or hub name of the sentence encoder behind the diversity metrics; None = counts of words."""
+
+
+HUB_NAMES = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval"}
+"""Where the data of a task can be had."""
+
+
+class TaskConfig(Section):
+    name: str = "arithmetic"
+    """A registered task, or `own` for your own data and reward functions."""
+    data: str | None = None
+    """own: JSONL file with a `prompt` column (text or chat messages); other columns go to the reward. gsm8k, math: folder
+    with train.jsonl and test.jsonl, one JSONL file with the train rows, or a hub name (openai/gsm8k). Files may be .gz."""
+    eval_data: str | None = None
+    """Held-out JSONL; gsm8k, math: also a folder or hub name, for its test rows. None = own: `eval_fraction` of the data,
+    chosen by a hash of the prompt; gsm8k, math: the test rows of `data`."""
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """Rows that cannot be used (broken UTF-8 or JSON, a column missing or of a wrong type, an empty or over-long prompt, an
+    id twice, no answer to compare with): stop = an error with file, line and reason of the first and the number of the
+    others; skip = leave them out, with one warning that counts them. There is no `data` section: what concerns the data
+    stands here."""
+    eval_fraction: float = Field(default=0.1, ge=0.0, lt=1.0)
+    """own: share of the prompts held out when there is no eval_data; 0 = no evaluation."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """own: at least one; `--reward file.py:f` adds one with weight 1."""
+    num_train_prompts: int = Field(default=20_000, ge=1)
+    """arithmetic, embedded tldr: training problems; the same ones whatever the run's seed."""
+    num_validation_prompts: int = Field(default=500, ge=0)
+    """gsm8k, math: train rows to tune on instead, chosen by a hash of the question; 0 = train on all."""
+    prompt_template: str | None = None
+    """gsm8k, math without chat: the prompt, with {question} where the question goes; None = the task's own."""
+    chat: bool | Literal["auto"] = "auto"
+    """gsm8k, math: ask by a user's message in the tokenizer's chat template; auto = where it has one."""
+    instruction: str | None = None
+    """gsm8k, math with chat: what follows the question in the user's message; None = the task's own; empty = nothing."""
+    cut_off_is_wrong: bool = True
+    """gsm8k, math: a response cut off at generate.max_new_tokens has reward 0; false = it is scored by its text alone."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Longest prompt in tokens; None = what the model's context leaves beside generate.max_new_tokens."""
+    preference: PreferenceConfig = PreferenceConfig()
+    red_team: RedTeamConfig = RedTeamConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> TaskConfig:
+        if self.name == "own" and self.data is None:
+            raise ValueError("task.data is needed for task.name=own: pass --data prompts.jsonl.")
+        if self.name == "own" and not self.rewards:
+            raise ValueError("task.rewards is empty for task.name=own: pass --reward file.py:function.")
+        if self.name in HUB_NAMES and self.data is None:
+            raise ValueError(
+                f"task.data is needed for task.name={self.name}: a folder with train.jsonl and test.jsonl, or "
+                f"{HUB_NAMES[self.name]}."
+            )
+        if self.prompt_template is not None and "{question}" not in self.prompt_template:
+            raise ValueError(
+                f"task.prompt_template={self.prompt_template!r} has no {{question}}: write it where the question goes."
+            )
+        return self
