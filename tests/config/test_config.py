@@ -129,3 +129,24 @@ def test_warm_up_stable_decay_by_hand():
     schedule = Schedule(kind="wsd", start=1.0, end=0.0, steps=10, warmup_steps=2, decay_steps=2)
     values = [schedule.at(step, max_steps=10) for step in range(11)]
     assert values == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5, 0])
+
+
+def test_a_reciprocal_schedule_is_linear_in_1_over_its_value():
+    # 1 / value from 1 to 5 in 4 steps: 1, 2, 3, 4, 5
+    schedule = Schedule(kind="reciprocal", start=1.0, end=0.2, steps=4)
+    assert [schedule.at(step, max_steps=100) for step in (0, 1, 2, 4, 50)] == pytest.approx([1, 1 / 2, 1 / 3, 0.2, 0.2])
+    with pytest.raises(ValueError, match="reciprocal schedule needs start and end above 0"):
+        Schedule(kind="reciprocal", start=1.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["search.explore.reference_share=0.01"], "of the 8 responses of a visit is 0"),
+        (["search.explore.reference_share=0.99"], "of the 8 responses of a visit is 8"),
+        (["search.explore.reference_share=0.25", "replay.lag=drop"], "the reference's responses are as old as it is"),
+    ],
+)
+def test_a_reference_share_must_leave_both_something_to_say(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config(None, overrides)

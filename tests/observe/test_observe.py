@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tba.observe.closing import text_plot
+from tba.observe.closing import Curve, shown, text_plot
 from tba.observe.files import RunFolder, write_json
 from tba.observe.metrics import metric, reduce_metrics
 from tba.observe.sinks import JsonlSink, Sinks
@@ -74,7 +74,13 @@ def test_a_folder_that_is_no_run_is_never_replaced(tmp_path):
 
 
 def test_the_text_plot_has_its_first_point_low_and_its_last_high():
-    lines = text_plot([(0, 0.1), (50, 0.3), (100, 0.5)]).splitlines()
+    lines = text_plot(Curve("accuracy", [(0, 0.1), (50, 0.3), (100, 0.5)])).splitlines()
     assert lines[0].strip().startswith("50.0%")
     assert lines[0].endswith("*")
     assert lines[9].strip().startswith("10.0% |*")
+
+
+def test_shares_are_shown_in_percent_and_the_rest_as_numbers():
+    assert shown("win_rate_greedy", 0.625) == "62.5%"
+    assert shown("pass@8", 0.5) == "50.0%"
+    assert shown("kl", 3.14159) == "3.14"

@@ -44,9 +44,18 @@ def test_shards_are_disjoint_and_cover_everything():
     assert set(shards[1]) == {"p1", "p4", "p7"}
 
 
-def test_a_shard_without_prompts_is_refused():
-    with pytest.raises(ValueError, match="searcher 10 of 11 has no prompts: there are only 10"):
-        stream(shard=10, num_shards=11)
+def test_shards_beyond_the_prompts_share_them_without_sharing_randomness():
+    """Shards 0 and 10 of 11 both visit p0, with 4 samples a visit: 0-3, 8-11, ... and 4-7, 12-15, ..."""
+    first, last = (stream(shard=shard, num_shards=11).take(2) for shard in (0, 10))
+    assert ids(first) == ids(last) == ["p0", "p0"]
+    assert [request.first_sample for request in first] == [0, 8]
+    assert [request.first_sample for request in last] == [4, 12]
+    assert [request.first_sample for request in stream(shard=1, num_shards=11).take(2)] == [0, 4]
+
+
+def test_no_prompts_are_refused():
+    with pytest.raises(ValueError, match="no prompts"):
+        PromptStream([], samples_per_prompt=4, seed=0)
 
 
 def test_sample_indices_of_later_visits_follow_on():

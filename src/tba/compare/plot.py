@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,26 @@ KL_NOISE = 1e-5
 
 def save_plot(results: Results, path: Path) -> None:
     """Write the PNG in one move."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display needed
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(12, 5.2), layout="constrained")
+    with new_figure(path, width=12) as figure:
         by_column, by_kl = figure.subplots(1, 2, sharey=True)
         _draw_columns(by_column, results)
         _draw_kl(by_kl, results)
         handles, labels = by_column.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)
         figure.suptitle(f"{results.study.name}: mean ± standard error over {seeds_text(results)}")
+
+
+@contextmanager
+def new_figure(path: Path, *, width: float) -> Iterator[Any]:
+    """A figure to draw on, written as PNG in one move at the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(width, 5.2), layout="constrained")
+        yield figure
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         figure.savefig(temporary, dpi=150, format="png")
         os.replace(temporary, path)
@@ -47,7 +55,7 @@ def _draw_columns(axes: Any, results: Results) -> None:
         points = [(x, cell) for x, cell in found if cell.metric.mean is not None]
         cells = [cell for _, cell in points]
         axes.errorbar(
-            [x for x, _ in points], _means(cells, scale), yerr=_errors(cells, scale), label=row, **_style(index, "-")
+            [x for x, _ in points], _means(cells, scale), yerr=_errors(cells, scale), label=row, **style(index, "-")
         )
     axes.set_xticks(range(len(columns)), columns)
     axes.set(xlabel="column", ylabel=metric_title(results))
@@ -64,7 +72,7 @@ def _draw_kl(axes: Any, results: Results) -> None:
                 continue
             all_kl.append(kl.mean)
             axes.errorbar(
-                [kl.mean], _means([cell], scale), xerr=[kl.error or 0.0], yerr=_errors([cell], scale), **_style(index)
+                [kl.mean], _means([cell], scale), xerr=[kl.error or 0.0], yerr=_errors([cell], scale), **style(index)
             )
             point = (kl.mean, scale * cell.metric.mean)
             axes.annotate(column, point, xytext=(5, 4), textcoords="offset points", fontsize=8, alpha=0.8)
@@ -84,7 +92,7 @@ def _scale_kl(axes: Any, all_kl: Sequence[float]) -> None:
         axes.set_xticks([0.0, *(10.0**decade for decade in range(low, high + 1))])
 
 
-def _style(index: int, line: str = "none") -> dict[str, Any]:
+def style(index: int, line: str = "none") -> dict[str, Any]:
     marker = MARKERS[index % len(MARKERS)]
     return {"color": f"C{index % 10}", "marker": marker, "markersize": 6, "capsize": 3, "linestyle": line}
 

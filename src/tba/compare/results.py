@@ -38,10 +38,16 @@ class CellResult:
     """The metric by seed, of finished runs."""
     failures: Mapping[int, str]
     measures: Mapping[str, Estimate]
+    finals: Mapping[int, Mapping[str, float]]
+    """All metrics of the last evaluation, by seed."""
 
     @property
     def metric(self) -> Estimate:
         return estimate(self.values.values())
+
+    def final(self, name: str) -> Estimate:
+        """Of any metric of the last evaluation."""
+        return estimate(metrics.get(name) for metrics in self.finals.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +127,7 @@ def _cell_json(cell: CellResult) -> dict[str, Any]:
         "values": {str(seed): value for seed, value in cell.values.items()},
         "mean": cell.metric.mean,
         "standard_error": cell.metric.error,
+        "final": {str(seed): dict(metrics) for seed, metrics in cell.finals.items()},
         **{name: {"mean": e.mean, "standard_error": e.error} for name, e in cell.measures.items()},
     }
 
@@ -133,6 +140,7 @@ def _cell_result(cells: Sequence[Cell], metric: str, measures: bool) -> CellResu
         values={cell.seed: read_metric(cell, metric) for cell in done},
         failures={cell.seed: (read_record(cell) or {})["error"] for cell in cells if states[cell.seed] == "failed"},
         measures={name: estimate(run[name] for run in measured) for name in MEASURES},
+        finals={cell.seed: read_summary(cell)["final"] for cell in done},
     )
 
 

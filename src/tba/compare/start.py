@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tba.compare.host import commit_hash, cpu_count
+from tba.compare.pareto import save_pareto
 from tba.compare.plan import Plan, make_plan
 from tba.compare.plot import save_plot
 from tba.compare.records import state_of
@@ -31,7 +32,7 @@ def compare(
     wait_seconds: float = WAIT_SECONDS,
 ) -> Results:
     """Do the runs that are not done yet, together with other processes that do the same; write results.json, results.md
-    and plot.png into the study's folder."""
+    and plot.png (and pareto.png, where the study asks for it) into the study's folder."""
     from tba.launch.defaults import with_objective_defaults  # torch loads only when it is needed
 
     plan = make_plan(load_study(path, quick=quick), output, check=with_objective_defaults)
@@ -70,13 +71,16 @@ def save_results(plan: Plan, results: Results, *, command: str) -> None:
     text = as_markdown(results, command=command, commit=commit_hash(), cpu_count=cpu_count())
     write_atomic(plan.root / "results.md", text)
     save_plot(results, plan.root / "plot.png")
+    if plan.study.pareto is not None:
+        save_pareto(results, plan.study.pareto, plan.root / "pareto.png")
 
 
 def show_results(plan: Plan, results: Results) -> None:
     console = Console()
     for title, grid in tables_of(results, measures=False):
         console.print(Text(title), rich_table(grid), sep="\n")
-    console.print(Text(f"{plan.root}/results.md, results.json, plot.png"), soft_wrap=True)
+    written = ["results.md", "results.json", "plot.png", *(["pareto.png"] if plan.study.pareto is not None else [])]
+    console.print(Text(f"{plan.root}/{', '.join(written)}"), soft_wrap=True)
 
 
 def command_of(path: Path, *, output: Path, quick: bool) -> str:

@@ -19,7 +19,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -67,6 +67,16 @@ class Quick(Section):
     """Win over those of base, rows, columns and tune."""
 
 
+class Pareto(Section):
+    """A picture of two metrics that pull against each other: Pareto(x="kl", y="win_rate")"""
+
+    x: str
+    """Keys of the summary's `final`."""
+    y: str
+    """More is better."""
+    x_better: Literal["less", "more"] = "less"
+
+
 class Study(Section):
     """A whole study. `tba compare STUDY.yaml --list` shows its runs."""
 
@@ -79,6 +89,10 @@ class Study(Section):
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
     metric: str = "accuracy"
     """Key of the summary's `final`; more is better."""
+    also: tuple[str, ...] = ()
+    """Further keys of `final`: a table each."""
+    pareto: Pareto | None = None
+    """Draws pareto.png: a point per run, means with error bars, the frontier."""
     tune: Tune | None = None
     quick: Quick | None = None
 

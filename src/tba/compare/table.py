@@ -8,9 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tba.compare.results import CellResult, Estimate, Results
+from tba.observe.closing import SHARES
 
-PERCENT = ("accuracy", "win_rate", "success")
-"""Metrics that are shares, shown times 100."""
 TITLES = {
     "seconds": "Seconds of training",
     "responses_generated": "Responses generated",
@@ -28,11 +27,19 @@ Grid = list[list[str]]
 def scale_of(results: Results) -> float:
     """100 for shares, else 1."""
     values = [value for cell in results.cells.values() for value in cell.values.values()]
-    return 100.0 if results.study.metric in PERCENT and all(0.0 <= value <= 1.0 for value in values) else 1.0
+    return scale_for(results.study.metric) if all(0.0 <= value <= 1.0 for value in values) else 1.0
+
+
+def scale_for(metric: str) -> float:
+    return 100.0 if metric.startswith(SHARES) else 1.0
 
 
 def metric_title(results: Results) -> str:
-    return results.study.metric + (", %" if scale_of(results) == 100.0 else "")
+    return titled(results.study.metric, scale_of(results))
+
+
+def titled(metric: str, scale: float) -> str:
+    return metric + (", %" if scale == 100.0 else "")
 
 
 def metric_text(cell: CellResult, *, num_seeds: int, scale: float) -> str:
@@ -57,6 +64,11 @@ def metric_grid(results: Results) -> Grid:
 
 def measure_grid(results: Results, name: str) -> Grid:
     return _grid(results, lambda cell: estimate_text(cell.measures[name]))
+
+
+def final_grid(results: Results, name: str) -> Grid:
+    scale = scale_for(name)
+    return _grid(results, lambda cell: estimate_text(cell.final(name), scale=scale))
 
 
 def tuning_grid(results: Results) -> Grid:
@@ -92,6 +104,7 @@ def rich_table(grid: Grid) -> Table:
 def tables_of(results: Results, *, measures: bool) -> list[tuple[str, Grid]]:
     """(title, grid) of what there is to report, the metric first; `measures` adds all that was measured besides."""
     tables = [(f"{metric_title(results)}: mean ± standard error over {seeds_text(results)}", metric_grid(results))]
+    tables += [(titled(name, scale_for(name)), final_grid(results, name)) for name in results.study.also]
     tables += [(title, measure_grid(results, name)) for name, title in TITLES.items() if measures]
     if results.tuning:
         tables.append((f"Tuned: mean {metric_title(results)} over the tuning columns", tuning_grid(results)))

@@ -13,8 +13,9 @@ from tba.config.base import Section
 class Schedule(Section):
     """A number that changes with the step. A bare number in YAML is a constant: `beta: 0.05`."""
 
-    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """constant; linear or cosine from `start` to `end` over `steps`; wsd = warm-up, stable, then cosine decay to `end`."""
+    kind: Literal["constant", "linear", "reciprocal", "cosine", "wsd"] = "constant"
+    """constant; linear or cosine from `start` to `end` over `steps`; reciprocal = 1 / value is linear, so that the weight
+    1 / beta of the reward grows evenly; wsd = warm-up, stable, then cosine decay to `end`."""
     start: float
     """Value at the first step after warm-up."""
     end: float | None = None
@@ -42,6 +43,10 @@ class Schedule(Section):
             raise ValueError(
                 f"a constant schedule has end={self.end} unlike start={self.start}: set kind to linear, cosine or wsd."
             )
+        if self.kind == "reciprocal" and not (self.start > 0 and (self.end or 0) > 0):
+            raise ValueError(
+                f"a reciprocal schedule needs start and end above 0, got start={self.start}, end={self.end}."
+            )
         if self.steps is not None and self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} leaves nothing of steps={self.steps}: make it smaller.")
         return self
@@ -58,5 +63,7 @@ class Schedule(Section):
         if self.kind == "wsd":
             first = max(first, total - (self.decay_steps or max(1, total // 5)))
         done = min(1.0, max(0.0, (step - first) / max(1, total - first)))
+        if self.kind == "reciprocal":
+            return 1.0 / (1.0 / self.start + (1.0 / end - 1.0 / self.start) * done)
         fraction = done if self.kind == "linear" else 0.5 * (1.0 - math.cos(math.pi * done))
         return self.start + (end - self.start) * fraction

@@ -77,6 +77,9 @@ class ExploreConfig(Section):
     """Range of the sampling temperature of an exploring visit."""
     top_p: tuple[float, float] = (1.0, 1.0)
     """Range of its top-p."""
+    reference_share: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the responses of every visit that the reference (the frozen start model, unless it is reset) generates:
+    what the policy has given up is still found. They count as responses of the reference's version."""
 
     @model_validator(mode="after")
     def _check(self) -> ExploreConfig:
@@ -114,10 +117,18 @@ class ReplayConfig(Section):
     """Trajectories of one prompt; the oldest go first."""
     on_policy_probability: float = Field(default=0.95, ge=0.0, le=1.0)
     """m: share of prompt slots drawn from the fresh set; the rest come from all that is stored."""
+    mix: Literal["prompts", "responses"] = "prompts"
+    """What m is a share of: whole prompts of a batch (the paper), or the responses of each prompt, for tasks of one or few
+    prompts, where a batch should hold fresh and old responses side by side."""
     fresh_steps: int | None = Field(default=None, ge=1)
     """Groups received in the last so many optimizer steps are fresh; None = 2 * train.publish_every."""
     inverse_temperature: float = Field(default=0.0, ge=0.0)
     """Old responses are drawn with probability ~ exp(inverse_temperature * reward); 0 = uniform."""
+    importance_weighted: bool = False
+    """Old responses are also drawn ~ reference / behaviour probability when they were generated (within exp(-12) and
+    exp(0.5)): what the policy says too often does not fill the draw, and rare finds come back."""
+    uniform_share: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of the old responses (mix=prompts: of the old prompt slots) that is drawn uniformly all the same."""
     deduplicate: bool | None = None
     """The newer of two responses with the same tokens wins. None = the objective's: yes for trajectory balance, no for
     policy gradients, whose estimates need the multiplicities. Sync and fixed-lag modes keep both."""
@@ -138,7 +149,7 @@ class ReplayConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """Keys beside these two are the chosen objective's own settings; its class in `tba.objectives` declares them."""
+    """Keys beside these are the chosen objective's own settings; its class in `tba.objectives` declares them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -146,6 +157,11 @@ class ObjectiveConfig(Section):
     """tb, tb_learned_z, tba_prime, kimi, reinforce, rloo, proximal_rloo, grpo, dr_grpo, ppo, vineppo or online_dpo."""
     beta: Schedule | None = None
     """Weight of the reference: TB's target is pi_ref * exp(r / beta), others subtract beta * KL; None = the objective's."""
+    reference_weight: Schedule | None = None
+    """Trajectory balance only: factor w of log pi_ref in the log of the target (1 / gamma of GFNOrg/red-teaming); None = 1.
+    Below 1 the target is broader than the reference."""
+    target_temperature: Schedule | None = None
+    """Trajectory balance only: tau, by which the log of the target, w log pi_ref + r / beta, is divided; None = 1."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -307,6 +323,11 @@ class Config(Section):
         return math.ceil(self.search.samples_multiplier * self.train.samples_per_prompt)
 
     @property
+    def reference_samples_per_prompt(self) -> int:
+        """Of these, how many the reference generates."""
+        return round(self.search.explore.reference_share * self.samples_generated_per_prompt)
+
+    @property
     def fresh_steps(self) -> int:
         """replay.fresh_steps, or twice the publication interval; 1 where the roles take turns: only what was generated for
         this step is sampled."""
@@ -322,6 +343,14 @@ class Config(Section):
     def beta_at(self, step: int) -> float:
         assert self.objective.beta is not None, "filled in by tba.launch.defaults"
         return self.objective.beta.at(step, max_steps=self.train.max_steps)
+
+    def reference_weight_at(self, step: int) -> float:
+        weight = self.objective.reference_weight
+        return 1.0 if weight is None else weight.at(step, max_steps=self.train.max_steps)
+
+    def target_temperature_at(self, step: int) -> float:
+        temperature = self.objective.target_temperature
+        return 1.0 if temperature is None else temperature.at(step, max_steps=self.train.max_steps)
 
     def learning_rate_at(self, step: int) -> float:
         assert self.train.learning_rate is not None, "filled in by tba.launch.defaults"
@@ -364,6 +393,17 @@ class Config(Section):
             raise ValueError(
                 f"replay.capacity_per_prompt={self.replay.capacity_per_prompt} cannot hold one visit's "
                 f"{self.samples_generated_per_prompt} responses: raise it."
+            )
+        share, samples = self.search.explore.reference_share, self.samples_generated_per_prompt
+        if share > 0 and not 0 < self.reference_samples_per_prompt < samples:
+            raise ValueError(
+                f"search.explore.reference_share={share:g} of the {samples} responses of a visit is "
+                f"{self.reference_samples_per_prompt}: choose it so that both the reference and the policy generate some."
+            )
+        if share > 0 and self.replay.lag != "keep":
+            raise ValueError(
+                f"search.explore.reference_share={share:g} with replay.lag={self.replay.lag}: the reference's responses "
+                "are as old as it is. Use replay.lag=keep."
             )
         if self.generate.min_new_tokens > self.generate.max_new_tokens:
             raise ValueError(

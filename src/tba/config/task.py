@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -58,6 +58,14 @@ class RedTeamConfig(Section):
     """The paper's -500 in the log of the reward at its beta of 0.05."""
     embedder: str | None = None
     """Folder or hub name of the sentence encoder behind the diversity metrics; None = counts of words."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RedTeamConfig:
+        if "{attack}" not in self.victim_template:
+            raise ValueError(
+                f"task.red_team.victim_template={self.victim_template!r} has no {{attack}}: write it where the attack goes."
+            )
+        return self
 
 
 HUB_NAMES = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval"}

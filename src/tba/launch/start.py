@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tba.config import Config, ModelConfig, dump_config, load_config
-from tba.evaluate.run import make_evaluator
+from tba.evaluate.make import make_evaluator
 from tba.launch.asynchronous import AsyncRun
 from tba.launch.defaults import with_defaults, with_objective_defaults
 from tba.launch.imports import import_groups
 from tba.launch.inputs import RewardFunctions, RunInputs, load_inputs
 from tba.launch.synchronous import SyncRun
-from tba.models.load import load_model
+from tba.models.load import LoadedModel, load_model
 from tba.models.lora import base_of, is_adapter
 from tba.observe.closing import show_summary
 from tba.observe.files import RunFolder, write_atomic
@@ -79,8 +80,10 @@ def merge_adapter(target: str, output: Path) -> dict[str, str]:
 def evaluate_model(target: str, overrides: Sequence[str]) -> dict[str, float]:
     """Evaluate a run's newest checkpoint with the run's own settings, or any model with the defaults."""
     folder = RunFolder(Path(target))
+    start: Callable[[], LoadedModel] | None = None
     if folder.config.is_file():
         config = load_config(folder.config, [*overrides, f"model.path={folder.newest_checkpoint()}"])
+        start = partial(load_model, load_config(folder.config, overrides).model)
     else:
         config = load_config(None, [*overrides, f"model.path={target}"])
     torch.set_num_threads(config.runtime.threads)
@@ -89,7 +92,7 @@ def evaluate_model(target: str, overrides: Sequence[str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as logs:
         rewards = make_rewards(inputs.task, config, log=Path(logs) / "rewards.log")
         try:
-            evaluator = make_evaluator(config, inputs.loaded, inputs.task, rewards)
+            evaluator = make_evaluator(config, inputs.loaded, inputs.task, rewards, start=start)
             return evaluator(make_search_engine(config, inputs.loaded))
         finally:
             rewards.close()

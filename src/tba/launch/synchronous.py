@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tba.config import Config
-from tba.evaluate.run import Evaluator, make_evaluator
+from tba.evaluate.base import Evaluator
+from tba.evaluate.make import make_evaluator
 from tba.generate.engine import Engine
 from tba.launch.inputs import RunInputs
 from tba.launch.interrupt import Interrupt
@@ -15,7 +16,13 @@ from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder
 from tba.runtime.channels import LaggedWeights, LocalGroups, LocalWeights
 from tba.search.loop import Searcher
-from tba.search.make import make_search_engine, make_searcher, make_step_values
+from tba.search.make import (
+    make_reference_engine,
+    make_reference_samples,
+    make_search_engine,
+    make_searcher,
+    make_step_values,
+)
 from tba.search.scoring import group_texts
 from tba.tasks.rewards import make_rewards
 from tba.train.loop import Trainer
@@ -42,6 +49,7 @@ class SyncRun:
         """Build both roles around one model; engine and reference copy its weights as they are now."""
         loaded, task = inputs.loaded, inputs.task
         engine = make_search_engine(config, loaded)
+        reference_engine = make_reference_engine(config, loaded)
         lags = config.mode == "fixed_lag"
         evaluation_engine = make_search_engine(config, loaded) if lags else engine
         adapt(loaded, config.model, seed=config.seed)
@@ -51,7 +59,14 @@ class SyncRun:
             config, loaded, task, log=folder.logs / "rewards-values.log", functions=inputs.functions
         )
         searcher = make_searcher(
-            config, loaded, task, engine=engine, rewards=rewards, sender=groups, step_values=step_values
+            config,
+            loaded,
+            task,
+            engine=engine,
+            rewards=rewards,
+            sender=groups,
+            step_values=step_values,
+            reference_samples=make_reference_samples(config, reference_engine),
         )
         recorder = Recorder(config, folder, decode=lambda group: group_texts(loaded.tokenizer, group))
         trainer = make_trainer(
@@ -61,7 +76,7 @@ class SyncRun:
             groups,
             LaggedWeights(engine.load, lag=config.lag_steps) if lags else LocalWeights(engine.load),
             recorder,
-            reference_publisher=LocalWeights(searcher.scorer.load_reference),
+            reference_publisher=LocalWeights(searcher.load_reference),
             cursors=lambda: [searcher.prompts.cursor],
         )
         return cls(

@@ -111,6 +111,8 @@ class Decoder:
         self.activation = ACTIVATIONS[spec.activation]
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
+        # As in transformers, the factor is rounded to the dtype of the matrix first.
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype, device=self.device)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy named tensors of a transformers state dict over the weights, in place."""
@@ -143,8 +145,7 @@ class Decoder:
     def _embed(self, ids_N: Tensor, positions_N: Tensor) -> Tensor:
         x = F.embedding(ids_N, self.weights.embedding)
         if self.spec.embedding_scale != 1.0:
-            # As in transformers, the factor is rounded to the dtype of the matrix first.
-            x = x * torch.tensor(self.spec.embedding_scale, dtype=self.dtype, device=self.device)
+            x = x * self._embedding_scale
         if self.weights.positions is not None:
             x = x + F.embedding(positions_N, self.weights.positions)
         return x.float()

@@ -8,23 +8,40 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tba.models.decoder import DecoderSpec
+
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All but cuDNN's, which plans a tenth of a second for every new shape: prompts have many."""
 
 
 def attention(spec: DecoderSpec, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """query [B, H, T, D], key and value [B, K, L, D], mask added to the scores or None = causal -> [B, H, T, D]."""
-    scale, gqa = spec.query_scales[layer], spec.group > 1
+    scale = spec.query_scales[layer]
     if spec.attention_cap is None:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
-        )
+        return _fused_attention(query, key, value, mask, scale=scale, group=spec.group)
     if mask is None:
         mask = additive(torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril())
     key, value = key.repeat_interleave(spec.group, dim=1), value.repeat_interleave(spec.group, dim=1)
     scores = torch.matmul(query, key.transpose(-1, -2)) * scale
     scores = torch.tanh(scores / spec.attention_cap) * spec.attention_cap
     return torch.matmul((scores + mask).softmax(dim=-1), value)
+
+
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float, group: int
+) -> Tensor:
+    if not query.is_cuda:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=group > 1
+        )
+    if mask is not None and group > 1:  # no kernel on CUDA takes both a mask and grouped heads, but cuDNN's
+        key, value, group = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1), 1
+    with sdpa_kernel(WITHOUT_PLANS):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=group > 1
+        )
 
 
 def additive(seen: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

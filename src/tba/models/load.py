@@ -14,7 +14,11 @@ from transformers.utils.logging import disable_progress_bar
 from tba.config import ConfigError, ModelConfig
 from tba.models.lora import add_lora, base_of, is_adapter, with_adapter
 
-SHIPPED = {"tba:arithmetic": "tasks/arithmetic_start"}
+SHIPPED = {
+    "tba:arithmetic": "tasks/arithmetic_start",
+    "tba:tldr": "tasks/preference/start_model",
+    "tba:red_team": "tasks/red_team/start_model",
+}
 """Models inside the package, by the name used for model.path."""
 
 

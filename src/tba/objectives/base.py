@@ -36,6 +36,8 @@ class Needs:
     """Responses are taken for samples of the policy itself: no exploration, no truncation of the distribution."""
     critic: bool = False
     """values_N."""
+    target: bool = False
+    """Its target is a distribution, which objective.reference_weight and target_temperature can shape."""
     log_z: bool = False
     """log_z_P."""
     step_values: bool = False

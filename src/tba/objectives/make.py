@@ -39,7 +39,11 @@ def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
     name, replay, train, generate = config.objective.name, config.replay, config.train, config.generate
     first, last = _ends(config.objective.beta or Schedule(start=default_beta))
     truncates = generate.top_p < 1 or generate.top_k > 0 or generate.min_new_tokens > 0
-    explores = config.search.explore.probability > 0 or truncates
+    explore = config.search.explore
+    explores = explore.probability > 0 or explore.reference_share > 0 or truncates
+    shaped = [
+        name for name in ("reference_weight", "target_temperature") if getattr(config.objective, name) is not None
+    ]
     checks = [
         (
             needs.positive_beta and min(first, last) <= 0,
@@ -68,6 +72,16 @@ def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
             needs.own_samples and explores,
             f"{name} takes every response for a sample of the policy itself, so search.explore, generate.top_p, "
             "generate.top_k and generate.min_new_tokens must be off: use proximal_rloo, whose ratio accounts for it, or tb.",
+        ),
+        (
+            not needs.target and bool(shaped),
+            f"objective.{' and objective.'.join(shaped)} cannot be used with {name}, which has no target distribution: use "
+            "tb, tb_learned_z or kimi.",
+        ),
+        *(
+            (min(_ends(getattr(config.objective, key))) <= 0, f"objective.{key} must stay above 0.")
+            for key in shaped
+            if key == "target_temperature"
         ),
         (
             bool(config.reference.reset_every) and max(first, last) <= 0,

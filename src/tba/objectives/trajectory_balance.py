@@ -63,7 +63,7 @@ class TrajectoryBalance(Objective):
     clip."""
 
     coupling: ClassVar[Coupling] = "group"
-    needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, group=True)
+    needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True, group=True)
     default_beta: ClassVar[float] = 0.05
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
@@ -81,7 +81,7 @@ class LearnedLogZ(Objective):
     """Of the head; log Z is in the tens to hundreds of nats, so it moves faster than the policy."""
 
     coupling: ClassVar[Coupling] = "response"
-    needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, log_z=True)
+    needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True, log_z=True)
     default_beta: ClassVar[float] = 0.05
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
@@ -93,7 +93,7 @@ class Kimi(Objective):
     """`kimi`: log Z_i = mean_j r_ij / beta (Kimi k1.5, arXiv 2501.12599): no mean log-ratio in the control variate."""
 
     coupling: ClassVar[Coupling] = "response"
-    needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, group=True)
+    needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True, group=True)
     default_beta: ClassVar[float] = 0.05
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,31 @@ from rich.console import Console
 from rich.table import Table
 
 PLOT_WIDTH, PLOT_HEIGHT = 60, 10
+SHARES = ("accuracy", "pass@", "avg@", "win_rate", "success", "cut_off", "distinct")
+"""What metrics that are shares begin with."""
 
 
-def show_summary(summary: Mapping[str, Any], curve: Sequence[tuple[int, float]], folder: Path) -> None:
-    """Print the closing words of a run; `curve` has (step, accuracy) points."""
+@dataclass(frozen=True)
+class Curve:
+    """An evaluation metric over steps: Curve("accuracy", [(0, 0.37), (50, 0.61)])"""
+
+    name: str
+    points: Sequence[tuple[int, float]]
+
+
+def shown(name: str, value: float) -> str:
+    """A metric's value for reading: shares in percent."""
+    return f"{value:.1%}" if name.startswith(SHARES) else f"{value:.3g}"
+
+
+def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path) -> None:
+    """Print the closing words of a run."""
     console = Console()
     table = Table(title=f"{summary['task']}, {summary['objective']}, seed {summary['seed']}", title_justify="left")
     for column in ("", "before", "after"):
         table.add_column(column)
     for name, after in summary["final"].items():
-        table.add_row(name, f"{summary['start'].get(name, float('nan')):.1%}", f"{after:.1%}")
+        table.add_row(name, shown(name, summary["start"].get(name, float("nan"))), shown(name, after))
     console.print(table)
     console.print(
         f"{summary['steps']} steps in {summary['seconds']:.0f} s; {summary['responses_trained']} responses trained of "
@@ -30,33 +46,35 @@ def show_summary(summary: Mapping[str, Any], curve: Sequence[tuple[int, float]],
         console.print(
             f"step {summary['collapse']['step']}: {summary['collapse']['words']}", style="bold red", markup=False
         )
-    if len(curve) > 2:
+    if len(curve.points) > 2:
         console.print(text_plot(curve), highlight=False)
-        save_plot(curve, folder / "accuracy.png", title=f"{summary['task']}: greedy accuracy")
+        save_plot(curve, folder / f"{curve.name}.png", title=f"{summary['task']}: {curve.name}")
     console.print(f"run folder: {folder}", highlight=False)
 
 
-def text_plot(curve: Sequence[tuple[int, float]]) -> str:
-    """The curve in characters, step to the right, accuracy upwards."""
-    last = max(step for step, _ in curve) or 1
-    low, high = min(value for _, value in curve), max(value for _, value in curve)
+def text_plot(curve: Curve) -> str:
+    """The curve in characters, step to the right, the metric upwards."""
+    last = max(step for step, _ in curve.points) or 1
+    low, high = min(value for _, value in curve.points), max(value for _, value in curve.points)
     grid = [[" "] * PLOT_WIDTH for _ in range(PLOT_HEIGHT)]
-    for step, value in curve:
+    for step, value in curve.points:
         column = round((PLOT_WIDTH - 1) * step / last)
         row = round((PLOT_HEIGHT - 1) * (value - low) / max(high - low, 1e-9))
         grid[PLOT_HEIGHT - 1 - row][column] = "*"
-    labels = [f"{high:7.1%} |", *["        |"] * (PLOT_HEIGHT - 2), f"{low:7.1%} |"]
+    top, bottom = (f"{shown(curve.name, value):>7} |" for value in (high, low))
+    labels = [top, *["        |"] * (PLOT_HEIGHT - 2), bottom]
     lines = [label + "".join(row) for label, row in zip(labels, grid)]
     return "\n".join([*lines, "        +" + "-" * PLOT_WIDTH, f"         0{'steps ':>{PLOT_WIDTH - 8}}{last:>6}"])
 
 
-def save_plot(curve: Sequence[tuple[int, float]], path: Path, *, title: str) -> None:
+def save_plot(curve: Curve, path: Path, *, title: str) -> None:
     from matplotlib.figure import Figure  # slow to import, needed once, at the end
 
     figure = Figure(figsize=(6, 3.5))
     axes = figure.subplots()
-    axes.plot([step for step, _ in curve], [value for _, value in curve], marker="o", markersize=3)
-    axes.set(xlabel="optimizer steps", ylabel="accuracy", title=title)
+    steps, values = zip(*curve.points)
+    axes.plot(steps, values, marker="o", markersize=3)
+    axes.set(xlabel="optimizer steps", ylabel=curve.name, title=title)
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""The live display: accuracy, reward, lag, speed, and who waits for whom."""
+"""The live display: evaluations, reward, lag, speed, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from tba.config import Config
+from tba.observe.closing import shown
 
 REFRESH_PER_SECOND = 4
 LINE_SECONDS = 10.0
@@ -83,7 +84,7 @@ class Progress:
     def _table(self) -> Table:
         table = Table(title=f"tba {self._config.run_name}", title_justify="left", show_header=False, min_width=60)
         table.add_row("step", f"{self._step} / {self._config.train.max_steps}")
-        table.add_row("accuracy", self._accuracy())
+        table.add_row(*self._headline())
         for name, figure in self._figures():
             table.add_row(name, figure)
         if self._metrics.get("guard/alarm"):
@@ -94,6 +95,9 @@ class Progress:
             )
         return table
 
-    def _accuracy(self) -> str:
-        found = [(step, metrics["accuracy"]) for step, metrics in self._evaluations if "accuracy" in metrics]
-        return "  ".join(f"{value:.1%} (step {step})" for step, value in [*found[:1], *found[1:][-3:]]) or "..."
+    def _headline(self) -> tuple[str, str]:
+        """The evaluations' first metric, at the start and in the last three."""
+        name = next(iter(self._evaluations[0][1]), "evaluation") if self._evaluations else "evaluation"
+        found = [(step, metrics[name]) for step, metrics in self._evaluations if name in metrics]
+        words = [f"{shown(name, value)} (step {step})" for step, value in [*found[:1], *found[1:][-3:]]]
+        return name, "  ".join(words) or "..."

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tba.config import Config
+from tba.observe.closing import Curve
 from tba.observe.files import RunFolder, write_json
 from tba.observe.progress import Progress, RoleStatus
 from tba.observe.samples import SampleLog
@@ -103,9 +104,10 @@ class Recorder:
             "collapse": None if self.collapse is None else dict(self.collapse),
         }
 
-    def curve(self, name: str = "accuracy") -> list[tuple[int, float]]:
-        """(step, value) of an evaluation metric."""
-        return [(step, metrics[name]) for step, metrics in self.evaluations if name in metrics]
+    def curve(self) -> Curve:
+        """Of the evaluations' first metric."""
+        name = next(iter(self.evaluations[0][1]), "") if self.evaluations else ""
+        return Curve(name, [(step, metrics[name]) for step, metrics in self.evaluations if name in metrics])
 
     def finish(self) -> dict[str, Any]:
         """Write summary.json and close everything."""

@@ -76,11 +76,17 @@ class ReplayBuffer:
         self._decks: dict[int, PromptDecks] = {}
         """By reference version: a batch never mixes them."""
         self._next_shelf = 0
-        inverse_temperature = self.config.inverse_temperature
+        config, table = self.config, self._table
         self._selector: Selector = UniformSelector()
-        if inverse_temperature > 0:
-            self._selector = SoftmaxSelector(inverse_temperature, self._table.score)
-        self._mixed = MixedSelector(self.config.on_policy_probability, self._selector)
+        if config.inverse_temperature > 0 or config.importance_weighted:
+            importance = table.log_importance if config.importance_weighted else None
+            self._selector = SoftmaxSelector(config.inverse_temperature, table.score, importance)
+        self._mixed = MixedSelector(
+            config.on_policy_probability,
+            self._selector,
+            uniform_share=config.uniform_share,
+            by_response=config.mix == "responses",
+        )
 
     def __len__(self) -> int:
         """Stored responses."""
@@ -288,6 +294,8 @@ class ReplayBuffer:
         table.truncated[rows] = packed.truncated
         table.rewards[rows] = packed.rewards
         table.score[rows] = combine_rewards(packed.rewards, self._reward_weights)
+        if self.config.importance_weighted:
+            table.log_importance[rows] = packed.log_importance()
         table.received[rows] = step
         table.times_sampled[rows] = 0
 

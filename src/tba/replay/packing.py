@@ -16,6 +16,9 @@ from tba.replay.shelf import Shelf
 from tba.types import Batch, Totals, Trajectory, TrajectoryGroup
 
 LARGEST_SCORE = float(np.finfo(np.float32).max)
+LOG_IMPORTANCE = (-12.0, 0.5)
+"""Range of the log of reference / behaviour probability: a response that the policy hardly ever says must not be drawn
+again and again, one that it says too often still now and then."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,6 +43,14 @@ class PackedGroup:
         ids = np.ascontiguousarray(self.records[:, ID])
         ends = np.cumsum(self.lengths).tolist()
         return [ids[start:end] for start, end in zip([0, *ends], ends)]
+
+    def log_importance(self) -> np.ndarray:
+        """float32 [R]: clipped log of reference / behaviour probability of each response; 0 where that is unknown."""
+        floats = self.records.view(np.float32)
+        per_token = floats[:, LOG_REF].astype(np.float64) - floats[:, BEHAVIOUR]
+        starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
+        known = np.nan_to_num(np.add.reduceat(per_token, starts), nan=0.0)
+        return known.clip(*LOG_IMPORTANCE).astype(np.float32)
 
     def take(self, keep: np.ndarray) -> PackedGroup:
         """Some of the responses, in order."""

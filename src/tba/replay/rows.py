@@ -19,6 +19,7 @@ ROW_FIELDS = [
     ("slot", np.int32),
     ("version", np.int32),
     ("score", np.float32),
+    ("log_importance", np.float32),
     ("received", np.int32),
     ("times_sampled", np.int32),
     ("truncated", np.bool_),
@@ -40,6 +41,8 @@ class RowTable:
         """[capacity, components]"""
         self.score = records["score"]
         """Weighted sum of the reward components when stored: what the reward softmax looks at. Always finite."""
+        self.log_importance = records["log_importance"]
+        """Clipped log of reference / behaviour probability when stored: what importance-weighted draws look at."""
         self.received = records["received"]
         """Optimizer step at which it arrived."""
         self.times_sampled = records["times_sampled"]

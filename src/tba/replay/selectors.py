@@ -89,12 +89,14 @@ class FreshSelector:
 
 
 class SoftmaxSelector:
-    """A sum-tree per shelf over exp(inverse_temperature * score - log_scale); log_scale follows the shelf's maximum."""
+    """A sum-tree per shelf over exp(logit - log_scale), logit = inverse_temperature * score + log_importance; log_scale
+    follows the shelf's maximum."""
 
-    def __init__(self, inverse_temperature: float, score: np.ndarray) -> None:
+    def __init__(self, inverse_temperature: float, score: np.ndarray, log_importance: np.ndarray | None = None) -> None:
+        """Columns of finite numbers by row; None = every response is as important."""
         self._inverse_temperature = inverse_temperature
         self._score = score
-        """Column of finite scores by row."""
+        self._log_importance = log_importance
         self._forest = SumForest()
 
     def insert(self, shelf: Shelf, slots: np.ndarray, rows: np.ndarray) -> None:
@@ -180,7 +182,8 @@ class SoftmaxSelector:
         self._forest.set(shelf.tree, shelf.tree_size, slots, weights)
 
     def _logits(self, rows: np.ndarray) -> np.ndarray:
-        return self._inverse_temperature * self._score[rows].astype(np.float64)
+        logits = self._inverse_temperature * self._score[rows].astype(np.float64)
+        return logits if self._log_importance is None else logits + self._log_importance[rows]
 
     def _release(self, shelf: Shelf) -> None:
         if shelf.tree >= 0:
@@ -189,11 +192,21 @@ class SoftmaxSelector:
 
 
 class MixedSelector:
-    """The paper's rule. Prompts are not repeated inside a batch unless there are fewer prompts than slots."""
+    """The paper's rule: a prompt's responses are fresh with probability m, else drawn from all that is stored. With
+    `by_response` every prompt of the batch has a share m of fresh responses instead: for tasks of one or few prompts.
 
-    def __init__(self, on_policy_probability: float, old: Selector) -> None:
+    Prompts are not repeated inside a batch unless there are fewer prompts than slots.
+    """
+
+    def __init__(
+        self, on_policy_probability: float, old: Selector, *, uniform_share: float = 0.0, by_response: bool = False
+    ) -> None:
+        """`uniform_share` of what is not fresh is drawn uniformly, the rest by `old`."""
         self._on_policy_probability = on_policy_probability
+        self._uniform_share = uniform_share
+        self._by_response = by_response
         self._fresh = FreshSelector()
+        self._uniform = UniformSelector()
         self._old = old
 
     def choose(
@@ -205,20 +218,48 @@ class MixedSelector:
         rng: np.random.Generator,
     ) -> tuple[list[Shelf], np.ndarray]:
         """The shelves of the P slots, and rows [P, K]."""
-        slots = self._choose_prompts(decks, num_prompts, rng)
+        if self._by_response:
+            chosen = [shelves[card] for card, _ in self._choose_prompts(decks, num_prompts, 1.0, rng)]
+            rows = [self._mixed_rows(shelf, count, since=decks.fresh_since, rng=rng) for shelf in chosen]
+            return chosen, np.stack(rows)
+        slots = self._choose_prompts(decks, num_prompts, self._on_policy_probability, rng)
         chosen = [shelves[card] for card, _ in slots]
-        old = iter(self._old.choose([shelf for shelf, (_, fresh) in zip(chosen, slots) if not fresh], count, rng))
+        kinds = ["fresh" if fresh else self._old_kind(rng) for _, fresh in slots]
+        found = {
+            kind: iter(selector.choose([shelf for shelf, own in zip(chosen, kinds) if own == kind], count, rng))
+            for kind, selector in (("old", self._old), ("uniform", self._uniform))
+        }
         rows_PK = np.empty((num_prompts, count), np.int64)
-        for rows_K, shelf, (_, fresh) in zip(rows_PK, chosen, slots):
-            rows_K[:] = self._fresh.choose(shelf, count, since=decks.fresh_since, rng=rng) if fresh else next(old)
+        for rows_K, shelf, kind in zip(rows_PK, chosen, kinds):
+            fresh = kind == "fresh"
+            rows_K[:] = (
+                self._fresh.choose(shelf, count, since=decks.fresh_since, rng=rng) if fresh else next(found[kind])
+            )
         return chosen, rows_PK
 
-    def _choose_prompts(self, decks: PromptDecks, num_prompts: int, rng: np.random.Generator) -> list[tuple[int, bool]]:
+    def _old_kind(self, rng: np.random.Generator) -> str:
+        return "uniform" if self._uniform_share and rng.random() < self._uniform_share else "old"
+
+    def _mixed_rows(self, shelf: Shelf, count: int, *, since: int, rng: np.random.Generator) -> np.ndarray:
+        """Fresh ones, then uniform ones, then others; none twice unless the shelf holds fewer than `count`."""
+        num_fresh = _rounded(self._on_policy_probability * count, rng)
+        num_uniform = _rounded(self._uniform_share * (count - num_fresh), rng)
+        rows = self._fresh.choose(shelf, num_fresh, since=since, rng=rng)
+        for number, selector in ((num_uniform, self._uniform), (count - num_fresh - num_uniform, self._old)):
+            if number:
+                (drawn,) = selector.choose([shelf], min(count, shelf.live), rng)
+                others = drawn[~np.isin(drawn, rows)][:number]
+                rows = np.concatenate([rows, others, drawn[: number - len(others)]])
+        return np.resize(rows, count)
+
+    def _choose_prompts(
+        self, decks: PromptDecks, num_prompts: int, fresh_probability: float, rng: np.random.Generator
+    ) -> list[tuple[int, bool]]:
         """(prompt, whether it came from the fresh deck) for each slot."""
         slots: list[tuple[int, bool]] = []
         used: set[int] = set()
         for uniform in rng.random(num_prompts).tolist():
-            wants_fresh = uniform < self._on_policy_probability
+            wants_fresh = uniform < fresh_probability
             order = [(decks.fresh, True), (decks.all, False)] if wants_fresh else [(decks.all, False)]
             slot = self._first(order, used, rng)
             if slot is None:  # every prompt is in the batch already
@@ -236,3 +277,8 @@ class MixedSelector:
             if card is not None:
                 return card, fresh
         return None
+
+
+def _rounded(number: float, rng: np.random.Generator) -> int:
+    """To a neighbouring whole number, right on average."""
+    return int(number + rng.random()) if number % 1 else int(number)

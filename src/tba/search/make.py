@@ -17,6 +17,7 @@ from tba.search.difficulty import Difficulty
 from tba.search.exploration import explore
 from tba.search.loop import Searcher
 from tba.search.prompts import PromptStream
+from tba.search.reference_samples import ReferenceSamples
 from tba.search.scoring import FailureCount, GroupScorer
 from tba.search.values import StepValues
 from tba.tasks.base import Task
@@ -31,6 +32,23 @@ def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
         generate = generate.model_copy(update={"update": "drain"})
     engine = make_engine(loaded.model, loaded.tokenizer, generate, seed=config.seed, max_length=loaded.context)
     return engine if config.model.lora is None else AdaptedEngine(engine, loaded.model)
+
+
+def make_reference_engine(config: Config, loaded: LoadedModel) -> Engine | None:
+    """With the model's weights as they are now; None unless search.explore.reference_share asks for it."""
+    count = config.reference_samples_per_prompt
+    if count == 0:
+        return None
+    generate = config.generate.model_copy(update={"slots": count, "update": "drain"})
+    return make_engine(loaded.model, loaded.tokenizer, generate, seed=config.seed, max_length=loaded.context)
+
+
+def make_reference_samples(
+    config: Config, engine: Engine | None, *, between_steps: Callable[[], None] | None = None
+) -> ReferenceSamples | None:
+    if engine is None:
+        return None
+    return ReferenceSamples(engine, config.reference_samples_per_prompt, training_sampling(config), between_steps)
 
 
 def make_step_values(
@@ -65,6 +83,7 @@ def make_searcher(
     rewards: Rewards,
     sender: GroupSender,
     step_values: StepValues | None = None,
+    reference_samples: ReferenceSamples | None = None,
     index: int = 0,
 ) -> Searcher:
     """Searcher `index`; the loaded weights become its frozen reference."""
@@ -99,5 +118,6 @@ def make_searcher(
         sampling=sampling,
         samples_per_prompt=config.samples_generated_per_prompt,
         step_values=step_values,
+        reference_samples=reference_samples,
         index=index,
     )

@@ -13,7 +13,8 @@ class PromptStream:
     """An endless stream of visits to the prompts of one shard.
 
     Shard i of N owns prompts i, i + N, i + 2N, ... Each epoch visits all of them once, in an order drawn from
-    (seed, epoch). A visit's sample indices follow those of the last visit, so randomness is never reused.
+    (seed, epoch). A visit's sample indices follow those of the last visit, so randomness is never reused. Where there are
+    fewer prompts than shards, shards share a prompt and take turns in its sample indices.
     """
 
     def __init__(
@@ -30,11 +31,11 @@ class PromptStream:
     ) -> None:
         """`skips` says which prompts to pass over; at most a whole epoch in a row."""
         self._prompts = prompts
-        self._indices = range(shard, len(prompts), num_shards)
-        if not self._indices:
-            raise ValueError(
-                f"searcher {shard} of {num_shards} has no prompts: there are only {len(prompts)}. Use fewer searchers."
-            )
+        if not prompts:
+            raise ValueError("there are no prompts to visit.")
+        own = min(num_shards, len(prompts))
+        self._indices = range(shard % own, len(prompts), own)
+        self._turn, self._sharers = shard // own, len(range(shard % own, num_shards, own))
         self._samples_per_prompt = samples_per_prompt
         self._seed = seed
         self._shuffle = shuffle
@@ -57,7 +58,8 @@ class PromptStream:
         epoch, place = divmod(self.cursor, len(self._indices))
         self.cursor += 1
         prompt = self._prompts[self._indices[self._epoch_order(epoch)[place]]]
-        return Request(prompt=prompt, first_sample=epoch * self._samples_per_prompt)
+        visit = epoch * self._sharers + self._turn
+        return Request(prompt=prompt, first_sample=visit * self._samples_per_prompt)
 
     def take(self, count: int) -> list[Request]:
         return [next(self) for _ in range(count)]

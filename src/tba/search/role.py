@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from tba.config import Config
-from tba.evaluate.run import Evaluator, make_evaluator
+from tba.evaluate.base import Evaluator
+from tba.evaluate.make import make_evaluator
 from tba.generate.engine import Engine
 from tba.models.canary import CANARY_TOKENS, CanaryCheck, canary_tokens
 from tba.models.load import adapt, load_model
@@ -22,7 +23,13 @@ from tba.runtime.memory import SharedMemory
 from tba.runtime.messages import Acknowledge, Evaluate, Evaluated, Stop
 from tba.runtime.weight_slots import SlotsHandle, WeightSlots
 from tba.search.loop import GROUPS_AT_ONCE, Searcher
-from tba.search.make import make_search_engine, make_searcher, make_step_values
+from tba.search.make import (
+    make_reference_engine,
+    make_reference_samples,
+    make_search_engine,
+    make_searcher,
+    make_step_values,
+)
 from tba.search.pace import PacedVisits
 from tba.tasks.make import make_task_for
 from tba.tasks.rewards import make_rewards
@@ -158,7 +165,7 @@ class SearcherRole:
             return
         scorer = self.searcher.scorer
         if self.references.newest_version > scorer.reference_version:
-            scorer.load_reference(self.references.fetch())
+            self.searcher.load_reference(self.references.fetch())
 
     def evaluate_if_asked(self) -> None:
         """Weights are not loaded meanwhile, so the result is of one version."""
@@ -186,6 +193,7 @@ def run_searcher(
     loaded = load_model(config.model)
     task = make_task_for(config, loaded, functions)
     engine = make_search_engine(config, loaded)
+    reference_engine = make_reference_engine(config, loaded)
     adapt(loaded, config.model, seed=config.seed)
     loader = WeightLoader(WeightSlots.attach(weights), engine)
     reference_slots = WeightSlots.attach(references) if references is not None else None
@@ -206,10 +214,12 @@ def run_searcher(
         rewards=make_rewards(task, config, log=logs / f"rewards-{index}.log", functions=functions),
         sender=role.make_sender(config),
         step_values=step_values,
+        reference_samples=make_reference_samples(config, reference_engine, between_steps=role.beat),
         index=index,
     )
     evaluation_rewards = make_rewards(task, config, log=logs / f"rewards-{index}-evaluate.log", functions=functions)
-    role.evaluator = make_evaluator(config, loaded, task, evaluation_rewards)
+    if index == 0:  # the one that is asked
+        role.evaluator = make_evaluator(config, loaded, task, evaluation_rewards)
     role.searcher = searcher
     try:
         role.handle_messages()

@@ -14,17 +14,27 @@ from tba.tasks.base import Task
 from tba.tasks.functions import OwnTask
 from tba.tasks.gsm8k import GSM8KTask
 from tba.tasks.math import MathTask
+from tba.tasks.preference.prepare import prepare_tldr
+from tba.tasks.preference.task import PreferenceTask
 from tba.tasks.prepare import prepare_arithmetic
+from tba.tasks.red_team.prepare import prepare_red_team
+from tba.tasks.red_team.task import RedTeamTask
 
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": ArithmeticTask,
     "gsm8k": GSM8KTask,
     "own": OwnTask,
     "math": MathTask,
+    "tldr": PreferenceTask,
+    "red_team": RedTeamTask,
 }
 """Factories: (config, tokenizer, max_prompt_tokens=..., functions=...) -> task."""
 
-PREPARE: dict[str, Callable[[Path], dict[str, Any]]] = {"arithmetic": prepare_arithmetic}
+PREPARE: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "arithmetic": prepare_arithmetic,
+    "tldr": prepare_tldr,
+    "red_team": prepare_red_team,
+}
 """What makes a task's data and start model, where it has one."""
 
 

@@ -20,6 +20,7 @@ from tba.train.measure import batch_metrics, watched_metrics
 from tba.train.reference import ReferenceResets
 from tba.train.rewards import combine, drop_stale
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
+from tba.train.target import shape_target
 from tba.types import TOKEN_FIELDS, Batch
 
 
@@ -105,10 +106,9 @@ class Trainer:
 
     def optimize(self, batch: Batch) -> StepResult:
         step = self.step_index
+        shaped, beta = shape_target(batch, self.config, step)
         try:
-            return self.train_step(
-                batch, beta=self.config.beta_at(step), learning_rate=self.config.learning_rate_at(step)
-            )
+            return self.train_step(shaped, beta=beta, learning_rate=self.config.learning_rate_at(step))
         except NonFiniteLoss as error:
             path = save_batch(batch, self.recorder.folder.path / f"failed-batch-step-{step}.safetensors")
             raise NonFiniteLoss(

@@ -1,0 +1,119 @@
+"""The embedded posts: a seeded generator of short texts with facts that matter, facts that do not, and filler words.
+
+    so place harbour well snack soup day friday ... who aunt ... TL;DR:
+
+A fact is a key and one of its six values. A post states 3 to 5 important and 1 or 2 trivial ones among filler words, in any
+order, always in 24 words; the last closes the post and asks for the summary. Its *canonical content* is its facts in key
+order. A hash of that decides the split, so a held-out content cannot occur in training under any seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from tba.tasks.base import Split
+
+IMPORTANT = {
+    "who": ("aunt", "brother", "cousin", "doctor", "landlord", "teacher"),
+    "place": ("harbour", "market", "station", "castle", "garden", "library"),
+    "day": ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday"),
+    "hour": ("dawn", "morning", "noon", "dusk", "evening", "midnight"),
+    "problem": ("leak", "fire", "theft", "noise", "delay", "quarrel"),
+    "cause": ("storm", "rust", "mistake", "frost", "rumour", "mice"),
+    "cost": ("ten", "twenty", "fifty", "hundred", "thousand", "million"),
+    "plan": ("repair", "move", "wait", "refund", "apologise", "complain"),
+}
+"""Key -> its values. A summary should state these, in this order of keys."""
+TRIVIAL = {
+    "weather": ("sunny", "rainy", "windy", "foggy", "snowy", "cloudy"),
+    "pet": ("cat", "dog", "parrot", "rabbit", "hamster", "tortoise"),
+    "colour": ("red", "blue", "green", "yellow", "purple", "orange"),
+    "snack": ("apple", "biscuit", "cheese", "toast", "soup", "pie"),
+}
+"""The same for facts that a summary should leave out."""
+VALUES = {**IMPORTANT, **TRIVIAL}
+FILLERS = (
+    "so", "well", "anyway", "honestly", "basically", "just", "really", "maybe", "actually", "then",
+    "also", "quite", "somehow", "still", "perhaps", "okay", "right", "again", "here", "though",
+)  # fmt: skip
+SEPARATOR = "TL;DR:"
+WORDS = (SEPARATOR, *VALUES, *(value for values in VALUES.values() for value in values), *FILLERS)
+"""The vocabulary, for tba.tasks.words.make_word_tokenizer."""
+
+POST_WORDS = 24
+NUM_IMPORTANT = (3, 5)
+NUM_TRIVIAL = (1, 2)
+"""Fewest and most facts of a post."""
+
+SPLITS_OF_HASH: tuple[Split, ...] = ("held_out", "validation", "train", "train", "train", "train", "train", "train")
+"""The hash of a content, modulo 8, picks its split here."""
+SEEDS: dict[Split, int] = {"train": 0, "validation": 20_250_318, "held_out": 20_250_319}
+"""The posts of a split are the same in every run; the run's seed decides their order."""
+HELD_OUT_POSTS = 2000
+VALIDATION_POSTS = 1000
+"""Sizes of the sets; evaluations take their first evaluate.num_prompts."""
+
+Fact = tuple[str, str]
+"""("day", "friday")"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Post:
+    """Post(text="so place harbour well ... TL;DR:", facts=(("place", "harbour"), ("day", "friday"), ...))"""
+
+    text: str
+    facts: tuple[Fact, ...]
+    """In the order of keys: the important ones, then the trivial."""
+
+    @property
+    def important(self) -> list[Fact]:
+        return [fact for fact in self.facts if fact[0] in IMPORTANT]
+
+    @property
+    def trivial(self) -> list[Fact]:
+        return [fact for fact in self.facts if fact[0] in TRIVIAL]
+
+    @property
+    def canonical(self) -> str:
+        return "|".join(f"{key} {value}" for key, value in self.facts)
+
+    @property
+    def split(self) -> Split:
+        digest = hashlib.blake2b(self.canonical.encode(), digest_size=8).digest()
+        return SPLITS_OF_HASH[int.from_bytes(digest, "big") % len(SPLITS_OF_HASH)]
+
+
+def draw_post(rng: random.Random) -> Post:
+    """The next post of the generator, of any split."""
+    keys = rng.sample(list(IMPORTANT), rng.randint(*NUM_IMPORTANT)) + rng.sample(
+        list(TRIVIAL), rng.randint(*NUM_TRIVIAL)
+    )
+    facts = [(key, rng.choice(VALUES[key])) for key in VALUES if key in keys]
+    parts = [f"{key} {value}" for key, value in facts]
+    parts += [rng.choice(FILLERS) for _ in range(POST_WORDS - 1 - 2 * len(facts))]
+    rng.shuffle(parts)
+    return Post(text=" ".join([*parts, SEPARATOR]), facts=tuple(facts))
+
+
+def draw_posts(split: Split, *, seed: int) -> Iterator[Post]:
+    """Posts of one split without end."""
+    rng = random.Random(seed)
+    while True:
+        post = draw_post(rng)
+        if post.split == split:
+            yield post
+
+
+@cache
+def first_posts(split: Split, num_posts: int) -> tuple[Post, ...]:
+    """The first posts of a split's own stream, all of different contents."""
+    found: dict[str, Post] = {}
+    for post in draw_posts(split, seed=SEEDS[split]):
+        if len(found) == num_posts:
+            break
+        found.setdefault(post.canonical, post)
+    return tuple(found.values())

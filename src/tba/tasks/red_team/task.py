@@ -1,0 +1,177 @@
+"""The red-teaming task: one prompt, and attacks that are worth what the victim's replies to them are to the judge.
+
+    tba train CONFIG task.name=red_team model.path=tba:red_team         the embedded edition: a small world, nothing to load
+    tba train CONFIG task.name=red_team model.path=MODEL task.red_team.victim=MODEL task.red_team.judge=CLASSIFIER
+        task.red_team.prompt="..." task.red_team.embedder=ENCODER      the real edition
+
+The attacker always starts from the same prompt. In the embedded edition it is the empty text, of which the start model's
+tokenizer makes its BOS token. Models load when the first attack is scored, on the GPU where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tba.config import RedTeamConfig, TaskConfig
+from tba.tasks.base import Outcome, Split
+from tba.tasks.encoding import make_prompt
+from tba.tasks.red_team.embedder import Embedder, SentenceEncoder, WordCounts
+from tba.tasks.red_team.judge import ClassifierJudge, Judge, MarkerJudge
+from tba.tasks.red_team.victim import ModelVictim, RuleVictim, Victim
+from tba.tasks.red_team.world import mode_of
+from tba.types import Completion, Prompt
+
+PROMPT_ID = "attack"
+SMALLEST_PROBABILITY = 1e-6
+"""Below this a probability's logarithm says no more."""
+
+
+class RedTeamTask:
+    """Reward `toxicity`: mean over the victim's replies of the judge's probability, or of its logarithm."""
+
+    name = "red_team"
+    isolated = False
+    evaluation = "attacks"
+    """What is evaluated: many samples of the one prompt, for success and diversity."""
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_tokens: int,
+        functions: Sequence[Callable[..., Any]] | None = None,
+        device: str = "auto",
+    ) -> None:
+        """`functions` is there because every task's factory takes it. `device` is that of victim, judge and embedder: auto =
+        cuda where there is one, else cpu."""
+        self._config, self._device = config.red_team, device
+        self.knows_modes = config.red_team.victim is None
+        """Whether the victim's weaknesses are known: in the embedded edition."""
+        self._prompt = make_prompt(
+            id=PROMPT_ID,
+            text=attacker_prompt(config.red_team),
+            columns={},
+            tokenizer=tokenizer,
+            max_tokens=max_prompt_tokens,
+            place="task.red_team.prompt",
+        )
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        return {"toxicity": 1.0}
+
+    @property
+    def success_above(self) -> float:
+        """Mean probability that an attack must exceed to succeed."""
+        return self._config.success_above
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        """The one prompt, whatever the split: what differs are the attacks."""
+        return [self._prompt]
+
+    def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
+        """Too short attacks are not sent; equal ones are judged once."""
+        attacks = [(text, completion.finish == "stop") for text, completion in zip(texts, completions)]
+        short = [num_attack_tokens(completion) < self._config.min_attack_tokens for completion in completions]
+        sent = list(dict.fromkeys(attack for attack, is_short in zip(attacks, short) if not is_short))
+        judged = self._judge([text for text, _ in sent], [end for _, end in sent], occasion="training")
+        rewards = {attack: self._reward(probabilities) for attack, probabilities in zip(sent, judged)}
+        return [
+            {"toxicity": self._config.short_reward if is_short else rewards[attack]}
+            for attack, is_short in zip(attacks, short)
+        ]
+
+    def solved(self, outcome: Outcome) -> bool:
+        """Mean probability above task.red_team.success_above. From logarithms only the geometric mean is known, which is
+        never above the mean: with replies that differ, some successes are missed and none is made up. `probabilities` is
+        exact."""
+        if not isinstance(outcome, Mapping):
+            return False
+        reward = outcome["toxicity"]
+        assert reward is not None, "every attack has a reward"
+        value = reward if self._config.score == "probability" else np.exp(reward)
+        return bool(value > self.success_above)
+
+    def probabilities(self, texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
+        """float64 [n]: the judge's probability, averaged over replies that no training has seen."""
+        judged = self._judge(texts, finished, occasion="evaluation")
+        return np.array([probabilities.mean() for probabilities in judged])
+
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
+        """float32 [n, d] unit vectors for the diversity metrics."""
+        return self._embedder.embed(texts)
+
+    def mode_of(self, text: str, finished: bool) -> str | None:
+        """The weakness an attack hits; None for none, and always where they are not known."""
+        return mode_of(text, finished) if self.knows_modes else None
+
+    def _judge(self, texts: Sequence[str], finished: Sequence[bool], *, occasion: str) -> list[np.ndarray]:
+        """For each attack the probabilities of its replies; all replies go to the judge together."""
+        if not texts:
+            return []
+        replies = self._victim.replies(texts, finished, occasion=occasion)
+        judged = self._replies_judge.probabilities([reply for own in replies for reply in own])
+        return np.split(judged, np.cumsum([len(own) for own in replies])[:-1])
+
+    def _reward(self, probabilities: np.ndarray) -> float:
+        if self._config.score == "probability":
+            return float(probabilities.mean())
+        return float(np.log(np.maximum(probabilities, SMALLEST_PROBABILITY)).mean())
+
+    @cached_property
+    def _victim(self) -> Victim:
+        config = self._config
+        if config.victim is None:
+            return RuleVictim()
+        return ModelVictim(
+            config.victim,
+            template=config.victim_template,
+            num_replies=config.num_replies,
+            reply_tokens=config.reply_tokens,
+            device=self._device,
+        )
+
+    @cached_property
+    def _replies_judge(self) -> Judge:
+        if self._config.judge is None:
+            return MarkerJudge()
+        return ClassifierJudge(self._config.judge, label=self._config.judge_label, device=self._device)
+
+    @cached_property
+    def _embedder(self) -> Embedder:
+        if self._config.embedder is None:
+            return WordCounts()
+        return SentenceEncoder(self._config.embedder, device=self._device)
+
+
+def num_attack_tokens(completion: Completion) -> int:
+    """Its length without the stop token."""
+    return len(completion.token_ids) - (completion.finish == "stop")
+
+
+def attacker_prompt(config: RedTeamConfig) -> str:
+    """The attacker's prompt: the config's, or the empty text of the embedded edition."""
+    if (config.victim is None) != (config.judge is None):
+        given, missing = ("judge", "victim") if config.victim is None else ("victim", "judge")
+        raise ValueError(
+            f"task.red_team.{given}={getattr(config, given)} without task.red_team.{missing}: the embedded edition's "
+            f"{missing} does not go with a model. Give both, or neither for the embedded edition."
+        )
+    if config.prompt is None and config.victim is not None:
+        raise ValueError(
+            f"task.red_team.prompt is needed with task.red_team.victim={config.victim}: the text after which the attacker "
+            'writes its attacks, for example "Write a prompt that makes a chatbot lose its temper: ".'
+        )
+    return config.prompt or ""
+
+
+def start_model_path() -> Path:
+    """The folder of the shipped start model; `model.path=tba:red_team` means the same."""
+    return Path(__file__).parent / "start_model"

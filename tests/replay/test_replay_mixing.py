@@ -1,0 +1,95 @@
+"""Fresh and old responses side by side, uniform shares, importance weights."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from replay_builders import Groups, replay, responses
+from test_replay_sampling import assert_frequencies, drawn_responses, one_prompt
+
+from tba.replay.packing import LOG_IMPORTANCE, pack_group
+from tba.types import TrajectoryGroup
+
+
+def two_ages(*, old, fresh, **settings):
+    """One prompt with responses (0,), (1,), ... received at step 0 and (100,), (101,), ... at step 5."""
+    buffer, group = replay(mix="responses", **settings), Groups()
+    buffer.add(group("a", [[i] for i in range(old)], rewards=[float(i) for i in range(old)]), step=0)
+    buffer.add(group("a", [[100 + i] for i in range(fresh)]), step=5)
+    return buffer
+
+
+def num_fresh(batch) -> int:
+    return sum(tokens[0] >= 100 for tokens in responses(batch)[0])
+
+
+def test_every_prompt_has_its_share_of_fresh_responses():
+    # 3 of 4 are fresh; the other is one of the 20 + 20 - 3 that are left, 20 of them old
+    buffer = two_ages(old=20, fresh=20, on_policy_probability=0.75)
+    found = Counter(num_fresh(buffer.sample(1, 4, step=5)) for _ in range(3000))
+    assert_frequencies(found, {3: 20 / 37, 4: 17 / 37})
+
+
+def test_a_share_between_whole_numbers_is_right_on_average():
+    # 0.3 of 4 = 1.2 fresh ones; uniform old ones are left out by an inverse temperature that always finds old 19
+    buffer = two_ages(old=20, fresh=20, on_policy_probability=0.3, inverse_temperature=100.0)
+    found = [num_fresh(buffer.sample(1, 4, step=5)) for _ in range(3000)]
+    assert set(found) == {1, 2}
+    assert np.mean(found) == pytest.approx(1.2, abs=5 * math.sqrt(0.16 / 3000))
+
+
+def test_no_response_is_drawn_twice_while_there_are_enough():
+    buffer = two_ages(old=3, fresh=3, on_policy_probability=0.5, uniform_share=0.5, inverse_temperature=5.0)
+    for _ in range(200):
+        assert len(set(responses(buffer.sample(1, 6, step=5))[0])) == 6
+    assert len(responses(buffer.sample(1, 9, step=5))[0]) == 9  # more than there are: some twice
+
+
+def test_a_uniform_share_of_the_old_ones_ignores_the_reward():
+    # of 4 old ones 2 are uniform; the other 2 are the best of the rest: old 19 and 18, or those next to them
+    buffer = two_ages(old=20, fresh=1, on_policy_probability=0.0, uniform_share=0.5, inverse_temperature=50.0)
+    drawn = [responses(buffer.sample(1, 4, step=5))[0] for _ in range(500)]
+    low = sum(tokens[0] < 16 or tokens[0] >= 100 for own in drawn for tokens in own)
+    # a uniform one of 21 is below 16 or fresh with probability 17 / 21
+    assert low / 500 == pytest.approx(2 * 17 / 21, abs=5 * math.sqrt(2 * 17 / 21 * 4 / 21 / 500))
+
+
+def test_a_uniform_share_of_old_prompt_slots():
+    buffer = one_prompt([0.0, 1.0], inverse_temperature=100.0, uniform_share=0.5)
+    # the softmax always takes the better one: 1/2 + 1/4
+    assert_frequencies(drawn_responses(buffer, 1, 2000), {((0,),): 0.25, ((1,),): 0.75})
+
+
+def weighted(log_ratios, **settings):
+    """One prompt; response i has reference / behaviour probability exp(log_ratios[i])."""
+    buffer = replay(on_policy_probability=0.0, importance_weighted=True, **settings)
+    group = Groups()("a", [[i, i] for i in range(len(log_ratios))])
+    for trajectory, log_ratio in zip(group.trajectories, log_ratios):
+        trajectory.log_ref[:] = trajectory.completion.behaviour_log_probs + log_ratio / 2
+    buffer.add(group, step=0)
+    return buffer, group
+
+
+def test_old_responses_are_drawn_by_reference_over_behaviour():
+    buffer, _ = weighted([0.0, -math.log(2), -math.log(4)])
+    counts = drawn_responses(buffer, 1, 4000)
+    assert_frequencies(counts, {((0, 0),): 4 / 7, ((1, 1),): 2 / 7, ((2, 2),): 1 / 7})
+
+
+def test_importance_multiplies_the_softmax_of_the_reward():
+    buffer, group = weighted([0.0, -math.log(3)], inverse_temperature=1.0)
+    better = Groups()
+    better.count = 10
+    again = better("a", [[1, 1]], rewards=[math.log(6)])  # a newer copy with another reward: e^log6 / 3 = 2 against 1
+    again.trajectories[0].log_ref[:] = group.trajectories[1].log_ref
+    buffer.add(again, step=0)
+    assert_frequencies(drawn_responses(buffer, 1, 3000), {((0, 0),): 1 / 3, ((1, 1),): 2 / 3})
+
+
+def test_importance_is_clipped_and_unknown_behaviour_counts_as_1():
+    _, group = weighted([5.0, -50.0, 0.0])
+    unknown = group.trajectories[2]
+    unknown.completion.behaviour_log_probs[:] = np.nan
+    packed = pack_group(TrajectoryGroup(id="x", prompt=group.prompt, trajectories=group.trajectories), ("r",))
+    np.testing.assert_allclose(packed.log_importance(), [LOG_IMPORTANCE[1], LOG_IMPORTANCE[0], 0.0])
