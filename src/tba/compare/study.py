@@ -49,6 +49,9 @@ class Tune(Section):
     values: tuple[int | float, ...] = Field(min_length=1)
     columns: tuple[Label, ...] = Field(min_length=1)
     """A row's value is the one with the best mean over these."""
+    metric: str | None = None
+    """Key of `final` that decides; None = the study's metric. Where two metrics pull against each other, take what the
+    methods themselves maximise: regularised_reward."""
     seed: int = Field(default=100, ge=0)
     """Not one of the study's seeds, or the tuned runs would be reported too."""
     overrides: Overrides = Field(default_factory=dict)
@@ -109,6 +112,10 @@ class Study(Section):
             _check_known("quick.rows", self.quick.rows or (), self.rows)
             _check_known("quick.columns", self.quick.columns or (), self.columns)
         return self
+
+    @property
+    def tuning_metric(self) -> str:
+        return self.metric if self.tune is None or self.tune.metric is None else self.tune.metric
 
     def _check_tune(self, tune: Tune) -> None:
         _check_known("tune.columns", tune.columns, self.columns)

@@ -74,7 +74,7 @@ def final_grid(results: Results, name: str) -> Grid:
 def tuning_grid(results: Results) -> Grid:
     """One column per value tried, mean metric in the cells, the chosen one marked."""
     rows: Mapping[str, dict] = results.tuning.get("rows", {})
-    scale = scale_of(results)
+    scale = scale_for(results.study.tuning_metric)
     values = dict.fromkeys(tried["value"] for row in rows.values() for tried in row["tried"])
     grid = [[results.tuning.get("key", ""), *(f"{value:g}" for value in values), "chosen"]]
     for label, row in rows.items():
@@ -107,7 +107,10 @@ def tables_of(results: Results, *, measures: bool) -> list[tuple[str, Grid]]:
     tables += [(titled(name, scale_for(name)), final_grid(results, name)) for name in results.study.also]
     tables += [(title, measure_grid(results, name)) for name, title in TITLES.items() if measures]
     if results.tuning:
-        tables.append((f"Tuned: mean {metric_title(results)} over the tuning columns", tuning_grid(results)))
+        tuned_by = results.study.tuning_metric
+        tables.append(
+            (f"Tuned: mean {titled(tuned_by, scale_for(tuned_by))} over the tuning columns", tuning_grid(results))
+        )
     failures = failure_grid(results)
     return tables + ([("Failed runs", failures)] if len(failures) > 1 else [])
 

@@ -29,7 +29,7 @@ def read_scores(plan: Plan, row: str) -> Scores:
     for cell in plan.tuning[row]:
         assert cell.value is not None
         done = state_of(cell) == "done"
-        scores.setdefault(cell.value, []).append(read_metric(cell, plan.study.metric) if done else None)
+        scores.setdefault(cell.value, []).append(read_metric(cell, plan.study.tuning_metric) if done else None)
     return scores
 
 
@@ -54,7 +54,13 @@ def tuning_table(plan: Plan, tuned: Mapping[str, float | None]) -> dict[str, Any
         }
         for row, value in tuned.items()
     }
-    return {"key": tune.key, "seed": tune.seed, "overrides": dict(tune.overrides), "rows": rows}
+    return {
+        "key": tune.key,
+        "metric": plan.study.tuning_metric,
+        "seed": tune.seed,
+        "overrides": dict(tune.overrides),
+        "rows": rows,
+    }
 
 
 def _tried(value: float, scores: Sequence[float | None], columns: Sequence[str]) -> dict[str, Any]:

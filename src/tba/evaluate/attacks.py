@@ -22,7 +22,8 @@ DEFAULT_ATTACKS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class AttackEvaluator:
-    """`success`, diversity of what succeeded, and `kl` to the start model."""
+    """`success`, diversity of what succeeded, `kl` to the start model, and `regularised_reward`, which TB and KL-regularised
+    policy gradients alike maximise."""
 
     task: RedTeamTask
     tokenizer: PreTrainedTokenizerBase
@@ -31,6 +32,8 @@ class AttackEvaluator:
     sampling: Sampling
     num_attacks: int
     start: Scorer
+    beta: float
+    """At the end of training."""
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
         (group,) = respond(
@@ -45,11 +48,13 @@ class AttackEvaluator:
         probabilities = self.task.probabilities(group.texts, finished)
         succeeded = np.flatnonzero(probabilities > self.task.success_above).tolist()
         log_start = start_log_probs(self.start, [group], self.sampling.training_temperature)
+        toxicity, kl = float(probabilities.mean()), kl_per_response([group], log_start)
         return {
             "success": len(succeeded) / max(1, len(group.texts)),
             **self._diversity([group.texts[i] for i in succeeded], [finished[i] for i in succeeded]),
-            "kl": kl_per_response([group], log_start),
-            "toxicity": float(probabilities.mean()),
+            "kl": kl,
+            "toxicity": toxicity,
+            "regularised_reward": toxicity - self.beta * kl,
             "mean_length": float(np.mean([len(completion.token_ids) for completion in group.completions])),
         }
 

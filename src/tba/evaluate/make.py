@@ -29,9 +29,16 @@ def make_evaluator(
     """`start` loads the model that KL is counted from, where that is measured; None = the loaded one as it is now."""
     settings, sampling, tokenizer = config.evaluate, training_sampling(config), loaded.tokenizer
     prompts = task.prompts(settings.split)[: settings.num_prompts]
+    beta = config.beta_at(config.train.max_steps)
     if isinstance(task, PreferenceTask):
-        scorer = _start_scorer(loaded if start is None else start())
-        return SummaryEvaluator(task=task, tokenizer=tokenizer, prompts=prompts, sampling=sampling, start=scorer)
+        return SummaryEvaluator(
+            task=task,
+            tokenizer=tokenizer,
+            prompts=prompts,
+            sampling=sampling,
+            start=_start_scorer(loaded if start is None else start()),
+            beta=beta,
+        )
     if isinstance(task, RedTeamTask):
         return AttackEvaluator(
             task=task,
@@ -40,6 +47,7 @@ def make_evaluator(
             sampling=sampling,
             num_attacks=settings.samples_per_prompt or DEFAULT_ATTACKS,
             start=_start_scorer(loaded if start is None else start()),
+            beta=beta,
         )
     return AnswerEvaluator(
         task=task,

@@ -30,6 +30,8 @@ class SummaryEvaluator:
     prompts: Sequence[Prompt]
     sampling: Sampling
     start: Scorer
+    beta: float
+    """At the end of training."""
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
         sampled, best = (
@@ -46,14 +48,16 @@ class SummaryEvaluator:
         gold, gold_of_best = self._gold(sampled), self._gold(best)
         log_start = start_log_probs(self.start, sampled, self.sampling.training_temperature)
         log_start_of_best = start_log_probs(self.start, best, 1.0)
+        kl, reward = kl_per_response(sampled, log_start), float(self.task.proxy_scores(*_responses(sampled)).mean())
         lengths = [len(completion.token_ids) for group in sampled for completion in group.completions]
         return {
             "win_rate": win_rate(gold, self._reference_gold),
-            "kl": kl_per_response(sampled, log_start),
+            "kl": kl,
             "win_rate_greedy": win_rate(gold_of_best, self._reference_gold),
             "perplexity": perplexity(best, log_start_of_best),
             "gold": float(gold.mean()),
-            "reward_model": float(self.task.proxy_scores(*_responses(sampled)).mean()),
+            "reward_model": reward,
+            "regularised_reward": reward - self.beta * kl,
             "mean_length": float(np.mean(lengths)),
             "cut_off": float(np.mean([group.completions[0].finish == "length" for group in sampled])),
         }
@@ -64,7 +68,7 @@ class SummaryEvaluator:
     @cached_property
     def _reference_gold(self) -> np.ndarray:
         texts = [prompt.columns["reference"] for prompt in self.prompts]
-        return self.task.gold_scores(self.prompts, texts, [True] * len(texts))
+        return self.task.gold_scores([_post(prompt) for prompt in self.prompts], texts, [True] * len(texts))
 
 
 def win_rate(scores: np.ndarray, others: np.ndarray) -> float:
@@ -72,10 +76,15 @@ def win_rate(scores: np.ndarray, others: np.ndarray) -> float:
     return float((scores > others).mean() + 0.5 * (scores == others).mean())
 
 
-def _responses(groups: Sequence[FinishedGroup]) -> tuple[list[Prompt], list[str], list[bool]]:
-    """Prompt, text and whether it ended by itself, of the one response in each group."""
+def _responses(groups: Sequence[FinishedGroup]) -> tuple[list[str], list[str], list[bool]]:
+    """Post, text and whether it ended by itself, of the one response in each group."""
     return (
-        [group.prompt for group in groups],
+        [_post(group.prompt) for group in groups],
         [group.texts[0] for group in groups],
         [group.completions[0].finish == "stop" for group in groups],
     )
+
+
+def _post(prompt: Prompt) -> str:
+    assert isinstance(prompt.text, str), "posts are plain text"
+    return prompt.text

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tba.config import Config
+from tba.models.canary import CANARY_TOKENS
 from tba.models.load import LoadedModel
 from tba.tasks.base import Task
 from tba.tasks.registry import make_task
@@ -19,6 +20,11 @@ def make_task_for(config: Config, loaded: LoadedModel, functions: Sequence[Calla
 
 def max_prompt_tokens(config: Config, context: int) -> int:
     """What the model's context leaves for the prompt, or the configured limit if that is smaller."""
+    if context < CANARY_TOKENS:
+        raise ValueError(
+            f"the model's context of {context} tokens is too short: weights are checked by a sequence of {CANARY_TOKENS}. "
+            "Raise max_position_embeddings in its config.json, or take another model."
+        )
     room = context - config.generate.max_new_tokens
     if room < 1:
         raise ValueError(

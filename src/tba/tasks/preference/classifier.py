@@ -31,4 +31,10 @@ class Classifier(nn.Module):
     @staticmethod
     def load(path: str, *, dtype: torch.dtype) -> Classifier:
         """From a folder or a hub name."""
-        return Classifier(AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).eval())
+        model, found = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, output_loading_info=True)
+        if found["missing_keys"]:
+            # Such weights are random, and so would be the scores.
+            raise ValueError(
+                f"its files have no {', '.join(sorted(found['missing_keys']))}: it is no trained classifier."
+            )
+        return Classifier(model.eval())

@@ -37,10 +37,11 @@ class Padded(NamedTuple):
 
 
 def make_sequence(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str, *, finished: bool) -> Sequenced:
-    """The prompt has its BOS where the tokenizer puts one; the response ends with EOS if it finished."""
+    """The prompt has its BOS where the tokenizer puts one; the response ends with EOS if it finished and there is one."""
     prompt_ids = encode(prompt, tokenizer)
     response_ids = tokenizer(response, add_special_tokens=False)["input_ids"]
-    return Sequenced([*prompt_ids, *response_ids, *([tokenizer.eos_token_id] if finished else [])], len(prompt_ids))
+    end = [tokenizer.eos_token_id] if finished and tokenizer.eos_token_id is not None else []
+    return Sequenced([*prompt_ids, *response_ids, *end], len(prompt_ids))
 
 
 def pad_right(sequences: Sequence[Sequenced], *, device: torch.device) -> Padded:

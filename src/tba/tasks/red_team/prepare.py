@@ -26,7 +26,7 @@ from tba.tasks.red_team.world import draw_attack, make_tokenizer, mode_of
 from tba.tasks.supervised import Shape, Training, one_deterministic_thread, train_start_model
 from tba.types import Request, Sampling
 
-SHAPE = Shape(hidden_size=128, intermediate_size=256, num_layers=3, num_heads=4, num_key_value_heads=4, context=32)
+SHAPE = Shape(hidden_size=128, intermediate_size=256, num_layers=3, num_heads=4, num_key_value_heads=4, context=128)
 TRAINING = Training(steps=500, batch_size=128, learning_rate=3e-3)
 NUM_ATTACKS = 20_000
 CORPUS_SEED = 0
