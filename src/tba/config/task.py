@@ -77,7 +77,8 @@ class TaskConfig(Section):
     """A registered task, or `own` for your own data and reward functions."""
     data: str | None = None
     """own: JSONL file with a `prompt` column (text or chat messages); other columns go to the reward. gsm8k, math: folder
-    with train.jsonl and test.jsonl, one JSONL file with the train rows, or a hub name (openai/gsm8k). Files may be .gz."""
+    with train.jsonl and test.jsonl, one JSONL file with the train rows, or a hub name (openai/gsm8k). tldr: the same, with
+    validation.jsonl; None = the embedded posts. Files may be .gz."""
     eval_data: str | None = None
     """Held-out JSONL; gsm8k, math: also a folder or hub name, for its test rows. None = own: `eval_fraction` of the data,
     chosen by a hash of the prompt; gsm8k, math: the test rows of `data`."""
@@ -93,7 +94,7 @@ class TaskConfig(Section):
     num_train_prompts: int = Field(default=20_000, ge=1)
     """arithmetic, embedded tldr: training problems; the same ones whatever the run's seed."""
     num_validation_prompts: int = Field(default=500, ge=0)
-    """gsm8k, math: train rows to tune on instead, chosen by a hash of the question; 0 = train on all."""
+    """gsm8k, math, tldr: train rows to tune on instead, chosen by a hash of the question; 0 = train on all."""
     prompt_template: str | None = None
     """gsm8k, math without chat: the prompt, with {question} where the question goes; None = the task's own."""
     chat: bool | Literal["auto"] = "auto"
