@@ -93,13 +93,28 @@ def compare(
 
 @app.command()
 def prepare(
-    task: Annotated[str, typer.Argument(help="arithmetic")],
-    output: Annotated[Path, typer.Option(help="Folder for the data and the start model.")] = Path("prepared"),
+    what: Annotated[str, typer.Argument(help="arithmetic, tldr, red_team, or reward_model.")],
+    output: Annotated[Path, typer.Option(help="Folder for what is made.")] = Path("prepared"),
+    model: Annotated[
+        str | None, typer.Option(help="reward_model: folder or hub name of a causal LM to start as.")
+    ] = None,
+    pairs: Annotated[Path | None, typer.Option(help="reward_model: JSONL with `prompt`, `chosen`, `rejected`.")] = None,
+    held_out: Annotated[Path | None, typer.Option(help="reward_model: pairs to measure on; else a tenth.")] = None,
+    learning_rate: Annotated[float, typer.Option(help="reward_model: highest learning rate.")] = 1e-5,
+    epochs: Annotated[int, typer.Option(help="reward_model: passes over the pairs.")] = 1,
 ) -> None:
-    """Make a task's data and its supervised start model."""
-    from tba.tasks.registry import prepare_task
+    """Make an embedded task's data and models again, or train a reward model on your preference pairs."""
+    if what != "reward_model":
+        from tba.tasks.registry import prepare_task
 
-    typer.echo(json.dumps(prepare_task(task, output)))
+        typer.echo(json.dumps(prepare_task(what, output)))
+        return
+    if model is None or pairs is None:
+        raise ConfigError("tba prepare reward_model needs --model (a causal language model) and --pairs PAIRS.jsonl.")
+    from tba.tasks.preference.train_reward import RewardTraining, train_reward_model
+
+    settings = RewardTraining(learning_rate=learning_rate, epochs=epochs, pairs_per_pass=8)
+    typer.echo(json.dumps(train_reward_model(model, pairs, output, settings, held_out=held_out)))
 
 
 @app.command()

@@ -45,10 +45,22 @@ def plan_study(folder: Path, **changes: Any) -> Plan:
     return make_plan(make_study({**STUDY, **changes}), folder / "studies")
 
 
-def write_run(cell: Cell, accuracy: float, *, kl: tuple[float | None, ...] = (1.0,), seconds: float = 1.0) -> None:
-    """A finished run's folder, one logged step per off-policy KL."""
+def write_run(
+    cell: Cell,
+    accuracy: float,
+    *,
+    kl: tuple[float | None, ...] = (1.0,),
+    seconds: float = 1.0,
+    **final: float,
+) -> None:
+    """A finished run's folder, one logged step per off-policy KL; `final` are further metrics of its last evaluation."""
     cell.folder.mkdir(parents=True)
-    summary = {"final": {"accuracy": accuracy}, "seconds": seconds, "responses_generated": 16, "lag": {"mean": 2.0}}
+    summary = {
+        "final": {"accuracy": accuracy, **final},
+        "seconds": seconds,
+        "responses_generated": 16,
+        "lag": {"mean": 2.0},
+    }
     (cell.folder / "summary.json").write_text(json.dumps(summary))
     steps = [
         {"step": step, "loss": 0.0, "kl": step, "completions/mean_length": 10 * step, "off_policy/kl": value}

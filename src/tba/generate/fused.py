@@ -14,23 +14,34 @@ from torch import Tensor
 from tba.generate.sampling import Needs
 from tba.generate.slots import SlotCache, SlotState
 from tba.models.decoder import Decoder, DecoderSpec
+from tba.models.fused_pass import FusedPass
+from tba.models.fused_pass import why_not_fused as why_not_fused  # the engine asks here
 
 STEPS_PER_LOOK = 8
 """Decode steps between two looks of the host: a finished slot idles half of them on average, a look costs about as much."""
-GELUS = ("gelu_new", "gelu_pytorch_tanh")
 
 
-def why_not_fused(spec: DecoderSpec) -> str | None:
-    """What keeps a family from the fused step; None = nothing."""
-    if spec.norm != "rms":
-        return "it has layer norms"
-    if spec.post_norms or spec.parallel_residual:
-        return "it norms the output of its blocks, or runs them side by side"
-    if not spec.gated or spec.activation not in ("silu", "swish", *GELUS):
-        return f"its MLP is not gated by SiLU or GELU (it has {spec.activation})"
-    if spec.rotary_dim == 0:
-        return "it has learned positions"
-    return None
+class FusedSlotAttention:
+    """One token per slot: written at the slot's position, seeing what lies before. All on the device, for a graph."""
+
+    def __init__(self, spec: DecoderSpec, cache: SlotCache, positions: Tensor) -> None:
+        self.spec, self.cache, self.positions = spec, cache, positions
+
+    def room(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        return self.cache.keys[layer], self.cache.values[layer]
+
+    def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
+        from tba.kernels.decode import attend
+
+        return attend(
+            query_NHD,
+            self.cache.keys[layer],
+            self.cache.values[layer],
+            self.positions,
+            scale=self.spec.query_scales[layer],
+            cap=self.spec.attention_cap,
+            window=self.spec.windows[layer],
+        )
 
 
 class FusedDecode:
@@ -38,7 +49,7 @@ class FusedDecode:
 
     def __init__(self, decoder: Decoder, cache: SlotCache, state: SlotState, is_stop_V: Tensor) -> None:
         self.decoder, self.cache, self.state, self.is_stop_V = decoder, cache, state, is_stop_V
-        self.rotations = {kind: torch.view_as_real(table).contiguous() for kind, table in decoder.rotations.items()}
+        self.fused_pass = FusedPass(decoder.spec, decoder.weights, decoder.rotations)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._warm: set[int] = set()
         """Numbers of slots that have run once: kernels are compiled and libraries are ready, so a capture may follow."""
@@ -85,46 +96,9 @@ class FusedDecode:
     def _step(self, slots: int) -> None:
         """One decode step, pure work on static tensors."""
         from tba.kernels.choose import choose_tokens
-        from tba.kernels.decode import add_norm
 
-        decoder, weights = self.decoder, self.decoder.weights
-        positions = self.state.column("positions", slots)
+        decoder, positions = self.decoder, self.state.column("positions", slots)
         x = decoder._embed(self.state.column("ids", slots), positions)
-        delta: Tensor | None = None
-        for index in range(decoder.spec.num_layers):
-            delta = self._layer(index, x, delta, positions)
-        norm = weights.final_norm
-        hidden = add_norm(x, delta, norm.weight, norm.epsilon, decoder.dtype)
-        logits = F.linear(hidden, weights.head)
+        hidden = self.fused_pass.hidden(x, positions, FusedSlotAttention(decoder.spec, self.cache, positions))
+        logits = F.linear(hidden, decoder.weights.head)
         choose_tokens(logits, self.state.columns(slots), self.is_stop_V, cap=decoder.spec.logit_cap)
-
-    def _layer(self, index: int, x: Tensor, delta: Tensor | None, positions: Tensor) -> Tensor:
-        """Adds `delta` to the residual stream x, and returns what this layer's MLP would add."""
-        from tba.kernels.decode import add_norm, attend, gated, rotate_and_store
-
-        spec, layer, dtype = self.decoder.spec, self.decoder.weights.layers[index], self.decoder.dtype
-        keys, values = self.cache.keys[index], self.cache.values[index]
-        norm = layer.attention_norm
-        query = rotate_and_store(
-            layer.qkv(add_norm(x, delta, norm.weight, norm.epsilon, dtype)),
-            positions,
-            self.rotations.get(spec.rotary_kinds[index]),
-            keys,
-            values,
-            num_heads=spec.num_heads,
-            query_norm=None if layer.query_norm is None else layer.query_norm.weight,
-            key_norm=None if layer.key_norm is None else layer.key_norm.weight,
-            epsilon=spec.norm_epsilon,
-        )
-        attended = attend(
-            query,
-            keys,
-            values,
-            positions,
-            scale=spec.query_scales[index],
-            cap=spec.attention_cap,
-            window=spec.windows[index],
-        )
-        norm = layer.mlp_norm
-        inner = layer.up(add_norm(x, layer.output(attended.to(dtype)), norm.weight, norm.epsilon, dtype))
-        return layer.down(gated(inner, gelu=spec.activation in GELUS))

@@ -268,11 +268,9 @@ class NativeEngine:
         positions = torch.arange(columns, device=self.device).expand_as(ids)
         attend = CausalAttention(self.decoder.spec, *ids.shape, keep=True, dtype=self.cache.keys.dtype)
         self.decoder.store_only(ids.flatten(), positions.flatten(), attend)
-        return Prefilled(
-            keys=self.cache.arrange(torch.stack(attend.keys)),
-            values=torch.stack(attend.values),
-            version=self.version,
-        )
+        # Where keys lie like values nothing needs to be copied: the pass wrote them as they are forked.
+        keys = self.cache.arrange(attend.keys) if self.cache.positions_last else attend.keys
+        return Prefilled(keys=keys, values=attend.values, version=self.version)
 
     def _load_pending(self) -> None:
         if self._pending is not None:

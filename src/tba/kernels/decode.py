@@ -7,6 +7,7 @@ Axes: N slots, H query heads, K key/value heads, D head dimension, L positions o
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -7,6 +7,8 @@ addresses never change and a captured CUDA graph stays valid.
 
 The residual stream, norms and rotations are fp32; the matrices have the engine's dtype.
 
+What stands here is the plain pass. On CUDA most families run the same layers in fewer kernels (`fused_pass.py`).
+
 Axes: N tokens, H query heads, K key/value heads, D head dimension, V vocabulary.
 """
 
@@ -21,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tba.models.decoder_weights import DecoderWeights, Layer, Linear, Norm
+from tba.models.fused_pass import make_fused_pass
 
 
 class UnsupportedModel(Exception):
@@ -113,6 +116,8 @@ class Decoder:
         self.device = weights.embedding.device
         # As in transformers, the factor is rounded to the dtype of the matrix first.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype, device=self.device)
+        self.fused_pass = make_fused_pass(spec, weights, rotations)
+        """None = the plain pass."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy named tensors of a transformers state dict over the weights, in place."""
@@ -121,6 +126,8 @@ class Decoder:
     def hidden(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Final hidden states, normed, ready for `logits` -> [N, hidden]."""
         x = self._embed(ids_N, positions_N)
+        if self.fused_pass is not None:
+            return self.fused_pass.hidden(x, positions_N, attend)
         rotations = self._rotations_at(positions_N)
         for index in range(self.spec.num_layers):
             x = self._layer(index, x, rotations[self.spec.rotary_kinds[index]], attend)
@@ -129,6 +136,8 @@ class Decoder:
     def store_only(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> None:
         """Keys and values of every layer, nothing else: the last layer's attention and MLP are never computed."""
         x = self._embed(ids_N, positions_N)
+        if self.fused_pass is not None:
+            return self.fused_pass.store_only(x, positions_N, attend)
         rotations = self._rotations_at(positions_N)
         last = self.spec.num_layers - 1
         for index in range(last):

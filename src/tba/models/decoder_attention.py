@@ -57,7 +57,7 @@ def _as_block(heads_NHD: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> 
 class CausalAttention:
     """Right-padded sequences, each seeing itself only. Padding comes last, so no real token ever sees it.
 
-    Keeps every layer's keys [B, K, T, D] and values [B, K, T, D] when `keep` is set.
+    Keeps every layer's keys and values when `keep` is set, else those of the layer at work.
     """
 
     def __init__(
@@ -74,21 +74,42 @@ class CausalAttention:
         self.dtype = dtype
         self.shape = (num_rows, num_columns)
         self.keep = keep
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self._tables: tuple[Tensor, Tensor] | None = None
+        """Keys and values [layers kept, B, T, K, D]; made when the device is known."""
         self.masks: dict[int, Tensor] = {}
 
+    @property
+    def keys(self) -> Tensor:
+        """[layers kept, B, K, T, D], a view."""
+        assert self._tables is not None, "nothing is stored yet"
+        return self._tables[0].transpose(2, 3)
+
+    @property
+    def values(self) -> Tensor:
+        """[layers kept, B, K, T, D], a view."""
+        assert self._tables is not None, "nothing is stored yet"
+        return self._tables[1].transpose(2, 3)
+
+    def room(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where the keys and values [N, K, D] of a layer lie; who fills it needs no `store`."""
+        spec = self.spec
+        if self._tables is None:
+            shape = (spec.num_layers if self.keep else 1, *self.shape, spec.num_kv_heads, spec.head_dim)
+            keys, values = (torch.empty(shape, dtype=self.dtype, device=device) for _ in range(2))
+            self._tables = (keys, values)
+        keys, values = (table[layer if self.keep else 0].flatten(0, 1) for table in self._tables)
+        return keys, values
+
     def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
-        if not self.keep:
-            self.keys.clear()
-            self.values.clear()
-        self.keys.append(_as_block(key_NKD, self.shape, self.dtype))
-        self.values.append(_as_block(value_NKD, self.shape, self.dtype))
+        keys, values = self.room(layer, key_NKD.device)
+        keys.copy_(key_NKD)
+        values.copy_(value_NKD)
 
     def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
         query = _as_block(query_NHD, self.shape, self.dtype)
         mask = self._mask(self.spec.windows[layer], query.device)
-        attended = attention(self.spec, layer, query, self.keys[-1], self.values[-1], mask)
+        kept = layer if self.keep else 0
+        attended = attention(self.spec, layer, query, self.keys[kept], self.values[kept], mask)
         return attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _mask(self, window: int | None, device: torch.device) -> Tensor | None:

@@ -26,7 +26,9 @@ from tba.models.flash_attention import FlashPlan, can_use_flash, flash_attention
 NAME = "tba_packed"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(
+    kw_only=True, eq=False
+)  # not frozen: torch.compile looks into frozen ones, and compiles again for other lengths
 class PackedLayout:
     """Where each sequence lies in the packed row.
 

@@ -37,7 +37,6 @@ class PreferenceTask:
 
     name = "tldr"
     isolated = False
-    evaluation = "preference"
 
     def __init__(
         self,

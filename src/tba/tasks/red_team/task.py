@@ -37,8 +37,6 @@ class RedTeamTask:
 
     name = "red_team"
     isolated = False
-    evaluation = "attacks"
-    """What is evaluated: many samples of the one prompt, for success and diversity."""
 
     def __init__(
         self,

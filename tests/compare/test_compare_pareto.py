@@ -1,0 +1,33 @@
+"""Two metrics that pull against each other."""
+
+from studies import plan_study, write_run
+
+from tba.compare.pareto import frontier, save_pareto
+from tba.compare.results import gather
+from tba.compare.study import Pareto
+from tba.compare.table import final_grid
+
+
+def test_the_frontier_holds_what_no_other_beats_in_both():
+    points = [(1.0, 5.0), (2.0, 4.0), (3.0, 7.0), (3.0, 6.0), (4.0, 7.0)]
+    # less x is better: (2, 4) loses to (1, 5), (3, 6) and (4, 7) to (3, 7)
+    assert frontier(points, less_x=True) == [(1.0, 5.0), (3.0, 7.0)]
+    # more x is better: (4, 7) beats all
+    assert frontier(points, less_x=False) == [(4.0, 7.0)]
+    assert frontier([(1.0, 9.0), (2.0, 8.0), (3.0, 8.5)], less_x=False) == [(1.0, 9.0), (3.0, 8.5)]
+    assert frontier([], less_x=True) == []
+
+
+def test_further_metrics_have_tables_and_a_picture(tmp_path):
+    plan = plan_study(tmp_path, also=["cost"], pareto={"x": "cost", "y": "accuracy"}, tune=None)
+    cells = [cell for cells in plan.runs.values() for cell in cells]
+    for number, cell in enumerate(cells):
+        write_run(cell, accuracy=0.5 + 0.01 * number, cost=float(number))
+    results = gather(plan)
+    first = results.cells[cells[0].row, cells[0].column]
+    seeds = [number for number, cell in enumerate(cells) if (cell.row, cell.column) == (cells[0].row, cells[0].column)]
+    assert first.final("cost").mean == sum(seeds) / len(seeds)
+    assert final_grid(results, "cost")[1][1].startswith(f"{sum(seeds) / len(seeds):.4g}")
+    assert results.study.pareto == Pareto(x="cost", y="accuracy")
+    save_pareto(results, results.study.pareto, tmp_path / "pareto.png")
+    assert (tmp_path / "pareto.png").read_bytes()[:4] == b"\x89PNG"

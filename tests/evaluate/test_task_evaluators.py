@@ -1,0 +1,80 @@
+"""The evaluators of preference tuning and red-teaming, on the shipped models."""
+
+import numpy as np
+import pytest
+
+from tba.config import load_config
+from tba.evaluate.diversity import effective_modes
+from tba.evaluate.make import make_evaluator
+from tba.evaluate.summaries import win_rate
+from tba.launch.defaults import with_defaults
+from tba.launch.inputs import load_inputs
+from tba.launch.start import evaluate_model
+from tba.launch.start import train as run_training
+from tba.search.make import make_search_engine
+from tba.tasks.rewards import DirectRewards
+from tba.types import Request
+
+
+def evaluator_and_engine(*overrides):
+    config = load_config(None, list(overrides))
+    inputs = load_inputs(config)
+    config = with_defaults(config, inputs.loaded)
+    evaluator = make_evaluator(config, inputs.loaded, inputs.task, DirectRewards(inputs.task))
+    return evaluator, make_search_engine(config, inputs.loaded), inputs
+
+
+RED_TEAM = (
+    "task.name=red_team",
+    "model.path=tba:red_team",
+    "generate.max_new_tokens=16",
+    "objective.beta=0.13",
+    "evaluate.samples_per_prompt=256",
+)
+TLDR = ("task.name=tldr", "model.path=tba:tldr", "generate.max_new_tokens=14", "evaluate.num_prompts=60")
+
+
+def test_ties_count_half():
+    # above, tie, below
+    assert win_rate(np.array([2.0, 1.0, 0.0]), np.array([1.0, 1.0, 1.0])) == pytest.approx(0.5)
+
+
+def test_attacks_of_the_start_model_have_no_kl_and_their_own_modes():
+    evaluator, engine, inputs = evaluator_and_engine(*RED_TEAM)
+    found = evaluator(engine)
+    attacks = engine.generate(
+        [Request(prompt=evaluator.prompts[0])],
+        samples_per_prompt=256,
+        sampling=evaluator.sampling,
+    )
+    texts = [
+        (inputs.loaded.tokenizer.decode(c.token_ids.tolist(), skip_special_tokens=True), c.finish == "stop")
+        for c in attacks
+    ]
+    modes = [mode for mode in (inputs.task.mode_of(*attack) for attack in texts) if mode is not None]
+    assert found["success"] == pytest.approx(len(modes) / 256)
+    assert found["modes"] == len(set(modes))
+    assert found["effective_modes"] == pytest.approx(effective_modes([modes.count(mode) for mode in set(modes)]))
+    assert found["kl"] == pytest.approx(0.0, abs=1e-4)
+    assert found["regularised_reward"] == pytest.approx(found["success"], abs=1e-4)
+
+
+def test_summaries_of_the_start_model():
+    evaluator, engine, _ = evaluator_and_engine(*TLDR)
+    found = evaluator(engine)
+    assert next(iter(found)) == "win_rate"
+    assert 0.1 < found["win_rate"] < 0.5  # 28% on 2,000 posts, standard error here 6 points
+    assert found["kl"] == pytest.approx(0.0, abs=1e-4)
+    assert found["win_rate_greedy"] > found["win_rate"]
+    assert 1.0 < found["perplexity"] < 1.5
+
+
+def test_a_trained_run_is_measured_from_its_start_model(tmp_path):
+    """One step away the KL is small but not 0, in the run's own evaluation and in `tba evaluate` alike."""
+    settings = ["train.max_steps=2", "train.learning_rate=1e-2", "train.responses_per_step=16", "mode=sync"]
+    settings += [f"output={tmp_path}", "name=run", "observe.progress=false", "train.samples_per_prompt=8"]
+    summary = run_training(load_config(None, [*TLDR, *settings]))
+    assert summary["final"]["kl"] > 0.01
+    again = evaluate_model(str(tmp_path / "run"), [])
+    assert again["kl"] == pytest.approx(summary["final"]["kl"], rel=0.02)
+    assert again["win_rate"] == pytest.approx(summary["final"]["win_rate"], abs=1e-6)
