@@ -24,12 +24,13 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def engines(model) -> tuple[NativeEngine, NativeEngine]:
-    """The same engine with fused and with plain steps."""
+    """The same engine with fused and with plain passes and steps."""
     fused, plain = (NativeEngine(model, stop_ids=[2], seed=0, slots=3, max_length=32, device=DEVICE) for _ in range(2))
-    plain._fused = None
+    plain._fused, plain.decoder.fused_pass = None, None
     if INTERPRETED:  # the layout that CUDA has
         fused.cache.positions_last, fused.cache.keys = False, fused.cache.values.clone()
         fused._fused = FusedDecode(fused.decoder, fused.cache, fused.state, fused._is_stop)
+        fused.decoder.fused_pass = fused._fused.fused_pass
     assert fused._fused is not None
     return fused, plain
 

@@ -55,20 +55,18 @@ def assert_equal(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 @pytest.mark.usefixtures("program")
-@pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("family", SERVED)
-def test_hidden_states_logits_and_stored_keys_and_values_are_those_of_the_plain_pass(family, keep):
+def test_hidden_states_logits_and_stored_keys_and_values_are_those_of_the_plain_pass(family):
     ids, positions = right_padded(LENGTHS)
     results = []
     for decoder in decoders(family):
-        attend = CausalAttention(decoder.spec, *ids.shape, keep=keep)
+        attend = CausalAttention(decoder.spec, *ids.shape, keep=True)
         hidden = decoder.hidden(ids.flatten(), positions.flatten(), attend)
         results.append((hidden, decoder.logits(hidden), attend.keys, attend.values))
     for got, want in zip(*results):
         assert_equal(got, want)
 
 
-@pytest.mark.usefixtures("program")
 @pytest.mark.parametrize("family", SERVED)
 def test_storing_only_stores_what_the_plain_pass_stores(family):
     ids, positions = right_padded(LENGTHS)
@@ -85,8 +83,8 @@ def test_storing_only_stores_what_the_plain_pass_stores(family):
 @pytest.mark.parametrize("family", SERVED)
 def test_scores_after_a_shared_prompt_are_those_of_the_plain_pass(family):
     rng = np.random.default_rng(0)
-    prompts = [make_prompt(f"p{length}", length).token_ids for length in (1, 9, 4) for _ in range(2)]
-    responses = [rng.integers(3, VOCABULARY, size=length) for length in (5, 2, 1, 7, 3, 6)]
+    prompts = [make_prompt(f"p{length}", length).token_ids for length in (1, 7) for _ in range(2)]
+    responses = [rng.integers(3, VOCABULARY, size=length) for length in (3, 1, 2, 6)]
     fused, plain = (ReferenceScorer(decoder).score(prompts, responses, 0.7) for decoder in decoders(family))
     for got, want in zip(fused, plain):
         assert_equal(torch.from_numpy(got), torch.from_numpy(want))

@@ -68,7 +68,9 @@ class SyncRun:
             step_values=step_values,
             reference_samples=make_reference_samples(config, reference_engine),
         )
-        evaluator = make_evaluator(config, loaded, task, rewards)  # copies the start model, before the trainer changes it
+        evaluator = make_evaluator(
+            config, loaded, task, rewards
+        )  # copies the start model, before the trainer changes it
         recorder = Recorder(config, folder, decode=lambda group: group_texts(loaded.tokenizer, group))
         trainer = make_trainer(
             config,

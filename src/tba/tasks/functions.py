@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tba.config import TaskConfig
 from tba.tasks.base import Outcome, RewardFailed, Split
 from tba.tasks.encoding import make_prompt
+from tba.tasks.prompt_file import FilePrompts
 from tba.tasks.reward_functions import RewardSet
 from tba.tasks.rows import BadRow, BadRows, Row, jsonl_rows
 from tba.types import Completion, Prompt
@@ -39,14 +41,14 @@ class OwnTask:
         """`functions` stand in for those named in the config (rewards given as Python objects)."""
         self.rewards = RewardSet(config.rewards, functions)
         assert config.data is not None
-        self._prompts: dict[Split, list[Prompt]] = {"train": [], "held_out": []}
-        splits: dict[Split, str] = {"train": config.data}
+        reader = PromptReader(tokenizer, max_prompt_tokens)
+        fraction = config.eval_fraction if config.eval_data is None else 0.0
+        train, held_out = _read_prompts(config, Path(config.data), reader, fraction)
+        if not train:
+            raise ValueError(f"task.eval_fraction={fraction} leaves no prompt to train on: lower it or add data.")
         if config.eval_data is not None:
-            splits["held_out"] = config.eval_data
-        for split, file in splits.items():
-            self._prompts[split] = _read_prompts(config, Path(file), tokenizer, max_prompt_tokens)
-        if config.eval_data is None:
-            self._hold_out(config.eval_fraction)
+            held_out, _ = _read_prompts(config, Path(config.eval_data), reader, 0.0)
+        self._prompts: dict[Split, Sequence[Prompt]] = {"train": train, "held_out": held_out}
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
@@ -71,13 +73,23 @@ class OwnTask:
         total = sum(self.reward_weights[name] * value for name, value in outcome.items() if value is not None)
         return total >= 1.0 - 1e-9
 
-    def _hold_out(self, fraction: float) -> None:
-        """Move a share of the prompts, chosen by a hash of their text, to the held-out split."""
-        everything = self._prompts["train"]
-        for split in ("train", "held_out"):
-            self._prompts[split] = [p for p in everything if (_place(p) < fraction) == (split == "held_out")]
-        if not self._prompts["train"]:
-            raise ValueError(f"task.eval_fraction={fraction} leaves no prompt to train on: lower it or add data.")
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Makes a prompt of a row; it is asked again whenever a prompt that stayed in its file is visited."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+
+    def __call__(self, row: Row, path: Path) -> Prompt:
+        return make_prompt(
+            text=_prompt_text(row),
+            id=_id(row, path),
+            columns={name: value for name, value in row.value.items() if name != "prompt"},
+            tokenizer=self.tokenizer,
+            max_tokens=self.max_tokens,
+            place=row.place,
+        )
 
 
 def _place(prompt: Prompt) -> float:
@@ -86,27 +98,39 @@ def _place(prompt: Prompt) -> float:
     return int.from_bytes(digest, "little") / 2**64
 
 
-def _read_prompts(config: TaskConfig, path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Prompt]:
-    bad, ids = BadRows(config.on_bad_row), set[str]()
+def _read_prompts(
+    config: TaskConfig, path: Path, reader: PromptReader, held_out_fraction: float
+) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    """The prompts of a file, and those of them that a hash of their text holds out. Every row is checked now; prompts of a
+    plain file stay there, so that it may be larger than memory."""
+    if not path.is_file():
+        raise ValueError(f"task.data: file {path} does not exist.")
+    bad, ids, packed = BadRows(config.on_bad_row), set[int](), path.suffix == ".gz"
+    sides: Any = [[], []] if packed else [_file_prompts(path, reader), _file_prompts(path, reader)]
 
-    def read(row: Row) -> Prompt:
-        text = _prompt_text(row)
-        id = _id(row, path)
-        if id in ids:
-            raise BadRow("duplicate id", f"{row.place}: id {id!r} occurs twice; ids must be unique.")
-        columns = {name: value for name, value in row.value.items() if name != "prompt"}
-        prompt = make_prompt(
-            id=id, text=text, columns=columns, tokenizer=tokenizer, max_tokens=max_tokens, place=row.place
-        )
-        ids.add(id)
-        return prompt
+    def check(row: Row) -> None:
+        prompt = reader(row, path)
+        key = _key(prompt.id)
+        if key in ids:
+            raise BadRow("duplicate id", f"{row.place}: id {prompt.id!r} occurs twice; ids must be unique.")
+        ids.add(key)
+        sides[_place(prompt) < held_out_fraction].append(prompt if packed else row)
 
-    prompts = bad.keep(jsonl_rows(path, bad), read)
+    bad.keep(jsonl_rows(path, bad), check)
     bad.report()
-    if not prompts:
+    if not any(sides):
         but = f" but for {bad.total} bad rows" if bad.total else ""
         raise ValueError(f"{path} is empty{but}: it needs at least one row with a `prompt` column.")
-    return prompts
+    return sides[0], sides[1]
+
+
+def _file_prompts(path: Path, reader: PromptReader) -> FilePrompts:
+    return FilePrompts(path, lambda row: reader(row, path))
+
+
+def _key(id: str) -> int:
+    """64 bits instead of the text: of many million prompts the ids themselves would fill the memory."""
+    return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "little")
 
 
 def _prompt_text(row: Row) -> str | list[dict[str, str]]:

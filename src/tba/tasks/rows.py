@@ -39,6 +39,8 @@ class Row(NamedTuple):
     """Counted from 1."""
     value: Any
     """Any JSON value: its reader checks that it is an object with the columns that it needs."""
+    offset: int | None = None
+    """Byte of the file where its line begins; None = it cannot be read again from there (compressed, or from the hub)."""
 
 
 class Placed(Protocol):
@@ -121,10 +123,12 @@ def jsonl_rows(path: Path, bad: BadRows) -> Iterator[Row]:
         raise ValueError(f"task.data: file {path} does not exist.")
     try:
         with _open(path) as file:
-            for line, raw in enumerate(_lines(file), start=1):
+            seekable = path.suffix != ".gz"
+            for line, (offset, raw) in enumerate(_lines(file), start=1):
                 try:
                     if raw.strip():
-                        yield _parsed(raw, f"{path} line {line}", line)
+                        row = parsed_row(raw, f"{path} line {line}", line)
+                        yield row._replace(offset=offset) if seekable else row
                 except BadRow as error:
                     bad.add(line, error)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -172,16 +176,19 @@ def _open(path: Path) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
 
 
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Lines of a file; of one beyond LONGEST_LINE only the start, which is longer than any line may be."""
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """(first byte, line) of a file; of a line beyond LONGEST_LINE only the start, which is longer than any line may be."""
+    offset = 0
     while raw := file.readline(LONGEST_LINE + 1):
-        rest = raw
+        rest, length = raw, len(raw)
         while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
             rest = file.readline(LONGEST_LINE + 1)
-        yield raw
+            length += len(rest)
+        yield offset, raw
+        offset += length
 
 
-def _parsed(raw: bytes, place: str, line: int) -> Row:
+def parsed_row(raw: bytes, place: str, line: int) -> Row:
     if len(raw) > LONGEST_LINE:
         raise BadRow(
             "line too long", f"{place} is longer than {LONGEST_LINE // 2**20} MiB: write one row on each line."

@@ -1,0 +1,65 @@
+"""Prompts that stay in their file."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+from builders import tiny_tokenizer
+
+from tba.config import TaskConfig
+from tba.tasks.functions import OwnTask
+
+REWARD = {"function": "unused.py:f"}
+
+
+def task(path, **settings) -> OwnTask:
+    config = TaskConfig(name="own", data=str(path), rewards=(REWARD,), **settings)
+    return OwnTask(config, tiny_tokenizer(), max_prompt_tokens=10, functions=[lambda completions, **_: [0.0]])
+
+
+def write(path, rows) -> None:
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    data = b"\n".join(lines) + b"\n"
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+ROWS = [{"prompt": f"w{i} w{i + 1}", "answer": i, "id": f"row-{i}"} for i in range(3, 30)]
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.jsonl.gz"])
+def test_what_is_read_on_a_visit_is_what_the_file_holds(tmp_path, name):
+    path = tmp_path / name
+    write(path, [b"", *ROWS[:10], b"not json", *ROWS[10:]])
+    prompts = task(path, eval_fraction=0.0, on_bad_row="skip").prompts("train")
+    assert len(prompts) == len(ROWS)
+    for index in (0, 26, 11, 10, 0, -1):  # in any order, again and again
+        assert prompts[index].id == ROWS[index]["id"]
+        assert prompts[index].columns["answer"] == ROWS[index]["answer"]
+    np.testing.assert_array_equal(prompts[3].token_ids, [6, 7])
+    assert [prompt.id for prompt in prompts[5:8]] == ["row-8", "row-9", "row-10"]
+
+
+def test_held_out_prompts_are_the_same_whether_the_file_is_compressed_or_not(tmp_path):
+    sides = []
+    for name in ("prompts.jsonl", "prompts.jsonl.gz"):
+        write(tmp_path / name, ROWS)
+        own = task(tmp_path / name, eval_fraction=0.3)
+        sides.append([[prompt.id for prompt in own.prompts(split)] for split in ("train", "held_out")])
+    assert sides[0] == sides[1]
+    assert sorted(sides[0][0] + sides[0][1]) == sorted(row["id"] for row in ROWS)
+    assert sides[0][1]
+
+
+def test_a_prompt_costs_two_numbers_in_memory(tmp_path):
+    write(tmp_path / "prompts.jsonl", [{"prompt": "w5", "blob": "x" * 50_000, "id": i} for i in range(100)])
+    prompts = task(tmp_path / "prompts.jsonl", eval_fraction=0.0).prompts("train")
+    assert prompts._offsets.itemsize + prompts._lines.itemsize == 16
+    assert len(prompts) == 100
+    assert prompts[99].columns["blob"] == "x" * 50_000
+
+
+def test_ids_must_be_unique_all_the_same(tmp_path):
+    write(tmp_path / "prompts.jsonl", [ROWS[0], ROWS[1], ROWS[0]])
+    with pytest.raises(ValueError, match="line 3: id 'row-3' occurs twice"):
+        task(tmp_path / "prompts.jsonl")
