@@ -91,7 +91,6 @@ def test_embedded_rewards_are_the_shipped_models_scores_and_gold_is_the_rule():
     assert [outcome["reward_model"] for outcome in outcomes] == pytest.approx(expected.tolist(), abs=1e-5)
     assert expected[0] != expected[1]
     assert task.reward_weights == {"reward_model": 1.0}
-    assert task.has_gold
     gold = task.gold_scores([POST, POST], ["place harbour", "day friday"], [True, False])
     assert gold.tolist() == [gold_score(POST, "place harbour", finished=True), 0.5 - 0.3]
 
@@ -153,10 +152,9 @@ def test_what_the_real_edition_lacks_is_said_in_words(tmp_path, models):
         make(data=data)
     with pytest.raises(ValueError, match=r"task\.preference\.gold_model='/no/such': there is no such folder"):
         make(preference=PreferenceConfig(gold_model="/no/such"))
-    task = make(data=data, num_validation_prompts=0, preference=PreferenceConfig(reward_model=models.reward_model))
-    assert not task.has_gold
-    with pytest.raises(ValueError, match=r"task\.preference\.gold_model is not given"):
-        task.gold_scores([POST], ["day friday"], [True])
+    with pytest.raises(ValueError, match=r"task\.preference\.gold_model is needed with task\.data"):
+        make(data=data, preference=PreferenceConfig(reward_model=models.reward_model))
+    task = make(data=data, num_validation_prompts=0, preference=models)
     with pytest.raises(ValueError, match=r"rows\.jsonl is one file.*Give the rows to report on as task\.eval_data"):
         task.prompts("held_out")
     with pytest.raises(ValueError, match=r"task\.num_validation_prompts is 0"):

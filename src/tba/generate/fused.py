@@ -15,7 +15,6 @@ from tba.generate.sampling import Needs
 from tba.generate.slots import SlotCache, SlotState
 from tba.models.decoder import Decoder, DecoderSpec
 from tba.models.fused_pass import FusedPass
-from tba.models.fused_pass import why_not_fused as why_not_fused  # the engine asks here
 
 STEPS_PER_LOOK = 8
 """Decode steps between two looks of the host: a finished slot idles half of them on average, a look costs about as much."""

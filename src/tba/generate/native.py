@@ -12,7 +12,6 @@ finished. A prompt is prefilled once; its keys and values are forked into the sl
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
@@ -23,7 +22,7 @@ from torch import nn
 
 from tba.generate.backlog import Admission, Backlog
 from tba.generate.batching import length_batches, padded
-from tba.generate.fused import FusedDecode, why_not_fused
+from tba.generate.fused import FusedDecode
 from tba.generate.loading import InPlaceLoad
 from tba.generate.responses import checked_requests
 from tba.generate.running import Running
@@ -33,16 +32,13 @@ from tba.generate.slots import Prefilled, SlotAttention, SlotCache, SlotState
 from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention
 from tba.models.families import make_decoder
+from tba.models.fused_pass import why_not_fused
 from tba.types import Completion, Request, Sampling, Weights
 
 logger = logging.getLogger("tba.generate")
 
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 32_768}
 """Most tokens in one prefill pass, by device: on a CPU the activations of a pass should stay in its cache."""
-
-
-def _no_triton() -> str | None:
-    return None if importlib.util.find_spec("triton") is not None else "Triton is not installed (pip install triton)"
 
 
 READ_AHEAD = {"cpu": 16, "cuda": 64}
@@ -92,7 +88,7 @@ class NativeEngine:
         """On CUDA, where the family allows it; otherwise the plain step, in words."""
         if self.device.type != "cuda":
             return None
-        reason = why_not_fused(self.decoder.spec) or _no_triton()
+        reason = why_not_fused(self.decoder.spec)
         if reason is not None:
             logger.warning("decoding without fused kernels and CUDA graphs, slower: %s.", reason)
             return None

@@ -24,7 +24,9 @@ GELUS = ("gelu_new", "gelu_pytorch_tanh")
 
 
 def why_not_fused(spec: DecoderSpec) -> str | None:
-    """What keeps a family from the fused kernels; None = nothing."""
+    """What keeps a family, or this installation, from the fused kernels; None = nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
     if spec.norm != "rms":
         return "it has layer norms"
     if spec.post_norms or spec.parallel_residual:
@@ -38,8 +40,8 @@ def why_not_fused(spec: DecoderSpec) -> str | None:
 
 def make_fused_pass(spec: DecoderSpec, weights: DecoderWeights, rotations: Mapping[str, Tensor]) -> FusedPass | None:
     """None = the plain pass serves: on a CPU, without Triton, or for a family that computes otherwise."""
-    on_cuda, has_triton = weights.embedding.is_cuda, importlib.util.find_spec("triton") is not None
-    return FusedPass(spec, weights, rotations) if on_cuda and has_triton and why_not_fused(spec) is None else None
+    serves = weights.embedding.is_cuda and why_not_fused(spec) is None
+    return FusedPass(spec, weights, rotations) if serves else None
 
 
 @runtime_checkable

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import re
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase
 
 from tba.tasks.answers import MARKER
 from tba.tasks.arithmetic import PEOPLE, SENTENCES, THINGS
+from tba.tasks.words import SPECIAL, as_transformers
 
 PATTERN = rf" ?[A-Za-z]+| ?[0-9]|{MARKER}|\s| ?[^A-Za-z0-9\s]"
 """What one token is. A number is its digits; the first one carries the space before it."""
-SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 DIGITS = "0123456789"
 
 
@@ -25,16 +25,7 @@ def make_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    bos = ("<bos>", vocabulary["<bos>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[bos])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-    )
+    return as_transformers(tokenizer)
 
 
 def _tokens() -> list[str]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tba.config import TaskConfig
 from tba.tasks.base import Outcome, Split
 from tba.tasks.encoding import make_prompt
-from tba.tasks.rows import BadRow, BadRows, Row, jsonl_rows, split_rows
+from tba.tasks.rows import BadRow, BadRows, Row, jsonl_rows, keep_some, split_rows
 from tba.types import Completion, Prompt
 
 ID_COLUMNS = ("id", "unique_id")
@@ -112,12 +112,12 @@ class QuestionTask(ABC):
         return completion.finish == "stop" or not self._config.cut_off_is_wrong
 
     def _make_prompts(self, split: Split) -> list[Prompt]:
-        bad = BadRows(self._config.on_bad_row)
-        prompts = bad.keep(self._problems[split], lambda problem: self._prompt(split, problem))
-        bad.report()
-        if not prompts:
-            raise ValueError(f"task.data={self._config.data}: no {split} row is left, all {bad.total} are bad.")
-        return prompts
+        return keep_some(
+            self._problems[split],
+            lambda problem: self._prompt(split, problem),
+            on_bad_row=self._config.on_bad_row,
+            what=f"task.data={self._config.data}: no {split} row",
+        )
 
     def _prompt(self, split: Split, problem: Problem) -> Prompt:
         return make_prompt(

@@ -18,7 +18,12 @@ def make_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerBase:
         raise ValueError("a word occurs twice in the vocabulary.")
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    bos = ("<bos>", vocabulary["<bos>"])
+    return as_transformers(tokenizer)
+
+
+def as_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
+    """A tokenizer whose vocabulary starts with SPECIAL, for transformers; it puts <bos> before a text."""
+    bos = ("<bos>", SPECIAL.index("<bos>"))
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[bos])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

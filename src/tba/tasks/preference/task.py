@@ -27,7 +27,7 @@ from tba.tasks.preference.scorer import ModelScorer, load_scorer
 from tba.tasks.preference.summaries import reference_summary
 from tba.tasks.preference.world import HELD_OUT_POSTS, SEEDS, VALIDATION_POSTS, Post, draw_posts, first_posts
 from tba.tasks.questions import Problem
-from tba.tasks.rows import BadRows
+from tba.tasks.rows import keep_some
 from tba.types import Completion, Prompt
 
 
@@ -62,11 +62,6 @@ class PreferenceTask:
     def reward_weights(self) -> dict[str, float]:
         return {"reward_model": 1.0}
 
-    @property
-    def has_gold(self) -> bool:
-        """Whether gold_scores can be asked for."""
-        return self._config.data is None or self._config.preference.gold_model is not None
-
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """Made when first asked for; the column `reference` is the summary that win rates compare with."""
         if split not in self._prompts:
@@ -87,11 +82,6 @@ class PreferenceTask:
 
     def gold_scores(self, prompts: Sequence[str], texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
         """float64 [N]: what evaluations judge by, and training never sees."""
-        if not self.has_gold:
-            raise ValueError(
-                "task.preference.gold_model is not given, and with task.data there is no gold rule: give a folder or hub "
-                "name of a reward model that training does not use, to judge summaries."
-            )
         if self._config.preference.gold_model is None:
             return gold.gold_scores(prompts, texts, finished)
         return self._scorer(self._config.preference.gold_model).score(prompts, texts, finished)
@@ -115,6 +105,11 @@ class PreferenceTask:
                 "task.preference.reward_model is needed with task.data: a folder or hub name of the model whose score is "
                 "the reward. The shipped one only knows the embedded posts."
             )
+        if self._config.data is not None and own.gold_model is None:
+            raise ValueError(
+                "task.preference.gold_model is needed with task.data, where there is no gold rule: a folder or hub name "
+                "of a reward model that training does not use, to judge summaries in evaluations."
+            )
         for name, path in (("reward_model", own.reward_model), ("gold_model", own.gold_model)):
             if path is not None and path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
                 raise ValueError(
@@ -134,12 +129,12 @@ class PreferenceTask:
         return first_posts(split, HELD_OUT_POSTS if split == "held_out" else VALIDATION_POSTS)
 
     def _make_prompts(self, problems: Sequence[Problem], split: Split) -> list[Prompt]:
-        bad = BadRows(self._config.on_bad_row)
-        prompts = bad.keep(problems, lambda problem: self._prompt(split, problem))
-        bad.report()
-        if not prompts:
-            raise ValueError(f"task.data={self._config.data}: no {split} row is left, all {bad.total} are bad.")
-        return prompts
+        return keep_some(
+            problems,
+            lambda problem: self._prompt(split, problem),
+            on_bad_row=self._config.on_bad_row,
+            what=f"task.data={self._config.data}: no {split} row",
+        )
 
     def _prompt(self, split: Split, problem: Problem) -> Prompt:
         return make_prompt(
