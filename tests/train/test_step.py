@@ -66,8 +66,8 @@ def test_a_token_budget_smaller_than_any_response_still_trains_them_one_by_one()
 def heads_step(name: str, budget: Budget, *, separate: bool = False) -> TrainStep:
     """A step of an objective with a head, whose weights are not the zeros they start as."""
     model, objective = tiny_llama(), OBJECTIVES[name]()
-    critic = make_critic(model, separate=separate) if objective.needs.critic else None
-    log_z = make_log_z(model) if objective.needs.log_z else None
+    critic = make_critic(model, separate=separate) if objective.extras.critic else None
+    log_z = make_log_z(model) if objective.extras.log_z else None
     for head in (critic, log_z):
         if head is not None:
             torch.nn.init.normal_(head.head.weight, generator=torch.Generator().manual_seed(3))

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from tba.objectives.base import Coupling, Needs, Objective
+from tba.objectives.base import Coupling, Extras, Needs, Objective
 from tba.objectives.ratios import clipped_surrogate, ratio_metrics, ratios, token_log_ratios
 from tba.types import Batch, Forward, Loss
 
@@ -41,8 +41,12 @@ class PPO(Objective):
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
 
     coupling: ClassVar[Coupling] = "batch"
-    needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, multiplicities=True, critic=True)
+    needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, multiplicities=True)
     default_beta: ClassVar[float] = 0.05
+
+    @property
+    def extras(self) -> Extras:
+        return Extras(critic=self.critic, heads_learning_rate=self.critic_learning_rate)
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert forward.values_N is not None

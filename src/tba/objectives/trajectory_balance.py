@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from tba.objectives.base import Coupling, Needs, Objective
+from tba.objectives.base import Coupling, Extras, Needs, Objective
 from tba.objectives.groups import prompt_mean
 from tba.types import Batch, Forward, Loss
 
@@ -81,8 +81,12 @@ class LearnedLogZ(Objective):
     """Of the head; log Z is in the tens to hundreds of nats, so it moves faster than the policy."""
 
     coupling: ClassVar[Coupling] = "response"
-    needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True, log_z=True)
+    needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True)
     default_beta: ClassVar[float] = 0.05
+
+    @property
+    def extras(self) -> Extras:
+        return Extras(log_z=True, heads_learning_rate=self.log_z_learning_rate)
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert forward.log_z_P is not None

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from tba.objectives.base import Coupling, Needs, Objective
+from tba.objectives.base import Coupling, Extras, Needs, Objective
 from tba.objectives.ppo import token_rewards
 from tba.objectives.ratios import clipped_surrogate, ratio_metrics, ratios, token_log_ratios
 from tba.types import Batch, Forward, Loss
@@ -29,8 +29,12 @@ class VinePPO(Objective):
     """Responses generated from each step's prefix to estimate its value; read by the searchers."""
 
     coupling: ClassVar[Coupling] = "token"
-    needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, multiplicities=True, step_values=True)
+    needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, multiplicities=True)
     default_beta: ClassVar[float] = 1e-4
+
+    @property
+    def extras(self) -> Extras:
+        return Extras(continuations=self.continuations)
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         kept_N, tokens = batch.kept_N, max(1, batch.totals.tokens)

@@ -61,15 +61,15 @@ def make_step_values(
     between_steps: Callable[[], None] | None = None,
 ) -> StepValues | None:
     """None unless the objective needs Monte-Carlo values."""
-    objective = make_objective(config)
-    if not objective.needs.step_values:
+    continuations = make_objective(config).extras.continuations
+    if not continuations:
         return None
     return StepValues(
         rewards=make_rewards(task, config, log=log, functions=functions),
         reward_weights=task.reward_weights,
         tokenizer=loaded.tokenizer,
         sampling=training_sampling(config),
-        continuations=getattr(objective, "continuations", 1),
+        continuations=continuations,
         between_steps=between_steps,
     )
 

@@ -11,7 +11,7 @@ from tba.models.heads import make_critic, make_log_z
 from tba.models.load import LoadedModel
 from tba.models.policy import PolicyModel
 from tba.objectives.base import Objective
-from tba.objectives.make import make_objective, objective_class
+from tba.objectives.make import make_objective
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.runtime.board import Row
@@ -81,7 +81,7 @@ def make_train_step(config: Config, loaded: LoadedModel) -> TrainStep:
     return TrainStep(
         policy,
         objective,
-        MasterAdamW(loaded.model.parameters(), train, heads=heads, heads_rate=_heads_rate(objective)),
+        MasterAdamW(loaded.model.parameters(), train, heads=heads, heads_rate=objective.extras.heads_learning_rate),
         budget=Budget(
             max_tokens=train.tokens_per_micro_batch,
             max_responses=train.responses_per_micro_batch,
@@ -93,17 +93,12 @@ def make_train_step(config: Config, loaded: LoadedModel) -> TrainStep:
 
 def make_policy(loaded: LoadedModel, objective: Objective) -> PolicyModel:
     """The model with the heads its objective needs."""
-    critic = log_z = None
-    if objective.needs.critic:
-        critic = make_critic(loaded.model, separate=getattr(objective, "critic", "trunk") == "separate")
-    if objective.needs.log_z:
+    extras, critic, log_z = objective.extras, None, None
+    if extras.critic is not None:
+        critic = make_critic(loaded.model, separate=extras.critic == "separate")
+    if extras.log_z:
         log_z = make_log_z(loaded.model)
     return PolicyModel(loaded.model, critic=critic, log_z=log_z)
-
-
-def _heads_rate(objective: Objective) -> float | None:
-    name = "critic_learning_rate" if objective.needs.critic else "log_z_learning_rate"
-    return getattr(objective, name, None)
 
 
 def make_replay(config: Config, task: Task) -> ReplayBuffer:
@@ -117,7 +112,7 @@ def make_replay(config: Config, task: Task) -> ReplayBuffer:
         seed=config.seed,
         reward_names=tuple(task.reward_weights),
         reward_weights=tuple(task.reward_weights.values()),
-        step_values=objective_class(config.objective.name).needs.step_values,
+        step_values=make_objective(config).extras.continuations > 0,
     )
 
 
