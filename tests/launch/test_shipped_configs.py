@@ -1,0 +1,42 @@
+"""Shipped configs: all are valid, and those of the embedded tasks run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tba.compare.study import load_study
+from tba.config import load_config
+from tba.launch.defaults import with_objective_defaults
+from tba.launch.start import train
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_is_valid(path):
+    with_objective_defaults(load_config(path, ["model.path=somewhere"]))
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "studies").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_study_is_valid(path, quick):
+    assert load_study(path, quick=quick).rows
+
+
+@pytest.mark.parametrize("name", ["tldr_cpu", "red_team_cpu"])
+def test_an_embedded_task_trains_and_evaluates(name, tmp_path):
+    small = ["train.max_steps=4", "train.responses_per_step=32", "evaluate.every=2", "observe.progress=false"]
+    small += ["train.samples_per_prompt=32"] if name == "red_team_cpu" else ["task.num_train_prompts=200"]
+    small += ["evaluate.num_prompts=40", "evaluate.samples_per_prompt=64", f"output={tmp_path}", "name=run"]
+    summary = train(load_config(CONFIGS / f"{name}.yaml", small))
+    assert summary["steps"] == 4
+    headline = "win_rate" if name == "tldr_cpu" else "success"
+    assert next(iter(summary["final"])) == headline
+    assert summary["start"]["kl"] == pytest.approx(0.0, abs=1e-3)
+    assert summary["final"]["kl"] > 1e-3
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    task = "tldr" if name == "tldr_cpu" else "red_team"
+    assert sum(f"eval/{task}/{headline}" in record for record in records) >= 2
+    if name == "red_team_cpu":  # an eighth of every visit is of the start model, whose version stays 0
+        assert max(record.get("off_policy/lag_max", 0.0) for record in records) == 3.0
