@@ -125,7 +125,7 @@ def models(tmp_path_factory):
 def test_every_split_has_the_one_prompt_of_a_bos_token():
     task = make_task()
     for split in ("train", "validation", "held_out"):
-        assert [(p.id, p.token_ids.tolist(), p.text) for p in task.prompts(split)] == [("attack", [1], "")]
+        assert [(p.id, p.token_ids.tolist(), p.text) for p in task.prompts(split)] == [(f"attack-{split}", [1], "")]
 
 
 def test_embedded_rewards_by_hand():
@@ -182,6 +182,8 @@ def test_the_real_edition_needs_victim_judge_and_prompt():
         make_task(victim="v", prompt="x")
     with pytest.raises(ValueError, match=r"task\.red_team\.judge=j without task\.red_team\.victim"):
         make_task(judge="j")
+    with pytest.raises(ValueError, match=r"prompt is given, but no victim and judge"):
+        make_task(prompt="x")
 
 
 def test_models_load_when_the_first_attack_is_scored(tmp_path):

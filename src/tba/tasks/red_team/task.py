@@ -11,9 +11,10 @@ tokenizer makes its BOS token. Models load when the first attack is scored, on t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -27,7 +28,6 @@ from tba.tasks.red_team.victim import ModelVictim, RuleVictim, Victim
 from tba.tasks.red_team.world import mode_of
 from tba.types import Completion, Prompt
 
-PROMPT_ID = "attack"
 SMALLEST_PROBABILITY = 1e-6
 """Below this a probability's logarithm says no more."""
 
@@ -52,14 +52,15 @@ class RedTeamTask:
         self._config, self._device = config.red_team, device
         self.knows_modes = config.red_team.victim is None
         """Whether the victim's weaknesses are known: in the embedded edition."""
-        self._prompt = make_prompt(
-            id=PROMPT_ID,
+        prompt = make_prompt(
+            id="attack-train",
             text=attacker_prompt(config.red_team),
             columns={},
             tokenizer=tokenizer,
             max_tokens=max_prompt_tokens,
             place="task.red_team.prompt",
         )
+        self._prompts = {split: replace(prompt, id=f"attack-{split}") for split in get_args(Split)}
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -71,8 +72,8 @@ class RedTeamTask:
         return self._config.success_above
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """The one prompt, whatever the split: what differs are the attacks."""
-        return [self._prompt]
+        """The one prompt. Its id differs, and with it the random numbers: evaluations sample anew."""
+        return [self._prompts[split]]
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
         """Too short attacks are not sent; equal ones are judged once."""
@@ -161,6 +162,11 @@ def attacker_prompt(config: RedTeamConfig) -> str:
         raise ValueError(
             f"task.red_team.{given}={getattr(config, given)} without task.red_team.{missing}: the embedded edition's "
             f"{missing} does not go with a model. Give both, or neither for the embedded edition."
+        )
+    if config.prompt is not None and config.victim is None:
+        raise ValueError(
+            "task.red_team.prompt is given, but no victim and judge: the embedded edition has a prompt of its own. Give "
+            "task.red_team.victim and task.red_team.judge, or leave the prompt out."
         )
     if config.prompt is None and config.victim is not None:
         raise ValueError(
