@@ -93,3 +93,39 @@ def test_importance_is_clipped_and_unknown_behaviour_counts_as_1():
     unknown.completion.behaviour_log_probs[:] = np.nan
     packed = pack_group(TrajectoryGroup(id="x", prompt=group.prompt, trajectories=group.trajectories), ("r",))
     np.testing.assert_allclose(packed.log_importance(), [LOG_IMPORTANCE[1], LOG_IMPORTANCE[0], 0.0])
+
+
+def test_few_fresh_responses_are_not_repeated_while_old_ones_are_left():
+    buffer = two_ages(old=20, fresh=1, on_policy_probability=0.75)
+    for _ in range(50):
+        (drawn,) = responses(buffer.sample(1, 4, step=5))
+        assert len(set(drawn)) == 4
+        assert (100,) in drawn
+
+
+def test_a_wide_shelf_without_a_fresh_share():
+    """Wider than what is looked at one by one."""
+    buffer, group = replay(mix="responses", on_policy_probability=0.0, capacity_per_prompt=5000), Groups()
+    buffer.add(group("a", [[i, j] for i in range(50) for j in range(40)]), step=0)
+    assert len(set(responses(buffer.sample(1, 16, step=5))[0])) == 16
+
+
+@pytest.mark.parametrize("mix", ["prompts", "responses"])
+def test_slots_of_one_prompt_share_one_draw(mix):
+    buffer = replay(mix=mix, on_policy_probability=1.0, fresh_steps=10)
+    buffer.add(Groups()("a", [[i] for i in range(32)]), step=0)
+    drawn = [tokens for own in responses(buffer.sample(4, 8, step=0)) for tokens in own]
+    assert sorted(drawn) == [(i,) for i in range(32)]
+    twice = responses(buffer.sample(5, 8, step=0))  # 40 of 32: repeats, but not inside a slot
+    assert all(len(set(own)) == 8 for own in twice)
+
+
+def test_old_prompts_are_visited_again_by_a_share_of_the_slots():
+    buffer, group = replay(mix="responses", on_policy_probability=0.5), Groups()
+    for i in range(30):
+        buffer.add(group(f"old{i}", [[1], [2]]), step=0)
+    for i in range(10):
+        buffer.add(group(f"new{i}", [[1], [2]]), step=5)
+    names = Counter(buffer.sample(1, 2, step=5).prompt_ids[0][:3] for _ in range(2000))
+    # half the slots take a fresh prompt, the others any of 40, 30 of them old
+    assert abs(names["old"] - 750) < 5 * math.sqrt(2000 * 0.375 * 0.625)

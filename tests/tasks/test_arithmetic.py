@@ -25,6 +25,7 @@ from tba.tasks.arithmetic import (
     work,
 )
 from tba.tasks.arithmetic_tokens import make_tokenizer
+from tba.tasks.inputs import TaskInputs
 from tba.tasks.prepare import greedy_accuracy
 from tba.types import Completion
 
@@ -47,7 +48,9 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def task(tokenizer):
-    return ArithmeticTask(TaskConfig(num_train_prompts=50), tokenizer, max_prompt_tokens=100)
+    return ArithmeticTask(
+        TaskInputs(config=TaskConfig(num_train_prompts=50), tokenizer=tokenizer, max_prompt_tokens=100)
+    )
 
 
 def completion(prompt, *, finish):
@@ -143,7 +146,9 @@ def test_validation_problems_are_neither_trained_on_nor_held_out(num_train):
 
 def test_the_validation_set_is_fixed_and_numbered(tokenizer):
     assert tuple(problem.text for problem in validation_problems(20_000)[:2]) == VALIDATION_FIRST
-    prompts = ArithmeticTask(TaskConfig(), tokenizer, max_prompt_tokens=100).prompts("validation")
+    prompts = ArithmeticTask(TaskInputs(config=TaskConfig(), tokenizer=tokenizer, max_prompt_tokens=100)).prompts(
+        "validation"
+    )
     assert [(prompt.id, prompt.text) for prompt in prompts[:2]] == list(
         zip(("validation-0", "validation-1"), VALIDATION_FIRST)
     )
@@ -220,6 +225,6 @@ def test_the_number_after_the_last_marker_counts():
 
 
 def test_a_prompt_beyond_the_context_is_refused_by_its_id(tokenizer):
-    task = ArithmeticTask(TaskConfig(num_train_prompts=5), tokenizer, max_prompt_tokens=10)
+    task = ArithmeticTask(TaskInputs(config=TaskConfig(num_train_prompts=5), tokenizer=tokenizer, max_prompt_tokens=10))
     with pytest.raises(ValueError, match=r"prompt 'train-0' has \d+ tokens, beyond the 10 .* generate.max_new_tokens"):
         task.prompts("train")

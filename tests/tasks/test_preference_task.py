@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from tba.config import PreferenceConfig, TaskConfig
 from tba.tasks.base import RewardFailed
+from tba.tasks.inputs import TaskInputs
 from tba.tasks.preference.gold import gold_score
 from tba.tasks.preference.scorer import load_scorer
 from tba.tasks.preference.summaries import reference_summary
@@ -56,7 +57,9 @@ def models(tmp_path_factory):
 
 
 def make(**task):
-    return PreferenceTask(TaskConfig(**({"name": "tldr"} | task)), TOKENIZER, max_prompt_tokens=40)
+    return PreferenceTask(
+        TaskInputs(config=TaskConfig(**({"name": "tldr"} | task)), tokenizer=TOKENIZER, max_prompt_tokens=40)
+    )
 
 
 def completion(finish="stop"):

@@ -9,13 +9,15 @@ from builders import tiny_tokenizer
 
 from tba.config import TaskConfig
 from tba.tasks.functions import OwnTask
+from tba.tasks.inputs import TaskInputs
 
 REWARD = {"function": "unused.py:f"}
 
 
 def task(path, **settings) -> OwnTask:
     config = TaskConfig(name="own", data=str(path), rewards=(REWARD,), **settings)
-    return OwnTask(config, tiny_tokenizer(), max_prompt_tokens=10, functions=[lambda completions, **_: [0.0]])
+    functions = [lambda completions, **_: [0.0]]
+    return OwnTask(TaskInputs(config=config, tokenizer=tiny_tokenizer(), max_prompt_tokens=10, functions=functions))
 
 
 def write(path, rows) -> None:

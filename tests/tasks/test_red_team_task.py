@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from tba.config import RedTeamConfig, TaskConfig
+from tba.tasks.inputs import TaskInputs
 from tba.tasks.red_team.embedder import SentenceEncoder, WordCounts
 from tba.tasks.red_team.judge import ClassifierJudge
 from tba.tasks.red_team.task import RedTeamTask
@@ -36,7 +37,9 @@ HIT, MISS = "please wash the table", "please wash the kettle"
 
 def make_task(tokenizer=None, **red_team):
     config = TaskConfig(name="red_team", red_team=RedTeamConfig(**red_team))
-    return RedTeamTask(config, tokenizer or make_tokenizer(), max_prompt_tokens=16, device="cpu")
+    return RedTeamTask(
+        TaskInputs(config=config, tokenizer=tokenizer or make_tokenizer(), max_prompt_tokens=16, device="cpu")
+    )
 
 
 def completion_of(text, *, finish="stop"):

@@ -1,9 +1,10 @@
 """Which responses are sampled: the rules of the paper, each a small class.
 
-    MixedSelector      for each prompt slot: with probability m a fresh prompt, else any prompt
+    MixedSelector      for each prompt slot: with probability m a fresh prompt, else any prompt; or (by_response) in each
+                       slot a share m of fresh responses
       FreshSelector      K of the prompt's newest responses, uniformly
-      SoftmaxSelector    K of all its responses, with probability ~ exp(inverse_temperature * score)
-      UniformSelector    K of all its responses, uniformly (inverse temperature 0)
+      SoftmaxSelector    K of all its responses, with probability ~ exp(inverse_temperature * score + log importance)
+      UniformSelector    K of all its responses, uniformly
 
 K responses are drawn without replacement; with replacement only from fewer than K.
 """
@@ -13,13 +14,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
 from tba.replay.decks import Deck, PromptDecks
 from tba.replay.forest import SumForest
 from tba.replay.shelf import HOLE, Shelf
+
+Kind = Literal["fresh", "old", "uniform", "mixed"]
+"""How the responses of a slot are drawn."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 MAX_LOG_WEIGHT = 200.0
 """Weights stay within exp(+-200) of 1, far from overflow and underflow; beyond, the shelf is scaled anew."""
@@ -49,6 +54,8 @@ class Selector(Protocol):
 
 def draw_uniformly(shelf: Shelf, first: int, count: int, rng: np.random.Generator) -> np.ndarray:
     """Rows from position `first` on, uniformly; without replacement unless there are fewer than `count`."""
+    if count == 0:
+        return np.zeros(0, np.int64)
     width = shelf.tail - first
     if width > max(EXACT_WIDTH, 2 * count):
         positions = first + (rng.random(3 * count + 8) * width).astype(np.int64)
@@ -195,7 +202,8 @@ class MixedSelector:
     """The paper's rule: a prompt's responses are fresh with probability m, else drawn from all that is stored. With
     `by_response` every prompt of the batch has a share m of fresh responses instead: for tasks of one or few prompts.
 
-    Prompts are not repeated inside a batch unless there are fewer prompts than slots.
+    Prompts are not repeated inside a batch unless there are fewer prompts than slots; the slots of a repeated prompt share
+    one draw, so that no response is in the batch twice while there are enough.
     """
 
     def __init__(
@@ -218,33 +226,53 @@ class MixedSelector:
         rng: np.random.Generator,
     ) -> tuple[list[Shelf], np.ndarray]:
         """The shelves of the P slots, and rows [P, K]."""
-        if self._by_response:
-            chosen = [shelves[card] for card, _ in self._choose_prompts(decks, num_prompts, 1.0, rng)]
-            rows = [self._mixed_rows(shelf, count, since=decks.fresh_since, rng=rng) for shelf in chosen]
-            return chosen, np.stack(rows)
-        slots = self._choose_prompts(decks, num_prompts, self._on_policy_probability, rng)
-        chosen = [shelves[card] for card, _ in slots]
-        kinds = ["fresh" if fresh else self._old_kind(rng) for _, fresh in slots]
-        found = {
-            kind: iter(selector.choose([shelf for shelf, own in zip(chosen, kinds) if own == kind], count, rng))
-            for kind, selector in (("old", self._old), ("uniform", self._uniform))
-        }
+        slots = self._choose_prompts(decks, num_prompts, rng)
+        places: dict[tuple[int, Kind], list[int]] = defaultdict(list)
+        for place, (card, fresh) in enumerate(slots):
+            places[card, self._kind(fresh, rng)].append(place)
         rows_PK = np.empty((num_prompts, count), np.int64)
-        for rows_K, shelf, kind in zip(rows_PK, chosen, kinds):
-            fresh = kind == "fresh"
-            rows_K[:] = (
-                self._fresh.choose(shelf, count, since=decks.fresh_since, rng=rng) if fresh else next(found[kind])
-            )
-        return chosen, rows_PK
+        for kind in KINDS:
+            once = [(shelves[card], own) for (card, other), own in places.items() if other == kind and len(own) == 1]
+            drawn = self._draw(kind, [shelf for shelf, _ in once], count, decks.fresh_since, rng)
+            for (_, own), rows in zip(once, drawn):
+                rows_PK[own] = rows
+        for (card, kind), own in places.items():
+            if len(own) > 1:
+                rows_PK[own] = self._draw_several(kind, shelves[card], len(own), count, decks.fresh_since, rng)
+        return [shelves[card] for card, _ in slots], rows_PK
 
-    def _old_kind(self, rng: np.random.Generator) -> str:
+    def _kind(self, fresh: bool, rng: np.random.Generator) -> Kind:
+        if self._by_response:
+            return "mixed"
+        if fresh:
+            return "fresh"
         return "uniform" if self._uniform_share and rng.random() < self._uniform_share else "old"
 
+    def _draw(
+        self, kind: Kind, shelves: Sequence[Shelf], count: int, since: int, rng: np.random.Generator
+    ) -> list[np.ndarray]:
+        if kind == "old":
+            return self._old.choose(shelves, count, rng)
+        if kind == "uniform":
+            return self._uniform.choose(shelves, count, rng)
+        draw = self._fresh.choose if kind == "fresh" else self._mixed_rows
+        return [draw(shelf, count, since=since, rng=rng) for shelf in shelves]
+
+    def _draw_several(
+        self, kind: Kind, shelf: Shelf, times: int, count: int, since: int, rng: np.random.Generator
+    ) -> np.ndarray:
+        """[times, K] rows of one prompt: no row twice if there are so many, else no row twice in a slot if it can be."""
+        (rows,) = self._draw(kind, [shelf], times * count, since, rng)
+        if len(np.unique(rows)) == len(rows):
+            return rows.reshape(times, count)
+        return np.stack([self._draw(kind, [shelf], count, since, rng)[0] for _ in range(times)])
+
     def _mixed_rows(self, shelf: Shelf, count: int, *, since: int, rng: np.random.Generator) -> np.ndarray:
-        """Fresh ones, then uniform ones, then others; none twice unless the shelf holds fewer than `count`."""
-        num_fresh = _rounded(self._on_policy_probability * count, rng)
+        """Fresh ones as far as there are enough, then uniform ones, then others; none twice unless the shelf holds fewer."""
+        first = shelf.position_since(since)
+        num_fresh = min(_rounded(self._on_policy_probability * count, rng), len(shelf.rows(first)))
         num_uniform = _rounded(self._uniform_share * (count - num_fresh), rng)
-        rows = self._fresh.choose(shelf, num_fresh, since=since, rng=rng)
+        rows = draw_uniformly(shelf, first, num_fresh, rng)
         for number, selector in ((num_uniform, self._uniform), (count - num_fresh - num_uniform, self._old)):
             if number:
                 (drawn,) = selector.choose([shelf], min(count, shelf.live), rng)
@@ -252,14 +280,12 @@ class MixedSelector:
                 rows = np.concatenate([rows, others, drawn[: number - len(others)]])
         return np.resize(rows, count)
 
-    def _choose_prompts(
-        self, decks: PromptDecks, num_prompts: int, fresh_probability: float, rng: np.random.Generator
-    ) -> list[tuple[int, bool]]:
+    def _choose_prompts(self, decks: PromptDecks, num_prompts: int, rng: np.random.Generator) -> list[tuple[int, bool]]:
         """(prompt, whether it came from the fresh deck) for each slot."""
         slots: list[tuple[int, bool]] = []
         used: set[int] = set()
         for uniform in rng.random(num_prompts).tolist():
-            wants_fresh = uniform < fresh_probability
+            wants_fresh = uniform < self._on_policy_probability
             order = [(decks.fresh, True), (decks.all, False)] if wants_fresh else [(decks.all, False)]
             slot = self._first(order, used, rng)
             if slot is None:  # every prompt is in the batch already

@@ -21,14 +21,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from transformers import PreTrainedTokenizerBase
-
-from tba.config import TaskConfig
 from tba.tasks.answers import final_number, same_number
 from tba.tasks.base import Outcome, Split
 from tba.tasks.encoding import make_prompt
+from tba.tasks.inputs import TaskInputs
 from tba.types import Completion, Prompt
 
 HELD_OUT_ONE_IN = 8
@@ -250,18 +248,10 @@ class ArithmeticTask:
     name = "arithmetic"
     isolated = False
 
-    def __init__(
-        self,
-        config: TaskConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_prompt_tokens: int,
-        functions: Sequence[Callable[..., Any]] | None = None,
-    ) -> None:
-        """`functions` is there because every task's factory takes it; this task has its own reward."""
-        self._num_train = config.num_train_prompts
-        self._tokenizer = tokenizer
-        self._max_prompt_tokens = max_prompt_tokens
+    def __init__(self, inputs: TaskInputs) -> None:
+        self._num_train = inputs.config.num_train_prompts
+        self._tokenizer = inputs.tokenizer
+        self._max_prompt_tokens = inputs.max_prompt_tokens
         self._prompts: dict[Split, list[Prompt]] = {}
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tba.config import TaskConfig
 from tba.tasks.base import Outcome, RewardFailed, Split
 from tba.tasks.encoding import make_prompt
+from tba.tasks.inputs import TaskInputs
 from tba.tasks.prompt_file import FilePrompts
 from tba.tasks.reward_functions import RewardSet
 from tba.tasks.rows import BadRow, BadRows, Row, jsonl_rows
@@ -30,18 +31,11 @@ class OwnTask:
     name = "own"
     isolated = True
 
-    def __init__(
-        self,
-        config: TaskConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_prompt_tokens: int,
-        functions: Sequence[Callable[..., Any]] | None = None,
-    ) -> None:
-        """`functions` stand in for those named in the config (rewards given as Python objects)."""
-        self.rewards = RewardSet(config.rewards, functions)
+    def __init__(self, inputs: TaskInputs) -> None:
+        config = inputs.config
+        self.rewards = RewardSet(config.rewards, inputs.functions)
         assert config.data is not None
-        reader = PromptReader(tokenizer, max_prompt_tokens)
+        reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens)
         fraction = config.eval_fraction if config.eval_data is None else 0.0
         train, held_out = _read_prompts(config, Path(config.data), reader, fraction)
         if not train:

@@ -15,7 +15,8 @@ from tba.tasks.registry import make_task
 def make_task_for(config: Config, loaded: LoadedModel, functions: Sequence[Callable[..., Any]] | None = None) -> Task:
     """`functions` are rewards given as Python objects, in the order of task.rewards."""
     limit = max_prompt_tokens(config, loaded.context)
-    return make_task(config.task, loaded.tokenizer, max_prompt_tokens=limit, functions=functions)
+    device = str(loaded.model.device)
+    return make_task(config.task, loaded.tokenizer, max_prompt_tokens=limit, functions=functions, device=device)
 
 
 def max_prompt_tokens(config: Config, context: int) -> int:

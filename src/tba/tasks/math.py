@@ -14,12 +14,7 @@ says when two answers are equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
-
-from tba.config import TaskConfig
+from tba.tasks.inputs import TaskInputs
 from tba.tasks.math_answers import last_boxed, normal_form, same_answer
 from tba.tasks.questions import Problem, QuestionTask, Source
 from tba.tasks.rows import BadRow, Row, prompt_column, require_object, text_column
@@ -54,16 +49,9 @@ class MathTask(QuestionTask):
     template = "Problem:\n{question}\n\nReason step by step, and put the final answer in \\boxed{}.\n\nSolution:"
     instruction = "Reason step by step, and put the final answer in \\boxed{}."
 
-    def __init__(
-        self,
-        config: TaskConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_prompt_tokens: int,
-        functions: Sequence[Callable[..., Any]] | None = None,
-    ) -> None:
+    def __init__(self, inputs: TaskInputs) -> None:
         require_math_verify()
-        super().__init__(config, tokenizer, max_prompt_tokens=max_prompt_tokens, functions=functions)
+        super().__init__(inputs)
 
     def is_right(self, text: str, answer: str) -> bool:
         return same_answer(last_boxed(text), answer, symbolic=symbolic_equality().equal)

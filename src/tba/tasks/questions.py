@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import TaskConfig
 from tba.tasks.base import Outcome, Split
 from tba.tasks.encoding import make_prompt
+from tba.tasks.inputs import TaskInputs
 from tba.tasks.rows import BadRow, BadRows, Row, jsonl_rows, keep_some, split_rows
 from tba.types import Completion, Prompt
 
@@ -65,19 +66,13 @@ class QuestionTask(ABC):
     instruction: ClassVar[str]
     """What follows the question in a chat; task.instruction stands in for it."""
 
-    def __init__(
-        self,
-        config: TaskConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_prompt_tokens: int,
-        functions: Sequence[Callable[..., Any]] | None = None,
-    ) -> None:
-        """Reads and checks all rows. `functions` is there because every task's factory takes it."""
+    def __init__(self, inputs: TaskInputs) -> None:
+        """Reads and checks all rows."""
+        config = inputs.config
         self._config = config
-        self._chat = uses_chat(config, tokenizer)
-        self._tokenizer = tokenizer
-        self._max_prompt_tokens = max_prompt_tokens
+        self._chat = uses_chat(config, inputs.tokenizer)
+        self._tokenizer = inputs.tokenizer
+        self._max_prompt_tokens = inputs.max_prompt_tokens
         self._problems = read_splits(config, self.source)
         self._prompts: dict[Split, list[Prompt]] = {}
 

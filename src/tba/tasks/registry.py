@@ -13,6 +13,7 @@ from tba.tasks.arithmetic import ArithmeticTask
 from tba.tasks.base import Task
 from tba.tasks.functions import OwnTask
 from tba.tasks.gsm8k import GSM8KTask
+from tba.tasks.inputs import TaskInputs
 from tba.tasks.math import MathTask
 from tba.tasks.preference.prepare import prepare_tldr
 from tba.tasks.preference.task import PreferenceTask
@@ -20,7 +21,7 @@ from tba.tasks.prepare import prepare_arithmetic
 from tba.tasks.red_team.prepare import prepare_red_team
 from tba.tasks.red_team.task import RedTeamTask
 
-TASKS: dict[str, Callable[..., Task]] = {
+TASKS: dict[str, Callable[[TaskInputs], Task]] = {
     "arithmetic": ArithmeticTask,
     "gsm8k": GSM8KTask,
     "own": OwnTask,
@@ -28,7 +29,6 @@ TASKS: dict[str, Callable[..., Task]] = {
     "tldr": PreferenceTask,
     "red_team": RedTeamTask,
 }
-"""Factories: (config, tokenizer, max_prompt_tokens=..., functions=...) -> task."""
 
 PREPARE: dict[str, Callable[[Path], dict[str, Any]]] = {
     "arithmetic": prepare_arithmetic,
@@ -44,10 +44,14 @@ def make_task(
     *,
     max_prompt_tokens: int,
     functions: Sequence[Callable[..., Any]] | None = None,
+    device: str = "auto",
 ) -> Task:
     if config.name not in TASKS:
         raise ValueError(f"task.name={config.name!r} is not known: it may be {', '.join(TASKS)}.")
-    return TASKS[config.name](config, tokenizer, max_prompt_tokens=max_prompt_tokens, functions=functions)
+    inputs = TaskInputs(
+        config=config, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, functions=functions, device=device
+    )
+    return TASKS[config.name](inputs)
 
 
 def prepare_task(name: str, output: Path) -> dict[str, Any]:

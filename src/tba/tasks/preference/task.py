@@ -10,17 +10,15 @@ edition: rows as `real.py` reads them, a reward model and a gold model:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from tba.config import TaskConfig
 from tba.tasks.base import Outcome, RewardFailed, Split
 from tba.tasks.encoding import make_prompt
+from tba.tasks.inputs import TaskInputs
 from tba.tasks.preference import gold
 from tba.tasks.preference.real import WHY_MISSING, read_splits
 from tba.tasks.preference.scorer import ModelScorer, load_scorer
@@ -38,23 +36,14 @@ class PreferenceTask:
     name = "tldr"
     isolated = False
 
-    def __init__(
-        self,
-        config: TaskConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_prompt_tokens: int,
-        functions: Sequence[Callable[..., Any]] | None = None,
-        device: str = "auto",
-    ) -> None:
-        """Reads and checks all rows. `functions` is there because every task's factory takes it. `device` is where models
-        named in the config score, auto = CUDA where there is one; the shipped reward model is small and stays on the CPU."""
-        self._config = config
-        self._tokenizer = tokenizer
-        self._max_prompt_tokens = max_prompt_tokens
-        self._device = device
+    def __init__(self, inputs: TaskInputs) -> None:
+        """Reads and checks all rows. The shipped reward model is small and stays on the CPU, whatever the device."""
+        self._config = config = inputs.config
+        self._tokenizer = inputs.tokenizer
+        self._max_prompt_tokens = inputs.max_prompt_tokens
+        self._device = inputs.device
         self._check_models()
-        self._rows = None if config.data is None else read_splits(config, tokenizer)
+        self._rows = None if config.data is None else read_splits(config, inputs.tokenizer)
         self._prompts: dict[Split, list[Prompt]] = {}
         self._scorers: dict[str | None, ModelScorer] = {}
 

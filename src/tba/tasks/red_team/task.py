@@ -10,18 +10,18 @@ tokenizer makes its BOS token. Models load when the first attack is scored, on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from tba.config import RedTeamConfig, TaskConfig
+from tba.config import RedTeamConfig
 from tba.tasks.base import Outcome, Split
 from tba.tasks.encoding import make_prompt
+from tba.tasks.inputs import TaskInputs
 from tba.tasks.red_team.embedder import Embedder, SentenceEncoder, WordCounts
 from tba.tasks.red_team.judge import ClassifierJudge, Judge, MarkerJudge
 from tba.tasks.red_team.victim import ModelVictim, RuleVictim, Victim
@@ -38,26 +38,17 @@ class RedTeamTask:
     name = "red_team"
     isolated = False
 
-    def __init__(
-        self,
-        config: TaskConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_prompt_tokens: int,
-        functions: Sequence[Callable[..., Any]] | None = None,
-        device: str = "auto",
-    ) -> None:
-        """`functions` is there because every task's factory takes it. `device` is that of victim, judge and embedder: auto =
-        cuda where there is one, else cpu."""
-        self._config, self._device = config.red_team, device
-        self.knows_modes = config.red_team.victim is None
+    def __init__(self, inputs: TaskInputs) -> None:
+        config = inputs.config.red_team
+        self._config, self._device = config, inputs.device
+        self.knows_modes = config.victim is None
         """Whether the victim's weaknesses are known: in the embedded edition."""
         prompt = make_prompt(
             id="attack-train",
-            text=attacker_prompt(config.red_team),
+            text=attacker_prompt(config),
             columns={},
-            tokenizer=tokenizer,
-            max_tokens=max_prompt_tokens,
+            tokenizer=inputs.tokenizer,
+            max_tokens=inputs.max_prompt_tokens,
             place="task.red_team.prompt",
         )
         self._prompts = {split: replace(prompt, id=f"attack-{split}") for split in get_args(Split)}
