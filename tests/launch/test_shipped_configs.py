@@ -38,5 +38,3 @@ def test_an_embedded_task_trains_and_evaluates(name, tmp_path):
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     task = "tldr" if name == "tldr_cpu" else "red_team"
     assert sum(f"eval/{task}/{headline}" in record for record in records) >= 2
-    if name == "red_team_cpu":  # an eighth of every visit is of the start model, whose version stays 0
-        assert max(record.get("off_policy/lag_max", 0.0) for record in records) == 3.0

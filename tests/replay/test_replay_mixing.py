@@ -5,9 +5,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from replay_builders import Groups, replay, responses
+from replay_builders import Groups, prompt, replay, responses, trajectory
 from test_replay_sampling import assert_frequencies, drawn_responses, one_prompt
 
+from tba.config import ReplayConfig
+from tba.replay import ReplayBuffer
 from tba.replay.packing import LOG_IMPORTANCE, pack_group
 from tba.types import TrajectoryGroup
 
@@ -129,3 +131,19 @@ def test_old_prompts_are_visited_again_by_a_share_of_the_slots():
     names = Counter(buffer.sample(1, 2, step=5).prompt_ids[0][:3] for _ in range(2000))
     # half the slots take a fresh prompt, the others any of 40, 30 of them old
     assert abs(names["old"] - 750) < 5 * math.sqrt(2000 * 0.375 * 0.625)
+
+
+def test_a_cut_off_response_is_drawn_by_the_reward_it_will_train_with():
+    # e^4 and e^0 by their scores, but the first was cut off and counts -1: e^-1 : e^0
+    buffer = ReplayBuffer(
+        ReplayConfig(on_policy_probability=0.0, inverse_temperature=1.0),
+        fresh_steps=1,
+        seed=0,
+        reward_names=("r",),
+        reward_weights=(1.0,),
+        truncated_reward=-1.0,
+    )
+    members = (trajectory([0], 4.0, finish="length"), trajectory([1], 0.0))
+    buffer.add(TrajectoryGroup(id="g", prompt=prompt("a"), trajectories=members), step=0)
+    share = 1 / (1 + math.e)
+    assert_frequencies(drawn_responses(buffer, 1, 3000), {((0,),): share, ((1,),): 1 - share})

@@ -1,5 +1,7 @@
 """The target of a step, by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from builders import ragged_batch
@@ -7,6 +9,7 @@ from builders import ragged_batch
 from tba.config import ConfigError, load_config
 from tba.objectives.make import make_objective
 from tba.objectives.trajectory_balance import log_z_estimates
+from tba.train.measure import batch_metrics
 from tba.train.target import shape_target
 
 
@@ -40,3 +43,22 @@ def test_an_objective_without_a_target_refuses_to_have_it_shaped():
         make_objective(config(name="rloo", target_temperature=2.0))
     with pytest.raises(ConfigError, match=r"objective\.target_temperature must stay above 0"):
         make_objective(config(target_temperature={"kind": "linear", "start": 2.0, "end": 0.0}))
+
+
+def test_the_references_responses_need_an_objective_that_does_not_ask_for_the_policys_log_probs():
+    share = {"explore": {"reference_share": 0.25}}
+    for name in ("proximal_rloo", "ppo", "vineppo", "rloo"):
+        with pytest.raises(ConfigError, match=rf"reference_share=0\.25 cannot be used with {name}"):
+            make_objective(load_config(None, [], objective={"name": name, "beta": 0.1}, search=share))
+    make_objective(load_config(None, [], objective={"name": "tb"}, search=share))
+    make_objective(load_config(None, [], objective={"name": "online_dpo"}, search=share))
+
+
+def test_lag_is_that_of_the_policys_own_responses():
+    batch = ragged_batch(P=1, K=4)
+    policy_N = batch.policy_N.clone()
+    policy_N[: int(batch.offsets[1])] = float("nan")  # the first response is the reference's
+    batch = replace(batch, policy_N=policy_N, version_PK=torch.tensor([[0, 8, 9, 10]]))
+    metrics = batch_metrics(batch, batch.log_ref_N, step=10)
+    assert metrics["off_policy/lag_mean"] == pytest.approx(1.0)
+    assert metrics["off_policy/lag_max"] == 2.0

@@ -41,7 +41,8 @@ class Schedule(Section):
     def _check(self) -> Schedule:
         if self.kind == "constant" and self.end not in (None, self.start):
             raise ValueError(
-                f"a constant schedule has end={self.end} unlike start={self.start}: set kind to linear, cosine or wsd."
+                f"a constant schedule has end={self.end} unlike start={self.start}: set kind to linear, reciprocal, "
+                "cosine or wsd."
             )
         if self.kind == "reciprocal" and not (self.start > 0 and (self.end or 0) > 0):
             raise ValueError(

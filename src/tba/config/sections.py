@@ -94,7 +94,7 @@ class ExploreConfig(Section):
 
 class SearchConfig(Section):
     num_searchers: int = Field(default=1, ge=1)
-    """N: searcher processes. Searcher i owns prompts i, i + N, i + 2N, ..."""
+    """N: searcher processes. Searcher i owns prompts i, i + N, i + 2N, ...; fewer prompts than N are shared."""
     samples_multiplier: float = Field(default=1.0, ge=1.0)
     """S = ceil(samples_multiplier * train.samples_per_prompt) responses are generated per prompt."""
     shuffle: bool = True
@@ -116,7 +116,8 @@ class ReplayConfig(Section):
     capacity_per_prompt: int = Field(default=100, ge=1)
     """Trajectories of one prompt; the oldest go first."""
     on_policy_probability: float = Field(default=0.95, ge=0.0, le=1.0)
-    """m: share of prompt slots drawn from the fresh set; the rest come from all that is stored."""
+    """m: share of prompt slots drawn from the fresh set; the rest come from all that is stored. With mix=responses also the
+    share of fresh responses in each slot."""
     mix: Literal["prompts", "responses"] = "prompts"
     """What m is a share of: whole prompts of a batch (the paper), or the responses of each prompt, for tasks of one or few
     prompts, where a batch should hold fresh and old responses side by side."""
@@ -128,7 +129,8 @@ class ReplayConfig(Section):
     """Old responses are also drawn ~ reference / behaviour probability when they were generated (within exp(-12) and
     exp(0.5)): what the policy says too often does not fill the draw, and rare finds come back."""
     uniform_share: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of the old responses (mix=prompts: of the old prompt slots) that is drawn uniformly all the same."""
+    """Share of the old responses (mix=prompts: of the old prompt slots) that is drawn uniformly all the same; matters where
+    the others are not, by inverse_temperature or importance_weighted."""
     deduplicate: bool | None = None
     """The newer of two responses with the same tokens wins. None = the objective's: yes for trajectory balance, no for
     policy gradients, whose estimates need the multiplicities. Sync and fixed-lag modes keep both."""
@@ -158,10 +160,10 @@ class ObjectiveConfig(Section):
     beta: Schedule | None = None
     """Weight of the reference: TB's target is pi_ref * exp(r / beta), others subtract beta * KL; None = the objective's."""
     reference_weight: Schedule | None = None
-    """Trajectory balance only: factor w of log pi_ref in the log of the target (1 / gamma of GFNOrg/red-teaming); None = 1.
+    """tb and tb_learned_z only: factor w of log pi_ref in the log of the target (1 / gamma of GFNOrg/red-teaming); None = 1.
     Below 1 the target is broader than the reference."""
     target_temperature: Schedule | None = None
-    """Trajectory balance only: tau, by which the log of the target, w log pi_ref + r / beta, is divided; None = 1."""
+    """tb and tb_learned_z only: tau, by which the log of the target, w log pi_ref + r / beta, is divided; None = 1."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -256,10 +258,11 @@ class EvaluateConfig(Section):
     """Tune on validation, report on held_out: settings chosen by looking at the held-out prompts flatter themselves there. A
     run folder keeps its split; `tba evaluate RUN evaluate.split=held_out` reports a run that was tuned on validation."""
     num_prompts: int = Field(default=500, ge=1)
-    """Prompts of the split; arithmetic has 2000 held-out and 1000 validation problems, gsm8k 1319 and 500, math 5000
-    and 500."""
+    """Prompts of the split; arithmetic and tldr have 2000 held-out and 1000 validation problems, gsm8k 1319 and 500, math
+    5000 and 500; red_team has one prompt."""
     samples_per_prompt: int = Field(default=0, ge=0)
-    """Samples at the training temperature for pass@k and avg@k; 0 = greedy accuracy only."""
+    """Tasks with right answers: samples at the training temperature for pass@k and avg@k; 0 = greedy accuracy only.
+    red_team: attacks; 0 = 1,024. tldr always judges one sample and the greedy response."""
 
 
 class ObserveConfig(Section):
@@ -399,6 +402,11 @@ class Config(Section):
             raise ValueError(
                 f"search.explore.reference_share={share:g} of the {samples} responses of a visit is "
                 f"{self.reference_samples_per_prompt}: choose it so that both the reference and the policy generate some."
+            )
+        if share > 0 and self.mode == "fixed_lag":
+            raise ValueError(
+                f"search.explore.reference_share={share:g} contradicts mode=fixed_lag: the reference's responses are as old "
+                "as it is. Use mode=async."
             )
         if share > 0 and self.replay.lag != "keep":
             raise ValueError(

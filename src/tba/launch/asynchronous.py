@@ -126,7 +126,7 @@ class AsyncRun:
             if time.monotonic() > deadline:
                 raise WaitedTooLong(
                     f"no evaluation of version {version} from searcher 0 within {self.config.runtime.wait_seconds:g} s; "
-                    "look at logs/searcher-0.log, or lower evaluate.num_prompts."
+                    "look at logs/searcher-0.log, or lower evaluate.num_prompts or evaluate.samples_per_prompt."
                 )
             time.sleep(POLL_SECONDS)
 

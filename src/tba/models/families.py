@@ -18,7 +18,7 @@ from tba.models.decoder_attention import CausalAttention
 from tba.models.decoder_weights import DecoderWeights, Layer, Linear, Norm, Placement
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""Largest total variation distance to the model's own next-token distribution, by the coarser dtype of the two."""
+"""Largest mean total variation distance to the model's own next-token distribution, by the coarser dtype of the two."""
 
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 """Rotary types whose angles change with the length of the sequence: keys in a cache would go stale."""
@@ -387,8 +387,9 @@ def _check_against(model: nn.Module, decoder: Decoder, max_length: int) -> None:
     hidden = decoder.hidden(ids.reshape(-1).to(decoder.device), positions, CausalAttention(decoder.spec, 2, length))
     found = decoder.logits(hidden).log_softmax(-1).cpu().view_as(expected)
     coarse = next((dtype for dtype in (torch.bfloat16,) if dtype in (decoder.dtype, model.dtype)), torch.float32)
-    # Not the largest gap of log-probs: in bf16 those of tokens that never come are off by whole nats in both.
-    difference = float((found.exp() - expected.exp()).abs().sum(-1).max()) / 2
+    # Not the largest gap of log-probs: in bf16 those of tokens that never come are off by whole nats in both. And not the
+    # worst position: two bf16 passes of a small chat model differ by 0.16 at one of 24, by 0.04 on average.
+    difference = float((found.exp() - expected.exp()).abs().sum(-1).mean()) / 2
     if not difference <= TOLERANCE[coarse]:
         raise UnsupportedModel(
             f"the native decoder's next-token distribution differs from this {decoder.spec.family} model's forward pass by "

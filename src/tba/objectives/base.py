@@ -30,6 +30,8 @@ class Needs:
     """At least two responses per prompt."""
     behaviour: bool = False
     """Behaviour log-probs per token, for ratios."""
+    policy: bool = False
+    """Log-probs of the policy that generated, for its KL to the reference."""
     multiplicities: bool = False
     """Equal responses count as often as they were sampled."""
     own_samples: bool = False

@@ -40,7 +40,7 @@ def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
     first, last = _ends(config.objective.beta or Schedule(start=default_beta))
     truncates = generate.top_p < 1 or generate.top_k > 0 or generate.min_new_tokens > 0
     explore = config.search.explore
-    explores = explore.probability > 0 or explore.reference_share > 0 or truncates
+    explores = explore.probability > 0 or truncates
     shaped = [
         name for name in ("reference_weight", "target_temperature") if getattr(config.objective, name) is not None
     ]
@@ -74,14 +74,22 @@ def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
             "generate.top_k and generate.min_new_tokens must be off: use proximal_rloo, whose ratio accounts for it, or tb.",
         ),
         (
+            (needs.own_samples or (needs.policy and max(first, last) > 0)) and explore.reference_share > 0,
+            f"search.explore.reference_share={explore.reference_share:g} cannot be used with {name}: it needs the log-probs of "
+            "the policy itself. Use tb, or set it to 0.",
+        ),
+        (
             not needs.target and bool(shaped),
-            f"objective.{' and objective.'.join(shaped)} cannot be used with {name}, which has no target distribution: use "
-            "tb, tb_learned_z or kimi.",
+            f"objective.{' and objective.'.join(shaped)} cannot be used with {name}, whose target is not shaped: use "
+            "tb or tb_learned_z.",
         ),
         *(
-            (min(_ends(getattr(config.objective, key))) <= 0, f"objective.{key} must stay above 0.")
+            (
+                min(_ends(getattr(config.objective, key))) <= 0,
+                f"objective.{key} must stay above 0, got start={_ends(getattr(config.objective, key))[0]}, "
+                f"end={_ends(getattr(config.objective, key))[1]}.",
+            )
             for key in shaped
-            if key == "target_temperature"
         ),
         (
             bool(config.reference.reset_every) and max(first, last) <= 0,

@@ -66,7 +66,7 @@ class ProximalRLOO(Objective):
     """The response's ratio pi / pi_behaviour counts between 1 - clip and 1 + clip."""
 
     coupling: ClassVar[Coupling] = "response"
-    needs: ClassVar[Needs] = Needs(reference=True, group=True, behaviour=True, multiplicities=True)
+    needs: ClassVar[Needs] = Needs(reference=True, group=True, behaviour=True, policy=True, multiplicities=True)
     default_beta: ClassVar[float] = 0.05
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:

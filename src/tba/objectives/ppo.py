@@ -41,7 +41,7 @@ class PPO(Objective):
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
 
     coupling: ClassVar[Coupling] = "batch"
-    needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, multiplicities=True)
+    needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, policy=True, multiplicities=True)
     default_beta: ClassVar[float] = 0.05
 
     @property

@@ -97,7 +97,7 @@ class Kimi(Objective):
     """`kimi`: log Z_i = mean_j r_ij / beta (Kimi k1.5, arXiv 2501.12599): no mean log-ratio in the control variate."""
 
     coupling: ClassVar[Coupling] = "response"
-    needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True, group=True)
+    needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, group=True)
     default_beta: ClassVar[float] = 0.05
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:

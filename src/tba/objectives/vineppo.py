@@ -29,7 +29,7 @@ class VinePPO(Objective):
     """Responses generated from each step's prefix to estimate its value; read by the searchers."""
 
     coupling: ClassVar[Coupling] = "token"
-    needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, multiplicities=True)
+    needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, policy=True, multiplicities=True)
     default_beta: ClassVar[float] = 1e-4
 
     @property

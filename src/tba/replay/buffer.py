@@ -45,12 +45,15 @@ class ReplayBuffer:
         reward_names: Sequence[str],
         reward_weights: Sequence[float],
         step_values: bool = False,
+        truncated_reward: float | None = None,
     ) -> None:
         """`reward_names` are the components to store; `reward_weights` combine them into the score of the softmax;
-        `step_values` says whether Monte-Carlo values of step prefixes are stored too."""
+        `step_values` says whether Monte-Carlo values of step prefixes are stored too; `truncated_reward` stands for the
+        score of cut-off responses, None = their own."""
         self.config = config
         self._deduplicate = config.deduplicate is not False
         self._step_values = step_values
+        self._truncated_reward = truncated_reward
         self.fresh_steps = fresh_steps
         self.rng = np.random.Generator(np.random.PCG64(seed))
         """All randomness of sampling; `rng.bit_generator.state` restores it."""
@@ -293,7 +296,10 @@ class ReplayBuffer:
         table.version[rows] = packed.versions
         table.truncated[rows] = packed.truncated
         table.rewards[rows] = packed.rewards
-        table.score[rows] = combine_rewards(packed.rewards, self._reward_weights)
+        score = combine_rewards(packed.rewards, self._reward_weights)
+        if self._truncated_reward is not None:
+            score[packed.truncated] = self._truncated_reward
+        table.score[rows] = score
         if self.config.importance_weighted:
             table.log_importance[rows] = packed.log_importance()
         table.received[rows] = step

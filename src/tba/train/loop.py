@@ -138,6 +138,8 @@ class Trainer:
             **batch_metrics(batch, log_pi_N, step=trained),
             "entropy": result.entropy,
             "beta": self.config.beta_at(trained),
+            "reference_weight": self.config.reference_weight_at(trained),
+            "target_temperature": self.config.target_temperature_at(trained),
             "time/step": seconds,
             "time/wait_for_batch": waited,
             "time/publish_weights": publishing,

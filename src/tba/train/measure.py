@@ -14,7 +14,7 @@ def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, flo
     if not kept_PK.any():
         return {"off_policy/dropped": float(kept_PK.numel())}
     log_pi_PK, log_ref_PK = batch.sum_per_response(log_pi_N), batch.sum_per_response(batch.log_ref_N)
-    lag = (step - batch.version_PK)[kept_PK].float()
+    lag = _lags(batch, kept_PK, step)
     std_P = batch.reward_PK.std(dim=1, unbiased=False)
     return {
         **_responses(batch, log_pi_PK - log_ref_PK, kept_PK),
@@ -26,6 +26,12 @@ def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, flo
         "off_policy/dropped": float((~kept_PK).sum()),
         **_drift(batch, log_pi_PK, kept_PK),
     }
+
+
+def _lags(batch: Batch, kept_PK: Tensor, step: int) -> Tensor:
+    """Of the responses that the policy generated; imported ones and the reference's have no lag. 0 if there are none."""
+    own_PK = kept_PK & torch.isfinite(batch.sum_per_response(batch.policy_N))
+    return (step - batch.version_PK)[own_PK].float() if own_PK.any() else torch.zeros(1)
 
 
 def watched_metrics(batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
