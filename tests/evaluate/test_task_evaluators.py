@@ -6,12 +6,13 @@ import pytest
 from tba.config import load_config
 from tba.evaluate.diversity import effective_modes
 from tba.evaluate.make import make_evaluator
-from tba.evaluate.summaries import win_rate
+from tba.generate.engine import make_scorer
 from tba.launch.defaults import with_defaults
 from tba.launch.inputs import load_inputs
 from tba.launch.start import evaluate_model
 from tba.launch.start import train as run_training
 from tba.search.make import make_search_engine
+from tba.tasks.preference.gold import win_rate
 from tba.tasks.rewards import DirectRewards
 from tba.types import Request
 
@@ -20,7 +21,8 @@ def evaluator_and_engine(*overrides):
     config = load_config(None, list(overrides))
     inputs = load_inputs(config)
     config = with_defaults(config, inputs.loaded)
-    evaluator = make_evaluator(config, inputs.loaded, inputs.task, DirectRewards(inputs.task))
+    start = make_scorer(inputs.loaded.model, max_length=inputs.loaded.context)
+    evaluator = make_evaluator(config, inputs.loaded, inputs.task, DirectRewards(inputs.task), start=start)
     return evaluator, make_search_engine(config, inputs.loaded), inputs
 
 
@@ -78,3 +80,40 @@ def test_a_trained_run_is_measured_from_its_start_model(tmp_path):
     again = evaluate_model(str(tmp_path / "run"), [])
     assert again["kl"] == pytest.approx(summary["final"]["kl"], rel=0.02)
     assert again["win_rate"] == pytest.approx(summary["final"]["win_rate"], abs=1e-6)
+
+
+def test_a_bare_model_has_no_start_to_measure_from():
+    found = evaluate_model("tba:tldr", ["task.name=tldr", "generate.max_new_tokens=14", "evaluate.num_prompts=10"])
+    assert "win_rate" in found
+    assert "kl" not in found
+
+
+def test_no_success_is_no_error(tmp_path):
+    """Attacks cut off after two words never succeed."""
+    evaluator, engine, _ = evaluator_and_engine(*RED_TEAM, "generate.max_new_tokens=2")
+    found = evaluator(engine)
+    assert found["success"] == found["modes"] == found["cosine_distance"] == found["self_bleu"] == 0.0
+
+
+def test_evaluations_do_not_reuse_the_random_numbers_of_training():
+    evaluator, engine, inputs = evaluator_and_engine(*RED_TEAM)
+    trained, evaluated = (
+        {
+            c.sample_index: c.token_ids.tolist()
+            for c in engine.generate([Request(prompt=prompt)], samples_per_prompt=64, sampling=evaluator.sampling)
+        }
+        for prompt in (inputs.task.prompts("train")[0], evaluator.prompts[0])
+    )
+    assert sum(trained[index] == evaluated[index] for index in trained) < 10
+
+
+def test_the_cut_off_rule_of_training_counts_in_the_reward():
+    _, engine, _ = evaluator_and_engine(*TLDR)
+    rewards = {}
+    for rule in ("keep", "penalise"):
+        settings = ["generate.max_new_tokens=6", f"train.truncated={rule}", "train.truncated_reward=-7"]
+        evaluator, engine, _ = evaluator_and_engine(*TLDR, *settings)
+        rewards[rule] = evaluator(engine)
+    share = rewards["keep"]["cut_off"]
+    assert share > 0.1
+    assert rewards["penalise"]["reward"] < rewards["keep"]["reward"] - 3 * share

@@ -67,8 +67,8 @@ def weighted(log_ratios, **settings):
     """One prompt; response i has reference / behaviour probability exp(log_ratios[i])."""
     buffer = replay(on_policy_probability=0.0, importance_weighted=True, **settings)
     group = Groups()("a", [[i, i] for i in range(len(log_ratios))])
-    for trajectory, log_ratio in zip(group.trajectories, log_ratios):
-        trajectory.log_ref[:] = trajectory.completion.behaviour_log_probs + log_ratio / 2
+    for member, log_ratio in zip(group.trajectories, log_ratios):
+        member.log_ref[:] = member.completion.behaviour_log_probs + log_ratio / 2
     buffer.add(group, step=0)
     return buffer, group
 

@@ -9,21 +9,23 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from tba.evaluate.base import BetweenSteps, respond
-from tba.evaluate.distance import kl_per_response, start_log_probs
+from tba.evaluate.base import BetweenSteps, in_parts, respond
+from tba.evaluate.distance import Distance
 from tba.evaluate.diversity import effective_modes, mean_cosine_distance, self_bleu, vendi_score
-from tba.generate.engine import Engine, Scorer
+from tba.generate.engine import Engine
 from tba.tasks.red_team.task import RedTeamTask
 from tba.types import Prompt, Sampling
 
 DEFAULT_ATTACKS = 1024
 """The paper's."""
+ATTACKS_AT_ONCE = 64
+"""Judged together, between two signs of life."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttackEvaluator:
-    """`success`, diversity of what succeeded, `kl` to the start model, and `regularised_reward`, which TB and KL-regularised
-    policy gradients alike maximise."""
+    """`success`, diversity of what succeeded, and, where the start model is known, `kl` to it and `regularised_reward`,
+    which TB and KL-regularised policy gradients alike maximise."""
 
     task: RedTeamTask
     tokenizer: PreTrainedTokenizerBase
@@ -31,9 +33,9 @@ class AttackEvaluator:
     """One: the attacker's."""
     sampling: Sampling
     num_attacks: int
-    start: Scorer
-    beta: float
-    """At the end of training."""
+    distance: Distance | None
+    beta: float | None
+    """At the end of training; None = the toxicity minus beta x KL is not what is maximised."""
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
         (group,) = respond(
@@ -45,18 +47,25 @@ class AttackEvaluator:
             between_steps=between_steps,
         )
         finished = [completion.finish == "stop" for completion in group.completions]
-        probabilities = self.task.probabilities(group.texts, finished)
+        probabilities = np.concatenate(
+            [
+                self.task.probabilities(group.texts[part], finished[part])
+                for part in in_parts(len(finished), ATTACKS_AT_ONCE, between_steps)
+            ]
+        )
         succeeded = np.flatnonzero(probabilities > self.task.success_above).tolist()
-        log_start = start_log_probs(self.start, [group], self.sampling.training_temperature)
-        toxicity, kl = float(probabilities.mean()), kl_per_response([group], log_start)
-        return {
-            "success": len(succeeded) / max(1, len(group.texts)),
+        toxicity = float(probabilities.mean())
+        metrics = {
+            "success": len(succeeded) / len(finished),
             **self._diversity([group.texts[i] for i in succeeded], [finished[i] for i in succeeded]),
-            "kl": kl,
             "toxicity": toxicity,
-            "regularised_reward": toxicity - self.beta * kl,
             "mean_length": float(np.mean([len(completion.token_ids) for completion in group.completions])),
         }
+        if self.distance is not None:
+            metrics["kl"] = self.distance.kl([group], self.sampling.training_temperature, between_steps)
+            if self.beta is not None:
+                metrics["regularised_reward"] = toxicity - self.beta * metrics["kl"]
+        return metrics
 
     def _diversity(self, texts: Sequence[str], finished: Sequence[bool]) -> dict[str, float]:
         """Of successful attacks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -44,6 +44,14 @@ def respond(
     ):
         completions[completion.prompt_id].append(completion)
     return [_group(tokenizer, prompt, completions[prompt.id]) for prompt in prompts]
+
+
+def in_parts(count: int, size: int, between_steps: BetweenSteps | None) -> Iterator[slice]:
+    """Slices of `size`, with a sign of life before each: what scores many responses at once may take minutes."""
+    for start in range(0, count, size):
+        if between_steps is not None:
+            between_steps()
+        yield slice(start, start + size)
 
 
 def greedy(sampling: Sampling) -> Sampling:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tba.config import Config
 from tba.evaluate.answers import AnswerEvaluator
 from tba.evaluate.attacks import DEFAULT_ATTACKS, AttackEvaluator
 from tba.evaluate.base import Evaluator
+from tba.evaluate.distance import Distance
 from tba.evaluate.summaries import SummaryEvaluator
-from tba.generate.engine import Scorer, make_scorer
+from tba.generate.engine import Scorer
 from tba.generate.settings import training_sampling
 from tba.models.load import LoadedModel
 from tba.tasks.base import Task
@@ -19,35 +18,33 @@ from tba.tasks.rewards import Rewards
 
 
 def make_evaluator(
-    config: Config,
-    loaded: LoadedModel,
-    task: Task,
-    rewards: Rewards,
-    *,
-    start: Callable[[], LoadedModel] | None = None,
+    config: Config, loaded: LoadedModel, task: Task, rewards: Rewards, *, start: Scorer | None = None
 ) -> Evaluator:
-    """`start` loads the model that KL is counted from, where that is measured; None = the loaded one as it is now."""
-    settings, sampling, tokenizer = config.evaluate, training_sampling(config), loaded.tokenizer
+    """`start` holds the model that KL is counted from; None = KL is not measured."""
+    settings, sampling, tokenizer, train = config.evaluate, training_sampling(config), loaded.tokenizer, config.train
     prompts = task.prompts(settings.split)[: settings.num_prompts]
-    beta = config.beta_at(config.train.max_steps)
+    distance = None if start is None else Distance(start)
     if isinstance(task, PreferenceTask):
+        task.load_models(gold=True)
         return SummaryEvaluator(
             task=task,
             tokenizer=tokenizer,
             prompts=prompts,
             sampling=sampling,
-            start=_start_scorer(loaded if start is None else start()),
-            beta=beta,
+            distance=distance,
+            beta=_final_beta(config),
+            cut_off_reward=train.truncated_reward if train.truncated == "penalise" else None,
         )
     if isinstance(task, RedTeamTask):
+        task.load_models(embedder=True)
         return AttackEvaluator(
             task=task,
             tokenizer=tokenizer,
             prompts=prompts,
             sampling=sampling,
             num_attacks=settings.samples_per_prompt or DEFAULT_ATTACKS,
-            start=_start_scorer(loaded if start is None else start()),
-            beta=beta,
+            distance=distance,
+            beta=_final_beta(config) if task.rewards_probability else None,
         )
     return AnswerEvaluator(
         task=task,
@@ -59,5 +56,8 @@ def make_evaluator(
     )
 
 
-def _start_scorer(start: LoadedModel) -> Scorer:
-    return make_scorer(start.model, max_length=start.context)
+def _final_beta(config: Config) -> float | None:
+    """None where the target is shaped, so that reward - beta x KL is not what is maximised."""
+    last = config.train.max_steps
+    plain = config.reference_weight_at(last) == 1.0 and config.target_temperature_at(last) == 1.0
+    return config.beta_at(last) if plain else None

@@ -6,32 +6,42 @@ At the sampling temperature, and greedily; a tie counts half. KL to the start mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from tba.evaluate.base import BetweenSteps, greedy, respond
-from tba.evaluate.distance import kl_per_response, perplexity, start_log_probs
-from tba.generate.engine import Engine, Scorer
+from tba.evaluate.base import BetweenSteps, greedy, in_parts, respond
+from tba.evaluate.distance import Distance
+from tba.generate.engine import Engine
+from tba.tasks.preference.gold import win_rate
 from tba.tasks.preference.task import PreferenceTask
 from tba.tasks.rewards import FinishedGroup
 from tba.types import Prompt, Sampling
 
+SUMMARIES_AT_ONCE = 64
+"""Scored together, between two signs of life."""
+
+ScoreTexts = Callable[[Sequence[str], Sequence[str], Sequence[bool]], np.ndarray]
+"""(posts, summaries, whether each ended by itself) -> scores."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryEvaluator:
-    """`win_rate`, `kl` and more."""
+    """`win_rate`, and, where the start model is known, `kl` to it, `perplexity` and `regularised_reward`."""
 
     task: PreferenceTask
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Prompt]
     sampling: Sampling
-    start: Scorer
-    beta: float
-    """At the end of training."""
+    distance: Distance | None
+    beta: float | None
+    """At the end of training; None = the reward minus beta x KL is not what is maximised."""
+    cut_off_reward: float | None
+    """What training gives a summary that does not end; None = its score."""
+    _reference_gold: list[np.ndarray] = field(default_factory=list)
+    """Of the reference summaries, once it is known."""
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
         sampled, best = (
@@ -45,35 +55,45 @@ class SummaryEvaluator:
             )
             for sampling in (self.sampling, greedy(self.sampling))
         )
-        gold, gold_of_best = self._gold(sampled), self._gold(best)
-        log_start = start_log_probs(self.start, sampled, self.sampling.training_temperature)
-        log_start_of_best = start_log_probs(self.start, best, 1.0)
-        kl, reward = kl_per_response(sampled, log_start), float(self.task.proxy_scores(*_responses(sampled)).mean())
-        lengths = [len(completion.token_ids) for group in sampled for completion in group.completions]
-        return {
-            "win_rate": win_rate(gold, self._reference_gold),
-            "kl": kl,
-            "win_rate_greedy": win_rate(gold_of_best, self._reference_gold),
-            "perplexity": perplexity(best, log_start_of_best),
+        if not self._reference_gold:
+            self._reference_gold.append(self._scores(self.task.gold_scores, *self._references(), between_steps))
+        (references,) = self._reference_gold
+        gold, gold_of_best = (
+            self._scores(self.task.gold_scores, *_responses(groups), between_steps) for groups in (sampled, best)
+        )
+        cut_off = np.array([group.completions[0].finish == "length" for group in sampled])
+        reward = self._scores(self.task.proxy_scores, *_responses(sampled), between_steps)
+        if self.cut_off_reward is not None:
+            reward = np.where(cut_off, self.cut_off_reward, reward)
+        metrics = {
+            "win_rate": win_rate(gold, references),
+            "win_rate_greedy": win_rate(gold_of_best, references),
             "gold": float(gold.mean()),
-            "reward_model": reward,
-            "regularised_reward": reward - self.beta * kl,
-            "mean_length": float(np.mean(lengths)),
-            "cut_off": float(np.mean([group.completions[0].finish == "length" for group in sampled])),
+            "reward": float(reward.mean()),
+            "mean_length": float(np.mean([len(group.completions[0].token_ids) for group in sampled])),
+            "cut_off": float(cut_off.mean()),
         }
+        if self.distance is not None:
+            metrics["kl"] = self.distance.kl(sampled, self.sampling.training_temperature, between_steps)
+            metrics["perplexity"] = self.distance.perplexity(best, between_steps)
+            if self.beta is not None:
+                metrics["regularised_reward"] = metrics["reward"] - self.beta * metrics["kl"]
+        return metrics
 
-    def _gold(self, groups: Sequence[FinishedGroup]) -> np.ndarray:
-        return self.task.gold_scores(*_responses(groups))
-
-    @cached_property
-    def _reference_gold(self) -> np.ndarray:
+    def _references(self) -> tuple[list[str], list[str], list[bool]]:
         texts = [prompt.columns["reference"] for prompt in self.prompts]
-        return self.task.gold_scores([_post(prompt) for prompt in self.prompts], texts, [True] * len(texts))
+        return [_post(prompt) for prompt in self.prompts], texts, [True] * len(texts)
 
-
-def win_rate(scores: np.ndarray, others: np.ndarray) -> float:
-    """Share of scores above the others', ties counted half."""
-    return float((scores > others).mean() + 0.5 * (scores == others).mean())
+    @staticmethod
+    def _scores(
+        score: ScoreTexts,
+        posts: Sequence[str],
+        texts: Sequence[str],
+        finished: Sequence[bool],
+        between_steps: BetweenSteps | None,
+    ) -> np.ndarray:
+        parts = in_parts(len(posts), SUMMARIES_AT_ONCE, between_steps)
+        return np.concatenate([score(posts[part], texts[part], finished[part]) for part in parts])
 
 
 def _responses(groups: Sequence[FinishedGroup]) -> tuple[list[str], list[str], list[bool]]:

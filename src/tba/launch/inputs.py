@@ -28,7 +28,6 @@ def load_inputs(config: Config, functions: RewardFunctions = None) -> RunInputs:
     loaded = load_model(config.model)
     task = make_task_for(config, loaded, functions)
     task.prompts(config.evaluate.split)  # or a split that the task lacks would only show when a searcher evaluates
-    check_room(config, num_prompts=len(task.prompts("train")))
     return RunInputs(loaded=loaded, task=task, functions=functions)
 
 
@@ -39,6 +38,6 @@ def check_room(config: Config, *, num_prompts: int) -> None:
     if config.replay.capacity_per_prompt < needed:
         raise ValueError(
             f"replay.capacity_per_prompt={config.replay.capacity_per_prompt} cannot hold a step: with {num_prompts} prompts "
-            f"one is visited {visits} times for the {config.train.prompts_per_step} of a step, {needed} responses. Raise it, or "
-            "train.samples_per_prompt."
+            f"one is visited {visits} times for the {config.train.prompts_per_step} of a step, {needed} responses. "
+            "Raise it, or train.samples_per_prompt."
         )

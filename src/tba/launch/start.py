@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,13 @@ import torch
 
 from tba.config import Config, ModelConfig, dump_config, load_config
 from tba.evaluate.make import make_evaluator
+from tba.generate.engine import make_scorer
 from tba.launch.asynchronous import AsyncRun
 from tba.launch.defaults import with_defaults, with_objective_defaults
 from tba.launch.imports import import_groups
-from tba.launch.inputs import RewardFunctions, RunInputs, load_inputs
+from tba.launch.inputs import RewardFunctions, RunInputs, check_room, load_inputs
 from tba.launch.synchronous import SyncRun
-from tba.models.load import LoadedModel, load_model
+from tba.models.load import load_model
 from tba.models.lora import base_of, is_adapter
 from tba.observe.closing import show_summary
 from tba.observe.files import RunFolder, write_atomic
@@ -29,6 +29,9 @@ from tba.train.health import Collapsed
 
 logger = logging.getLogger("tba")
 
+MEASURE_DISTANCE = ("tldr", "red_team")
+"""Tasks whose evaluations count KL from the model that a run started as."""
+
 
 def train(config: Config, functions: RewardFunctions = None, *, inputs: RunInputs | None = None) -> dict[str, Any]:
     """Run a training and return what summary.json holds. After Ctrl-C it is saved as far as it came, then raised again."""
@@ -36,6 +39,9 @@ def train(config: Config, functions: RewardFunctions = None, *, inputs: RunInput
     config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
     start_mps(config)  # before anything touches the GPU
     inputs = inputs or load_inputs(config, functions)
+    check_room(
+        config, num_prompts=len(inputs.task.prompts("train"))
+    )  # bad train rows show here, before a run folder exists
     config = with_defaults(config, inputs.loaded)
     folder = RunFolder.create(config.run_folder, overwrite=config.overwrite)
     write_atomic(folder.config, dump_config(config))
@@ -79,11 +85,12 @@ def merge_adapter(target: str, output: Path) -> dict[str, str]:
 
 def evaluate_model(target: str, overrides: Sequence[str]) -> dict[str, float]:
     """Evaluate a run's newest checkpoint with the run's own settings, or any model with the defaults."""
-    folder = RunFolder(Path(target))
-    start: Callable[[], LoadedModel] | None = None
+    folder, start = RunFolder(Path(target)), None
     if folder.config.is_file():
         config = load_config(folder.config, [*overrides, f"model.path={folder.newest_checkpoint()}"])
-        start = partial(load_model, load_config(folder.config, overrides).model)
+        if config.task.name in MEASURE_DISTANCE:
+            origin = load_model(load_config(folder.config, overrides).model)
+            start = make_scorer(origin.model, max_length=origin.context)
     else:
         config = load_config(None, [*overrides, f"model.path={target}"])
     torch.set_num_threads(config.runtime.threads)

@@ -21,6 +21,7 @@ from tba.search.make import (
     make_reference_samples,
     make_search_engine,
     make_searcher,
+    make_start_scorer,
     make_step_values,
 )
 from tba.search.scoring import group_texts
@@ -63,14 +64,15 @@ class SyncRun:
             loaded,
             task,
             engine=engine,
+            reference_engine=reference_engine,
             rewards=rewards,
             sender=groups,
             step_values=step_values,
             reference_samples=make_reference_samples(config, reference_engine),
         )
-        evaluator = make_evaluator(
-            config, loaded, task, rewards
-        )  # copies the start model, before the trainer changes it
+        # Before the trainer changes the model: the start model may be copied here.
+        start = make_start_scorer(config, loaded, searcher)
+        evaluator = make_evaluator(config, loaded, task, rewards, start=start)
         recorder = Recorder(config, folder, decode=lambda group: group_texts(loaded.tokenizer, group))
         trainer = make_trainer(
             config,

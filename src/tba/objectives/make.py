@@ -75,8 +75,8 @@ def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
         ),
         (
             (needs.own_samples or (needs.policy and max(first, last) > 0)) and explore.reference_share > 0,
-            f"search.explore.reference_share={explore.reference_share:g} cannot be used with {name}: it needs the log-probs of "
-            "the policy itself. Use tb, or set it to 0.",
+            f"search.explore.reference_share={explore.reference_share:g} cannot be used with {name}: it needs the "
+            "log-probs of the policy itself. Use tb, or set it to 0.",
         ),
         (
             not needs.target and bool(shaped),

@@ -17,7 +17,7 @@ from tba.observe.progress import RoleStatus
 from tba.runtime.board import Board, Wait
 from tba.runtime.channels import LocalWeights, WeightPublisher
 from tba.runtime.link import Failed
-from tba.runtime.messages import Acknowledge, Evaluate, Evaluated, Stop
+from tba.runtime.messages import EVALUATES, Acknowledge, Evaluate, Evaluated, Stop
 from tba.runtime.processes import RoleDied, RoleProcess, last_lines, stop_all
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup, Weights
@@ -107,8 +107,8 @@ class LocalRuntime:
         slots.add_canary(self._canary(slots.publish(weights.tensors, version=weights.version)))
 
     def evaluate(self, version: int) -> None:
-        """Ask searcher 0 for an evaluation; the trainer does not wait for it."""
-        self.searchers[0].link.send(Evaluate(version=version))
+        """Ask one searcher for an evaluation; the trainer does not wait for it."""
+        self.searchers[EVALUATES].link.send(Evaluate(version=version))
 
     def take_evaluations(self) -> list[Evaluated]:
         taken, self.evaluations = self.evaluations, []

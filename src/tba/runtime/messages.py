@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+EVALUATES = 0
+"""The searcher that is asked for evaluations."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Acknowledge:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tba.config import Config
 from tba.generate.adapted import AdaptedEngine
-from tba.generate.engine import Engine, make_engine, make_scorer
+from tba.generate.engine import Engine, Scorer, make_engine, make_scorer
 from tba.generate.settings import training_sampling
 from tba.models.load import LoadedModel
 from tba.objectives.make import make_objective
@@ -39,7 +39,8 @@ def make_reference_engine(config: Config, loaded: LoadedModel) -> Engine | None:
     count = config.reference_samples_per_prompt
     if count == 0:
         return None
-    generate = config.generate.model_copy(update={"slots": count, "update": "drain"})
+    slots = min(count, config.generate.slots or count)
+    generate = config.generate.model_copy(update={"slots": slots, "update": "drain"})
     return make_engine(loaded.model, loaded.tokenizer, generate, seed=config.seed, max_length=loaded.context)
 
 
@@ -49,6 +50,13 @@ def make_reference_samples(
     if engine is None:
         return None
     return ReferenceSamples(engine, config.reference_samples_per_prompt, training_sampling(config), between_steps)
+
+
+def make_start_scorer(config: Config, loaded: LoadedModel, searcher: Searcher) -> Scorer:
+    """What holds the start model for evaluations: the searcher's reference, unless that is reset."""
+    if config.reference.reset_every:
+        return make_scorer(loaded.model, max_length=loaded.context)
+    return searcher.scorer.reference
 
 
 def make_step_values(
@@ -82,12 +90,13 @@ def make_searcher(
     engine: Engine,
     rewards: Rewards,
     sender: GroupSender,
+    reference_engine: Engine | None = None,
     step_values: StepValues | None = None,
     reference_samples: ReferenceSamples | None = None,
     index: int = 0,
 ) -> Searcher:
-    """Searcher `index`; the loaded weights become its frozen reference."""
-    reference = make_scorer(loaded.model, max_length=loaded.context)
+    """Searcher `index`; the loaded weights become its frozen reference. An engine that holds the reference also scores."""
+    reference = reference_engine or make_scorer(loaded.model, max_length=loaded.context)
     sampling = training_sampling(config)
     difficulty = Difficulty(
         skip_solved_after=config.search.skip_solved_after, skip_unsolved_after=config.search.skip_unsolved_after

@@ -20,7 +20,7 @@ from tba.runtime.board import Board, Row
 from tba.runtime.group_channel import WindowedSender
 from tba.runtime.link import Link
 from tba.runtime.memory import SharedMemory
-from tba.runtime.messages import Acknowledge, Evaluate, Evaluated, Stop
+from tba.runtime.messages import EVALUATES, Acknowledge, Evaluate, Evaluated, Stop
 from tba.runtime.weight_slots import SlotsHandle, WeightSlots
 from tba.search.loop import GROUPS_AT_ONCE, Searcher
 from tba.search.make import (
@@ -28,11 +28,12 @@ from tba.search.make import (
     make_reference_samples,
     make_search_engine,
     make_searcher,
+    make_start_scorer,
     make_step_values,
 )
 from tba.search.pace import PacedVisits
 from tba.tasks.make import make_task_for
-from tba.tasks.rewards import make_rewards
+from tba.tasks.rewards import Rewards, make_rewards
 
 logger = logging.getLogger("tba.search")
 
@@ -211,15 +212,18 @@ def run_searcher(
         loaded,
         task,
         engine=engine,
+        reference_engine=reference_engine,
         rewards=make_rewards(task, config, log=logs / f"rewards-{index}.log", functions=functions),
         sender=role.make_sender(config),
         step_values=step_values,
         reference_samples=make_reference_samples(config, reference_engine, between_steps=role.beat),
         index=index,
     )
-    evaluation_rewards = make_rewards(task, config, log=logs / f"rewards-{index}-evaluate.log", functions=functions)
-    if index == 0:  # the one that is asked
-        role.evaluator = make_evaluator(config, loaded, task, evaluation_rewards)
+    evaluation_rewards: Rewards | None = None
+    if index == EVALUATES:
+        evaluation_rewards = make_rewards(task, config, log=logs / f"rewards-{index}-evaluate.log", functions=functions)
+        start = make_start_scorer(config, loaded, searcher)
+        role.evaluator = make_evaluator(config, loaded, task, evaluation_rewards, start=start)
     role.searcher = searcher
     try:
         role.handle_messages()
@@ -231,7 +235,8 @@ def run_searcher(
         logger.info("stopped after %d groups", searcher.counts.sent)
     finally:
         searcher.close()
-        evaluation_rewards.close()
+        if evaluation_rewards is not None:
+            evaluation_rewards.close()
 
 
 def make_visits(config: Config, searcher: Searcher, role: SearcherRole) -> PacedVisits:

@@ -51,6 +51,12 @@ class PreferenceTask:
     def reward_weights(self) -> dict[str, float]:
         return {"reward_model": 1.0}
 
+    def load_models(self, *, gold: bool = False) -> None:
+        """Now, and not at the first score: a large one takes minutes, and a wrong name should show at the start."""
+        self._scorer(self._config.preference.reward_model)
+        if gold and self._config.preference.gold_model is not None:
+            self._scorer(self._config.preference.gold_model)
+
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """Made when first asked for; the column `reference` is the summary that win rates compare with."""
         if split not in self._prompts:

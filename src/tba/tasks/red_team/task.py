@@ -62,6 +62,15 @@ class RedTeamTask:
         """Mean probability that an attack must exceed to succeed."""
         return self._config.success_above
 
+    @property
+    def rewards_probability(self) -> bool:
+        """Whether the reward is the very probability that success is counted by."""
+        return self._config.score == "probability" and self._config.min_attack_tokens == 0
+
+    def load_models(self, *, embedder: bool = False) -> None:
+        """Now, and not at the first attack: a large one takes minutes, and a wrong name should show at the start."""
+        _ = self._victim, self._replies_judge, self._embedder if embedder else None
+
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """The one prompt. Its id differs, and with it the random numbers: evaluations sample anew."""
         return [self._prompts[split]]
