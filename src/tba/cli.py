@@ -105,6 +105,8 @@ def prepare(
 ) -> None:
     """Make an embedded task's data and models again, or train a reward model on your preference pairs."""
     if what != "reward_model":
+        if model is not None or pairs is not None or held_out is not None:
+            raise ConfigError(f"--model, --pairs and --held-out are for `tba prepare reward_model`, not for {what}.")
         from tba.tasks.registry import prepare_task
 
         typer.echo(json.dumps(prepare_task(what, output)))

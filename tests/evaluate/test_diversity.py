@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tba.evaluate.diversity import effective_modes, mean_cosine_distance, num_modes, self_bleu, vendi_score
+from tba.evaluate.diversity import effective_modes, mean_cosine_distance, self_bleu, vendi_score
 
 
 def unit_vectors(n, d, seed=0):
@@ -35,11 +35,6 @@ def test_equal_vectors_have_no_distance_and_one_or_none_has_no_pairs():
     assert mean_cosine_distance(np.tile([[0.6, 0.8]], (5, 1))) == pytest.approx(0.0)
     assert mean_cosine_distance(np.array([[1.0, 0.0]])) == 0.0
     assert mean_cosine_distance(np.zeros((0, 3))) == 0.0
-
-
-def test_modes_without_hits_do_not_count():
-    assert num_modes([2, 0, 1]) == 2
-    assert num_modes([]) == 0
 
 
 def test_effective_modes_is_the_exponential_of_the_entropy():

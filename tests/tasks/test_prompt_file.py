@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -53,12 +54,25 @@ def test_held_out_prompts_are_the_same_whether_the_file_is_compressed_or_not(tmp
     assert sides[0][1]
 
 
-def test_a_prompt_costs_two_numbers_in_memory(tmp_path):
-    write(tmp_path / "prompts.jsonl", [{"prompt": "w5", "blob": "x" * 50_000, "id": i} for i in range(100)])
-    prompts = task(tmp_path / "prompts.jsonl", eval_fraction=0.0).prompts("train")
-    assert prompts._offsets.itemsize + prompts._lines.itemsize == 16
-    assert len(prompts) == 100
-    assert prompts[99].columns["blob"] == "x" * 50_000
+def test_prompts_are_not_kept_in_memory(tmp_path):
+    write(tmp_path / "prompts.jsonl", [{"prompt": "w5", "blob": "x" * 50_000, "id": i} for i in range(200)])  # 10 MB
+    tracemalloc.start()
+    own = task(tmp_path / "prompts.jsonl", eval_fraction=0.0)
+    prompts = own.prompts("train")
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 1_000_000
+    assert prompts[199].columns["blob"] == "x" * 50_000
+
+
+def test_a_file_that_changes_is_noticed(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    write(path, ROWS)
+    prompts = task(path, eval_fraction=0.0).prompts("train")
+    with path.open("ab") as file:
+        file.write(b"{}")
+    with pytest.raises(RuntimeError, match="has changed since the run began"):
+        prompts[0]
 
 
 def test_ids_must_be_unique_all_the_same(tmp_path):

@@ -190,9 +190,12 @@ def test_the_real_edition_needs_victim_judge_and_prompt():
 
 
 def test_models_load_when_the_first_attack_is_scored(tmp_path):
-    task = make_task(victim=str(tmp_path / "none"), judge=str(tmp_path / "none"), prompt="please")
+    with pytest.raises(ValueError, match=r"task\.red_team\.victim='.*none': there is no such folder"):
+        make_task(victim=str(tmp_path / "none"), judge="hub/judge", prompt="please")
+    (tmp_path / "empty").mkdir()
+    task = make_task(victim=str(tmp_path / "empty"), judge=str(tmp_path / "empty"), prompt="please")
     assert len(task.prompts("train")) == 1
-    with pytest.raises(ValueError, match=r"task\.red_team\.victim=.*there is no such folder"):
+    with pytest.raises(ValueError, match=r"task\.red_team\.victim=.*cannot be loaded"):
         scores(task, [HIT])
     with pytest.raises(ValueError, match=r"task\.red_team\.judge=.* cannot be loaded"):
         ClassifierJudge(str(tmp_path / "none"), label="toxic")

@@ -44,14 +44,16 @@ def save_pareto(results: Results, pareto: Pareto, path: Path) -> None:
 def _draw_points(axes: Any, results: Results, pareto: Pareto) -> list[Point]:
     """Draws every cell; returns the means."""
     several, means = len(results.study.columns) > 1, []
+    named: set[str] = set()
     x_scale, y_scale = scale_for(pareto.x), scale_for(pareto.y)
     for index, row in enumerate(results.study.rows):
-        for number, column in enumerate(results.study.columns):
+        for column in results.study.columns:
             cell = results.cells[row, column]
             x, y = cell.final(pareto.x), cell.final(pareto.y)
             if x.mean is None or y.mean is None:
                 continue
-            runs = [(final[pareto.x], final[pareto.y]) for final in cell.finals.values()]
+            finals = [final for final in cell.finals.values() if pareto.x in final and pareto.y in final]
+            runs = [(final[pareto.x], final[pareto.y]) for final in finals]
             xs, ys = [x_scale * a for a, _ in runs], [y_scale * b for _, b in runs]
             axes.scatter(xs, ys, color=f"C{index % 10}", s=14, alpha=0.4)
             mean = (x_scale * x.mean, y_scale * y.mean)
@@ -59,12 +61,13 @@ def _draw_points(axes: Any, results: Results, pareto: Pareto) -> list[Point]:
                 *mean,
                 xerr=x_scale * (x.error or 0.0),
                 yerr=y_scale * (y.error or 0.0),
-                label=row if number == 0 else None,
+                label=None if row in named else row,
                 **style(index),
             )
             if several:
                 axes.annotate(column, mean, xytext=(5, 4), textcoords="offset points", fontsize=8, alpha=0.8)
             means.append(mean)
+            named.add(row)
     return means
 
 

@@ -227,7 +227,7 @@ def _check_known(name: str, labels: Iterable[str], known: Iterable[str]) -> None
 def _explain(problem: Mapping[str, Any]) -> str:
     location = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
-        sections: dict[str, type[Section]] = {"tune": Tune, "quick": Quick}
+        sections: dict[str, type[Section]] = {"tune": Tune, "quick": Quick, "pareto": Pareto}
         known = list(sections.get(location[0], Study).model_fields)
         close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
         hint = f"did you mean {'.'.join([*location[:-1], close[0]])}?" if close else f"allowed are {', '.join(known)}."

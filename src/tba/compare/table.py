@@ -25,12 +25,11 @@ Grid = list[list[str]]
 
 
 def scale_of(results: Results) -> float:
-    """100 for shares, else 1."""
-    values = [value for cell in results.cells.values() for value in cell.values.values()]
-    return scale_for(results.study.metric) if all(0.0 <= value <= 1.0 for value in values) else 1.0
+    return scale_for(results.study.metric)
 
 
 def scale_for(metric: str) -> float:
+    """100 for shares, else 1."""
     return 100.0 if metric.startswith(SHARES) else 1.0
 
 

@@ -31,11 +31,6 @@ def mean_cosine_distance(embeddings_nd: np.ndarray) -> float:
     return 1.0 - (total - float(np.square(x_nd).sum())) / (n * (n - 1))
 
 
-def num_modes(counts: Sequence[int]) -> int:
-    """How many modes were hit at all; one count of hits per mode."""
-    return sum(count > 0 for count in counts)
-
-
 def effective_modes(counts: Sequence[int]) -> float:
     """exp(entropy) of the hits over modes: n equally frequent modes count n, rarely hit ones hardly count."""
     return _exp_entropy(np.array(counts, np.float64) / max(1, sum(counts)))
@@ -52,8 +47,9 @@ def vendi_score(embeddings_nd: np.ndarray, *, seed: int = 0, max_rows: int = 512
 
 
 def self_bleu(texts: Sequence[Sequence[str]], *, seed: int = 0, max_texts: int = 200) -> float:
-    """Mean BLEU-4 of each text, as its words, against all others: 1 = each has a double; 0 for fewer than two. Of more than
-    max_texts, so many chosen by the seed, and compared among themselves: it grows with the number of references."""
+    """Mean BLEU-4 of each text, as its words, against all others; 1 = each has a double (and at least 4 words), 0 for fewer
+    than two texts. Of more than max_texts, so many chosen by the seed, compared among themselves: it grows with the number of
+    references."""
     chosen = [texts[index] for index in _choose(len(texts), max_texts, seed)]
     if len(chosen) < 2:
         return 0.0

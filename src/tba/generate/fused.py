@@ -48,7 +48,7 @@ class FusedDecode:
 
     def __init__(self, decoder: Decoder, cache: SlotCache, state: SlotState, is_stop_V: Tensor) -> None:
         self.decoder, self.cache, self.state, self.is_stop_V = decoder, cache, state, is_stop_V
-        self.fused_pass = FusedPass(decoder.spec, decoder.weights, decoder.rotations)
+        self.fused_pass = decoder.fused_pass or FusedPass(decoder.spec, decoder.weights, decoder.rotations)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._warm: set[int] = set()
         """Numbers of slots that have run once: kernels are compiled and libraries are ready, so a capture may follow."""

@@ -89,6 +89,8 @@ class NativeEngine:
         if self.device.type != "cuda":
             return None
         reason = why_not_fused(self.decoder.spec)
+        if reason is None and self.decoder.fused_pass is None:
+            reason = "its fused pass failed the check"
         if reason is not None:
             logger.warning("decoding without fused kernels and CUDA graphs, slower: %s.", reason)
             return None

@@ -6,6 +6,7 @@ the result against the model's own forward pass, so that a family that computes 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from tba.models.decoder import ACTIVATIONS, Decoder, DecoderSpec, UnsupportedModel
 from tba.models.decoder_attention import CausalAttention
 from tba.models.decoder_weights import DecoderWeights, Layer, Linear, Norm, Placement
+
+logger = logging.getLogger("tba.models")
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Largest mean total variation distance to the model's own next-token distribution, by the coarser dtype of the two."""
@@ -94,7 +97,7 @@ def make_decoder(model: nn.Module, *, max_length: int, dtype: torch.dtype, devic
         )
     decoder = Decoder(spec, weights, rotations)
     decoder.load(model.state_dict())
-    _check_against(model, decoder, max_length)
+    _check(model, decoder, max_length)
     return decoder
 
 
@@ -372,6 +375,21 @@ def _composed(first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor
 def _is_tied(model: nn.Module) -> bool:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     return head is not None and head.weight is embedding.weight
+
+
+def _check(model: nn.Module, decoder: Decoder, max_length: int) -> None:
+    """With the pass that serves; a fused one that fails, or is wrong, makes room for the plain one, in words."""
+    if decoder.fused_pass is None:
+        return _check_against(model, decoder, max_length)
+    try:
+        _check_against(model, decoder, max_length)
+    except Exception as error:  # a kernel may fail to compile in as many ways as there are drivers
+        logger.warning(
+            "fused kernels are not used: %s: %s", type(error).__name__, str(error).strip().splitlines()[:1] or ""
+        )
+        decoder.fused_pass = None
+        _check_against(model, decoder, max_length)
+    return None
 
 
 @torch.no_grad()

@@ -51,6 +51,17 @@ def resolve_path(path: str) -> str:
     return path
 
 
+def check_named(key: str, path: str | None) -> None:
+    """Refuse a folder that is not there as soon as it is named; hub names are known when they are loaded."""
+    if path is not None and _looks_like_folder(path) and not Path(path).expanduser().is_dir():
+        raise ValueError(f"{key}={path!r}: there is no such folder. Give one with config.json, or a hub name.")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its kind where it has none."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
 def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -73,9 +84,9 @@ def load_model(config: ModelConfig) -> LoadedModel:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=resolve_dtype(config.dtype, device), **options)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"model.path={config.path!r} cannot be loaded: {_first_line(error)} Give a folder with config.json and weights, "
+            f"model.path={config.path!r} cannot be loaded: {first_line(error)} Give a folder with config.json and weights, "
             "or a hub name that can be reached (HF_HUB_OFFLINE=1 forbids downloads)."
         ) from error
     if adapter is not None:
@@ -103,7 +114,3 @@ def context_length(model_config: Any) -> int:
 
 def _looks_like_folder(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ class FilePrompts(Sequence[Prompt]):
         self._path, self._read = path, read
         self._offsets, self._lines = array("q"), array("q")
         self._file = path.open("rb")
+        self._stamp = self._stamp_now()
 
     def append(self, row: Row) -> None:
         """A row of the file that `read` found good."""
@@ -39,6 +41,15 @@ class FilePrompts(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        if self._stamp_now() != self._stamp:
+            raise RuntimeError(
+                f"{self._path} has changed since the run began: its prompts are no longer those checked."
+            )
         self._file.seek(self._offsets[index])
         line = self._lines[index]
         return self._read(parsed_row(self._file.readline(), f"{self._path} line {line}", line))
+
+    def _stamp_now(self) -> tuple[int, int]:
+        """Size and time of change. A file that replaces this one does no harm: the old one stays open."""
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns

@@ -57,5 +57,5 @@ def make_task(
 def prepare_task(name: str, output: Path) -> dict[str, Any]:
     """Make a task's data and start model in a folder; says what was made."""
     if name not in PREPARE:
-        raise ValueError(f"task {name!r} has nothing to prepare: it may be {', '.join(PREPARE)}.")
+        raise ValueError(f"task {name!r} has nothing to prepare: it may be {', '.join(PREPARE)} or reward_model.")
     return PREPARE[name](output)

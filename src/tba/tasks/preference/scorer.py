@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from tba.models.load import context_length, resolve_device, resolve_dtype
+from tba.models.load import context_length, first_line, resolve_device, resolve_dtype
 from tba.tasks.preference.classifier import Classifier
 from tba.tasks.preference.reward import RewardModel, is_reward_model
 from tba.tasks.preference.sequences import Sequenced, make_sequence, pad_right
@@ -74,7 +74,7 @@ def load_scorer(path: str, *, device: str = "auto", scores_per_pass: int = 32, d
             model = Classifier.load(path, dtype=as_dtype)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"reward model {path!r} cannot be loaded: {str(error).strip().splitlines()[0]} Give a folder that `tba prepare "
+            f"reward model {path!r} cannot be loaded: {first_line(error)} Give a folder that `tba prepare "
             "tldr` wrote, or a folder or hub name of a sequence classifier with one label."
         ) from error
     return ModelScorer(model.to(on), tokenizer, scores_per_pass=scores_per_pass, context=_context(model))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tba.models.load import check_named
 from tba.tasks.base import Outcome, RewardFailed, Split
 from tba.tasks.encoding import make_prompt
 from tba.tasks.inputs import TaskInputs
@@ -105,11 +106,13 @@ class PreferenceTask:
                 "task.preference.gold_model is needed with task.data, where there is no gold rule: a folder or hub name "
                 "of a reward model that training does not use, to judge summaries in evaluations."
             )
-        for name, path in (("reward_model", own.reward_model), ("gold_model", own.gold_model)):
-            if path is not None and path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
-                raise ValueError(
-                    f"task.preference.{name}={path!r}: there is no such folder. Give one with config.json, or a hub name."
-                )
+        if own.gold_model is not None and own.gold_model == own.reward_model:
+            raise ValueError(
+                f"task.preference.gold_model={own.gold_model} is also the reward model, and what training maximises cannot "
+                "judge it: give another one."
+            )
+        check_named("task.preference.reward_model", own.reward_model)
+        check_named("task.preference.gold_model", own.gold_model)
 
     def _problems(self, split: Split) -> list[Problem]:
         if self._rows is None:

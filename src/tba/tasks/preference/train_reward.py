@@ -20,9 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from tba.models.load import context_length, resolve_device
+from tba.models.load import context_length, first_line, resolve_device
 from tba.tasks.preference.pairs import Pair, read_pairs
 from tba.tasks.preference.reward import Pooling, RewardModel
 from tba.tasks.preference.sequences import Sequenced, make_sequence, pad_right
@@ -61,16 +61,16 @@ def train_reward_model(
 ) -> dict[str, Any]:
     """Returns {"model": ..., "pairs": {...}, "accuracy": share of held-out pairs ranked as labelled, "loss": ..., ...}."""
     started = time.monotonic()
-    tokenizer = AutoTokenizer.from_pretrained(base_path)
-    torch.manual_seed(settings.seed)
-    body = AutoModel.from_pretrained(base_path, dtype=torch.float32).eval()
-    model = RewardModel(body, pooling=settings.pooling).to(resolve_device(settings.device))
     train, measure = _split_pairs(pairs, held_out, settings)
+    tokenizer, body = _load_base(base_path)
+    torch.manual_seed(settings.seed)
+    model = RewardModel(body, pooling=settings.pooling).to(resolve_device(settings.device))
     context = context_length(body.config)
-    loss = _fit(model, _sequenced(train, tokenizer, context, settings), settings)
+    trained_on, measured_on = (_sequenced(own, tokenizer, context, settings) for own in (train, measure))
+    loss = _fit(model, trained_on, settings)
 
     model.body.to({"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.save_dtype]).float()
-    chosen_N, rejected_N = pooled_scores(model, _sequenced(measure, tokenizer, context, settings), settings)
+    chosen_N, rejected_N = pooled_scores(model, measured_on, settings)
     model.standardise(torch.cat([chosen_N, rejected_N]))
     _save(model, tokenizer, output, settings)
     return {
@@ -82,6 +82,15 @@ def train_reward_model(
         "std": model.std,
         "seconds": round(time.monotonic() - started, 1),
     }
+
+
+def _load_base(path: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    try:
+        return AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model {path!r} cannot be loaded: {first_line(error)} Give a folder or hub name of a causal language model."
+        ) from error
 
 
 def bradley_terry_loss(chosen_N: Tensor, rejected_N: Tensor) -> Tensor:

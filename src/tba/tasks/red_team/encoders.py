@@ -10,9 +10,11 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from tba.models.load import context_length, resolve_device
+from tba.models.load import context_length, first_line, resolve_device
 
 TEXTS_PER_PASS = 64
+MAY_BE_MISSING = frozenset(("pooler.dense.weight", "pooler.dense.bias"))
+"""Of BERT and its kin without a head; sentence encoders take the mean instead."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,10 +43,14 @@ def load_encoder(auto_class: Any, path: str, *, key: str, device: str = "auto") 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         # Never bfloat16: these models are small, and rewards may be logarithms of small probabilities.
-        model = auto_class.from_pretrained(path, dtype=torch.float32)
+        model, found = auto_class.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+        if found["missing_keys"] - MAY_BE_MISSING:
+            # Such weights are random, and different ones in every process.
+            missing = ", ".join(sorted(found["missing_keys"]))
+            raise ValueError(f"its files have no {missing}: it was not trained as {auto_class.__name__}.")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{key}={path!r} cannot be loaded: {str(error).strip().splitlines()[0]} Give a folder with config.json, weights "
+            f"{key}={path!r} cannot be loaded: {first_line(error)} Give a folder with config.json, weights "
             "and tokenizer, or a hub name that can be reached (HF_HUB_OFFLINE=1 forbids downloads)."
         ) from error
     if tokenizer.pad_token is None:  # decoders have none, and texts of a batch need one

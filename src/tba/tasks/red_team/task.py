@@ -19,6 +19,7 @@ from typing import get_args
 import numpy as np
 
 from tba.config import RedTeamConfig
+from tba.models.load import check_named
 from tba.tasks.base import Outcome, Split
 from tba.tasks.encoding import make_prompt
 from tba.tasks.inputs import TaskInputs
@@ -41,6 +42,8 @@ class RedTeamTask:
     def __init__(self, inputs: TaskInputs) -> None:
         config = inputs.config.red_team
         self._config, self._device = config, inputs.device
+        for name in ("victim", "judge", "embedder"):
+            check_named(f"task.red_team.{name}", getattr(config, name))
         self.knows_modes = config.victim is None
         """Whether the victim's weaknesses are known: in the embedded edition."""
         prompt = make_prompt(
