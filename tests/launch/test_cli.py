@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from tba.cli import app, resolve
 from tba.config import ConfigError
+from tba.tasks.preference.task import start_model_path
 
 RUNNER = CliRunner()
 
@@ -74,3 +75,25 @@ def test_doctor_names_what_the_machine_has():
     assert result.exit_code == 0
     for word in ("python", "torch", "transformers", "cores", "memory", "disk", "gpu", "wandb"):
         assert word in result.stdout
+
+
+def test_a_reward_model_is_trained_on_pairs(tmp_path):
+    pairs = [
+        {"prompt": f"so place harbour {i} TL;DR:", "chosen": "place harbour", "rejected": "so so"} for i in range(40)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    options = ["--pairs", str(tmp_path / "pairs.jsonl"), "--output", str(tmp_path / "rm"), "--learning-rate", "1e-3"]
+    result = RUNNER.invoke(
+        app, ["prepare", "reward_model", "--model", str(start_model_path()), *options, "--epochs", "3"]
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["accuracy"] > 0.9
+    assert (tmp_path / "rm" / "reward.json").is_file()
+
+
+def test_preparing_without_what_it_needs_is_refused():
+    with pytest.raises(ConfigError, match="needs --model"):
+        RUNNER.invoke(app, ["prepare", "reward_model"], catch_exceptions=False)
+    with pytest.raises(ConfigError, match=r"are for `tba prepare reward_model`, not for tldr"):
+        RUNNER.invoke(app, ["prepare", "tldr", "--model", "x"], catch_exceptions=False)

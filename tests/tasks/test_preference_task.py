@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from tba.config import PreferenceConfig, TaskConfig
+from tba.config import PreferenceConfig, TaskConfig, load_config
+from tba.launch.start import train
 from tba.tasks.base import RewardFailed
 from tba.tasks.inputs import TaskInputs
 from tba.tasks.preference.gold import gold_score
@@ -192,3 +193,42 @@ def test_bad_rows_are_told_with_their_lines(tmp_path, caplog, models, reason, ro
         prompts = make(**task, num_validation_prompts=0, on_bad_row="skip").prompts("train")
     assert [prompt.id for prompt in prompts] == ["train-1", "train-3"]
     assert f"2 x {reason} (lines 2, 4)" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_real_edition_trains_on_rows_and_models_of_its_own(models, mode, tmp_path):
+    write_rows(tmp_path / "train.jsonl", *rows(40))
+    write_rows(tmp_path / "validation.jsonl", *rows(50)[40:])
+    settings = ["train.max_steps=2", "train.responses_per_step=16", "train.samples_per_prompt=8", "name=run"]
+    settings += ["task.num_validation_prompts=5", "generate.max_new_tokens=8", "observe.progress=false", f"mode={mode}"]
+    config = load_config(
+        None,
+        [*settings, "model.path=tba:tldr", "model.device=cpu", f"output={tmp_path}", "train.truncated=penalise"],
+        task={"name": "tldr", "data": str(tmp_path), "preference": models.model_dump()},
+    )
+    summary = train(config)
+    assert summary["steps"] == 2
+    assert {"win_rate", "win_rate_greedy", "kl", "perplexity", "regularised_reward"} <= summary["final"].keys()
+
+
+def test_a_bad_train_row_shows_before_there_is_a_run_folder(models, tmp_path):
+    long = {"query": " ".join(["so"] * 80), "reference_response": "day friday"}
+    write_rows(tmp_path / "train.jsonl", *rows(5), long)
+    write_rows(tmp_path / "validation.jsonl", *rows(8)[5:])
+    task = {"name": "tldr", "data": str(tmp_path), "num_validation_prompts": 0, "preference": models.model_dump()}
+    overrides = [
+        "model.path=tba:tldr",
+        "model.device=cpu",
+        "generate.max_new_tokens=8",
+        f"output={tmp_path}",
+        "name=run",
+    ]
+    with pytest.raises(ValueError, match=r"train\.jsonl line 6"):
+        train(load_config(None, overrides, task=task))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_training_maximises_cannot_be_its_judge(models):
+    same = PreferenceConfig(reward_model=models.reward_model, gold_model=models.reward_model)
+    with pytest.raises(ValueError, match="is also the reward model"):
+        make(preference=same)

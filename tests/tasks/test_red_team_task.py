@@ -21,7 +21,8 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from tba.config import RedTeamConfig, TaskConfig
+from tba.config import RedTeamConfig, TaskConfig, load_config
+from tba.launch.start import train
 from tba.tasks.inputs import TaskInputs
 from tba.tasks.red_team.embedder import SentenceEncoder, WordCounts
 from tba.tasks.red_team.judge import ClassifierJudge
@@ -305,3 +306,44 @@ def test_real_rewards_are_means_over_replies(models):
     assert task.embed(attacks).shape == (3, 16)
     assert not task.knows_modes
     assert task.mode_of(HIT, True) is None
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_real_edition_trains_from_the_command_line_s_settings(models, mode, tmp_path):
+    """A tiny attacker against a tiny victim, with judge and embedder: every part a model."""
+    attacker = save_attacker(tmp_path / "attacker")
+    red_team = {"prompt": "w1 w2", "victim": models["victim"], "judge": models["judge"], "embedder": models["embedder"]}
+    small = {"num_replies": 2, "reply_tokens": 4, "judge_label": "toxic", "min_attack_tokens": 2}
+    config = load_config(
+        None,
+        ["train.max_steps=2", "train.responses_per_step=16", "train.samples_per_prompt=16", "observe.progress=false"],
+        mode=mode,
+        name="run",
+        output=tmp_path,
+        model={"path": attacker, "device": "cpu"},
+        task={"name": "red_team", "red_team": red_team | small},
+        generate={"max_new_tokens": 8, "min_new_tokens": 1},
+        replay={"mix": "responses", "on_policy_probability": 0.5},
+        evaluate={"samples_per_prompt": 32},
+        train={"learning_rate": 1e-3},
+    )
+    summary = train(config)
+    assert summary["steps"] == 2
+    assert {"success", "cosine_distance", "self_bleu", "kl", "toxicity"} <= summary["final"].keys()
+    assert "modes" not in summary["final"]  # nobody knows a model's weaknesses
+    assert "regularised_reward" not in summary["final"]  # short attacks have a reward of their own
+
+
+def save_attacker(folder):
+    torch.manual_seed(5)
+    tokenizer = make_word_tokenizer(WORDS)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, initializer_range=0.5, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    return save(folder, LlamaForCausalLM(config), tokenizer)
+
+
+def test_a_judge_that_was_never_trained_is_refused(models):
+    with pytest.raises(ValueError, match="was not trained as AutoModelForSequenceClassification"):
+        ClassifierJudge(models["victim"], label="LABEL_0", device="cpu")

@@ -48,8 +48,8 @@ def vendi_score(embeddings_nd: np.ndarray, *, seed: int = 0, max_rows: int = 512
 
 def self_bleu(texts: Sequence[Sequence[str]], *, seed: int = 0, max_texts: int = 200) -> float:
     """Mean BLEU-4 of each text, as its words, against all others; 1 = each has a double (and at least 4 words), 0 for fewer
-    than two texts. Of more than max_texts, so many chosen by the seed, compared among themselves: it grows with the number of
-    references."""
+    than two texts. Of more than max_texts, so many chosen by the seed, compared among themselves: it grows with their
+    number."""
     chosen = [texts[index] for index in _choose(len(texts), max_texts, seed)]
     if len(chosen) < 2:
         return 0.0
