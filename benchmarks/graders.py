@@ -27,11 +27,11 @@ from pathlib import Path
 
 from tba.config import TaskConfig
 from tba.tasks import gsm8k, math
-from tba.tasks.answers import equal_answers, given_answer, marked_answer
-from tba.tasks.math_answers import last_boxed, normal_form, same_answer
-from tba.tasks.questions import Problem, Source, read_problems
+from tba.tasks.maths.answers import equal_answers, given_answer, marked_answer
+from tba.tasks.maths.math_answers import last_boxed, normal_form, same_answer
+from tba.tasks.maths.questions import Problem, Source, read_problems
+from tba.tasks.maths.symbolic import symbolic_equality
 from tba.tasks.rows import BadRows, jsonl_rows
-from tba.tasks.symbolic import symbolic_equality
 
 DATA = Path(os.environ.get("TBA_DATA", Path(__file__).parents[2] / "shared" / "data"))
 LISTED = 30

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from tba.tasks.answers import Number, equal_answers, given_answer, marked_answer
+from tba.tasks.maths.answers import Number, equal_answers, given_answer, marked_answer
 
 
 def value_of(text):

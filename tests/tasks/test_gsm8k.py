@@ -13,10 +13,10 @@ from builders import tiny_llama, tiny_tokenizer
 
 from tba.config import ConfigError, TaskConfig, load_config
 from tba.launch import train
-from tba.tasks.answers import Number, equal_answers, given_answer, marked_answer
-from tba.tasks.arithmetic_tokens import make_tokenizer
-from tba.tasks.gsm8k import GSM8KTask
-from tba.tasks.questions import Problem, read_problems, read_splits, split_off_validation
+from tba.tasks.arithmetic.tokens import make_tokenizer
+from tba.tasks.maths.answers import Number, equal_answers, given_answer, marked_answer
+from tba.tasks.maths.gsm8k import GSM8KTask
+from tba.tasks.maths.questions import Problem, read_problems, read_splits, split_off_validation
 from tba.tasks.registry import make_task
 from tba.types import Completion
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from tba.config import ConfigError, TaskConfig, load_config
-from tba.tasks.arithmetic_tokens import make_tokenizer
-from tba.tasks.math import MathTask
-from tba.tasks.math_answers import last_boxed, normal_form, plain_number, same_answer
-from tba.tasks.questions import read_problems, read_splits
+from tba.tasks.arithmetic.tokens import make_tokenizer
+from tba.tasks.maths.math import MathTask
+from tba.tasks.maths.math_answers import last_boxed, normal_form, plain_number, same_answer
+from tba.tasks.maths.questions import read_problems, read_splits
+from tba.tasks.maths.symbolic import SymbolicEquality, symbolic_equality
 from tba.tasks.registry import make_task
-from tba.tasks.symbolic import SymbolicEquality, symbolic_equality
 from tba.types import Completion
 
 REPOSITORY = Path(__file__).parents[2]
@@ -196,7 +196,7 @@ def test_a_worker_that_dies_costs_one_comparison(monkeypatch, caplog):
         link.receive(timeout_seconds=None)
         raise MemoryError("no more")
 
-    monkeypatch.setattr("tba.tasks.symbolic.symbolic_worker", dies)
+    monkeypatch.setattr("tba.tasks.maths.symbolic.symbolic_worker", dies)
     symbolic = SymbolicEquality(comparison_seconds=20.0)
     assert not symbolic.equal("p", "q")
     assert not symbolic.equal("p", "r")

@@ -8,15 +8,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tba.tasks.arithmetic import Earlier, Problem, Step, draw_problems, held_out_problems, start_model_path
-from tba.tasks.arithmetic_tokens import make_tokenizer
-from tba.tasks.prepare import (
+from tba.tasks.arithmetic.prepare import (
     HABITS,
     SHAPE,
     greedy_accuracy,
     prepare_arithmetic,
     pupil_solution,
 )
+from tba.tasks.arithmetic.problems import (
+    Earlier,
+    Problem,
+    Step,
+    draw_problems,
+    held_out_problems,
+)
+from tba.tasks.arithmetic.task import start_model_path
+from tba.tasks.arithmetic.tokens import make_tokenizer
 from tba.tasks.supervised import Training, make_model, one_deterministic_thread
 
 SHORT = Training(steps=6, batch_size=4)
@@ -36,10 +43,10 @@ def test_the_pupil_has_the_documented_habits(monkeypatch):
         steps=(*times.steps[:1], Step(Earlier(0), "+", 4, "more"), Step(Earlier(0), "+", Earlier(1), "together")),
         canonical="",
     )
-    monkeypatch.setattr("tba.tasks.prepare.HABITS", {"times": 1.0, "together": 1.0})
+    monkeypatch.setattr("tba.tasks.arithmetic.prepare.HABITS", {"times": 1.0, "together": 1.0})
     assert pupil_solution(times, random.Random(0)) == "10+2=12\n12+3=15\n#### 15"
     assert pupil_solution(together, random.Random(0)) == "10+2=12\n12+4=16\n#### 16"
-    monkeypatch.setattr("tba.tasks.prepare.HABITS", {})
+    monkeypatch.setattr("tba.tasks.arithmetic.prepare.HABITS", {})
     assert pupil_solution(times, random.Random(0)) == times.solution
     assert pupil_solution(together, random.Random(0)) == together.solution
 

@@ -9,8 +9,8 @@ import pytest
 from builders import tiny_tokenizer
 
 from tba.config import TaskConfig
-from tba.tasks.functions import OwnTask
 from tba.tasks.inputs import TaskInputs
+from tba.tasks.own.task import OwnTask
 
 REWARD = {"function": "unused.py:f"}
 

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from tba.config import RewardConfig, TaskConfig
-from tba.tasks.arithmetic_tokens import make_tokenizer
+from tba.tasks.arithmetic.tokens import make_tokenizer
 from tba.tasks.registry import make_task
 from tba.tasks.rows import BadRows, jsonl_rows
 

@@ -15,7 +15,7 @@ from tba.config import ConfigError, ModelConfig
 from tba.models.lora import add_lora, base_of, is_adapter, with_adapter
 
 SHIPPED = {
-    "tba:arithmetic": "tasks/arithmetic_start",
+    "tba:arithmetic": "tasks/arithmetic/start_model",
     "tba:tldr": "tasks/preference/start_model",
     "tba:red_team": "tasks/red_team/start_model",
 }

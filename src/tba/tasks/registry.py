@@ -9,15 +9,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import TaskConfig
-from tba.tasks.arithmetic import ArithmeticTask
+from tba.tasks.arithmetic.prepare import prepare_arithmetic
+from tba.tasks.arithmetic.task import ArithmeticTask
 from tba.tasks.base import Task
-from tba.tasks.functions import OwnTask
-from tba.tasks.gsm8k import GSM8KTask
 from tba.tasks.inputs import TaskInputs
-from tba.tasks.math import MathTask
+from tba.tasks.maths.gsm8k import GSM8KTask
+from tba.tasks.maths.math import MathTask
+from tba.tasks.own.task import OwnTask
 from tba.tasks.preference.prepare import prepare_tldr
 from tba.tasks.preference.task import PreferenceTask
-from tba.tasks.prepare import prepare_arithmetic
 from tba.tasks.red_team.prepare import prepare_red_team
 from tba.tasks.red_team.task import RedTeamTask
 

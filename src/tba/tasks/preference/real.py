@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tba.config import TaskConfig
 from tba.tasks.base import Split
-from tba.tasks.questions import Problem, Source, read_problems, split_off_validation
+from tba.tasks.maths.questions import Problem, Source, read_problems, split_off_validation
 from tba.tasks.rows import SUFFIXES, BadRow, Row, prompt_column, require_object, text_column
 
 PROMPT_COLUMNS = ("query", "prompt")

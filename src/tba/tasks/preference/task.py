@@ -20,12 +20,12 @@ from tba.models.load import check_named
 from tba.tasks.base import Outcome, RewardFailed, Split
 from tba.tasks.encoding import make_prompt
 from tba.tasks.inputs import TaskInputs
+from tba.tasks.maths.questions import Problem
 from tba.tasks.preference import gold
 from tba.tasks.preference.real import WHY_MISSING, read_splits
 from tba.tasks.preference.scorer import ModelScorer, load_scorer
 from tba.tasks.preference.summaries import reference_summary
 from tba.tasks.preference.world import HELD_OUT_POSTS, SEEDS, VALIDATION_POSTS, Post, draw_posts, first_posts
-from tba.tasks.questions import Problem
 from tba.tasks.rows import keep_some
 from tba.types import Completion, Prompt
 

@@ -19,8 +19,8 @@ from tba.config import TaskConfig
 from tba.tasks.base import Outcome, RewardFailed, Split
 from tba.tasks.encoding import make_prompt
 from tba.tasks.inputs import TaskInputs
-from tba.tasks.prompt_file import FilePrompts
-from tba.tasks.reward_functions import RewardSet
+from tba.tasks.own.prompt_file import FilePrompts
+from tba.tasks.own.reward_functions import RewardSet
 from tba.tasks.rows import BadRow, BadRows, Row, jsonl_rows
 from tba.types import Completion, Prompt
 

@@ -8,13 +8,13 @@ The data is read from where it lies and never shipped:
     tba train configs/gsm8k_one_gpu.yaml model.path=MODEL task.data=FOLDER     train.jsonl and test.jsonl, or .jsonl.gz
     tba evaluate MODEL --task gsm8k task.data=openai/gsm8k                     from the hub, with `datasets` installed
 
-An answer is the last number of the response; tba.tasks.answers.given_answer says which number that is.
+An answer is the last number of the response; tba.tasks.maths.answers.given_answer says which number that is.
 """
 
 from __future__ import annotations
 
-from tba.tasks.answers import equal_answers, given_answer, marked_answer
-from tba.tasks.questions import Problem, QuestionTask, Source
+from tba.tasks.maths.answers import equal_answers, given_answer, marked_answer
+from tba.tasks.maths.questions import Problem, QuestionTask, Source
 from tba.tasks.rows import BadRow, Row, prompt_column, require_object, text_column
 
 

@@ -10,8 +10,8 @@ import re
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-from tba.tasks.answers import MARKER
-from tba.tasks.arithmetic import PEOPLE, SENTENCES, THINGS
+from tba.tasks.arithmetic.problems import PEOPLE, SENTENCES, THINGS
+from tba.tasks.maths.answers import MARKER
 from tba.tasks.words import SPECIAL, as_transformers
 
 PATTERN = rf" ?[A-Za-z]+| ?[0-9]|{MARKER}|\s| ?[^A-Za-z0-9\s]"

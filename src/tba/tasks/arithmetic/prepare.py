@@ -3,7 +3,7 @@
     tba prepare arithmetic --output prepared
 
 writes prepared/train.jsonl, prepared/held_out.jsonl (`prompt`, `answer`, `solution`) and prepared/model, the model that
-ships in `arithmetic_start/`.
+ships in `start_model/`.
 
 **The start model is flawed on purpose.** It learns from the copybook of a careless pupil who calculates well but has two
 habits (`HABITS`): where somebody has so many *times* as many he adds instead of multiplying, and where two people's things
@@ -24,20 +24,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tba.tasks.arithmetic import (
+from tba.tasks.arithmetic.problems import (
     TRAIN_SEED,
     Operator,
     Problem,
     Step,
     calculate,
     draw_problems,
-    exact_match,
     held_out_problems,
     train_problems,
     work,
     write_solution,
 )
-from tba.tasks.arithmetic_tokens import make_tokenizer
+from tba.tasks.arithmetic.task import exact_match
+from tba.tasks.arithmetic.tokens import make_tokenizer
 from tba.tasks.supervised import Shape, Training, one_deterministic_thread, train_start_model
 
 HABITS = {"times": 0.8, "together": 0.75}

@@ -10,7 +10,7 @@ A problem is an opening, one or two events and a question, 2 to 4 calculation st
 kind of each part with its numbers, without names and things: `boxes 4 6|gives 5|buys 12|now`. A hash of it decides the
 split, so a held-out problem cannot occur in training under any seed, not even with other names. Validation problems, to
 tune on, are of the training side of the hash, less the contents that the run trains on. The model to start from is shipped
-in `arithmetic_start/` and made by `tba.tasks.prepare`.
+in `start_model/` and made by `tba.tasks.arithmetic.prepare`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,7 @@ import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Literal
-
-from tba.tasks.answers import final_number, same_number
-from tba.tasks.base import Outcome, Split
-from tba.tasks.encoding import make_prompt
-from tba.tasks.inputs import TaskInputs
-from tba.types import Completion, Prompt
 
 HELD_OUT_ONE_IN = 8
 """One in so many canonical contents is held out."""
@@ -240,56 +233,3 @@ def _write_text(parts: Sequence[Part], rng: random.Random) -> str:
         for (kind, numbers), other in zip(parts, others)
     ]
     return " ".join(sentences) + "\n"
-
-
-class ArithmeticTask:
-    """Reward `exact_match`: 1 where the response ended by itself and the number after its last `####` is the answer."""
-
-    name = "arithmetic"
-    isolated = False
-
-    def __init__(self, inputs: TaskInputs) -> None:
-        self._num_train = inputs.config.num_train_prompts
-        self._tokenizer = inputs.tokenizer
-        self._max_prompt_tokens = inputs.max_prompt_tokens
-        self._prompts: dict[Split, list[Prompt]] = {}
-
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        return {"exact_match": 1.0}
-
-    def prompts(self, split: Split) -> Sequence[Prompt]:
-        """Made when first asked for: a searcher that never evaluates does not pay for the other splits."""
-        if split not in self._prompts:
-            self._prompts[split] = [self._prompt(f"{split}-{i}", p) for i, p in enumerate(self._problems(split))]
-        return self._prompts[split]
-
-    def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
-        return [
-            {"exact_match": exact_match(text, prompt.columns["answer"], finished=completion.finish == "stop")}
-            for text, completion in zip(texts, completions)
-        ]
-
-    def solved(self, outcome: Outcome) -> bool:
-        return isinstance(outcome, dict) and outcome["exact_match"] == 1.0
-
-    def _problems(self, split: Split) -> Sequence[Problem]:
-        if split == "train":
-            return train_problems(self._num_train)
-        return held_out_problems() if split == "held_out" else validation_problems(self._num_train)
-
-    def _prompt(self, id: str, problem: Problem) -> Prompt:
-        columns = {"answer": problem.answer, "solution": problem.solution}
-        return make_prompt(
-            id=id, text=problem.text, columns=columns, tokenizer=self._tokenizer, max_tokens=self._max_prompt_tokens
-        )
-
-
-def exact_match(text: str, answer: str, *, finished: bool) -> float:
-    """1 or 0. The no-EOS rule: a response cut off at the length limit is wrong, whatever it says."""
-    return float(finished and same_number(final_number(text), answer))
-
-
-def start_model_path() -> Path:
-    """The folder of the shipped start model; `model.path=tba:arithmetic` means the same."""
-    return Path(__file__).parent / "arithmetic_start"

@@ -8,17 +8,17 @@ is read from where it lies and never shipped:
     tba train configs/math.yaml task.data=FOLDER                               train.jsonl and test.jsonl, or .jsonl.gz
     tba evaluate MODEL --task math task.data=FOLDER task.eval_data=math500.jsonl
 
-The answer of a response is what stands in its last `\boxed{...}`: a response without a box is wrong. tba.tasks.math_answers
-says when two answers are equal.
+The answer of a response is what stands in its last `\boxed{...}`: a response without a box is wrong. math_answers.py says
+when two answers are equal.
 """
 
 from __future__ import annotations
 
 from tba.tasks.inputs import TaskInputs
-from tba.tasks.math_answers import last_boxed, normal_form, same_answer
-from tba.tasks.questions import Problem, QuestionTask, Source
+from tba.tasks.maths.math_answers import last_boxed, normal_form, same_answer
+from tba.tasks.maths.questions import Problem, QuestionTask, Source
+from tba.tasks.maths.symbolic import require_math_verify, symbolic_equality
 from tba.tasks.rows import BadRow, Row, prompt_column, require_object, text_column
-from tba.tasks.symbolic import require_math_verify, symbolic_equality
 
 
 def read_problem(row: Row) -> Problem:

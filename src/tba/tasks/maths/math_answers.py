@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from tba.tasks.answers import LONGEST_NUMBER, Number, equal_answers
+from tba.tasks.maths.answers import LONGEST_NUMBER, Number, equal_answers
 
 LONGEST_ANSWER = 400
 """Characters, in normal form. Longer ones are babble and equal nothing; MATH's longest is 159."""

@@ -1,0 +1,1 @@
+"""GSM8K and MATH: questions from rows, and graders of answers."""

@@ -1,0 +1,1 @@
+"""A user's own problem: prompts from a file, rewards from Python functions."""
