@@ -1,9 +1,9 @@
 """Settings: pydantic models, YAML files, dotted overrides."""
 
 from tba.config.files import ConfigError, dump_config, load_config, merge
+from tba.config.root import Config
 from tba.config.schedule import Schedule
 from tba.config.sections import (
-    Config,
     EvaluateConfig,
     ExploreConfig,
     GenerateConfig,

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tba.config.sections import Config
+from tba.config.root import Config
 
 
 class ConfigError(ValueError):

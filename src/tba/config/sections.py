@@ -1,20 +1,18 @@
 """Every setting, one section per folder of the package. The string under a field gives its unit and special values.
 
-Checks that one section decides stand with it; checks across sections stand in `Config` below. All of them run before a
-model loads.
+Checks that one section decides stand with it; checks across sections stand in `Config` (root.py). All of them run before a
+model loads. The `task` section has a file of its own.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from tba.config.base import Section
 from tba.config.schedule import Schedule
-from tba.config.task import TaskConfig
 
 OnOff = BeforeValidator(lambda value: {True: "on", False: "off"}[value] if isinstance(value, bool) else value)
 """YAML 1.1 reads on and off as true and false."""
@@ -282,140 +280,3 @@ class ObserveConfig(Section):
     written with train.keep_checkpoints=0."""
     keep_healthy_checkpoint: bool = False
     """True keeps healthy-step-N also at the end of a run without a collapse."""
-
-
-class Config(Section):
-    """A whole run. `tba train CONFIG.yaml key.sub=value ... --dry-run` prints it resolved."""
-
-    name: str | None = None
-    """Name of the run folder; None = task, objective and seed."""
-    output: Path = Path("runs")
-    """Folder of run folders."""
-    overwrite: bool = False
-    """True replaces a finished run of the same name."""
-    seed: int = Field(default=0, ge=0)
-    """Of prompt order, sampling and replay."""
-    mode: Literal["async", "sync", "fixed_lag"] = "async"
-    """async = searchers and trainer in processes of their own, no barrier; sync = they take turns in one, lag 0; fixed_lag
-    = they take turns, the searcher with weights exactly lag_steps old (for studies of staleness)."""
-    lag_steps: int = Field(default=1, ge=1)
-    """mode=fixed_lag only: optimizer steps between the weights that generate and those that train."""
-    model: ModelConfig = ModelConfig()
-    task: TaskConfig = TaskConfig()
-    generate: GenerateConfig = GenerateConfig()
-    search: SearchConfig = SearchConfig()
-    replay: ReplayConfig = ReplayConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
-    reference: ReferenceConfig = ReferenceConfig()
-    train: TrainConfig = TrainConfig()
-    runtime: RuntimeConfig = RuntimeConfig()
-    evaluate: EvaluateConfig = EvaluateConfig()
-    observe: ObserveConfig = ObserveConfig()
-
-    @property
-    def run_name(self) -> str:
-        return self.name or f"{self.task.name}-{self.objective.name}-seed{self.seed}"
-
-    @property
-    def run_folder(self) -> Path:
-        return self.output / self.run_name
-
-    @property
-    def samples_generated_per_prompt(self) -> int:
-        """S = ceil(search.samples_multiplier * train.samples_per_prompt)."""
-        return math.ceil(self.search.samples_multiplier * self.train.samples_per_prompt)
-
-    @property
-    def reference_samples_per_prompt(self) -> int:
-        """Of these, how many the reference generates."""
-        return round(self.search.explore.reference_share * self.samples_generated_per_prompt)
-
-    @property
-    def fresh_steps(self) -> int:
-        """replay.fresh_steps, or twice the publication interval; 1 where the roles take turns: only what was generated for
-        this step is sampled."""
-        if self.takes_turns:
-            return 1
-        return self.replay.fresh_steps or 2 * self.train.publish_every
-
-    @property
-    def takes_turns(self) -> bool:
-        """Searcher and trainer take turns in one process."""
-        return self.mode != "async"
-
-    def beta_at(self, step: int) -> float:
-        assert self.objective.beta is not None, "filled in by tba.launch.defaults"
-        return self.objective.beta.at(step, max_steps=self.train.max_steps)
-
-    def reference_weight_at(self, step: int) -> float:
-        weight = self.objective.reference_weight
-        return 1.0 if weight is None else weight.at(step, max_steps=self.train.max_steps)
-
-    def target_temperature_at(self, step: int) -> float:
-        temperature = self.objective.target_temperature
-        return 1.0 if temperature is None else temperature.at(step, max_steps=self.train.max_steps)
-
-    def learning_rate_at(self, step: int) -> float:
-        assert self.train.learning_rate is not None, "filled in by tba.launch.defaults"
-        return self.train.learning_rate.at(step, max_steps=self.train.max_steps)
-
-    @model_validator(mode="after")
-    def _check(self) -> Config:
-        if self.takes_turns and self.train.publish_every != 1:
-            raise ValueError(
-                f"train.publish_every={self.train.publish_every} makes no sense in {self.mode} mode, where the lag of every "
-                "step is given: leave it at 1."
-            )
-        if self.takes_turns and self.search.num_searchers != 1:
-            raise ValueError(
-                f"search.num_searchers={self.search.num_searchers} needs mode=async: in {self.mode} mode one searcher and "
-                "the trainer take turns."
-            )
-        if self.replay.lag == "pace" and self.replay.max_trained_per_generated < self.train.updates_per_batch:
-            raise ValueError(
-                f"replay.max_trained_per_generated={self.replay.max_trained_per_generated:g} below train.updates_per_batch="
-                f"{self.train.updates_per_batch} contradicts replay.lag=pace: the trainer would wait for responses that the "
-                "pace limit holds back."
-            )
-        if self.replay.lag == "pace" and self.replay.max_lag < self.train.publish_every - 1:
-            raise ValueError(
-                f"replay.max_lag={self.replay.max_lag} cannot be kept with weights every "
-                f"train.publish_every={self.train.publish_every} steps: allow at least {self.train.publish_every - 1}."
-            )
-        if self.model.lora is not None and self.reference.reset_every:
-            raise ValueError(
-                f"reference.reset_every={self.reference.reset_every} cannot be used with model.lora, whose reference is the "
-                "base model: set it to 0."
-            )
-        if self.train.prompts_per_step * self.train.samples_per_prompt > self.replay.capacity:
-            raise ValueError(
-                f"replay.capacity={self.replay.capacity} cannot hold one step of "
-                f"train.responses_per_step={self.train.responses_per_step}: raise it."
-            )
-        if self.replay.capacity_per_prompt < self.samples_generated_per_prompt:
-            raise ValueError(
-                f"replay.capacity_per_prompt={self.replay.capacity_per_prompt} cannot hold one visit's "
-                f"{self.samples_generated_per_prompt} responses: raise it."
-            )
-        share, samples = self.search.explore.reference_share, self.samples_generated_per_prompt
-        if share > 0 and not 0 < self.reference_samples_per_prompt < samples:
-            raise ValueError(
-                f"search.explore.reference_share={share:g} of the {samples} responses of a visit is "
-                f"{self.reference_samples_per_prompt}: choose it so that both the reference and the policy generate some."
-            )
-        if share > 0 and self.mode == "fixed_lag":
-            raise ValueError(
-                f"search.explore.reference_share={share:g} contradicts mode=fixed_lag: the reference's responses are as old "
-                "as it is. Use mode=async."
-            )
-        if share > 0 and self.replay.lag != "keep":
-            raise ValueError(
-                f"search.explore.reference_share={share:g} with replay.lag={self.replay.lag}: the reference's responses "
-                "are as old as it is. Use replay.lag=keep."
-            )
-        if self.generate.min_new_tokens > self.generate.max_new_tokens:
-            raise ValueError(
-                f"generate.min_new_tokens={self.generate.min_new_tokens} is above "
-                f"generate.max_new_tokens={self.generate.max_new_tokens}: no response could end."
-            )
-        return self
