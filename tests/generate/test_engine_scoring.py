@@ -8,7 +8,7 @@ from tiny_models import FAMILIES, VOCABULARY, make_prompt, make_tiny_model, make
 
 from tba.generate.engine import make_scorer
 from tba.generate.native import NativeEngine
-from tba.generate.scoring import ReferenceScorer
+from tba.generate.scoring import ReferenceScorer, packed_batches
 
 
 def make_pairs(num_prompts=4, samples=3):
@@ -23,10 +23,12 @@ def make_pairs(num_prompts=4, samples=3):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("token_budget", [30, 8192])
-def test_scores_equal_a_plain_forward_pass(family, token_budget):
+@pytest.mark.parametrize("packed", [False, True])
+def test_scores_equal_a_plain_forward_pass(family, token_budget, packed):
     model = make_tiny_model(family)
     prompts, responses = make_pairs()
-    found = ReferenceScorer(model, max_length=64, token_budget=token_budget).score(prompts, responses, 0.7)
+    scorer = ReferenceScorer(model, max_length=64, token_budget=token_budget, packed=packed)
+    found = scorer.score(prompts, responses, 0.7)
     for prompt, response, scores in zip(prompts, responses, found):
         assert scores.dtype == np.float32
         np.testing.assert_allclose(scores, plain_log_probs(model, prompt, response, temperature=0.7), atol=1e-4)
@@ -42,8 +44,16 @@ def test_responses_of_a_prompt_share_one_pass_over_it():
     assert tokens == [20, 5 * 8]
 
 
-def test_an_empty_response_has_no_scores():
-    scorer = ReferenceScorer(make_tiny_model("llama"), max_length=64)
+def test_packed_batches_keep_the_budget_and_leave_nothing_out():
+    prompts, responses = [np.zeros(n) for n in (4, 2)], [np.zeros(n) for n in (3, 3, 5, 0, 20, 1)]
+    batches = list(packed_batches(prompts, [[0, 1, 2], [3, 4, 5]], responses, token_budget=12))
+    # 4 + 3 + 3 = 10, 4 + 5 = 9, then 2 + 20 alone, and 2 + 1
+    assert batches == [{0: [0, 1]}, {0: [2]}, {1: [4]}, {1: [5]}]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_empty_response_has_no_scores(packed):
+    scorer = ReferenceScorer(make_tiny_model("llama"), max_length=64, packed=packed)
     prompt = make_prompt("p", 4).token_ids
     empty, full = scorer.score([prompt, prompt], [np.zeros(0, np.int32), np.array([5, 6])], 1.0)
     assert empty.shape == (0,)

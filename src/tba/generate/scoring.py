@@ -1,12 +1,14 @@
 """Log-probs of given responses under a frozen model: what searchers need of the reference.
 
-Teacher-forced with the native decoder. The responses of one prompt share one pass over the prompt; a response's own
-pass starts with the prompt's last token, so that it predicts exactly the response's tokens. No gradient.
+Teacher-forced with the native decoder; the responses of one prompt share one pass over the prompt. No gradient. On CUDA
+prompts and responses are packed end to end, as in training, without padding. On a CPU padded blocks are faster: a pass over
+the prompts, then passes over responses, each of which starts with its prompt's last token, so that it predicts exactly the
+response's tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,10 +16,12 @@ from torch import Tensor, nn
 
 from tba.generate.batching import length_batches, padded
 from tba.generate.sampling import token_log_probs
-from tba.models.decoder import Decoder
+from tba.models.decoder import Decoder, DecoderSpec
 from tba.models.decoder_attention import CausalAttention, SharedPrefixAttention
 from tba.models.families import make_decoder
 from tba.models.logprobs import chosen_log_probs
+from tba.models.packed_attention import PackedLayout, attend_packed
+from tba.models.packing import pack
 from tba.types import Weights
 
 LOGITS_AT_ONCE = 2**24
@@ -35,13 +39,16 @@ class ReferenceScorer:
         token_budget: int = 2048,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        packed: bool | None = None,
     ) -> None:
-        """`max_length` (prompt + response) is needed unless a decoder is given; a GPU wants a larger `token_budget`."""
+        """`max_length` (prompt + response) is needed unless a decoder is given; a GPU wants a larger `token_budget`, and
+        packs unless told otherwise."""
         if isinstance(model, Decoder):
             self.decoder = model
         else:
             self.decoder = make_decoder(model, max_length=max_length, dtype=dtype, device=torch.device(device))
         self.token_budget = token_budget
+        self._packed = self.decoder.device.type == "cuda" if packed is None else packed
 
     def load(self, weights: Weights) -> None:
         """Another reference of the same shape (a reference reset)."""
@@ -58,10 +65,42 @@ class ReferenceScorer:
         prompts = [np.frombuffer(key, dtype=np.int64) for key in responses_of]
         groups = list(responses_of.values())
         scores: list[np.ndarray] = [np.zeros(0, dtype=np.float32)] * len(response_ids)
+        if self._packed:
+            for members in packed_batches(prompts, groups, response_ids, token_budget=self.token_budget):
+                self._score_packed(members, prompts, response_ids, temperature, scores)
+            return scores
         for batch in length_batches([len(prompt) - 1 for prompt in prompts], token_budget=self.token_budget):
             owners = [(row, index) for row, prompt in enumerate(batch) for index in groups[prompt]]
             self._score_prompts([prompts[prompt] for prompt in batch], owners, response_ids, temperature, scores)
         return scores
+
+    @property
+    def _attention_dtype(self) -> torch.dtype:
+        """On CUDA the decoder's own, which the fast kernels want."""
+        return torch.float32 if self.decoder.device.type == "cpu" else self.decoder.dtype
+
+    def _score_packed(
+        self,
+        batch: Mapping[int, list[int]],
+        prompts: Sequence[np.ndarray],
+        response_ids: Sequence[np.ndarray],
+        temperature: float,
+        scores: list[np.ndarray],
+    ) -> None:
+        """One pass over prompts with their responses; `batch` maps a prompt to the responses to score."""
+        own = [
+            [torch.tensor(np.asarray(response_ids[index])).long() for index in members] for members in batch.values()
+        ]
+        packed = pack(
+            [torch.tensor(prompts[row]) for row in batch], own, share_prompts=True, device=self.decoder.device
+        )
+        attend = PackedAttention(self.decoder.spec, packed.layout, self._attention_dtype)
+        hidden = self.decoder.hidden(packed.input_ids_T, packed.positions_T, attend)
+        flat = packed.expand(self._log_probs(hidden[packed.predict_M], packed.targets_M, temperature)).cpu().numpy()
+        members = [index for own_members in batch.values() for index in own_members]
+        ends = np.cumsum([len(response_ids[index]) for index in members])
+        for index, found in zip(members, np.split(flat, ends[:-1])):
+            scores[index] = found
 
     def _score_prompts(
         self,
@@ -76,8 +115,7 @@ class ReferenceScorer:
         columns = max([1, *(len(prompt) - 1 for prompt in prompts)])
         ids = padded([prompt[:-1] for prompt in prompts], columns=columns, device=device)
         positions = torch.arange(columns, device=device).expand_as(ids)
-        dtype = torch.float32 if device.type == "cpu" else self.decoder.dtype
-        prefix = CausalAttention(self.decoder.spec, *ids.shape, keep=True, dtype=dtype)
+        prefix = CausalAttention(self.decoder.spec, *ids.shape, keep=True, dtype=self._attention_dtype)
         self.decoder.store_only(ids.flatten(), positions.flatten(), prefix)
         lengths_P = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
         lengths = [len(response_ids[index]) for _, index in owners]
@@ -121,3 +159,51 @@ class ReferenceScorer:
         temperature_N = torch.full(tokens_N.shape, temperature, device=hidden.device)
         parts = zip(hidden.split(rows), tokens_N.split(rows), temperature_N.split(rows))
         return torch.cat([token_log_probs(self.decoder.logits(h), tokens, t) for h, tokens, t in parts])
+
+
+class PackedAttention:
+    """Packed sequences, as training lays them out: roots, and branches that continue them."""
+
+    def __init__(self, spec: DecoderSpec, layout: PackedLayout, dtype: torch.dtype) -> None:
+        self.spec, self.layout, self.dtype = spec, layout, dtype
+
+    def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
+        self.key_NKD, self.value_NKD = key_NKD.to(self.dtype), value_NKD.to(self.dtype)
+
+    def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
+        attended = attend_packed(
+            query_NHD.to(self.dtype),
+            self.key_NKD,
+            self.value_NKD,
+            self.layout,
+            scaling=self.spec.query_scales[layer],
+            window=self.spec.windows[layer],
+            softcap=self.spec.attention_cap,
+        )
+        return attended.flatten(1)
+
+
+def packed_batches(
+    prompts: Sequence[np.ndarray],
+    groups: Sequence[Sequence[int]],
+    response_ids: Sequence[np.ndarray],
+    *,
+    token_budget: int,
+) -> Iterator[dict[int, list[int]]]:
+    """Prompts with some of their responses, at most `token_budget` tokens at once (a longer one alone); empty responses, of
+    which there is nothing to score, are left out."""
+    batch: dict[int, list[int]] = {}
+    tokens = 0
+    for row, members in enumerate(groups):
+        for index in members:
+            length = len(response_ids[index])
+            if length == 0:
+                continue
+            cost = length + (0 if row in batch else len(prompts[row]))
+            if batch and tokens + cost > token_budget:
+                yield batch
+                batch, tokens, cost = {}, 0, length + len(prompts[row])
+            batch.setdefault(row, []).append(index)
+            tokens += cost
+    if batch:
+        yield batch

@@ -153,30 +153,36 @@ def packed_attention(
     """Attention function of the transformers interface; query [1, H, T, D] -> output [1, T, H, D]."""
     if packed_layout is None:
         raise ValueError(f"attention {NAME!r} needs packed_layout: this model does not pass keyword arguments through.")
-    layout = packed_layout
     q_THD, k_THD, v_THD = (states[0].transpose(0, 1) for states in (query, key, value))
-    if can_use_flash(q_THD, window=sliding_window, longest=layout.longest, softcap=softcap):
+    attended = attend_packed(
+        q_THD, k_THD, v_THD, packed_layout, scaling=scaling, window=sliding_window, softcap=softcap
+    )
+    return attended[None], None
+
+
+def attend_packed(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    layout: PackedLayout,
+    *,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention inside the layout's sequences; keys and values may have fewer heads -> [T, H, D]."""
+    if can_use_flash(q_THD, window=window, longest=layout.longest, softcap=softcap):
         scale = scaling if scaling is not None else q_THD.shape[-1] ** -0.5
-        return flash_attention(q_THD, k_THD, v_THD, layout.flash_plan, scale)[None], None
-    blocks = [
-        _attend(
-            q_THD,
-            k_THD,
-            v_THD,
-            layout.root_index_RL,
-            layout.root_index_RL,
-            layout.root_mask(sliding_window),
-            scaling,
-            softcap,
-        )
-    ]
+        return flash_attention(q_THD, k_THD, v_THD, layout.flash_plan, scale)
+    root_mask = layout.root_mask(window)
+    blocks = [_attend(q_THD, k_THD, v_THD, layout.root_index_RL, layout.root_index_RL, root_mask, scaling, softcap)]
     if layout.branch_lengths:
-        mask = layout.branch_mask(sliding_window)
+        mask = layout.branch_mask(window)
         blocks.append(
             _attend(q_THD, k_THD, v_THD, layout.branch_index_BM, layout.branch_key_index, mask, scaling, softcap)
         )
     rows = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-    return rows.index_select(0, layout.unpack_T)[None], None
+    return rows.index_select(0, layout.unpack_T)
 
 
 def _attend(
