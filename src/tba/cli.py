@@ -61,7 +61,7 @@ def evaluate(
     num_prompts: Annotated[int | None, typer.Option(help="Held-out prompts.")] = None,
     samples: Annotated[int | None, typer.Option(help="k of pass@k and avg@k; 0 = greedy accuracy only.")] = None,
 ) -> None:
-    """Greedy accuracy on held-out prompts, and pass@k and avg@k with --samples k."""
+    """The task's metrics on held-out prompts: greedy accuracy (pass@k and avg@k with --samples k), win rate, or success."""
     from tba.launch import evaluate_model
 
     values = list(overrides or [])

@@ -21,8 +21,13 @@ def evaluator_and_engine(*overrides):
     config = load_config(None, list(overrides))
     inputs = load_inputs(config)
     config = with_defaults(config, inputs.loaded)
-    start = make_scorer(inputs.loaded.model, max_length=inputs.loaded.context)
-    evaluator = make_evaluator(config, inputs.loaded, inputs.task, DirectRewards(inputs.task), start=start)
+    evaluator = make_evaluator(
+        config,
+        inputs.loaded,
+        inputs.task,
+        DirectRewards(inputs.task),
+        start=lambda: make_scorer(inputs.loaded.model, max_length=inputs.loaded.context),
+    )
     return evaluator, make_search_engine(config, inputs.loaded), inputs
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tba.config import Config
 from tba.evaluate.answers import AnswerEvaluator
 from tba.evaluate.attacks import DEFAULT_ATTACKS, AttackEvaluator
@@ -18,12 +20,16 @@ from tba.tasks.rewards import Rewards
 
 
 def make_evaluator(
-    config: Config, loaded: LoadedModel, task: Task, rewards: Rewards, *, start: Scorer | None = None
+    config: Config,
+    loaded: LoadedModel,
+    task: Task,
+    rewards: Rewards,
+    *,
+    start: Callable[[], Scorer] | None = None,
 ) -> Evaluator:
-    """`start` holds the model that KL is counted from; None = KL is not measured."""
+    """`start` gives what holds the model that KL is counted from, and is asked where that is measured; None = it is not."""
     settings, sampling, tokenizer, train = config.evaluate, training_sampling(config), loaded.tokenizer, config.train
     prompts = task.prompts(settings.split)[: settings.num_prompts]
-    distance = None if start is None else Distance(start)
     if isinstance(task, PreferenceTask):
         task.load_models(gold=True)
         return SummaryEvaluator(
@@ -31,7 +37,7 @@ def make_evaluator(
             tokenizer=tokenizer,
             prompts=prompts,
             sampling=sampling,
-            distance=distance,
+            distance=_distance(start),
             beta=_final_beta(config),
             cut_off_reward=train.truncated_reward if train.truncated == "penalise" else None,
         )
@@ -43,7 +49,7 @@ def make_evaluator(
             prompts=prompts,
             sampling=sampling,
             num_attacks=settings.samples_per_prompt or DEFAULT_ATTACKS,
-            distance=distance,
+            distance=_distance(start),
             beta=_final_beta(config) if task.rewards_probability else None,
         )
     return AnswerEvaluator(
@@ -54,6 +60,10 @@ def make_evaluator(
         sampling=sampling,
         samples_per_prompt=settings.samples_per_prompt,
     )
+
+
+def _distance(start: Callable[[], Scorer] | None) -> Distance | None:
+    return None if start is None else Distance(start())
 
 
 def _final_beta(config: Config) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from tba.config import Config, ModelConfig, dump_config, load_config
 from tba.evaluate.make import make_evaluator
-from tba.generate.engine import make_scorer
+from tba.generate.engine import Scorer, make_scorer
 from tba.launch.asynchronous import AsyncRun
 from tba.launch.defaults import with_defaults, with_objective_defaults
 from tba.launch.imports import import_groups
@@ -28,9 +29,6 @@ from tba.tasks.rewards import make_rewards
 from tba.train.health import Collapsed
 
 logger = logging.getLogger("tba")
-
-MEASURE_DISTANCE = ("tldr", "red_team")
-"""Tasks whose evaluations count KL from the model that a run started as."""
 
 
 def train(config: Config, functions: RewardFunctions = None, *, inputs: RunInputs | None = None) -> dict[str, Any]:
@@ -83,14 +81,17 @@ def merge_adapter(target: str, output: Path) -> dict[str, str]:
     return {"adapter": str(path), "base": base_of(path), "model": str(output)}
 
 
+def load_scorer(config: ModelConfig) -> Scorer:
+    loaded = load_model(config)
+    return make_scorer(loaded.model, max_length=loaded.context)
+
+
 def evaluate_model(target: str, overrides: Sequence[str]) -> dict[str, float]:
     """Evaluate a run's newest checkpoint with the run's own settings, or any model with the defaults."""
     folder, start = RunFolder(Path(target)), None
     if folder.config.is_file():
         config = load_config(folder.config, [*overrides, f"model.path={folder.newest_checkpoint()}"])
-        if config.task.name in MEASURE_DISTANCE:
-            origin = load_model(load_config(folder.config, overrides).model)
-            start = make_scorer(origin.model, max_length=origin.context)
+        start = partial(load_scorer, load_config(folder.config, overrides).model)
     else:
         config = load_config(None, [*overrides, f"model.path={target}"])
     torch.set_num_threads(config.runtime.threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from tba.config import Config
 from tba.evaluate.base import Evaluator
@@ -71,7 +72,7 @@ class SyncRun:
             reference_samples=make_reference_samples(config, reference_engine),
         )
         # Before the trainer changes the model: the start model may be copied here.
-        start = make_start_scorer(config, loaded, searcher)
+        start = partial(make_start_scorer, config, loaded, searcher)
         evaluator = make_evaluator(config, loaded, task, rewards, start=start)
         recorder = Recorder(config, folder, decode=lambda group: group_texts(loaded.tokenizer, group))
         trainer = make_trainer(

@@ -379,17 +379,14 @@ def _is_tied(model: nn.Module) -> bool:
 
 def _check(model: nn.Module, decoder: Decoder, max_length: int) -> None:
     """With the pass that serves; a fused one that fails, or is wrong, makes room for the plain one, in words."""
-    if decoder.fused_pass is None:
-        return _check_against(model, decoder, max_length)
     try:
         _check_against(model, decoder, max_length)
     except Exception as error:  # a kernel may fail to compile in as many ways as there are drivers
-        logger.warning(
-            "fused kernels are not used: %s: %s", type(error).__name__, str(error).strip().splitlines()[:1] or ""
-        )
+        if decoder.fused_pass is None:
+            raise
+        logger.warning("fused kernels are not used: %s: %.300s", type(error).__name__, error)
         decoder.fused_pass = None
         _check_against(model, decoder, max_length)
-    return None
 
 
 @torch.no_grad()

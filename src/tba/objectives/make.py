@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,6 +11,9 @@ from pydantic import ValidationError
 from tba.config import Config, ConfigError, Schedule
 from tba.objectives.base import Needs, Objective
 from tba.objectives.registry import OBJECTIVES
+
+Check = tuple[bool, str]
+"""Whether a refusal applies, and its words."""
 
 
 def make_objective(config: Config) -> Objective:
@@ -41,10 +44,7 @@ def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
     truncates = generate.top_p < 1 or generate.top_k > 0 or generate.min_new_tokens > 0
     explore = config.search.explore
     explores = explore.probability > 0 or truncates
-    shaped = [
-        name for name in ("reference_weight", "target_temperature") if getattr(config.objective, name) is not None
-    ]
-    checks = [
+    checks: list[Check] = [
         (
             needs.positive_beta and min(first, last) <= 0,
             f"objective.beta must stay above 0 for {name}, got start={first}, end={last}: set objective.beta.end.",
@@ -78,36 +78,44 @@ def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
             f"search.explore.reference_share={explore.reference_share:g} cannot be used with {name}: it needs the "
             "log-probs of the policy itself. Use tb, or set it to 0.",
         ),
-        (
-            not needs.target and bool(shaped),
-            f"objective.{' and objective.'.join(shaped)} cannot be used with {name}, whose target is not shaped: use "
-            "tb or tb_learned_z.",
-        ),
-        *(
-            (
-                min(_ends(getattr(config.objective, key))) <= 0,
-                f"objective.{key} must stay above 0, got start={_ends(getattr(config.objective, key))[0]}, "
-                f"end={_ends(getattr(config.objective, key))[1]}.",
-            )
-            for key in shaped
-        ),
-        (
-            bool(config.reference.reset_every) and max(first, last) <= 0,
-            f"reference.reset_every={config.reference.reset_every} has no effect: with objective.beta=0 {name} has no "
-            "reference. Set objective.beta, or reference.reset_every=0.",
-        ),
-        (
-            bool(config.reference.reset_every) and replay.lag == "pace" and replay.on_reference_reset == "drop",
-            f"reference.reset_every={config.reference.reset_every} with replay.lag=pace: what a reset drops would be "
-            "missing in the pace, and both sides could wait for each other. Set replay.on_reference_reset=recompute.",
-        ),
-        (
-            (config.reference.reset_every or 0) % train.updates_per_batch != 0,
-            f"reference.reset_every={config.reference.reset_every} falls between the train.updates_per_batch="
-            f"{train.updates_per_batch} updates of a batch: make it a multiple.",
-        ),
+        *_shaping(config, needs),
+        *_resets(config, has_reference=max(first, last) > 0),
     ]
     return [message for applies, message in checks if applies]
+
+
+def _shaping(config: Config, needs: Needs) -> Iterator[Check]:
+    objective = config.objective
+    for key, schedule in (
+        ("reference_weight", objective.reference_weight),
+        ("target_temperature", objective.target_temperature),
+    ):
+        if schedule is not None:
+            first, last = _ends(schedule)
+            yield (
+                not needs.target,
+                f"objective.{key} cannot be used with {objective.name}, whose target is not shaped: use tb or tb_learned_z.",
+            )
+            yield min(first, last) <= 0, f"objective.{key} must stay above 0, got start={first}, end={last}."
+
+
+def _resets(config: Config, *, has_reference: bool) -> Iterator[Check]:
+    name, replay, every = config.objective.name, config.replay, config.reference.reset_every or 0
+    yield (
+        every > 0 and not has_reference,
+        f"reference.reset_every={every} has no effect: with objective.beta=0 {name} has no reference. Set objective.beta, "
+        "or reference.reset_every=0.",
+    )
+    yield (
+        every > 0 and replay.lag == "pace" and replay.on_reference_reset == "drop",
+        f"reference.reset_every={every} with replay.lag=pace: what a reset drops would be missing in the pace, and both "
+        "sides could wait for each other. Set replay.on_reference_reset=recompute.",
+    )
+    yield (
+        every % config.train.updates_per_batch != 0,
+        f"reference.reset_every={every} falls between the train.updates_per_batch={config.train.updates_per_batch} updates "
+        "of a batch: make it a multiple.",
+    )
 
 
 def _ends(beta: Schedule) -> tuple[float, float]:

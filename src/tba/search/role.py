@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,7 @@ def run_searcher(
     evaluation_rewards: Rewards | None = None
     if index == EVALUATES:
         evaluation_rewards = make_rewards(task, config, log=logs / f"rewards-{index}-evaluate.log", functions=functions)
-        start = make_start_scorer(config, loaded, searcher)
+        start = partial(make_start_scorer, config, loaded, searcher)
         role.evaluator = make_evaluator(config, loaded, task, evaluation_rewards, start=start)
     role.searcher = searcher
     try:
