@@ -202,8 +202,8 @@ class MixedSelector:
     """The paper's rule: a prompt's responses are fresh with probability m, else drawn from all that is stored. With
     `by_response` every prompt of the batch has a share m of fresh responses instead: for tasks of one or few prompts.
 
-    Prompts are not repeated inside a batch unless there are fewer prompts than slots; the slots of a repeated prompt share
-    one draw, so that no response is in the batch twice while there are enough.
+    Prompts are not repeated inside a batch unless there are fewer prompts than slots; slots of a repeated prompt that are
+    drawn by the same rule share one draw, in which no response comes twice while there are enough.
     """
 
     def __init__(
