@@ -68,7 +68,7 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
 def make_tiny_model(family: str = "llama", *, seed: int = 0, spread: float = 6.0) -> PreTrainedModel:
     """A random model; `spread` multiplies the usual initialisation so that the next token matters."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+    model = AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or ".ln_" in name or name.endswith("bias"):

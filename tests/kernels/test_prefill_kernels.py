@@ -26,10 +26,10 @@ SERVED = ["llama", "llama-tied-biased", "mistral-window", "qwen2", "qwen3", "gem
 LENGTHS = [7, 1, 4]
 
 
-@pytest.fixture(params=["head", "row"])
+@pytest.fixture(params=["head", "several", "row"])
 def program(request, monkeypatch):
-    """A program of the rotation does one head (few rows), or a whole row (many)."""
-    monkeypatch.setattr("tba.kernels.layer.FEW_ROWS", 0 if request.param == "row" else 1024)
+    """A program of the rotation does one head (few rows), several, or a whole row (many)."""
+    monkeypatch.setattr("tba.kernels.layer.PROGRAMS", {"row": 1, "several": 16, "head": 2048}[request.param])
 
 
 def decoders(family: str):

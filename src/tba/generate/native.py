@@ -1,7 +1,8 @@
 """The native engine: slots decoded side by side with our own decoder, finished slots refilled at once.
 
-Each turn of the loop gives free slots to waiting responses, runs one decode step for all running ones and hands out the
-finished. A prompt is prefilled once; its keys and values are forked into the slots of its samples as they fall free.
+Each turn of the loop gives free slots to waiting responses, runs a decode step for all running ones and hands out what
+the turn before finished: on a GPU the caller and the steps work side by side. A prompt is prefilled once; its keys and
+values are forked into the slots of its samples as they fall free.
 
 `load` may be called whenever the caller has control: between two completions, or from `between_steps`.
     in_flight   new weights act from the next token on; the keys and values of earlier tokens, and of prompts that wait,
@@ -23,12 +24,13 @@ from torch import nn
 from tba.generate.backlog import Admission, Backlog
 from tba.generate.batching import length_batches, padded
 from tba.generate.fused import FusedDecode
+from tba.generate.harvest import Harvest
 from tba.generate.loading import InPlaceLoad
 from tba.generate.responses import checked_requests
 from tba.generate.running import Running
 from tba.generate.sampling import Needs, sample
 from tba.generate.scoring import ReferenceScorer
-from tba.generate.slots import Prefilled, SlotAttention, SlotCache, SlotState
+from tba.generate.slots import Prefilled, SlotAttention, SlotCache, SlotState, on_device
 from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention
 from tba.models.families import make_decoder
@@ -127,6 +129,8 @@ class NativeEngine:
         if self.update == "drain" and self._running.any():
             self._pending = weights
             return
+        if self._running.any():
+            self._catch_up()
         self._load_now(weights)
         for slot, response in self._running.items():
             response.open_span(int(self._running.num_tokens[slot]), weights.version)
@@ -161,20 +165,28 @@ class NativeEngine:
             self._generating = False
 
     def _loop(self, backlog: Backlog, between_steps: Callable[[], None] | None) -> Iterator[Completion]:
+        harvest = Harvest()
         while True:
             if not self._running.any():
                 self._load_pending()
             if self.update == "drain" and backlog.is_older_than(self.version):
                 backlog.prefill_again()
             self._refill(backlog)
-            while backlog.completed:
-                yield backlog.completed.pop()
-            if self._running.any():
+            works = self._running.any()
+            if works:
                 if between_steps is not None:
                     between_steps()
-                yield from self._step()
+                self._step()
+            # The caller has what the last turn finished while a GPU works on this one.
+            yield from harvest.completions(self.stop_ids)
+            while backlog.completed:
+                yield backlog.completed.pop()
+            if works:
+                harvest = self._harvest()
             elif backlog.exhausted and not backlog.waiting:
                 return
+            else:
+                harvest = Harvest()
 
     def _refill(self, backlog: Backlog) -> None:
         """Give free slots to waiting responses (not while draining), then close the holes that remain."""
@@ -192,9 +204,9 @@ class NativeEngine:
         self.state.reserve(max(response.sampling.max_new_tokens for response in responses))
         for prefilled in {id(admission.prefilled): admission.prefilled for admission in admissions}.values():
             chosen = [(s, a.row) for s, a in zip(slots, admissions) if a.prefilled is prefilled]
-            targets, rows = torch.tensor(chosen, device=self.device).unbind(1)
+            targets, rows = on_device(torch.tensor(chosen), self.device).unbind(1)
             self.cache.fork(targets, prefilled, rows)
-        self.state.place(torch.tensor(slots, device=self.device), responses, self.seed)
+        self.state.place(slots, responses, self.seed)
         for slot, response in zip(slots, responses):
             response.open_span(response.num_prefix_tokens, self.version)
             self._running.put(slot, response)
@@ -203,22 +215,24 @@ class NativeEngine:
     def _move(self, sources: list[int], targets: list[int]) -> None:
         if not sources:
             return
-        source, target = torch.tensor(sources, device=self.device), torch.tensor(targets, device=self.device)
+        source, target = on_device(torch.tensor([sources, targets]), self.device)
         self.cache.move(source, target, self._running.num_keys())
         self.state.move(source, target)
 
-    def _step(self) -> list[Completion]:
-        """One token for every running response; those that finished."""
+    def _step(self) -> None:
+        """One token for every running response, or several on a GPU, which has only been told to when this returns."""
         running = self._running
         needs = running.needs()
         if self._fused is not None and self._fused.serves(needs):
             self._fused.run(running.count)
         else:
             self._decode(running.count, running.num_keys(), needs)
-        num_tokens, done = self.state.progress(running.count)
-        running.advance_to(num_tokens)
-        slots = np.flatnonzero(done)
-        return self._harvest(slots) if len(slots) else []
+
+    def _catch_up(self) -> np.ndarray:
+        """Wait for the steps under way; slots whose response is complete."""
+        num_tokens, done = self.state.progress(self._running.count)
+        self._running.advance_to(num_tokens)
+        return np.flatnonzero(done)
 
     @torch.inference_mode()
     def _decode(self, count: int, num_keys: int, needs: Needs) -> None:
@@ -230,25 +244,13 @@ class NativeEngine:
         sampled = sample(logits, state.sampling(count), self._stop_ids, needs)
         state.record(count, sampled, self._is_stop)
 
-    @torch.inference_mode()
-    def _harvest(self, slots: np.ndarray) -> list[Completion]:
-        chosen = torch.from_numpy(slots).to(self.device)
-        tokens, behaviour, policy = (
-            table[chosen].cpu().numpy() for table in (self.state.tokens, self.state.behaviour, self.state.policy)
-        )
-        completions = []
-        for row, slot in enumerate(slots.tolist()):
-            count = int(self._running.num_tokens[slot])
-            response = self._running.remove(slot)
-            completions.append(
-                response.completion(
-                    tokens[row, :count].astype(np.int32),
-                    behaviour[row, :count].copy(),
-                    policy[row, :count].copy(),
-                    self.stop_ids,
-                )
-            )
-        return completions
+    def _harvest(self) -> Harvest:
+        """Take the finished responses out of their slots."""
+        slots = self._catch_up().tolist()
+        if not slots:
+            return Harvest()
+        counts = self._running.num_tokens[slots]
+        return Harvest([self._running.remove(slot) for slot in slots], counts, self.state.fetch(slots, counts.max()))
 
     @torch.inference_mode()
     def _prefill(self, sequences: Sequence[np.ndarray]) -> list[tuple[Prefilled, int]]:

@@ -206,11 +206,21 @@ class SlotState:
             min_new_tokens=self.column("min_new_tokens", num_slots),
         )
 
-    def place(self, slots: Tensor, responses: Sequence[Response], seed: int) -> None:
+    def fetch(self, slots: Sequence[int], num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, behaviour and policy log-probs of some slots, on their way to the host."""
+        chosen = on_device(torch.tensor(slots), self.device)
+        tables = (self.tokens, self.behaviour, self.policy)
+        tokens, behaviour, policy = (table[:, :num_tokens][chosen].to("cpu", non_blocking=True) for table in tables)
+        return tokens, behaviour, policy
+
+    def place(self, slots: Sequence[int], responses: Sequence[Response], seed: int) -> None:
         """Start responses in slots whose cache holds their prompt and prefix."""
-        self.integers[slots] = torch.tensor([_integers(response, seed) for response in responses], device=self.device)
-        self.floats[slots] = torch.tensor([_floats(response) for response in responses], device=self.device)
-        for slot, response in zip(slots.tolist(), responses):
+        chosen = on_device(torch.tensor(slots), self.device)
+        self.integers[chosen] = on_device(
+            torch.tensor([_integers(response, seed) for response in responses]), self.device
+        )
+        self.floats[chosen] = on_device(torch.tensor([_floats(response) for response in responses]), self.device)
+        for slot, response in zip(slots, responses):
             if response.num_prefix_tokens:
                 count = response.num_prefix_tokens
                 prefix = torch.from_numpy(response.request.prefix_ids.astype(np.int64))
@@ -259,3 +269,8 @@ def _floats(response: Response) -> tuple[float, float, float]:
 
 def _round_up(num_keys: int) -> int:
     return -(-num_keys // KEY_STEP) * KEY_STEP
+
+
+def on_device(table: Tensor, device: torch.device) -> Tensor:
+    """A small table made on the host; a GPU's queue is not waited for."""
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)

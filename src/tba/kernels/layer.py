@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW_ROWS = 1024
-"""Up to this many rows a program rotates one head, so that a decode step has work for the whole GPU; beyond, a whole row."""
+PROGRAMS = 2048
+"""Enough for a whole GPU at once: with fewer heads than this a program rotates one of them, with more it takes several."""
 LARGEST_TILE = 8192
 """Numbers that one program rotates: more would not stay in registers."""
 
@@ -101,7 +101,8 @@ def rotate_and_store(
     count, num_kv, dim = qkv.shape[0], keys.shape[1], keys.shape[-1]
     query = torch.empty(count, num_heads, dim, dtype=keys.dtype, device=qkv.device)
     pairs, all_heads = triton.next_power_of_2(dim // 2), num_heads + 2 * num_kv
-    heads = 1 if count <= FEW_ROWS else min(triton.next_power_of_2(all_heads), max(1, LARGEST_TILE // (2 * pairs)))
+    share = triton.next_power_of_2(triton.cdiv(count * all_heads, PROGRAMS))
+    heads = min(share, triton.next_power_of_2(all_heads), max(1, LARGEST_TILE // (2 * pairs)))
     unused = positions_N  # a pointer for arguments that a constant switches off
     _rotate_store[(count, triton.cdiv(all_heads, heads))](
         qkv, positions_N, unused if rotations is None else rotations,
