@@ -18,6 +18,8 @@ from tba.models.fused_pass import FusedPass
 
 STEPS_PER_LOOK = 8
 """Decode steps between two looks of the host: a finished slot idles half of them on average, a look costs about as much."""
+STEPS_AHEAD = 4
+"""The same where the next steps are under way as the host looks: nothing waits for it, but a finished slot idles longer."""
 
 
 class FusedSlotAttention:
@@ -60,7 +62,7 @@ class FusedDecode:
         return not (needs.truncation or needs.forbidden)
 
     @torch.inference_mode()
-    def run(self, count: int, *, steps: int = STEPS_PER_LOOK) -> None:
+    def run(self, count: int, *, steps: int) -> None:
         """`steps` tokens for each of the first `count` slots that is not done."""
         slots = self._bucket(count)
         self._forget_if_moved()

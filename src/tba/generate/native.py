@@ -14,6 +14,7 @@ values are forked into the slots of its samples as they fall free.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
@@ -23,14 +24,14 @@ from torch import nn
 
 from tba.generate.backlog import Admission, Backlog
 from tba.generate.batching import length_batches, padded
-from tba.generate.fused import FusedDecode
+from tba.generate.fused import STEPS_AHEAD, STEPS_PER_LOOK, FusedDecode
 from tba.generate.harvest import Harvest
 from tba.generate.loading import InPlaceLoad
 from tba.generate.responses import checked_requests
 from tba.generate.running import Running
 from tba.generate.sampling import Needs, sample
 from tba.generate.scoring import ReferenceScorer
-from tba.generate.slots import Prefilled, SlotAttention, SlotCache, SlotState, on_device
+from tba.generate.slots import Look, Prefilled, SlotAttention, SlotCache, SlotState, on_device
 from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention
 from tba.models.families import make_decoder
@@ -81,6 +82,9 @@ class NativeEngine:
         self._is_stop = torch.zeros(self.decoder.spec.vocab_size, dtype=torch.bool, device=self.device)
         self._is_stop[self._stop_ids] = True
         self._running = Running(slots)
+        self._looks: deque[tuple[int, Look]] = deque()
+        """Numbered, the oldest first: what the host has not taken note of yet."""
+        self._num_looks = 0
         self._fused = self._make_fused()
         self._pending: Weights | None = None
         self._sibling: NativeEngine | None = None
@@ -160,6 +164,7 @@ class NativeEngine:
             yield from self._loop(backlog, between_steps)
         finally:
             self._running.clear()
+            self._looks.clear()
             self.state.vacate(slice(None))
             self._load_pending()
             self._generating = False
@@ -176,13 +181,13 @@ class NativeEngine:
             if works:
                 if between_steps is not None:
                     between_steps()
-                self._step()
-            # The caller has what the last turn finished while a GPU works on this one.
+                ahead = self._step(may_run_ahead=bool(backlog.waiting) and not self._running.holes)
+            # The caller has what an earlier turn finished while a GPU works on this one.
             yield from harvest.completions(self.stop_ids)
             while backlog.completed:
                 yield backlog.completed.pop()
             if works:
-                harvest = self._harvest()
+                harvest = self._harvest(ahead)
             elif backlog.exhausted and not backlog.waiting:
                 return
             else:
@@ -195,7 +200,8 @@ class NativeEngine:
             admissions = backlog.take(len(free), self.version)
             if admissions:
                 self._admit(free[: len(admissions)], admissions)
-        self._move(*self._running.close_holes())
+        if not self._looks:  # a look under way knows responses by their slots
+            self._move(*self._running.close_holes())
 
     @torch.inference_mode()
     def _admit(self, slots: list[int], admissions: Sequence[Admission]) -> None:
@@ -209,7 +215,7 @@ class NativeEngine:
         self.state.place(slots, responses, self.seed)
         for slot, response in zip(slots, responses):
             response.open_span(response.num_prefix_tokens, self.version)
-            self._running.put(slot, response)
+            self._running.put(slot, response, since=self._num_looks)
 
     @torch.inference_mode()
     def _move(self, sources: list[int], targets: list[int]) -> None:
@@ -219,20 +225,27 @@ class NativeEngine:
         self.cache.move(source, target, self._running.num_keys())
         self.state.move(source, target)
 
-    def _step(self) -> None:
-        """One token for every running response, or several on a GPU, which has only been told to when this returns."""
-        running = self._running
+    def _step(self, *, may_run_ahead: bool) -> int:
+        """A token for every running response; on a GPU several, and it has only been told to when this returns.
+
+        -> looks that may stay under way: 1 = the next steps need not wait for what these ones finish.
+        """
+        running, ahead = self._running, 0
         needs = running.needs()
         if self._fused is not None and self._fused.serves(needs):
-            self._fused.run(running.count)
+            ahead = int(may_run_ahead)
+            self._fused.run(running.count, steps=STEPS_AHEAD if ahead else STEPS_PER_LOOK)
+        elif self._looks:
+            return ahead  # the plain step wants to know first who is done
         else:
             self._decode(running.count, running.num_keys(), needs)
+        self._looks.append((self._num_looks, self.state.look(running.count)))
+        self._num_looks += 1
+        return ahead
 
-    def _catch_up(self) -> np.ndarray:
-        """Wait for the steps under way; slots whose response is complete."""
-        num_tokens, done = self.state.progress(self._running.count)
-        self._running.advance_to(num_tokens)
-        return np.flatnonzero(done)
+    def _catch_up(self) -> None:
+        """Wait until the device stands still: the host's numbers are those of now."""
+        self._running.advance_to(self.state.look(self._running.count).wait(), self._num_looks)
 
     @torch.inference_mode()
     def _decode(self, count: int, num_keys: int, needs: Needs) -> None:
@@ -244,13 +257,19 @@ class NativeEngine:
         sampled = sample(logits, state.sampling(count), self._stop_ids, needs)
         state.record(count, sampled, self._is_stop)
 
-    def _harvest(self) -> Harvest:
-        """Take the finished responses out of their slots."""
-        slots = self._catch_up().tolist()
+    @torch.inference_mode()
+    def _harvest(self, ahead: int) -> Harvest:
+        """Take the finished responses out of their slots, by all looks but the last `ahead`."""
+        slots: list[int] = []
+        while len(self._looks) > ahead:
+            number, look = self._looks.popleft()
+            slots = self._running.advance_to(look.wait(), number)
         if not slots:
             return Harvest()
         counts = self._running.num_tokens[slots]
-        return Harvest([self._running.remove(slot) for slot in slots], counts, self.state.fetch(slots, counts.max()))
+        return Harvest(
+            [self._running.remove(slot) for slot in slots], counts, self.state.fetch(slots, int(counts.max()))
+        )
 
     @torch.inference_mode()
     def _prefill(self, sequences: Sequence[np.ndarray]) -> list[tuple[Prefilled, int]]:

@@ -8,6 +8,9 @@ import numpy as np
 
 from tba.generate.responses import Response
 from tba.generate.sampling import Needs, needs_of
+from tba.generate.slots import Progress
+
+NEVER = np.iinfo(np.int64).max
 
 
 class Running:
@@ -20,6 +23,8 @@ class Running:
         self.holes: list[int] = []
         self.positions = np.zeros(num_slots, dtype=np.int64)
         self.num_tokens = np.zeros(num_slots, dtype=np.int64)
+        self.since = np.full(num_slots, NEVER)
+        """The first look that tells of the response in a slot."""
         self.min_new_tokens = np.zeros(num_slots, dtype=np.int64)
         self.flags = np.zeros((num_slots, len(Needs._fields)), dtype=bool)
 
@@ -32,12 +37,13 @@ class Running:
     def free_slots(self) -> list[int]:
         return [*self.holes, *range(self.count, len(self.responses))]
 
-    def put(self, slot: int, response: Response) -> None:
+    def put(self, slot: int, response: Response, *, since: int = 0) -> None:
         """Slots are taken in the order of `free_slots`."""
         if self.holes and self.holes[0] == slot:
             self.holes.pop(0)
         self.count = max(self.count, slot + 1)
         self.responses[slot] = response
+        self.since[slot] = since
         self.positions[slot] = response.start_position
         self.num_tokens[slot] = response.num_prefix_tokens
         self.min_new_tokens[slot] = response.sampling.min_new_tokens
@@ -46,17 +52,22 @@ class Running:
     def remove(self, slot: int) -> Response:
         response, self.responses[slot] = self.responses[slot], None
         assert response is not None
+        self.since[slot] = NEVER
         self.holes.append(slot)
         return response
 
     def clear(self) -> None:
         self.responses = [None] * len(self.responses)
         self.count, self.holes = 0, []
+        self.since[:] = NEVER
 
-    def advance_to(self, num_tokens: np.ndarray) -> None:
-        """Response tokens each slot has now."""
-        self.positions[: self.count] += num_tokens - self.num_tokens[: self.count]
-        self.num_tokens[: self.count] = num_tokens
+    def advance_to(self, progress: Progress, look: int) -> list[int]:
+        """Slots whose response is complete by a look at the first slots; those taken after it are not what it saw."""
+        seen = np.flatnonzero(self.since[: len(progress.done)] <= look)
+        num_tokens = progress.num_tokens[seen]
+        self.positions[seen] += num_tokens - self.num_tokens[seen]
+        self.num_tokens[seen] = num_tokens
+        return seen[progress.done[seen]].tolist()
 
     def num_keys(self) -> int:
         """Keys the longest running response sees at its next step."""
@@ -74,7 +85,8 @@ class Running:
         sources = [slot for slot in range(num_running, self.count) if self.responses[slot] is not None]
         for source, target in zip(sources, targets):
             self.responses[target], self.responses[source] = self.responses[source], None
-        for table in (self.positions, self.num_tokens, self.min_new_tokens, self.flags):
+        for table in (self.positions, self.num_tokens, self.since, self.min_new_tokens, self.flags):
             table[targets] = table[sources]
+        self.since[num_running:] = NEVER
         self.count, self.holes = num_running, []
         return sources, targets

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -136,6 +136,30 @@ INTEGERS = ("ids", "positions", "num_tokens", "limits", "keys", "top_k", "greedy
 FLOATS = ("temperature", "policy_temperature", "top_p")
 
 
+class Progress(NamedTuple):
+    """Of the first slots: response tokens so far, int64; whether the response is complete, or there is none."""
+
+    num_tokens: np.ndarray
+    done: np.ndarray
+
+
+class Look:
+    """The slots' integers as they are when the device comes to it."""
+
+    def __init__(self, integers: Tensor) -> None:
+        self.on_cuda = integers.is_cuda
+        self.integers = integers.to("cpu", non_blocking=True) if self.on_cuda else integers.clone()
+        if self.on_cuda:
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def wait(self) -> Progress:
+        if self.on_cuda:
+            self.arrived.synchronize()
+        integers = self.integers.numpy()
+        return Progress(integers[:, INTEGERS.index("num_tokens")], integers[:, INTEGERS.index("done")] != 0)
+
+
 class SlotState:
     """What each slot is doing, as columns of two tables (two copies place a new response, whatever it needs).
 
@@ -171,10 +195,9 @@ class SlotState:
         """Nothing runs there."""
         self.integers[slots, INTEGERS.index("done")] = 1
 
-    def progress(self, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
-        """What the host must know after a step: response tokens so far, int64; who is done, bool."""
-        integers = self.integers[:num_slots].cpu().numpy()
-        return integers[:, INTEGERS.index("num_tokens")], integers[:, INTEGERS.index("done")] != 0
+    def look(self, num_slots: int) -> Look:
+        """What the host must know after a step, on its way."""
+        return Look(self.integers[:num_slots])
 
     def columns(self, num_slots: int) -> Columns:
         """Views for the kernels that choose tokens."""
