@@ -7,6 +7,8 @@ nothing is captured again.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +17,8 @@ from tba.generate.sampling import Needs
 from tba.generate.slots import SlotCache, SlotState
 from tba.models.decoder import Decoder, DecoderSpec
 from tba.models.fused_pass import FusedPass
+
+logger = logging.getLogger("tba.generate")
 
 STEPS_PER_LOOK = 8
 """Decode steps between two looks of the host: a finished slot idles half of them on average, a look costs about as much."""
@@ -55,6 +59,7 @@ class FusedDecode:
         self._warm: set[int] = set()
         """Numbers of slots that have run once: kernels are compiled and libraries are ready, so a capture may follow."""
         self._addresses: tuple[int, int] = (0, 0)
+        self._captures = decoder.device.type == "cuda"
 
     @staticmethod
     def serves(needs: Needs) -> bool:
@@ -67,8 +72,8 @@ class FusedDecode:
         slots = self._bucket(count)
         self._forget_if_moved()
         for _ in range(steps):
-            if slots not in self._graphs and slots in self._warm and self.decoder.device.type == "cuda":
-                self._graphs[slots] = self._capture(slots)
+            if self._captures and slots not in self._graphs and slots in self._warm:
+                self._capture(slots)
             if slots in self._graphs:
                 self._graphs[slots].replay()
             else:
@@ -84,15 +89,23 @@ class FusedDecode:
         """Graphs hold addresses; growing tables have new ones."""
         addresses = (self.cache.values.data_ptr(), self.state.tokens.data_ptr())
         if addresses != self._addresses:
+            if self._graphs:
+                torch.cuda.synchronize()  # one of them may be at work
             self._graphs.clear()
             self._addresses = addresses
 
-    def _capture(self, slots: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, slots: int) -> None:
+        """A graph for this number of slots; where that is not possible, steps go on kernel by kernel, in words."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            self._step(slots)
-        return graph
+        try:
+            with torch.cuda.graph(graph):
+                self._step(slots)
+        except RuntimeError as error:
+            self._captures = False
+            logger.warning("decoding without CUDA graphs, slower: a capture failed: %.300s", error)
+        else:
+            self._graphs[slots] = graph
 
     def _step(self, slots: int) -> None:
         """One decode step, pure work on static tensors."""
