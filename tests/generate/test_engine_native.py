@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
-from tiny_models import by_key, make_prompt, make_requests, make_tiny_model, make_weights_of, plain_log_probs
+from tiny_models import by_key, make_requests, make_tiny_model, make_weights_of, plain_log_probs
 
 from tba.generate.batching import length_batches
-from tba.generate.fused import STEPS_AHEAD
 from tba.generate.native import NativeEngine
-from tba.generate.sampling import Needs
-from tba.generate.slots import INTEGERS
 from tba.types import Request, Sampling
 
 LENGTHS = (3, 8, 1, 5, 12, 4, 7)
@@ -72,9 +67,8 @@ def test_a_free_slot_is_refilled_before_the_next_step():
     )
     steps_at_completion = [len(busy) for _ in stream]
     assert len(steps_at_completion) == 24
-    # When 20 of 24 are finished the last four run; until the 21st finishes no slot may have been empty. A completion is
-    # handed out when the step after its last one has been told to run.
-    assert set(busy[: steps_at_completion[20] - 1]) == {4}
+    # when 20 of 24 are finished the last four run; until the 21st finishes no slot may have been empty
+    assert set(busy[: steps_at_completion[20]]) == {4}
     assert busy[-1] < 4  # at the end the running ones stand together and empty slots cost nothing
 
 
@@ -148,99 +142,3 @@ def test_batches_hold_similar_lengths_within_the_budget():
     assert length_batches([50], token_budget=20) == [[0]]
     # 1 x 900 with 8 x 100 would be 8100 padded tokens for 1700 real ones
     assert length_batches([900, *[100] * 8], token_budget=10_000) == [[1, 2, 3, 4, 5, 6, 7, 8], [0]]
-
-
-class StepsAhead:
-    """What the fused decoder does on a GPU, with plain steps: several at once, in which a slot that is done stands still."""
-
-    def __init__(self, engine: NativeEngine) -> None:
-        self.engine, self.numbers = engine, []
-
-    def serves(self, needs: Needs) -> bool:
-        return not needs.truncation
-
-    @torch.inference_mode()
-    def run(self, count: int, *, steps: int) -> None:
-        self.numbers.append(steps)
-        engine, state = self.engine, self.engine.state
-        for _ in range(steps):
-            done = state.column("done", count).nonzero().flatten()
-            tables = (state.integers, state.tokens, state.behaviour, state.policy)
-            before = [table[done].clone() for table in tables]
-            state.integers[done, INTEGERS.index("num_tokens")] = 0  # whatever it writes is taken back
-            engine._decode(count, engine.cache.values.shape[3], Needs())
-            for table, rows in zip(tables, before):
-                table[done] = rows
-
-
-def make_ahead(**options) -> NativeEngine:
-    engine = make(**options)
-    engine._fused = StepsAhead(engine)
-    return engine
-
-
-def ragged_requests(*, truncated: bool = False) -> list[Request]:
-    return [
-        Request(
-            prompt=make_prompt(f"p{i}", 3 + i % 5),
-            sampling=Sampling(max_new_tokens=1 + 7 * i % 23, top_k=5 if truncated and i % 9 == 4 else 0),
-        )
-        for i in range(30)
-    ]
-
-
-@pytest.mark.parametrize("slots", [1, 3, 4, 64])
-@pytest.mark.parametrize("truncated", [False, True])
-def test_steps_ahead_of_the_host_give_the_same_tokens(slots, truncated):
-    requests = ragged_requests(truncated=truncated)
-    engine = make_ahead(slots=slots)
-    assert_same(generated(engine, requests, samples=2), generated(make(slots=4), requests, samples=2))
-    # as long as a response waits for the next free slot
-    ran_ahead = STEPS_AHEAD in engine._fused.numbers
-    assert ran_ahead == (slots < 60)
-    assert not engine._running.any()
-    assert not engine._looks
-
-
-@pytest.mark.parametrize("update", ["in_flight", "drain"])
-@pytest.mark.parametrize("place", ["between steps", "between completions"])
-def test_weights_loaded_while_steps_run_ahead(update, place):
-    models = {version: make_tiny_model("llama", seed=version) for version in range(4)}
-    engine = make_ahead(slots=3, update=update)
-    calls, loaded = itertools.count(), iter((1, 2, 3))
-
-    def load() -> None:
-        if next(calls) % 4 == 3 and (version := next(loaded, None)) is not None:
-            engine.load(make_weights_of(models[version], version))
-
-    requests = ragged_requests()
-    prompts = {request.prompt.id: request.prompt.token_ids for request in requests}
-    found = []
-    for completion in engine.generate(
-        requests,
-        samples_per_prompt=1,
-        sampling=Sampling(max_new_tokens=20),
-        between_steps=load if place == "between steps" else None,
-    ):
-        found.append(completion)
-        if place == "between completions":
-            load()
-    versions = {version for completion in found for _, version in completion.version_spans}
-    assert {0, 3} <= versions <= {0, 1, 2, 3}  # what waits for a drain may be replaced
-    if update == "drain":
-        for completion in found:
-            ((_, version),) = completion.version_spans
-            expected = plain_log_probs(models[version], prompts[completion.prompt_id], completion.token_ids)
-            np.testing.assert_allclose(completion.policy_log_probs, expected, atol=1e-4)
-    else:
-        # keys and values of earlier tokens are of earlier weights: only what a response's first version chose is comparable
-        for completion in found:
-            (_, version), end = (
-                completion.version_spans[0],
-                (*completion.version_spans[1:], (len(completion.token_ids), 0))[0][0],
-            )
-            expected = plain_log_probs(models[version], prompts[completion.prompt_id], completion.token_ids)
-            if version == 0:
-                np.testing.assert_allclose(completion.policy_log_probs[:end], expected[:end], atol=1e-4)
-                if end < len(expected):
-                    assert abs(completion.policy_log_probs[end] - expected[end]) > 1e-4

@@ -60,11 +60,14 @@ class Backlog:
         self.completed: list[Completion] = []
         """Responses whose prefix was complete already; the engine hands them out."""
 
-    def take(self, count: int, version: int) -> list[Admission]:
-        """Up to `count` responses to start now, in the order of the requests."""
+    def read_for(self, count: int, version: int) -> None:
+        """Read and prefill, if fewer than `count` responses wait."""
         missing = count - sum(len(waiting.responses) for waiting in self.waiting)
         if missing > 0 and not self.exhausted:
             self._read(max(self.read_ahead, -(-missing // self.samples_per_prompt)), version)
+
+    def take(self, count: int) -> list[Admission]:
+        """Up to `count` responses to start now, in the order of the requests."""
         admissions: list[Admission] = []
         while self.waiting and len(admissions) < count:
             first = self.waiting[0]

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tba.generate.transfer import on_device
+
 MIN_PADDED_TOKENS = 512
 """Batches below this many tokens are never split: a small batch costs as much in calls as its padding in arithmetic."""
 
@@ -39,4 +41,4 @@ def padded(rows: Sequence[np.ndarray], *, columns: int, device: torch.device) ->
     table = np.zeros((len(rows), columns), dtype=np.int64)
     for index, row in enumerate(rows):
         table[index, : len(row)] = row
-    return torch.from_numpy(table).to(device)
+    return on_device(torch.from_numpy(table), device)

@@ -58,7 +58,7 @@ class FusedDecode:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._warm: set[int] = set()
         """Numbers of slots that have run once: kernels are compiled and libraries are ready, so a capture may follow."""
-        self._addresses: tuple[int, int] = (0, 0)
+        self._addresses: tuple[tuple[int, torch.Size], ...] = ()
         self._captures = decoder.device.type == "cuda"
 
     @staticmethod
@@ -86,24 +86,26 @@ class FusedDecode:
         return min(rounded, self.state.integers.shape[0])
 
     def _forget_if_moved(self) -> None:
-        """Graphs hold addresses; growing tables have new ones."""
-        addresses = (self.cache.values.data_ptr(), self.state.tokens.data_ptr())
+        """Graphs hold addresses and sizes; growing tables have new ones."""
+        tables = (self.cache.keys, self.cache.values, self.state.tokens)
+        addresses = tuple((table.data_ptr(), table.shape) for table in tables)
         if addresses != self._addresses:
             if self._graphs:
                 torch.cuda.synchronize()  # one of them may be at work
             self._graphs.clear()
+            self._warm.clear()  # other sizes may be other kernels, and a capture must not compile any
             self._addresses = addresses
 
     def _capture(self, slots: int) -> None:
-        """A graph for this number of slots; where that is not possible, steps go on kernel by kernel, in words."""
+        """A graph for this number of slots; where memory is too short for it, steps go on kernel by kernel, in words."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph):
                 self._step(slots)
-        except RuntimeError as error:
+        except torch.OutOfMemoryError as error:
             self._captures = False
-            logger.warning("decoding without CUDA graphs, slower: a capture failed: %.300s", error)
+            logger.warning("decoding without CUDA graphs from now on, slower: %.300s", error)
         else:
             self._graphs[slots] = graph
 

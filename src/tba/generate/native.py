@@ -31,7 +31,8 @@ from tba.generate.responses import checked_requests
 from tba.generate.running import Running
 from tba.generate.sampling import Needs, sample
 from tba.generate.scoring import ReferenceScorer
-from tba.generate.slots import Look, Prefilled, SlotAttention, SlotCache, SlotState, on_device
+from tba.generate.slots import Look, Prefilled, SlotAttention, SlotCache, SlotState
+from tba.generate.transfer import on_device
 from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention
 from tba.models.families import make_decoder
@@ -171,33 +172,36 @@ class NativeEngine:
 
     def _loop(self, backlog: Backlog, between_steps: Callable[[], None] | None) -> Iterator[Completion]:
         harvest = Harvest()
+        overlaps = self._fused is not None
         while True:
+            if not overlaps:
+                yield from harvest.completions(self.stop_ids)
             if not self._running.any():
                 self._load_pending()
-            if self.update == "drain" and backlog.is_older_than(self.version):
-                backlog.prefill_again()
             self._refill(backlog)
-            works = self._running.any()
+            works, ahead = self._running.any(), 0
             if works:
                 if between_steps is not None:
                     between_steps()
-                ahead = self._step(may_run_ahead=bool(backlog.waiting) and not self._running.holes)
-            # The caller has what an earlier turn finished while a GPU works on this one.
-            yield from harvest.completions(self.stop_ids)
+                # Where a response waits for the next free slot, nobody waits for who is done.
+                waits = bool(backlog.waiting) and not self._running.holes and self._pending is None
+                ahead = self._step(may_run_ahead=waits)
+            if overlaps:  # the GPU works on this turn, the caller on what an earlier one finished
+                yield from harvest.completions(self.stop_ids)
             while backlog.completed:
                 yield backlog.completed.pop()
-            if works:
-                harvest = self._harvest(ahead)
-            elif backlog.exhausted and not backlog.waiting:
+            if not works and backlog.exhausted and not backlog.waiting:
                 return
-            else:
-                harvest = Harvest()
+            harvest = self._harvest(ahead) if works else Harvest()
 
     def _refill(self, backlog: Backlog) -> None:
         """Give free slots to waiting responses (not while draining), then close the holes that remain."""
         free = self._running.free_slots()
         if free and self._pending is None:
-            admissions = backlog.take(len(free), self.version)
+            backlog.read_for(len(free), self.version)
+            if self.update == "drain" and backlog.is_older_than(self.version):
+                backlog.prefill_again()
+            admissions = backlog.take(len(free))
             if admissions:
                 self._admit(free[: len(admissions)], admissions)
         if not self._looks:  # a look under way knows responses by their slots

@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tba.generate.batching import padded
 from tba.generate.responses import Response
 from tba.generate.sampling import Sampled, SamplingState, response_key
+from tba.generate.transfer import OnItsWay, on_device
 from tba.models.decoder import DecoderSpec
 
 if TYPE_CHECKING:  # Triton is there only where CUDA is
@@ -144,19 +146,13 @@ class Progress(NamedTuple):
 
 
 class Look:
-    """The slots' integers as they are when the device comes to it."""
+    """The slots' integers when the device has come so far."""
 
     def __init__(self, integers: Tensor) -> None:
-        self.on_cuda = integers.is_cuda
-        self.integers = integers.to("cpu", non_blocking=True) if self.on_cuda else integers.clone()
-        if self.on_cuda:
-            self.arrived = torch.cuda.Event()
-            self.arrived.record()
+        self._integers = OnItsWay(integers if integers.is_cuda else integers.clone())
 
     def wait(self) -> Progress:
-        if self.on_cuda:
-            self.arrived.synchronize()
-        integers = self.integers.numpy()
+        (integers,) = self._integers.wait()
         return Progress(integers[:, INTEGERS.index("num_tokens")], integers[:, INTEGERS.index("done")] != 0)
 
 
@@ -229,12 +225,10 @@ class SlotState:
             min_new_tokens=self.column("min_new_tokens", num_slots),
         )
 
-    def fetch(self, slots: Sequence[int], num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, behaviour and policy log-probs of some slots, on their way to the host."""
+    def fetch(self, slots: Sequence[int], num_tokens: int) -> OnItsWay:
+        """Tokens, behaviour and policy log-probs of some slots."""
         chosen = on_device(torch.tensor(slots), self.device)
-        tables = (self.tokens, self.behaviour, self.policy)
-        tokens, behaviour, policy = (table[:, :num_tokens][chosen].to("cpu", non_blocking=True) for table in tables)
-        return tokens, behaviour, policy
+        return OnItsWay(*(table[:, :num_tokens][chosen] for table in (self.tokens, self.behaviour, self.policy)))
 
     def place(self, slots: Sequence[int], responses: Sequence[Response], seed: int) -> None:
         """Start responses in slots whose cache holds their prompt and prefix."""
@@ -243,13 +237,13 @@ class SlotState:
             torch.tensor([_integers(response, seed) for response in responses]), self.device
         )
         self.floats[chosen] = on_device(torch.tensor([_floats(response) for response in responses]), self.device)
-        for slot, response in zip(slots, responses):
-            if response.num_prefix_tokens:
-                count = response.num_prefix_tokens
-                prefix = torch.from_numpy(response.request.prefix_ids.astype(np.int64))
-                self.tokens[slot, :count] = prefix.to(self.device)
-                self.behaviour[slot, :count] = float("nan")
-                self.policy[slot, :count] = float("nan")
+        longest = max(response.num_prefix_tokens for response in responses)
+        if longest:
+            # What lies behind a prefix is written before it is read.
+            rows = [response.request.prefix_ids for response in responses]
+            self.tokens[chosen, :longest] = padded(rows, columns=longest, device=self.device)
+            self.behaviour[chosen, :longest] = float("nan")
+            self.policy[chosen, :longest] = float("nan")
 
     def record(self, num_slots: int, sampled: Sampled, is_stop_V: Tensor) -> None:
         """Append the chosen tokens and make them the next to be fed; who has ended is done."""
@@ -292,8 +286,3 @@ def _floats(response: Response) -> tuple[float, float, float]:
 
 def _round_up(num_keys: int) -> int:
     return -(-num_keys // KEY_STEP) * KEY_STEP
-
-
-def on_device(table: Tensor, device: torch.device) -> Tensor:
-    """A small table made on the host; a GPU's queue is not waited for."""
-    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)

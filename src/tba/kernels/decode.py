@@ -75,6 +75,7 @@ def attend(
         query_NHD, keys_SKLD, values_SKLD, positions_N, out, positions_N.stride(0), scale, cap or 0.0, length, window or 0,
         H=num_heads, K=num_kv, D=dim, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
         BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_L=64 if dim <= 128 else 32,
-        HAS_CAP=cap is not None, HAS_WINDOW=window is not None, num_warps=2, num_stages=3,
+        HAS_CAP=cap is not None, HAS_WINDOW=window is not None, num_warps=2,
+        num_stages=3 if keys_SKLD.element_size() == 2 else 2,  # fp32 tiles of three stages do not fit everywhere
     )  # fmt: skip
     return out.view(count, num_heads * dim)

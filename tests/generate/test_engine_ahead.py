@@ -1,0 +1,191 @@
+"""Decode steps that run ahead of the host: the same tokens, and spans that say which version chose which token."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import by_key, make_prompt, make_tiny_model, make_weights_of
+
+from tba.generate.fused import STEPS_AHEAD
+from tba.generate.native import NativeEngine
+from tba.generate.sampling import Needs, response_key
+from tba.generate.slots import INTEGERS
+from tba.types import Completion, Request, Sampling
+
+SAMPLING = Sampling(max_new_tokens=20)
+
+
+class StepsAhead:
+    """What the fused decoder does on a GPU, with plain steps: several at once, in which a slot that is done stands still."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self.engine = engine
+        self.numbers: list[int] = []
+
+    def serves(self, needs: Needs) -> bool:
+        return not (needs.truncation or needs.forbidden)
+
+    @torch.inference_mode()
+    def run(self, count: int, *, steps: int) -> None:
+        self.numbers.append(steps)
+        engine, state = self.engine, self.engine.state
+        for _ in range(steps):
+            done = state.column("done", count).nonzero().flatten()
+            tables = (state.integers, state.tokens, state.behaviour, state.policy)
+            before = [table[done].clone() for table in tables]
+            state.integers[done, INTEGERS.index("num_tokens")] = 0  # whatever it writes is taken back
+            engine._decode(count, engine.cache.values.shape[3], Needs(policy=True, greedy=True))
+            for table, rows in zip(tables, before):
+                table[done] = rows
+
+
+def make(*, slots: int, ahead: bool = True, update: str = "in_flight") -> NativeEngine:
+    model = make_tiny_model("llama")
+    engine = NativeEngine(model, stop_ids=[2, 3, 4], seed=3, slots=slots, max_length=48, update=update)
+    if ahead:
+        engine._fused = StepsAhead(engine)
+    return engine
+
+
+def mixed_requests(rng: random.Random, count: int) -> list[Request]:
+    """Of all lengths; some with a prefix, a least length, truncation or greedy."""
+    found = []
+    for index in range(count):
+        longest = rng.randint(1, 24)
+        prefix = [rng.randint(5, 30) for _ in range(rng.randint(0, longest))] if rng.random() < 0.3 else []
+        sampling = Sampling(
+            max_new_tokens=longest,
+            min_new_tokens=rng.randint(0, longest) if rng.random() < 0.2 else 0,
+            top_k=5 if rng.random() < 0.1 else 0,
+            greedy=rng.random() < 0.1,
+        )
+        prompt = make_prompt(f"p{index}", rng.randint(1, 9))
+        found.append(Request(prompt=prompt, prefix_ids=np.array(prefix, dtype=np.int32), sampling=sampling))
+    return found
+
+
+def with_pauses(rng: random.Random, requests: list[Request]) -> Iterator[Request | None]:
+    for request in requests:
+        while rng.random() < 0.3:
+            yield None
+        yield request
+
+
+def assert_same(found: list[Completion], expected: list[Completion]) -> None:
+    assert len(found) == len(expected)
+    got, want = by_key(found), by_key(expected)
+    assert got.keys() == want.keys()
+    for key, completion in want.items():
+        assert got[key].token_ids.tolist() == completion.token_ids.tolist()
+        assert got[key].finish == completion.finish
+        np.testing.assert_allclose(got[key].policy_log_probs, completion.policy_log_probs, atol=1e-5)
+        np.testing.assert_allclose(got[key].behaviour_log_probs, completion.behaviour_log_probs, atol=1e-5)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 64])
+def test_steps_run_ahead_as_long_as_responses_wait_for_slots(slots):
+    requests = [
+        Request(prompt=make_prompt(f"p{i}", 3 + i % 5), sampling=Sampling(max_new_tokens=1 + 7 * i % 23))
+        for i in range(30)
+    ]
+    engine = make(slots=slots)
+    found = list(engine.generate(requests, samples_per_prompt=2, sampling=SAMPLING))
+    assert_same(found, list(make(slots=4, ahead=False).generate(requests, samples_per_prompt=2, sampling=SAMPLING)))
+    ran_ahead = STEPS_AHEAD in engine._fused.numbers
+    assert ran_ahead == (slots < 60)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tokens_are_those_of_the_plain_engine_also_after_an_early_end(seed):
+    rng = random.Random(seed)
+    requests, samples = mixed_requests(rng, rng.randint(5, 25)), rng.choice([1, 2, 3])
+    engine = make(slots=rng.choice([1, 2, 3, 5, 8]))
+    expected = list(make(slots=4, ahead=False).generate(requests, samples_per_prompt=samples, sampling=SAMPLING))
+    stream = engine.generate(with_pauses(rng, requests), samples_per_prompt=samples, sampling=SAMPLING)
+    for _ in range(rng.randint(0, 6)):
+        next(stream, None)
+    stream.close()
+    found = list(engine.generate(with_pauses(rng, requests), samples_per_prompt=samples, sampling=SAMPLING))
+    assert_same(found, expected)
+    assert not engine._looks
+    assert not engine._running.any()
+
+
+def chosen_by(engine: NativeEngine) -> dict[tuple[int, int], int]:
+    """Fills as the engine decodes: (key of the response, token) -> version of the weights at that step."""
+    truth: dict[tuple[int, int], int] = {}
+    decode = engine._decode
+
+    def recording(count: int, num_keys: int, needs: Needs) -> None:
+        columns = (engine.state.column(name, count).tolist() for name in ("keys", "num_tokens", "done"))
+        for key, token, done in zip(*columns):
+            if not done:
+                assert (key, token) not in truth, "a token was chosen twice"
+                truth[key, token] = engine.version
+        decode(count, num_keys, needs)
+
+    engine._decode = recording
+    return truth
+
+
+@pytest.mark.parametrize("update", ["in_flight", "drain"])
+@pytest.mark.parametrize("seed", range(5))
+def test_spans_name_the_weights_that_chose_each_token(seed, update):
+    rng = random.Random(seed)
+    requests, samples = mixed_requests(rng, rng.randint(5, 25)), rng.choice([1, 2])
+    engine = make(slots=rng.choice([1, 2, 3, 5]), update=update)
+    truth = chosen_by(engine)
+    weights = [make_weights_of(make_tiny_model("llama", seed=seed), 0) for seed in range(2)]
+    versions = itertools.count(1)
+
+    def perhaps_load(probability: float) -> None:
+        if rng.random() < probability:
+            version = next(versions)
+            engine.load(replace(weights[version % 2], version=version))
+
+    def stream() -> Iterator[Request | None]:
+        for request in with_pauses(rng, requests):
+            perhaps_load(0.05)
+            yield request
+
+    found = []
+    for completion in engine.generate(
+        stream(), samples_per_prompt=samples, sampling=SAMPLING, between_steps=lambda: perhaps_load(0.15)
+    ):
+        found.append(completion)
+        perhaps_load(0.1)
+    assert len(by_key(found)) == len(found) == len(requests) * samples
+    for completion in found:
+        spans = completion.version_spans
+        assert update == "in_flight" or len(spans) == 1
+        key = response_key(3, completion.prompt_id, completion.sample_index)
+        for token in range(completion.num_prefix_tokens, len(completion.token_ids)):
+            assert truth[key, token] == [version for first, version in spans if first <= token][-1]
+        assert (key, len(completion.token_ids)) not in truth
+
+
+def test_a_sibling_may_generate_while_steps_are_under_way():
+    requests = mixed_requests(random.Random(0), 12)
+    engine = make(slots=3)
+    evaluations = []
+
+    def evaluate() -> None:
+        if len(evaluations) < 2:
+            evaluations.append(list(engine.sibling().generate(requests[:4], samples_per_prompt=1, sampling=SAMPLING)))
+
+    plain = make(slots=3, ahead=False)
+    found = []
+    for completion in engine.generate(requests, samples_per_prompt=2, sampling=SAMPLING, between_steps=evaluate):
+        found.append(completion)
+        if len(found) == 5:
+            evaluations.append(list(engine.sibling().generate(requests[:4], samples_per_prompt=1, sampling=SAMPLING)))
+    assert_same(found, list(plain.generate(requests, samples_per_prompt=2, sampling=SAMPLING)))
+    expected = list(plain.generate(requests[:4], samples_per_prompt=1, sampling=SAMPLING))
+    for evaluation in evaluations:
+        assert_same(evaluation, expected)
