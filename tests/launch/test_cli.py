@@ -10,7 +10,7 @@ import yaml
 from problem import SETTINGS
 from typer.testing import CliRunner
 
-from tba.cli import app, resolve
+from tba.cli import app, main, resolve
 from tba.config import ConfigError
 from tba.tasks.preference.task import start_model_path
 
@@ -41,9 +41,6 @@ def test_two_config_files_are_refused():
     [
         (["train", "train.max_step=1"], "did you mean train.max_steps?"),
         (["train", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
-        (["train", "model.path=./nowhere"], "there is no such folder"),
-        (["train", "model.path=tba:nothing"], "is not shipped with the package"),
-        (["prepare", "nothing"], "task 'nothing' has nothing to prepare"),
     ],
 )
 def test_errors_are_words_without_a_traceback_and_exit_status_2(arguments, message):
@@ -51,6 +48,24 @@ def test_errors_are_words_without_a_traceback_and_exit_status_2(arguments, messa
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "model.path=./nowhere"], "there is no such folder"),
+        (["train", "model.path=tba:nothing"], "is not shipped with the package"),
+        (["prepare", "nothing"], "task 'nothing' has nothing to prepare"),
+    ],
+)
+def test_so_are_those_that_come_later(arguments, message, monkeypatch, capsys, tmp_path):
+    """In this process: by then torch is loaded, which takes seconds."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tba", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_train_and_evaluate_from_the_command_line(folder):

@@ -128,7 +128,7 @@ def test_the_first_fill_has_a_deadline_that_names_who_waits_for_whom(folder):
 
 
 def test_a_searcher_that_shows_no_sign_of_life_is_noticed(folder):
-    config = make_config(folder, "name=silent", ENDLESS, "runtime.wait_seconds=3")
+    config = make_config(folder, "name=silent", ENDLESS, "runtime.wait_seconds=3", "runtime.stop_seconds=1")
     when(lambda: has_stepped(config), lambda: [p.suspend() for p in searcher_processes()])
     with pytest.raises((RoleDied, WaitedTooLong), match=r"searcher-0 .* no sign of life|replay_ratio"):
         train(config)
