@@ -4,12 +4,13 @@ TRITON_INTERPRET=1 python -m pytest tests/kernels        (needs `pip install tri
 """
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from builders import tiny_llama
-from tiny_models import make_tiny_model
+from tiny_models import make_prompt, make_tiny_model, make_weights_of, plain_log_probs
 
 from tba.generate.fused import FusedDecode
 from tba.generate.native import NativeEngine
@@ -58,6 +59,46 @@ def test_fused_decoding_gives_the_tokens_and_log_probs_of_the_plain_step(family,
         assert np.array_equal(got[key].token_ids, completion.token_ids)
         assert np.abs(got[key].policy_log_probs - completion.policy_log_probs).max() < 1e-4
         assert np.abs(got[key].behaviour_log_probs - completion.behaviour_log_probs).max() < 1e-4
+
+
+@pytest.mark.skipif(INTERPRETED, reason="too many steps for the interpreter: see tests/generate/test_engine_ahead.py")
+def test_running_ahead_with_growing_tables_and_new_weights_in_between():
+    models = {version: make_tiny_model("llama", seed=version) for version in range(4)}
+    engine = NativeEngine(
+        models[0].to(DEVICE), stop_ids=[2], seed=0, slots=8, max_length=96, update="drain", device=DEVICE
+    )
+    models[0].to("cpu")
+    calls = 0
+
+    def load() -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 20 == 0 and calls // 20 in models:
+            weights = make_weights_of(models[calls // 20], calls // 20)
+            engine.load(replace(weights, tensors={name: tensor.to(DEVICE) for name, tensor in weights.tensors.items()}))
+
+    found = []
+    for longest in (20, 33, 48):  # 33 is no multiple of 16: kernels of their own, and graphs captured anew
+        requests = [
+            Request(
+                prompt=make_prompt(f"{longest}-{i}", 1 + i % 7), sampling=Sampling(max_new_tokens=1 + i * 7 % longest)
+            )
+            for i in range(60)
+        ]
+        prompts = {request.prompt.id: request.prompt.token_ids for request in requests}
+        completions = list(
+            engine.generate(
+                requests, samples_per_prompt=2, sampling=Sampling(max_new_tokens=longest), between_steps=load
+            )
+        )
+        assert len({(c.prompt_id, c.sample_index) for c in completions}) == len(completions) == 120
+        found += [(completion, prompts[completion.prompt_id]) for completion in completions]
+    assert {completion.version for completion, _ in found} == {0, 1, 2, 3}
+    for completion, prompt in found:
+        expected = plain_log_probs(models[completion.version], prompt, completion.token_ids)
+        np.testing.assert_allclose(completion.policy_log_probs, expected, atol=1e-3)
+    assert engine._fused._captures
+    assert engine._fused._graphs
 
 
 @pytest.mark.parametrize("vocabulary", [40, 5000])
