@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tba.config import TaskConfig
-from tba.tasks import gsm8k, math
+from tba.tasks.maths import gsm8k, math
 from tba.tasks.maths.answers import equal_answers, given_answer, marked_answer
 from tba.tasks.maths.math_answers import last_boxed, normal_form, same_answer
 from tba.tasks.maths.questions import Problem, Source, read_problems
