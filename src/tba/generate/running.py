@@ -37,7 +37,7 @@ class Running:
     def free_slots(self) -> list[int]:
         return [*self.holes, *range(self.count, len(self.responses))]
 
-    def put(self, slot: int, response: Response, *, since: int = 0) -> None:
+    def put(self, slot: int, response: Response, *, since: int) -> None:
         """Slots are taken in the order of `free_slots`."""
         if self.holes and self.holes[0] == slot:
             self.holes.pop(0)
