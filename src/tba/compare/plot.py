@@ -16,6 +16,8 @@ MARKERS = "osD^vP*Xh<>p"
 DODGE = 0.04
 """Between rows, in columns: error bars that lie on each other cannot be read."""
 
+LABEL_WIDTH, LABEL_HEIGHT = 24.0, 18.0
+"""Pixels within which a second label of the same text says nothing."""
 KL_NOISE = 1e-5
 """Nats per response that rounding alone can make."""
 
@@ -51,12 +53,14 @@ def _draw_columns(axes: Any, results: Results) -> None:
     columns, rows, scale = list(results.study.columns), list(results.study.rows), scale_of(results)
     for index, row in enumerate(rows):
         shift = DODGE * (index - (len(rows) - 1) / 2)
-        found = [(x + shift, results.cells[row, column]) for x, column in enumerate(columns)]
-        points = [(x, cell) for x, cell in found if cell.metric.mean is not None]
-        cells = [cell for _, cell in points]
+        found = [(x + shift, column, results.cells[row, column]) for x, column in enumerate(columns)]
+        points = [point for point in found if point[2].metric.mean is not None]
+        cells = [cell for _, _, cell in points]
         axes.errorbar(
-            [x for x, _ in points], _means(cells, scale), yerr=_errors(cells, scale), label=row, **style(index, "-")
+            [x for x, _, _ in points], _means(cells, scale), yerr=_errors(cells, scale), label=row, **style(index)
         )
+        numbers = [(x, cell) for x, column, cell in points if _is_number(column)]  # others have no place on a line
+        axes.plot([x for x, _ in numbers], _means([cell for _, cell in numbers], scale), color=style(index)["color"])
     axes.set_xticks(range(len(columns)), columns)
     axes.set(xlabel="column", ylabel=metric_title(results))
     axes.grid(alpha=0.3)
@@ -64,6 +68,7 @@ def _draw_columns(axes: Any, results: Results) -> None:
 
 def _draw_kl(axes: Any, results: Results) -> None:
     scale, all_kl = scale_of(results), []
+    labels: list[tuple[str, tuple[float, float]]] = []
     for index, row in enumerate(results.study.rows):
         for column in results.study.columns:
             cell = results.cells[row, column]
@@ -74,11 +79,30 @@ def _draw_kl(axes: Any, results: Results) -> None:
             axes.errorbar(
                 [kl.mean], _means([cell], scale), xerr=[kl.error or 0.0], yerr=_errors([cell], scale), **style(index)
             )
-            point = (kl.mean, scale * cell.metric.mean)
-            axes.annotate(column, point, xytext=(5, 4), textcoords="offset points", fontsize=8, alpha=0.8)
+            labels.append((column, (kl.mean, scale * cell.metric.mean)))
     _scale_kl(axes, all_kl)
+    _label(axes, labels)
     axes.set(xlabel="measured off-policy KL, nats per response (label: column)")
     axes.grid(alpha=0.3)
+
+
+def _label(axes: Any, labels: Sequence[tuple[str, tuple[float, float]]]) -> None:
+    """Names beside their points; equal ones that would lie on top of each other once."""
+    placed: list[tuple[str, Any]] = []
+    for name, point in labels:
+        x, y = axes.transData.transform(point)
+        if any(name == other and abs(x - a) < LABEL_WIDTH and abs(y - b) < LABEL_HEIGHT for other, (a, b) in placed):
+            continue
+        placed.append((name, (x, y)))
+        axes.annotate(name, point, xytext=(5, 4), textcoords="offset points", fontsize=8, alpha=0.8)
+
+
+def _is_number(column: str) -> bool:
+    try:
+        float(column)
+    except ValueError:
+        return False
+    return True
 
 
 def _scale_kl(axes: Any, all_kl: Sequence[float]) -> None:
@@ -92,9 +116,9 @@ def _scale_kl(axes: Any, all_kl: Sequence[float]) -> None:
         axes.set_xticks([0.0, *(10.0**decade for decade in range(low, high + 1))])
 
 
-def style(index: int, line: str = "none") -> dict[str, Any]:
+def style(index: int) -> dict[str, Any]:
     marker = MARKERS[index % len(MARKERS)]
-    return {"color": f"C{index % 10}", "marker": marker, "markersize": 6, "capsize": 3, "linestyle": line}
+    return {"color": f"C{index % 10}", "marker": marker, "markersize": 6, "capsize": 3, "linestyle": "none"}
 
 
 def _means(cells: Sequence[CellResult], scale: float) -> list[float]:
