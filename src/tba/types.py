@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -212,14 +213,17 @@ class Batch:
         """int64 [P*K] on the CPU."""
         return self.offsets[1:] - self.offsets[:-1]
 
+    @cached_property
     def response_of_token(self) -> Tensor:
         """int64 [N]: which response each token belongs to."""
-        device = self.token_ids_N.device
-        return torch.repeat_interleave(torch.arange(len(self.lengths), device=device), self.lengths.to(device))
+        device, lengths = self.token_ids_N.device, self.lengths
+        responses = torch.arange(len(lengths), device=device)
+        lengths = lengths.to(device, non_blocking=True)
+        return torch.repeat_interleave(responses, lengths, output_size=len(self.token_ids_N))
 
     def per_token(self, value_PK: Tensor) -> Tensor:
         """[N]: each token gets its response's value."""
-        return value_PK.flatten()[self.response_of_token()]
+        return value_PK.flatten()[self.response_of_token]
 
     @property
     def kept_N(self) -> Tensor:
@@ -231,23 +235,23 @@ class Batch:
         values_N = values_N if values_N.dtype == torch.float64 else values_N.float()
         masked_N = torch.where(self.loss_mask_N, values_N, torch.zeros_like(values_N))
         sums = torch.zeros(len(self.lengths), dtype=values_N.dtype, device=values_N.device)
-        return sums.index_add(0, self.response_of_token(), masked_N).view(self.shape)
+        return sums.index_add(0, self.response_of_token, masked_N).view(self.shape)
 
     def take(self, prompts: Sequence[int]) -> Batch:
         """The given prompts with all their responses, in that order, with the totals of the full step."""
         K, index = self.shape[1], torch.as_tensor(prompts, dtype=torch.long)
         responses = (index[:, None] * K + torch.arange(K)).flatten()
-        tokens = self.tokens_of(responses)
-        lengths = self.lengths[responses]
-        device = self.reward_PK.device
+        lengths, device = self.lengths[responses], self.reward_PK.device
+        tokens = self.tokens_of(responses).to(device, non_blocking=True)
+        rows = index.to(device, non_blocking=True)
         return replace(
             self,
             prompt_ids=tuple(self.prompt_ids[p] for p in prompts),
             prompt_tokens=tuple(self.prompt_tokens[p] for p in prompts),
             offsets=torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]),
-            rewards={name: value[index.to(device)] for name, value in self.rewards.items()},
-            **{name: value[tokens.to(device)] for name, value in self._token_tensors()},
-            **{name: getattr(self, name)[index.to(device)] for name in RESPONSE_FIELDS},
+            rewards={name: value[rows] for name, value in self.rewards.items()},
+            **{name: value[tokens] for name, value in self._token_tensors()},
+            **{name: getattr(self, name)[rows] for name in RESPONSE_FIELDS},
         )
 
     def tokens_of(self, responses: Tensor) -> Tensor:
@@ -257,15 +261,11 @@ class Batch:
         return torch.repeat_interleave(starts, lengths) + torch.arange(int(lengths.sum()))
 
     def to(self, device: torch.device) -> Batch:
-        """Move what objectives compute on; offsets stay on the CPU."""
-        moved: dict[str, Any] = {name: value.to(device) for name, value in self._token_tensors()}
-        moved |= {name: getattr(self, name).to(device) for name in RESPONSE_FIELDS}
-        return replace(
-            self,
-            prompt_tokens=tuple(tokens.to(device) for tokens in self.prompt_tokens),
-            rewards={name: value.to(device) for name, value in self.rewards.items()},
-            **moved,
-        )
+        """Move what objectives compute on; offsets and prompts stay on the CPU."""
+        tensors = [*self._token_tensors(), *((name, getattr(self, name)) for name in RESPONSE_FIELDS)]
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors}
+        rewards = {name: value.to(device, non_blocking=True) for name, value in self.rewards.items()}
+        return replace(self, rewards=rewards, **moved)
 
     def _token_tensors(self) -> list[tuple[str, Any]]:
         """(field, tensor) of every per-token quantity there is."""
@@ -297,10 +297,12 @@ class Forward:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Loss:
-    """What an objective returns: `value` is back-propagated, `metrics` are plain numbers for the log."""
+    """What an objective returns: `value` is back-propagated, `metrics` are numbers for the log."""
 
     value: Tensor
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float | Tensor]
+    """Tensors of one number where they are computed on a device: reading one there would stop the host until the device has
+    caught up, so all are read together at the end of the step. NaN = nothing to tell (a mean over nothing), left out."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

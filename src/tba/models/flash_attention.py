@@ -9,6 +9,7 @@ Axes: T packed tokens, H query heads, K key/value heads, D head dimension.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,8 +92,7 @@ class _PackedFlash(torch.autograd.Function):
         out_roots, sums_roots = _forward(
             q[:R], k[:R], v[:R], plan.roots, plan.roots, plan.longest_root, plan.longest_root, True, scale
         )
-        out = out_roots
-        sums: tuple[Tensor, ...] = (sums_roots,)
+        out, sums = out_roots, [sums_roots]
         if plan.branches is not None:
             longest = plan.longest_branch
             own, own_sums = _forward(q[R:], k[R:], v[R:], plan.branches, plan.branches, longest, longest, True, scale)
@@ -108,9 +108,9 @@ class _PackedFlash(torch.autograd.Function):
                 False,
                 scale,
             )
-            merged_sums = torch.logaddexp(own_sums, root_sums)
-            merged = own * _share(own_sums, merged_sums) + root * _share(root_sums, merged_sums)
-            out, sums = torch.cat((out_roots, merged.to(q.dtype))), (sums_roots, merged_sums)
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            out[:R] = out_roots
+            sums.append(_merge(own, own_sums, root, root_sums, out[R:]))
         ctx.save_for_backward(q, k, v, out, *sums)
         ctx.plan, ctx.scale = plan, scale
         return out
@@ -121,11 +121,11 @@ class _PackedFlash(torch.autograd.Function):
         plan, scale = ctx.plan, ctx.scale
         d_out, R = d_out.contiguous(), plan.num_root_tokens
         longest = plan.longest_root
-        dq, dk, dv = _backward(
+        dq_roots, dk_roots, dv_roots = _backward(
             d_out[:R], q[:R], k[:R], v[:R], out[:R], sums_roots, plan.roots, plan.roots, longest, longest, True, scale
         )
         if plan.branches is None:
-            return dq, dk, dv, None, None
+            return dq_roots, dk_roots, dv_roots, None, None
         (merged_sums,) = rest
         longest = plan.longest_branch
         branch = (d_out[R:], q[R:])
@@ -136,17 +136,25 @@ class _PackedFlash(torch.autograd.Function):
             *branch, k[:R], v[:R], out[R:], merged_sums,
             plan.queries_of_root, plan.roots, plan.most_queries, plan.longest_root, False, scale,
         )  # fmt: skip
-        return (
-            torch.cat((dq, dq_own + dq_root)),
-            torch.cat((dk + dk_root, dk_own)),
-            torch.cat((dv + dv_root, dv_own)),
-            None,
-            None,
-        )
+        dq, dk, dv = (torch.empty_like(states) for states in (q, k, v))
+        dq[:R] = dq_roots
+        torch.add(dq_own, dq_root, out=dq[R:])
+        for whole, roots, seen, own in ((dk, dk_roots, dk_root, dk_own), (dv, dv_roots, dv_root, dv_own)):
+            torch.add(roots, seen, out=whole[:R])
+            whole[R:] = own
+        return dq, dk, dv, None, None
 
 
-def _share(part_sums_HT: Tensor, merged_sums_HT: Tensor) -> Tensor:
-    return torch.exp(part_sums_HT - merged_sums_HT).t()[:, :, None]
+def _merge(own: Tensor, own_sums: Tensor, root: Tensor, root_sums: Tensor, out: Tensor) -> Tensor:
+    """Write the attention over both keys to `out`; returns its log-sums."""
+    if importlib.util.find_spec("triton") is not None:
+        from tba.kernels.merge import merge
+
+        return merge(own, own_sums, root, root_sums, out)
+    sums_HT = torch.logaddexp(own_sums, root_sums)
+    shares = (torch.exp(part - sums_HT).t()[:, :, None] for part in (own_sums, root_sums))
+    out.copy_(own * next(shares) + root * next(shares))
+    return sums_HT
 
 
 def _forward(

@@ -48,7 +48,7 @@ def pack(
         return _pack_whole(prompts, responses, device)
     distinct, copies = _distinct(responses)
     packed = _pack_shared(prompts, distinct, device)
-    return packed if copies is None else replace(packed, copies=copies.to(device))
+    return packed if copies is None else replace(packed, copies=copies.to(device, non_blocking=True))
 
 
 def _distinct(responses: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], Tensor | None]:
@@ -56,10 +56,10 @@ def _distinct(responses: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]]
     distinct: list[list[Tensor]] = []
     places, start = [], 0
     for own in responses:
-        first: dict[tuple[int, ...], int] = {}
+        first: dict[bytes, int] = {}
         kept: list[Tensor] = []
         for response in own:
-            key = tuple(response.tolist())
+            key = response.cpu().numpy().tobytes()
             if key not in first:
                 first[key] = start
                 start += len(response)
@@ -82,11 +82,11 @@ def _pack_whole(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]]
             lengths.append(length)
             start += length
     return PackedTokens(
-        input_ids_T=torch.cat(pieces).to(device),
-        positions_T=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        input_ids_T=torch.cat(pieces).to(device, non_blocking=True),
+        positions_T=torch.cat([torch.arange(length) for length in lengths]).to(device, non_blocking=True),
         layout=PackedLayout(root_lengths=lengths, device=device),
-        predict_M=torch.cat(predict).to(device),
-        targets_M=torch.cat([response for own in responses for response in own]).to(device),
+        predict_M=torch.cat(predict).to(device, non_blocking=True),
+        targets_M=torch.cat([response for own in responses for response in own]).to(device, non_blocking=True),
         prompt_spans=tuple(spans),
     )
 
@@ -116,9 +116,9 @@ def _pack_shared(
     )
     return PackedTokens(
         prompt_spans=tuple((int(end) - len(prompt), len(prompt)) for prompt, end in zip(prompts, root_ends)),
-        input_ids_T=torch.cat(pieces).to(device),
-        positions_T=torch.cat(positions).to(device),
+        input_ids_T=torch.cat(pieces).to(device, non_blocking=True),
+        positions_T=torch.cat(positions).to(device, non_blocking=True),
         layout=layout,
-        predict_M=torch.cat(predict).to(device),
-        targets_M=torch.cat([response for own in responses for response in own]).to(device),
+        predict_M=torch.cat(predict).to(device, non_blocking=True),
+        targets_M=torch.cat([response for own in responses for response in own]).to(device, non_blocking=True),
     )

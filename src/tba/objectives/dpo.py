@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tba.objectives.base import Coupling, Needs, Objective
+from tba.objectives.groups import mean_where
 from tba.types import Batch, Forward, Loss
 
 
@@ -32,13 +33,11 @@ class OnlineDPO(Objective):
         prompts_P = kept_PK.any(dim=1)
         loss_P = torch.where(prompts_P, -logsigmoid(margin_P), torch.zeros_like(margin_P))
         pairs_P = prompts_P & (chosen_P1 != rejected_P1)[:, 0]
-        margins = margin_P.detach()[pairs_P]
-        metrics = {"objective/pairs": float(pairs_P.float().mean())}
-        if len(margins):
-            metrics |= {
-                "objective/margin": float(margins.mean()),
-                "objective/accuracy": float((margins > 0).float().mean()),
-            }
+        metrics = {
+            "objective/pairs": pairs_P.float().mean(),
+            "objective/margin": mean_where(margin_P, pairs_P),
+            "objective/accuracy": mean_where(margin_P > 0, pairs_P),
+        }
         return Loss(value=loss_P.sum() / max(1, batch.totals.prompts), metrics=metrics)
 
 

@@ -46,6 +46,11 @@ def mean_over_responses(value_PK: Tensor, batch: Batch) -> Tensor:
     return _kept(value_PK, batch.weight_PK).sum() / max(1, batch.totals.responses)
 
 
+def mean_where(value: Tensor, kept: Tensor) -> Tensor:
+    """Mean of the values that count, for the log; NaN where none does. Nothing is read back from the device."""
+    return torch.where(kept, value.detach().float(), 0.0).sum() / kept.sum()
+
+
 def _kept(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
     return torch.where(weight_PK > 0, value_PK, torch.zeros_like(value_PK))
 

@@ -44,7 +44,7 @@ class GRPO(Objective):
 
     def _token_losses(
         self, batch: Batch, forward: Forward, advantage_PK: Tensor, *, beta: float
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         ratio_N = ratios(token_log_ratios(batch, forward.log_pi_N))
         advantage_N = batch.per_token(advantage_PK)
         loss_N = clipped_surrogate(advantage_N, ratio_N, low=self.clip_low, high=self.clip_high)

@@ -65,7 +65,7 @@ class PPO(Objective):
             value=_sum(surrogate_N, kept_N) / tokens + self.value_coefficient * value_loss,
             metrics={
                 **ratio_metrics(ratio_N, kept_N, low=self.clip, high=self.clip),
-                "objective/value_loss": value_loss.item(),
+                "objective/value_loss": value_loss.detach(),
                 "objective/value_explained": _explained(values_N.detach()[kept_N], return_N[kept_N]),
             },
         )
@@ -113,7 +113,7 @@ def clipped_squares(value_N: Tensor, old_N: Tensor, return_N: Tensor, *, clip: f
 
 def _places(batch: Batch) -> tuple[Tensor, tuple[int, int]]:
     """[N]: where each token stands in a table of responses x chosen tokens, -1 where it is not chosen; and its shape."""
-    chosen_N, response_N = batch.loss_mask_N, batch.response_of_token()
+    chosen_N, response_N = batch.loss_mask_N, batch.response_of_token
     starts_R = batch.offsets[:-1].to(response_N.device)
     before_N = chosen_N.long().cumsum(0) - chosen_N.long()
     column_N = before_N - before_N[starts_R.clamp(max=len(before_N) - 1)][response_N]
@@ -131,8 +131,8 @@ def _last_chosen(batch: Batch) -> Tensor:
     index_N = torch.arange(len(batch.loss_mask_N), device=batch.loss_mask_N.device)
     chosen_N = torch.where(batch.loss_mask_N, index_N, -1)
     last_R = torch.full((len(batch.lengths),), -1, device=index_N.device)
-    last_R = last_R.scatter_reduce(0, batch.response_of_token(), chosen_N, "amax")
-    return index_N == last_R[batch.response_of_token()]
+    last_R = last_R.scatter_reduce(0, batch.response_of_token, chosen_N, "amax")
+    return index_N == last_R[batch.response_of_token]
 
 
 def _sum(value_N: Tensor, kept_N: Tensor) -> Tensor:

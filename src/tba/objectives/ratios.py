@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tba.objectives.groups import mean_where
 from tba.types import Batch
 
 LARGEST_LOG_RATIO = 20.0
@@ -38,10 +39,7 @@ def k3(batch: Batch, log_pi_N: Tensor) -> Tensor:
     return difference_N.exp() - difference_N - 1.0
 
 
-def ratio_metrics(ratio: Tensor, kept: Tensor, *, low: float, high: float) -> dict[str, float]:
+def ratio_metrics(ratio: Tensor, kept: Tensor, *, low: float, high: float) -> dict[str, Tensor]:
     """How far the data is off-policy, as the clip sees it."""
-    ratio = ratio.detach()[kept]
-    if not len(ratio):
-        return {}
     outside = (ratio < 1.0 - low) | (ratio > 1.0 + high)
-    return {"objective/ratio_mean": float(ratio.mean()), "objective/clip_fraction": float(outside.float().mean())}
+    return {"objective/ratio_mean": mean_where(ratio, kept), "objective/clip_fraction": mean_where(outside, kept)}

@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from tba.config import Config
 from tba.objectives.base import Coupling, Needs, Objective
-from tba.objectives.groups import centred
+from tba.objectives.groups import centred, mean_where
 from tba.objectives.ratios import ratios, token_log_ratios
 from tba.types import Batch, Forward, Loss
 
@@ -56,10 +56,9 @@ class TBAPrime(Objective):
         gain_N = gain_N - beta * _factor(self.ratio_on_kl, clamped_N, log_pi_N) * batch.per_token(kl_PK)
         kept_N = batch.kept_N
         total = torch.where(kept_N, gain_N, torch.zeros_like(gain_N)).sum()
-        clipped_N = (ratio_N > self.ratio_max)[kept_N]
         metrics = {
-            "objective/ratio_mean": float(clamped_N.detach()[kept_N].mean()) if len(clipped_N) else 1.0,
-            "objective/clip_fraction": float(clipped_N.float().mean()) if len(clipped_N) else 0.0,
+            "objective/ratio_mean": mean_where(clamped_N, kept_N),
+            "objective/clip_fraction": mean_where(ratio_N > self.ratio_max, kept_N),
         }
         return Loss(value=-total / (max(1, batch.totals.responses) * self.normal_length), metrics=metrics)
 

@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from tba.objectives.base import Coupling, Extras, Needs, Objective
-from tba.objectives.groups import prompt_mean
+from tba.objectives.groups import mean_where, prompt_mean
 from tba.types import Batch, Forward, Loss
 
 
@@ -122,13 +122,11 @@ def _squared_residuals(
         clipped_PK = size_PK > limit
         squared_PK = torch.where(clipped_PK, limit * (2 * size_PK - limit), squared_PK)
     loss = squared_PK.sum() / max(1, batch.totals.responses)
-    residual_PK, prompts_P1 = residual_PK.detach(), kept_PK.any(dim=1, keepdim=True)
-    responses = kept_PK.sum().clamp(min=1)
     metrics = {
-        "tb/loss": loss.item(),
-        "tb/log_z": float(log_z_P1.detach()[prompts_P1].mean()) if prompts_P1.any() else 0.0,
-        "tb/log_z_std": float((residual_PK.square().sum() / responses).sqrt()),
-        "tb/max_abs_residual": float(residual_PK.abs().max()),
-        "tb/clip_fraction": float(clipped_PK.sum() / responses),
+        "tb/loss": loss.detach(),
+        "tb/log_z": mean_where(log_z_P1, kept_PK.any(dim=1, keepdim=True)),
+        "tb/log_z_std": mean_where(residual_PK.square(), kept_PK).sqrt(),
+        "tb/max_abs_residual": residual_PK.detach().abs().max(),
+        "tb/clip_fraction": mean_where(clipped_PK, kept_PK),
     }
     return Loss(value=0.5 * beta * loss, metrics=metrics)

@@ -51,7 +51,7 @@ def step_advantages(batch: Batch, reward_N: Tensor) -> Tensor:
     begins_N = torch.isfinite(batch.step_values_N)
     step_N = begins_N.long().cumsum(0) - 1
     value_S = batch.step_values_N[begins_N]
-    response_S = batch.response_of_token()[begins_N]
+    response_S = batch.response_of_token[begins_N]
     next_S = torch.cat([value_S[1:], value_S.new_zeros(1)])
     goes_on_S = torch.cat([response_S[1:] == response_S[:-1], response_S.new_zeros(1, dtype=torch.bool)])
     gain_S = torch.where(goes_on_S, next_S, torch.zeros_like(next_S)) - value_S

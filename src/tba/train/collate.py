@@ -95,9 +95,9 @@ def pack_responses(batch: Batch, responses: list[int], *, share_prompts: bool, d
     packed = pack([batch.prompt_tokens[p] for p in prompts], own, share_prompts=share_prompts, device=device)
     return MicroBatch(
         responses=index,
-        tokens_N=batch.tokens_of(index).to(device),
-        prompts=torch.tensor(prompts, device=device),
-        begins=torch.tensor(begins, device=device),
+        tokens_N=batch.tokens_of(index).to(device, non_blocking=True),
+        prompts=torch.tensor(prompts).to(device, non_blocking=True),
+        begins=torch.tensor(begins).to(device, non_blocking=True),
         packed=packed,
     )
 

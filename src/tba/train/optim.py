@@ -75,10 +75,13 @@ class MasterAdamW:
         for index, group in enumerate(self.adam.param_groups):
             group["lr"] = learning_rate if index == 0 or self._heads_rate is None else self._heads_rate
         self.adam.step()
-        self.adam.zero_grad(set_to_none=True)
+        self.drop_gradients()
         pairs = [(p, master) for p, master in zip(self.parameters, self.masters) if master is not p]
         if pairs:
             torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
+
+    def drop_gradients(self) -> None:
+        self.adam.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Any]:
         """Tensors and numbers of the optimizer, for a checkpoint."""

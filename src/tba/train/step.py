@@ -4,10 +4,14 @@ Where a micro-batch holds all that a gradient depends on, it back-propagates its
 of the step. Otherwise (a prompt spread over micro-batches; a loss that couples the whole batch) a first pass without
 gradients collects what the model says, the objective turns it into one coefficient per number, and a second pass
 back-propagates those. Both give the same gradients (a test compares them).
+
+Nothing is read back from the device before all of it has been told what to do: the host prepares the next micro-batch while
+the device works on this one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -53,10 +57,14 @@ class TrainStep:
         self.temperature = temperature
 
     def __call__(self, batch: Batch, *, beta: float, learning_rate: float) -> StepResult:
-        result = self.gradients(batch, beta=beta)
-        norm = self.optimizer.clip_gradients()
-        if not torch.isfinite(norm):
-            raise NonFiniteLoss(f"gradient norm is {norm.item()} (loss {result.metrics['loss']}).")
+        try:
+            result = self.gradients(batch, beta=beta)
+            norm = self.optimizer.clip_gradients()
+            if not torch.isfinite(norm):
+                raise NonFiniteLoss(f"gradient norm is {norm.item()} (loss {result.metrics['loss']}).")
+        except NonFiniteLoss:
+            self.optimizer.drop_gradients()
+            raise
         self.optimizer.step(learning_rate)
         return replace(result, metrics={**result.metrics, "grad_norm": norm.item(), "learning_rate": learning_rate})
 
@@ -71,14 +79,13 @@ class TrainStep:
         return self._two_passes(host, batch, split_responses(batch, self.budget), beta=beta)
 
     def _one_pass(self, host: Batch, batch: Batch, parts: list[list[int]], *, beta: float) -> StepResult:
-        K, losses = batch.shape[1], []
-        said = Said(batch)
-        for prompts in parts:
-            micro_batch = self._pack(host, [prompt * K + k for prompt in prompts for k in range(K)])
+        K, losses, said = batch.shape[1], [], Said(batch)
+        taken = [(batch.take(prompts), [prompt * K + k for prompt in prompts for k in range(K)]) for prompts in parts]
+        for part, micro_batch in [(part, self._pack(host, responses)) for part, responses in taken]:
             forward = self._forward(micro_batch)
-            loss = self.objective(batch.take(prompts), forward, beta=beta)
+            loss = self.objective(part, forward, beta=beta)
             self._backward(loss.value)
-            losses.append((loss, len(prompts)))
+            losses.append((loss, part.shape[0]))
             said.add(forward, tokens_N=micro_batch.tokens_N, prompts=micro_batch.prompts)
         return _result(losses, said.forward)
 
@@ -90,7 +97,6 @@ class TrainStep:
                 said.add(self._forward(micro_batch), tokens_N=micro_batch.tokens_N, prompts=micro_batch.prompts)
         leaves = said.with_gradients()
         loss = self.objective(batch, leaves, beta=beta)
-        _check_finite(loss.value)
         coefficients = _coefficients(loss.value, leaves)
         for micro_batch in micro_batches:
             self._backward(_weighted_sum(self._forward(micro_batch), coefficients, micro_batch))
@@ -104,7 +110,6 @@ class TrainStep:
         return self.policy.forward(micro_batch.packed, temperature=self.temperature)
 
     def _backward(self, value: Tensor) -> None:
-        _check_finite(value)
         value.backward()
         self.optimizer.accumulate()
 
@@ -165,11 +170,23 @@ def _first_log_z(batch: Batch, *, beta: float) -> float:
     return float((gap_PK + batch.reward_PK / beta)[kept_PK].mean()) if kept_PK.any() else 0.0
 
 
-def _check_finite(value: Tensor) -> None:
-    if not torch.isfinite(value):
-        raise NonFiniteLoss(f"loss is {value.item()}.")
-
-
 def _result(losses: list[tuple[Loss, int]], said: Forward) -> StepResult:
-    metrics = reduce_metrics([({"loss": loss.value.item(), **loss.metrics}, weight) for loss, weight in losses])
-    return StepResult(metrics=metrics, said=said)
+    found = _read([{**loss.metrics, "loss": loss.value} for loss, _ in losses])
+    for numbers in found:
+        if not math.isfinite(numbers["loss"]):
+            raise NonFiniteLoss(f"loss is {numbers['loss']}.")
+    parts = [
+        ({name: number for name, number in numbers.items() if not math.isnan(number)}, weight)
+        for numbers, (_, weight) in zip(found, losses)
+    ]
+    return StepResult(metrics=reduce_metrics(parts), said=said)
+
+
+def _read(metrics: list[dict[str, float | Tensor]]) -> list[dict[str, float]]:
+    """All numbers from the device at once."""
+    tensors = [value.detach().double() for part in metrics for value in part.values() if isinstance(value, Tensor)]
+    numbers = iter(torch.stack(tensors).tolist())
+    return [
+        {name: next(numbers) if isinstance(value, Tensor) else value for name, value in part.items()}
+        for part in metrics
+    ]

@@ -1,0 +1,85 @@
+"""Objectives leave their numbers on the device: reading one stops the host until the device has caught up."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from builders import ragged_batch, tiny_llama
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tba.config import TrainConfig
+from tba.models.policy import PolicyModel
+from tba.objectives.registry import OBJECTIVES
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.train.collate import Budget
+from tba.train.optim import MasterAdamW
+from tba.train.step import TrainStep
+from tba.types import Forward
+
+P, K = 3, 4
+READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::repeat_interleave.Tensor"}
+STOPPING = {"ppo", "vineppo"}
+"""PPO is computed once a step, between two passes; VinePPO finds its steps on the device."""
+
+
+class Reads(TorchDispatchMode):
+    """Counts what would wait for a device: numbers read, and results whose size depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function._schema.name) + (f".{function._overloadname}" if "repeat" in str(function) else "")
+        by_mask = name == "aten::index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        known_size = (kwargs or {}).get("output_size") is not None
+        if (name in READS and not known_size) or by_mask:
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_reads_are_noticed():
+    numbers = torch.arange(3.0)
+    with Reads() as reads:
+        float(numbers.sum())
+        numbers[numbers > 1.0]
+        torch.repeat_interleave(numbers, torch.tensor([1, 2, 0]))
+        torch.repeat_interleave(numbers, torch.tensor([1, 2, 0]), output_size=3)
+    assert reads.found == ["aten::_local_scalar_dense", "aten::index", "aten::repeat_interleave.Tensor"]
+
+
+@pytest.mark.parametrize("name", sorted(set(OBJECTIVES) - STOPPING))
+def test_an_objective_reads_nothing(name):
+    batch = ragged_batch(P, K)
+    settings = {"normal_length": 8} if "normal_length" in OBJECTIVES[name].model_fields else {}
+    objective = OBJECTIVES[name].model_validate(settings)
+    forward = Forward(log_pi_N=batch.behaviour_N.clone().requires_grad_(), log_z_P=torch.zeros(P, requires_grad=True))
+    with Reads() as reads:
+        loss = objective(batch, forward, beta=0.1)
+        loss.value.backward()
+    assert reads.found == []
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_the_host_waits_no_more_often_for_more_micro_batches(share_prompts):
+    waits = [count_waits(max_responses, share_prompts=share_prompts) for max_responses in (P * K, K)]
+    assert waits[0] == waits[1] > 0
+
+
+def count_waits(max_responses: int, *, share_prompts: bool) -> int:
+    policy = PolicyModel(tiny_llama(hidden_size=64).to("cuda", torch.bfloat16))
+    budget = Budget(max_tokens=10_000, max_responses=max_responses, share_prompts=share_prompts)
+    optimizer = MasterAdamW(policy.model.parameters(), TrainConfig())
+    step = TrainStep(policy, TrajectoryBalance(), optimizer, budget=budget, temperature=1.0)
+    step.gradients(ragged_batch(P, K), beta=0.1)  # kernels are compiled
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step.gradients(ragged_batch(P, K), beta=0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in caught)
