@@ -1,10 +1,20 @@
-"""FlashAttention over packed sequences: its plan anywhere, its values and gradients on a GPU."""
+"""FlashAttention over packed sequences: its kernels on a GPU; the rest on a CPU too, with kernels written out."""
+
+import math
 
 import pytest
 import torch
+from builders import VOCABULARY, tiny_llama
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
+from tba.models import flash_attention as flash
 from tba.models.flash_attention import FlashPlan, can_use_flash, flash_attention
-from tba.models.packed_attention import PackedLayout, _attend
+from tba.models.packed_attention import PackedLayout, attend_packed
+from tba.models.packing import pack
+from tba.models.policy import PolicyModel
+
+H, K, D = 4, 2, 8
 
 
 def test_branches_of_a_root_are_one_sequence_of_queries():
@@ -14,7 +24,9 @@ def test_branches_of_a_root_are_one_sequence_of_queries():
     assert plan.roots.tolist() == [0, 3, 5]
     assert plan.branches.tolist() == [0, 4, 5, 10]
     assert plan.queries_of_root.tolist() == [0, 5, 10]
-    assert (plan.num_root_tokens, plan.longest_root, plan.longest_branch, plan.most_queries) == (5, 3, 5, 5)
+    assert flash.Sizes(*plan.sizes.tolist()) == flash.Sizes(
+        root_tokens=5, longest_root=3, longest_branch=5, most_queries=5
+    )
 
 
 def test_without_branches_there_is_one_part():
@@ -27,27 +39,137 @@ def test_it_is_for_half_precision_on_cuda_without_windows():
     assert not can_use_flash(torch.zeros(1, 1, 64), window=None, longest=8, softcap=None)
 
 
+def sequences(ends_q: Tensor, ends_k: Tensor):
+    for index in range(len(ends_q) - 1):
+        yield slice(int(ends_q[index]), int(ends_q[index + 1])), slice(int(ends_k[index]), int(ends_k[index + 1]))
+
+
+def scores_of(q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """[H, queries, keys] of one sequence."""
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)) * scale
+    return scores.masked_fill(~torch.ones(scores.shape[1:], dtype=torch.bool).tril(), -math.inf) if causal else scores
+
+
+def slow_forward(q, k, v, ends_q, ends_k, most_q, most_k, *, causal, scale):
+    """What aten::_flash_attention_forward computes, sequence by sequence."""
+    out, sums = torch.zeros_like(q), q.new_zeros(q.shape[1], q.shape[0])
+    for queries, keys in sequences(ends_q, ends_k):
+        assert queries.stop - queries.start <= most_q
+        assert keys.stop - keys.start <= most_k
+        scores = scores_of(q[queries], k[keys], causal=causal, scale=scale)
+        wide = v[keys].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide)
+        sums[:, queries] = scores.logsumexp(-1)
+    return out, sums
+
+
+def slow_backward(d_out, q, k, v, out, sums, ends_q, ends_k, most_q, most_k, *, causal, scale):
+    """What aten::_flash_attention_backward computes: probabilities from the log-sums it is given."""
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    group = q.shape[1] // k.shape[1]
+    for queries, keys in sequences(ends_q, ends_k):
+        p = torch.exp(scores_of(q[queries], k[keys], causal=causal, scale=scale) - sums[:, queries, None])
+        wide_k, wide_v = (part[keys].repeat_interleave(group, dim=1) for part in (k, v))
+        d_p = torch.einsum("qhd,khd->hqk", d_out[queries], wide_v)
+        d_scores = p * (d_p - (d_out[queries] * out[queries]).sum(-1).t()[:, :, None]) * scale
+        dq[queries] = torch.einsum("hqk,khd->qhd", d_scores, wide_k)
+        for target, wide in (
+            (dk, torch.einsum("hqk,qhd->khd", d_scores, q[queries])),
+            (dv, torch.einsum("hqk,qhd->khd", p, d_out[queries])),
+        ):
+            target[keys] = wide.unflatten(1, (-1, group)).sum(2)
+    return dq, dk, dv
+
+
+@pytest.fixture
+def kernels_written_out(monkeypatch):
+    monkeypatch.setattr(flash, "_forward", slow_forward)
+    monkeypatch.setattr(flash, "_backward", slow_backward)
+
+
+SHARED = {"root_lengths": [5, 3], "branch_lengths": [4, 6, 2], "branch_roots": [0, 0, 1]}
+WHOLE = {"root_lengths": [9, 4, 7]}
+
+
+@pytest.mark.usefixtures("kernels_written_out")
+@pytest.mark.parametrize("lengths", [SHARED, WHOLE], ids=["shared", "whole"])
+def test_parts_make_up_the_whole_attention_and_its_gradients(lengths):
+    """Against the gathered blocks with a mask, by autograd, in fp64."""
+    layout = PackedLayout(**lengths, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(20, heads, D, dtype=torch.float64, generator=generator) for heads in (H, K, K)]
+    out_gradient = torch.randn(20, H, D, dtype=torch.float64, generator=generator)
+    results = []
+    for attend in (
+        lambda *leaves: flash_attention(*leaves, layout.flash_plan, 0.3),
+        lambda *leaves: attend_packed(*leaves, layout, scaling=0.3, window=None, softcap=None),
+    ):
+        leaves = [part.clone().requires_grad_() for part in states]
+        out = attend(*leaves)
+        out.backward(out_gradient)
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for got, want in zip(*results):
+        assert (got - want).abs().max() < 1e-6  # log-sums are kept in fp32 where the operators say so
+
+
+@pytest.mark.usefixtures("kernels_written_out")
+def test_a_compiled_layer_is_one_graph_for_all_lengths(monkeypatch):
+    """fullgraph refuses to stop in the middle of a layer; shared prompts have a graph, and prompts that are not."""
+    monkeypatch.setattr("tba.models.packed_attention.can_use_flash", lambda *_, **__: True)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    policies = [PolicyModel(tiny_llama()), PolicyModel(tiny_llama())]
+    for layer in policies[1].model.base_model.layers:
+        layer.compile(dynamic=True, fullgraph=True, backend=counter)
+    compiled = []
+    for index, lengths in enumerate([(2, 5), (7, 3, 4), (4, 4), (9, 1, 2, 6)]):
+        for share_prompts in (True, False):
+            found = [log_probs_and_gradient(policy, lengths, share_prompts, seed=index) for policy in policies]
+            for got, want in zip(found[1], found[0]):
+                assert (got - want).abs().max() < 1e-5 * max(1.0, float(want.abs().max()))
+        compiled.append(counter.frame_count)
+    assert compiled == compiled[:1] * 4
+    torch._dynamo.reset()
+
+
+def log_probs_and_gradient(policy: PolicyModel, lengths: tuple[int, ...], share_prompts: bool, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(3, VOCABULARY, (3 + seed,), generator=generator) for _ in range(2)]
+    responses = [[torch.randint(3, VOCABULARY, (n,), generator=generator) for n in lengths] for _ in prompts]
+    packed = pack(prompts, responses, share_prompts=share_prompts, device=torch.device("cpu"))
+    log_pi = policy.forward(packed, temperature=1.0).log_pi_N
+    policy.model.zero_grad()
+    log_pi.square().sum().backward()
+    return log_pi.detach(), torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_values_and_gradients_are_those_of_plain_attention():
+@pytest.mark.parametrize("lengths", [SHARED, WHOLE], ids=["shared", "whole"])
+def test_values_and_gradients_are_those_of_plain_attention(lengths):
     device = torch.device("cuda")
-    layout = PackedLayout(root_lengths=[5, 3], branch_lengths=[4, 6, 2], branch_roots=[0, 0, 1], device=device)
+    layout = PackedLayout(**lengths, device=device)
     generator = torch.Generator(device).manual_seed(0)
-    q, k, v = (torch.randn(20, heads, 64, device=device, generator=generator) for heads in (4, 2, 2))
+    states = [torch.randn(20, heads, 64, device=device, generator=generator).bfloat16() for heads in (4, 2, 2)]
     out_gradient = torch.randn(20, 4, 64, device=device, generator=generator)
     results = []
-    for flash in (True, False):
-        leaves = [
-            t.bfloat16().clone().requires_grad_() if flash else t.bfloat16().float().requires_grad_() for t in (q, k, v)
-        ]
-        if flash:
-            out = flash_attention(*leaves, layout.flash_plan, 0.125)
-        else:
-            blocks = [_attend(*leaves, layout.root_index_RL, layout.root_index_RL, None, 0.125, None)]
-            mask = layout.branch_mask(None)
-            blocks.append(_attend(*leaves, layout.branch_index_BM, layout.branch_key_index, mask, 0.125, None))
-            out = torch.cat(blocks).index_select(0, layout.unpack_T)
+    for dtype in (torch.bfloat16, torch.float32):  # fp32 goes through gathered blocks
+        leaves = [part.to(dtype).clone().requires_grad_() for part in states]
+        out = attend_packed(*leaves, layout, scaling=0.125, window=None, softcap=None)
         out.backward(out_gradient.to(out.dtype))
         results.append([out.detach().float(), *(leaf.grad.float() for leaf in leaves)])
     for got, want in zip(*results):
         assert (got - want).abs().max() < 0.03 * want.abs().max()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_the_operators_say_what_they_return():
+    """torch.library.opcheck: schema, shapes and strides of the stand-ins, and gradients while compiling."""
+    layout = PackedLayout(**SHARED, device=torch.device("cuda"))
+    plan = layout.flash_plan
+    states = [torch.randn(20, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2)]
+    arguments = (*states, plan.roots, plan.branches, plan.queries_of_root, plan.sizes, 0.125)
+    torch.library.opcheck(
+        flash._attend, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    )

@@ -4,7 +4,9 @@ A branch (a response that shares its prompt's pass) sees its root and its own pa
 by their log-sums; in the backward pass each part gets the *merged* output and log-sum, which makes its share of the gradient
 exact: probabilities are exp(score - merged log-sum) wherever the key lies.
 
-Axes: T packed tokens, H query heads, K key/value heads, D head dimension.
+Forward and backward are operators of their own, so that a compiled layer is one graph with attention in its middle.
+
+Axes: T packed tokens, R of them in roots, H query heads, K key/value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,22 +24,30 @@ OLDEST = (8, 0)
 """Compute capability: Ampere."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+class Sizes(NamedTuple):
+    """Sizes(root_tokens=5, longest_root=3, longest_branch=5, most_queries=5)"""
+
+    root_tokens: int
+    longest_root: int
+    longest_branch: int
+    most_queries: int
+    """Branch tokens of one root."""
+
+
+@dataclass(kw_only=True, eq=False)  # not frozen, and no integers: torch.compile would compile again for other lengths
 class FlashPlan:
     """Cumulated lengths of the packed sequences, as FlashAttention takes them (int32, on the device).
 
     FlashPlan.make(root_lengths=[3], branch_lengths=[2, 1], branch_roots=[0, 0], device=...): roots 0-2, branches 3-4 and 5.
     """
 
-    num_root_tokens: int
     roots: Tensor
-    longest_root: int
     branches: Tensor | None
     """Each branch by itself; None = there are none."""
-    longest_branch: int
     queries_of_root: Tensor | None
     """All branch tokens of a root as one sequence: they lie side by side."""
-    most_queries: int
+    sizes: Tensor
+    """`Sizes`, on the CPU."""
 
     @classmethod
     def make(
@@ -52,14 +62,17 @@ class FlashPlan:
         for root, length in zip(branch_roots, branch_lengths):
             queries[root] += length
         has_branches = len(branch_lengths) > 0
-        return cls(
-            num_root_tokens=sum(root_lengths),
-            roots=_cumulated(root_lengths, device),
+        sizes = Sizes(
+            root_tokens=sum(root_lengths),
             longest_root=max(root_lengths),
-            branches=_cumulated(branch_lengths, device) if has_branches else None,
             longest_branch=max(branch_lengths, default=0),
-            queries_of_root=_cumulated(queries, device) if has_branches else None,
             most_queries=max(queries),
+        )
+        return cls(
+            roots=_cumulated(root_lengths, device),
+            branches=_cumulated(branch_lengths, device) if has_branches else None,
+            queries_of_root=_cumulated(queries, device) if has_branches else None,
+            sizes=torch.tensor(sizes),
         )
 
 
@@ -71,7 +84,7 @@ def _cumulated(lengths: Sequence[int], device: torch.device) -> Tensor:
 def can_use_flash(query: Tensor, *, window: int | None, longest: int, softcap: float | None) -> bool:
     return (
         query.is_cuda
-        and torch.cuda.get_device_capability(query.device) >= OLDEST
+        and _is_new_enough(query.device)
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] <= LARGEST_HEAD
         and query.shape[-1] % 8 == 0
@@ -80,95 +93,124 @@ def can_use_flash(query: Tensor, *, window: int | None, longest: int, softcap: f
     )
 
 
+@torch.compiler.assume_constant_result
+def _is_new_enough(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= OLDEST
+
+
 def flash_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: FlashPlan, scale: float) -> Tensor:
     """-> [T, H, D]"""
-    return _PackedFlash.apply(q_THD, k_TKD, v_TKD, plan, scale)
+    states = (q_THD.contiguous(), k_TKD.contiguous(), v_TKD.contiguous())
+    out, _ = _attend(*states, plan.roots, plan.branches, plan.queries_of_root, plan.sizes, scale)
+    return out
 
 
-class _PackedFlash(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scale: float) -> Tensor:
-        R = plan.num_root_tokens
-        out_roots, sums_roots = _forward(
-            q[:R], k[:R], v[:R], plan.roots, plan.roots, plan.longest_root, plan.longest_root, True, scale
-        )
-        out, sums = out_roots, [sums_roots]
-        if plan.branches is not None:
-            longest = plan.longest_branch
-            own, own_sums = _forward(q[R:], k[R:], v[R:], plan.branches, plan.branches, longest, longest, True, scale)
-            assert plan.queries_of_root is not None
-            root, root_sums = _forward(
-                q[R:],
-                k[:R],
-                v[:R],
-                plan.queries_of_root,
-                plan.roots,
-                plan.most_queries,
-                plan.longest_root,
-                False,
-                scale,
-            )
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            out[:R] = out_roots
-            sums.append(_merge(own, own_sums, root, root_sums, out[R:]))
-        ctx.save_for_backward(q, k, v, out, *sums)
-        ctx.plan, ctx.scale = plan, scale
-        return out
+# --- the operators -----------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, out, sums_roots, *rest = ctx.saved_tensors
-        plan, scale = ctx.plan, ctx.scale
-        d_out, R = d_out.contiguous(), plan.num_root_tokens
-        longest = plan.longest_root
-        dq_roots, dk_roots, dv_roots = _backward(
-            d_out[:R], q[:R], k[:R], v[:R], out[:R], sums_roots, plan.roots, plan.roots, longest, longest, True, scale
-        )
-        if plan.branches is None:
-            return dq_roots, dk_roots, dv_roots, None, None
-        (merged_sums,) = rest
-        longest = plan.longest_branch
-        branch = (d_out[R:], q[R:])
-        dq_own, dk_own, dv_own = _backward(
-            *branch, k[R:], v[R:], out[R:], merged_sums, plan.branches, plan.branches, longest, longest, True, scale
-        )
-        dq_root, dk_root, dv_root = _backward(
-            *branch, k[:R], v[:R], out[R:], merged_sums,
-            plan.queries_of_root, plan.roots, plan.most_queries, plan.longest_root, False, scale,
-        )  # fmt: skip
-        dq, dk, dv = (torch.empty_like(states) for states in (q, k, v))
-        dq[:R] = dq_roots
-        torch.add(dq_own, dq_root, out=dq[R:])
-        for whole, roots, seen, own in ((dk, dk_roots, dk_root, dk_own), (dv, dv_roots, dv_root, dv_own)):
-            torch.add(roots, seen, out=whole[:R])
-            whole[R:] = own
-        return dq, dk, dv, None, None
+PLAN = "Tensor roots, Tensor? branches, Tensor? queries_of_root, Tensor sizes, float scale"
 
 
-def _merge(own: Tensor, own_sums: Tensor, root: Tensor, root_sums: Tensor, out: Tensor) -> Tensor:
-    """Write the attention over both keys to `out`; returns its log-sums."""
-    if importlib.util.find_spec("triton") is not None:
+@torch.library.custom_op(
+    "tba::packed_flash", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {PLAN}) -> (Tensor, Tensor)"
+)
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor,
+    roots: Tensor, branches: Tensor | None, queries_of_root: Tensor | None, sizes: Tensor, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output [T, H, D] and log-sums [H, T]."""
+    R, longest_root, longest_branch, most_queries = sizes.tolist()
+    out_roots, sums_roots = _forward(
+        q[:R], k[:R], v[:R], roots, roots, longest_root, longest_root, causal=True, scale=scale
+    )
+    if branches is None or queries_of_root is None:
+        return out_roots, sums_roots
+    own, own_sums = _forward(
+        q[R:], k[R:], v[R:], branches, branches, longest_branch, longest_branch, causal=True, scale=scale
+    )
+    root, root_sums = _forward(
+        q[R:], k[:R], v[:R], queries_of_root, roots, most_queries, longest_root, causal=False, scale=scale
+    )
+    out, sums = torch.empty_like(q), sums_roots.new_empty(q.shape[1], q.shape[0])
+    out[:R], sums[:, :R] = out_roots, sums_roots
+    _merge(own, own_sums, root, root_sums, out[R:], sums[:, R:])
+    return out, sums
+
+
+@torch.library.custom_op(
+    "tba::packed_flash_backward",
+    mutates_args=(),
+    schema=f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, {PLAN}) -> (Tensor, Tensor, Tensor)",
+)
+def _attend_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
+    roots: Tensor, branches: Tensor | None, queries_of_root: Tensor | None, sizes: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v."""
+    R, longest_root, longest_branch, most_queries = sizes.tolist()
+    dq_roots, dk_roots, dv_roots = _backward(
+        d_out[:R], q[:R], k[:R], v[:R], out[:R], sums[:, :R],
+        roots, roots, longest_root, longest_root, causal=True, scale=scale,
+    )  # fmt: skip
+    if branches is None or queries_of_root is None:
+        return dq_roots, dk_roots, dv_roots
+    of_branches = (out[R:], sums[:, R:].contiguous())
+    dq_own, dk_own, dv_own = _backward(
+        d_out[R:], q[R:], k[R:], v[R:], *of_branches,
+        branches, branches, longest_branch, longest_branch, causal=True, scale=scale,
+    )  # fmt: skip
+    dq_root, dk_root, dv_root = _backward(
+        d_out[R:], q[R:], k[:R], v[:R], *of_branches,
+        queries_of_root, roots, most_queries, longest_root, causal=False, scale=scale,
+    )  # fmt: skip
+    dq, dk, dv = (torch.empty_like(states) for states in (q, k, v))
+    dq[:R] = dq_roots
+    torch.add(dq_own, dq_root, out=dq[R:])
+    for whole, roots_part, seen, own in ((dk, dk_roots, dk_root, dk_own), (dv, dv_roots, dv_root, dv_own)):
+        torch.add(roots_part, seen, out=whole[:R])
+        whole[R:] = own
+    return dq, dk, dv
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@_attend_backward.register_fake
+def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+
+
+def _gradients(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _attend_backward(d_out.contiguous(), *ctx.saved_tensors, ctx.scale)
+    return (*gradients, None, None, None, None, None)
+
+
+_attend.register_autograd(_gradients, setup_context=_keep)
+
+
+def _merge(own: Tensor, own_sums: Tensor, root: Tensor, root_sums: Tensor, out: Tensor, sums: Tensor) -> None:
+    """Write the attention over the own and the root's keys to `out` [T, H, D], its log-sums to `sums` [H, T]."""
+    if out.is_cuda and importlib.util.find_spec("triton") is not None:
         from tba.kernels.merge import merge
 
-        return merge(own, own_sums, root, root_sums, out)
-    sums_HT = torch.logaddexp(own_sums, root_sums)
-    shares = (torch.exp(part - sums_HT).t()[:, :, None] for part in (own_sums, root_sums))
-    out.copy_(own * next(shares) + root * next(shares))
-    return sums_HT
+        merge(own, own_sums, root, root_sums, out, sums)
+        return
+    sums.copy_(torch.logaddexp(own_sums, root_sums))
+    own_share, root_share = (torch.exp(part - sums).t()[:, :, None] for part in (own_sums, root_sums))
+    out.copy_(own * own_share + root * root_share)
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor,
-    most_q: int,
-    most_k: int,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Output [T, H, D] and log-sums [H, T]."""
+    q: Tensor, k: Tensor, v: Tensor,
+    ends_q: Tensor, ends_k: Tensor, most_q: int, most_k: int, *, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output [T, H, D] and log-sums [H, T] of one set of sequences."""
     out, sums, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, ends_q, ends_k, most_q, most_k, 0.0, causal, False, scale=scale
     )
@@ -177,7 +219,7 @@ def _forward(
 
 def _backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
-    ends_q: Tensor, ends_k: Tensor, most_q: int, most_k: int, causal: bool, scale: float,
+    ends_q: Tensor, ends_k: Tensor, most_q: int, most_k: int, *, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     # No dropout, so the random state that the operator asks for is never read.
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)

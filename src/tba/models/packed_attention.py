@@ -40,7 +40,16 @@ class PackedLayout:
     branch_lengths: Sequence[int] = ()
     branch_roots: Sequence[int] = ()
     device: torch.device
+    flash_plan: FlashPlan = field(init=False)
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.flash_plan = FlashPlan.make(
+            root_lengths=self.root_lengths,
+            branch_lengths=self.branch_lengths,
+            branch_roots=self.branch_roots,
+            device=self.device,
+        )
 
     @cached_property
     def _lengths(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,15 +81,6 @@ class PackedLayout:
         """[B, L + M]: the keys a branch may see: its root's tokens, then its own."""
         _, _, branch_roots = self._lengths
         return torch.cat([self.root_index_RL[branch_roots.to(self.device)], self.branch_index_BM], dim=1)
-
-    @cached_property
-    def flash_plan(self) -> FlashPlan:
-        return FlashPlan.make(
-            root_lengths=self.root_lengths,
-            branch_lengths=self.branch_lengths,
-            branch_roots=self.branch_roots,
-            device=self.device,
-        )
 
     @property
     def longest(self) -> int:
@@ -136,7 +136,6 @@ def _rows_of(lengths: Tensor, first: int) -> Tensor:
     return rows[column < lengths[:, None]]
 
 
-@torch.compiler.disable  # lengths and plans are plain Python; compiled layers stop here and go on after
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -154,9 +153,12 @@ def packed_attention(
     if packed_layout is None:
         raise ValueError(f"attention {NAME!r} needs packed_layout: this model does not pass keyword arguments through.")
     q_THD, k_THD, v_THD = (states[0].transpose(0, 1) for states in (query, key, value))
-    attended = attend_packed(
-        q_THD, k_THD, v_THD, packed_layout, scaling=scaling, window=sliding_window, softcap=softcap
-    )
+    if sliding_window is None and can_use_flash(q_THD, window=None, longest=0, softcap=softcap):
+        attended = _attend_flash(q_THD, k_THD, v_THD, packed_layout, scaling)
+    else:
+        attended = _attend_outside(
+            q_THD, k_THD, v_THD, packed_layout, scaling=scaling, window=sliding_window, softcap=softcap
+        )
     return attended[None], None
 
 
@@ -172,8 +174,7 @@ def attend_packed(
 ) -> Tensor:
     """Attention inside the layout's sequences; keys and values may have fewer heads -> [T, H, D]."""
     if can_use_flash(q_THD, window=window, longest=layout.longest, softcap=softcap):
-        scale = scaling if scaling is not None else q_THD.shape[-1] ** -0.5
-        return flash_attention(q_THD, k_THD, v_THD, layout.flash_plan, scale)
+        return _attend_flash(q_THD, k_THD, v_THD, layout, scaling)
     root_mask = layout.root_mask(window)
     blocks = [_attend(q_THD, k_THD, v_THD, layout.root_index_RL, layout.root_index_RL, root_mask, scaling, softcap)]
     if layout.branch_lengths:
@@ -183,6 +184,15 @@ def attend_packed(
         )
     rows = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
     return rows.index_select(0, layout.unpack_T)
+
+
+_attend_outside = torch.compiler.disable(attend_packed)
+"""Lengths and masks are plain Python: a compiled layer stops here and goes on after."""
+
+
+def _attend_flash(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
+    scale = scaling if scaling is not None else q_THD.shape[-1] ** -0.5
+    return flash_attention(q_THD, k_THD, v_THD, layout.flash_plan, scale)
 
 
 def _attend(
