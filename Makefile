@@ -11,8 +11,10 @@ export HF_HUB_OFFLINE ?= 1
 
 .PHONY: test quickstart lint install clean
 
+# Tests that start whole runs need the cores for themselves; the others share them.
 test: install lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --ignore tests/launch
+	$(BIN)/python -m pytest tests/launch
 
 quickstart: install
 	$(BIN)/tba train configs/quickstart.yaml overwrite=true

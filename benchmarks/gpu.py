@@ -348,8 +348,9 @@ def _measure_roles(label: str, seconds: float = 10.0) -> Row:
         return [(count.value - value) / seconds for count, value in zip(counts, before)]
 
     alone_search, alone_train, both = rates((0,))[0], rates((1,))[1], rates((0, 1))
-    for process in processes:
+    for process in processes:  # both at once: under MPS the end of one is a fault in the other
         process.kill()
+    for process in processes:
         process.join()
     share = both[0] / alone_search + both[1] / alone_train
     rates_of = f"search {both[0]:,.0f} of {alone_search:,.0f}, train {both[1]:,.0f} of {alone_train:,.0f}"

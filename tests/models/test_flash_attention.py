@@ -118,17 +118,17 @@ def test_a_compiled_layer_is_one_graph_for_all_lengths(monkeypatch):
     monkeypatch.setattr("tba.models.packed_attention.can_use_flash", lambda *_, **__: True)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    policies = [PolicyModel(tiny_llama()), PolicyModel(tiny_llama())]
+    policies = [PolicyModel(tiny_llama(num_hidden_layers=1)) for _ in range(2)]
     for layer in policies[1].model.base_model.layers:
         layer.compile(dynamic=True, fullgraph=True, backend=counter)
     compiled = []
-    for index, lengths in enumerate([(2, 5), (7, 3, 4), (4, 4), (9, 1, 2, 6)]):
+    for index, lengths in enumerate([(2, 5), (7, 3, 4), (9, 1, 2, 6)]):
         for share_prompts in (True, False):
             found = [log_probs_and_gradient(policy, lengths, share_prompts, seed=index) for policy in policies]
             for got, want in zip(found[1], found[0]):
                 assert (got - want).abs().max() < 1e-5 * max(1.0, float(want.abs().max()))
         compiled.append(counter.frame_count)
-    assert compiled == compiled[:1] * 4
+    assert compiled == compiled[:1] * 3
     torch._dynamo.reset()
 
 
