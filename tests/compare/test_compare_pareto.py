@@ -5,7 +5,7 @@ from studies import plan_study, write_run
 from tba.compare.pareto import frontier, save_pareto
 from tba.compare.results import gather
 from tba.compare.study import Pareto
-from tba.compare.table import final_grid
+from tba.compare.table import final_grid, tables_of
 
 
 def test_the_frontier_holds_what_no_other_beats_in_both():
@@ -30,3 +30,12 @@ def test_further_metrics_have_tables_and_a_picture(tmp_path):
     assert final_grid(results, "cost")[1][1].startswith(f"{sum(seeds) / len(seeds):.4g}")
     save_pareto(results, Pareto(x="cost", y="accuracy"), tmp_path / "pareto.png")
     assert (tmp_path / "pareto.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_title_of_a_metric_that_no_run_knows_says_what_there_is(tmp_path):
+    plan = plan_study(tmp_path, also=["cost", "csot"], tune=None)
+    titles = [title for title, _ in tables_of(gather(plan), measures=False)]
+    assert titles[1:3] == ["cost", "csot"]  # nothing is known before the first run
+    write_run(next(cell for cells in plan.runs.values() for cell in cells), accuracy=0.5, cost=1.0)
+    titles = [title for title, _ in tables_of(gather(plan), measures=False)]
+    assert titles[1:3] == ["cost", "csot: not in `final` of any run (there are accuracy, cost)"]

@@ -103,7 +103,7 @@ def rich_table(grid: Grid) -> Table:
 def tables_of(results: Results, *, measures: bool) -> list[tuple[str, Grid]]:
     """(title, grid) of what there is to report, the metric first; `measures` adds all that was measured besides."""
     tables = [(f"{metric_title(results)}: mean ± standard error over {seeds_text(results)}", metric_grid(results))]
-    tables += [(titled(name, scale_for(name)), final_grid(results, name)) for name in results.study.also]
+    tables += [(_also_title(results, name), final_grid(results, name)) for name in results.study.also]
     tables += [(title, measure_grid(results, name)) for name, title in TITLES.items() if measures]
     if results.tuning:
         tuned_by = results.study.tuning_metric
@@ -112,6 +112,15 @@ def tables_of(results: Results, *, measures: bool) -> list[tuple[str, Grid]]:
         )
     failures = failure_grid(results)
     return tables + ([("Failed runs", failures)] if len(failures) > 1 else [])
+
+
+def _also_title(results: Results, name: str) -> str:
+    """A name that no run knows is likely a typo: then the title says what there is."""
+    finals = [final for cell in results.cells.values() for final in cell.finals.values()]
+    known = sorted({key for final in finals for key in final})
+    if known and name not in known:
+        return f"{name}: not in `final` of any run (there are {', '.join(known)})"
+    return titled(name, scale_for(name))
 
 
 def as_markdown(results: Results, *, command: str, commit: str | None, cpu_count: int) -> str:
