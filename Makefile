@@ -11,9 +11,9 @@ export HF_HUB_OFFLINE ?= 1
 
 .PHONY: test quickstart lint install clean
 
-# Tests that start whole runs need the cores for themselves; the others share them.
+# Those in tests/launch wait for processes, with deadlines, and need the cores for themselves.
 test: install lint
-	$(BIN)/python -m pytest -n 2 --ignore tests/launch
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/launch
 	$(BIN)/python -m pytest tests/launch
 
 quickstart: install

@@ -263,8 +263,9 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """Move what objectives compute on; offsets and prompts stay on the CPU."""
         tensors = [*self._token_tensors(), *((name, getattr(self, name)) for name in RESPONSE_FIELDS)]
-        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors}
-        rewards = {name: value.to(device, non_blocking=True) for name, value in self.rewards.items()}
+        non_blocking = device.type != "cpu"  # on the way back the host would read too early
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=non_blocking) for name, value in tensors}
+        rewards = {name: value.to(device, non_blocking=non_blocking) for name, value in self.rewards.items()}
         return replace(self, rewards=rewards, **moved)
 
     def _token_tensors(self) -> list[tuple[str, Any]]:

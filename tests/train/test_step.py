@@ -148,6 +148,25 @@ def test_metrics_are_the_same_in_one_and_in_two_passes():
             assert other[name] == pytest.approx(one[name], rel=1e-5), name
 
 
+@pytest.mark.parametrize("max_responses", [K, 1])
+def test_a_prompt_without_weight_counts_in_no_metric_however_the_step_is_cut(max_responses):
+    batch = ragged_batch(P, K)
+    batch.weight_PK[0] = 0.0
+    whole = make_step(Budget(max_tokens=10_000)).gradients(batch, beta=0.1).metrics
+    cut = make_step(Budget(max_tokens=10_000, max_responses=max_responses)).gradients(batch, beta=0.1).metrics
+    for name in ("loss", "tb/log_z", "tb/max_abs_residual"):
+        assert cut[name] == pytest.approx(whole[name], rel=1e-5), name
+    others = make_step(Budget(max_tokens=10_000)).gradients(batch.take([1, 2]), beta=0.1).metrics
+    for name in ("tb/log_z", "tb/log_z_std"):
+        assert whole[name] == pytest.approx(others[name], rel=1e-5), name
+
+
+def test_a_mean_over_nothing_is_left_out():
+    step = make_step(Budget(max_tokens=10_000))
+    metrics = step.gradients(replace(ragged_batch(P, K), weight_PK=torch.zeros(P, K)), beta=0.1).metrics
+    assert metrics == {"loss": 0.0, "tb/loss": 0.0, "tb/max_abs_residual": 0.0}
+
+
 def test_dropped_responses_leave_no_gradient():
     step = make_step(Budget(max_tokens=10_000))
     batch = ragged_batch(P, K)
@@ -164,6 +183,7 @@ def test_a_non_finite_loss_stops_before_the_optimizer_moves(max_responses):
     with pytest.raises(NonFiniteLoss, match="loss is"):
         step(replace(ragged_batch(P, K), reward_PK=reward), beta=0.1, learning_rate=1e-3)
     assert all(torch.equal(a, b) for a, b in zip(before, step.policy.model.parameters()))
+    assert all(master.grad is None for master in step.optimizer.masters)
 
 
 def test_gradients_are_clipped_to_the_threshold():

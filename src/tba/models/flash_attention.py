@@ -30,6 +30,7 @@ class Sizes(NamedTuple):
     root_tokens: int
     longest_root: int
     longest_branch: int
+    """0 = there are none."""
     most_queries: int
     """Branch tokens of one root."""
 
@@ -42,9 +43,9 @@ class FlashPlan:
     """
 
     roots: Tensor
-    branches: Tensor | None
-    """Each branch by itself; None = there are none."""
-    queries_of_root: Tensor | None
+    branches: Tensor
+    """Each branch by itself; one of no tokens where there are none."""
+    queries_of_root: Tensor
     """All branch tokens of a root as one sequence: they lie side by side."""
     sizes: Tensor
     """`Sizes`, on the CPU."""
@@ -61,7 +62,6 @@ class FlashPlan:
         queries = [0] * len(root_lengths)
         for root, length in zip(branch_roots, branch_lengths):
             queries[root] += length
-        has_branches = len(branch_lengths) > 0
         sizes = Sizes(
             root_tokens=sum(root_lengths),
             longest_root=max(root_lengths),
@@ -70,8 +70,8 @@ class FlashPlan:
         )
         return cls(
             roots=_cumulated(root_lengths, device),
-            branches=_cumulated(branch_lengths, device) if has_branches else None,
-            queries_of_root=_cumulated(queries, device) if has_branches else None,
+            branches=_cumulated(branch_lengths or [0], device),
+            queries_of_root=_cumulated(queries, device),
             sizes=torch.tensor(sizes),
         )
 
@@ -81,7 +81,8 @@ def _cumulated(lengths: Sequence[int], device: torch.device) -> Tensor:
     return ends.to(device, non_blocking=True)
 
 
-def can_use_flash(query: Tensor, *, window: int | None, longest: int, softcap: float | None) -> bool:
+def can_use_flash(query: Tensor, *, softcap: float | None) -> bool:
+    """Where no window is shorter than a sequence."""
     return (
         query.is_cuda
         and _is_new_enough(query.device)
@@ -89,7 +90,6 @@ def can_use_flash(query: Tensor, *, window: int | None, longest: int, softcap: f
         and query.shape[-1] <= LARGEST_HEAD
         and query.shape[-1] % 8 == 0
         and softcap is None
-        and (window is None or window >= longest)
     )
 
 
@@ -101,28 +101,28 @@ def _is_new_enough(device: torch.device) -> bool:
 def flash_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: FlashPlan, scale: float) -> Tensor:
     """-> [T, H, D]"""
     states = (q_THD.contiguous(), k_TKD.contiguous(), v_TKD.contiguous())
-    out, _ = _attend(*states, plan.roots, plan.branches, plan.queries_of_root, plan.sizes, scale)
+    out, _ = _packed_flash(*states, plan.roots, plan.branches, plan.queries_of_root, plan.sizes, scale)
     return out
 
 
 # --- the operators -----------------------------------------------------------------------------------------------------
 
-PLAN = "Tensor roots, Tensor? branches, Tensor? queries_of_root, Tensor sizes, float scale"
+PLAN = "Tensor roots, Tensor branches, Tensor queries_of_root, Tensor sizes, float scale"
 
 
 @torch.library.custom_op(
     "tba::packed_flash", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {PLAN}) -> (Tensor, Tensor)"
 )
-def _attend(
+def _packed_flash(
     q: Tensor, k: Tensor, v: Tensor,
-    roots: Tensor, branches: Tensor | None, queries_of_root: Tensor | None, sizes: Tensor, scale: float,
+    roots: Tensor, branches: Tensor, queries_of_root: Tensor, sizes: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [T, H, D] and log-sums [H, T]."""
     R, longest_root, longest_branch, most_queries = sizes.tolist()
     out_roots, sums_roots = _forward(
         q[:R], k[:R], v[:R], roots, roots, longest_root, longest_root, causal=True, scale=scale
     )
-    if branches is None or queries_of_root is None:
+    if longest_branch == 0:
         return out_roots, sums_roots
     own, own_sums = _forward(
         q[R:], k[R:], v[R:], branches, branches, longest_branch, longest_branch, causal=True, scale=scale
@@ -132,7 +132,7 @@ def _attend(
     )
     out, sums = torch.empty_like(q), sums_roots.new_empty(q.shape[1], q.shape[0])
     out[:R], sums[:, :R] = out_roots, sums_roots
-    _merge(own, own_sums, root, root_sums, out[R:], sums[:, R:])
+    _merge_parts(own, own_sums, root, root_sums, out[R:], sums[:, R:])
     return out, sums
 
 
@@ -141,9 +141,9 @@ def _attend(
     mutates_args=(),
     schema=f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, {PLAN}) -> (Tensor, Tensor, Tensor)",
 )
-def _attend_backward(
+def _packed_flash_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
-    roots: Tensor, branches: Tensor | None, queries_of_root: Tensor | None, sizes: Tensor, scale: float,
+    roots: Tensor, branches: Tensor, queries_of_root: Tensor, sizes: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
     R, longest_root, longest_branch, most_queries = sizes.tolist()
@@ -151,7 +151,7 @@ def _attend_backward(
         d_out[:R], q[:R], k[:R], v[:R], out[:R], sums[:, :R],
         roots, roots, longest_root, longest_root, causal=True, scale=scale,
     )  # fmt: skip
-    if branches is None or queries_of_root is None:
+    if longest_branch == 0:
         return dq_roots, dk_roots, dv_roots
     of_branches = (out[R:], sums[:, R:].contiguous())
     dq_own, dk_own, dv_own = _backward(
@@ -171,12 +171,12 @@ def _attend_backward(
     return dq, dk, dv
 
 
-@_attend.register_fake
+@_packed_flash.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-@_attend_backward.register_fake
+@_packed_flash_backward.register_fake
 def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -187,14 +187,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _attend_backward(d_out.contiguous(), *ctx.saved_tensors, ctx.scale)
+    gradients = _packed_flash_backward(d_out.contiguous(), *ctx.saved_tensors, ctx.scale)
     return (*gradients, None, None, None, None, None)
 
 
-_attend.register_autograd(_gradients, setup_context=_keep)
+_packed_flash.register_autograd(_gradients, setup_context=_keep)
 
 
-def _merge(own: Tensor, own_sums: Tensor, root: Tensor, root_sums: Tensor, out: Tensor, sums: Tensor) -> None:
+def _merge_parts(own: Tensor, own_sums: Tensor, root: Tensor, root_sums: Tensor, out: Tensor, sums: Tensor) -> None:
     """Write the attention over the own and the root's keys to `out` [T, H, D], its log-sums to `sums` [H, T]."""
     if out.is_cuda and importlib.util.find_spec("triton") is not None:
         from tba.kernels.merge import merge

@@ -40,10 +40,13 @@ class PackedLayout:
     branch_lengths: Sequence[int] = ()
     branch_roots: Sequence[int] = ()
     device: torch.device
+    longest: int = field(init=False)
+    """Most tokens that a token may see, itself included."""
     flash_plan: FlashPlan = field(init=False)
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.longest = max(self.root_lengths) + max(self.branch_lengths, default=0)
         self.flash_plan = FlashPlan.make(
             root_lengths=self.root_lengths,
             branch_lengths=self.branch_lengths,
@@ -82,10 +85,9 @@ class PackedLayout:
         _, _, branch_roots = self._lengths
         return torch.cat([self.root_index_RL[branch_roots.to(self.device)], self.branch_index_BM], dim=1)
 
-    @property
-    def longest(self) -> int:
-        """Most tokens that a token may see, itself included."""
-        return max(self.root_lengths) + max(self.branch_lengths, default=0)
+    def fits(self, window: int | None) -> bool:
+        """Whether a sliding window leaves everything in sight."""
+        return window is None or window >= self.longest
 
     @cached_property
     def unpack_T(self) -> Tensor:
@@ -153,7 +155,7 @@ def packed_attention(
     if packed_layout is None:
         raise ValueError(f"attention {NAME!r} needs packed_layout: this model does not pass keyword arguments through.")
     q_THD, k_THD, v_THD = (states[0].transpose(0, 1) for states in (query, key, value))
-    if sliding_window is None and can_use_flash(q_THD, window=None, longest=0, softcap=softcap):
+    if packed_layout.fits(sliding_window) and can_use_flash(q_THD, softcap=softcap):
         attended = _attend_flash(q_THD, k_THD, v_THD, packed_layout, scaling)
     else:
         attended = _attend_outside(
@@ -173,7 +175,7 @@ def attend_packed(
     softcap: float | None,
 ) -> Tensor:
     """Attention inside the layout's sequences; keys and values may have fewer heads -> [T, H, D]."""
-    if can_use_flash(q_THD, window=window, longest=layout.longest, softcap=softcap):
+    if layout.fits(window) and can_use_flash(q_THD, softcap=softcap):
         return _attend_flash(q_THD, k_THD, v_THD, layout, scaling)
     root_mask = layout.root_mask(window)
     blocks = [_attend(q_THD, k_THD, v_THD, layout.root_index_RL, layout.root_index_RL, root_mask, scaling, softcap)]
@@ -187,7 +189,7 @@ def attend_packed(
 
 
 _attend_outside = torch.compiler.disable(attend_packed)
-"""Lengths and masks are plain Python: a compiled layer stops here and goes on after."""
+"""Lengths and masks are plain Python: a compiled layer stops here and goes on after, as several graphs."""
 
 
 def _attend_flash(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:

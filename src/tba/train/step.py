@@ -5,8 +5,8 @@ of the step. Otherwise (a prompt spread over micro-batches; a loss that couples 
 gradients collects what the model says, the objective turns it into one coefficient per number, and a second pass
 back-propagates those. Both give the same gradients (a test compares them).
 
-Nothing is read back from the device before all of it has been told what to do: the host prepares the next micro-batch while
-the device works on this one.
+All micro-batches are packed and sent to the device first, and between them nothing is read back, so the device need not wait
+for the host. (VinePPO reads: it finds its steps on the device.)
 """
 
 from __future__ import annotations
@@ -57,31 +57,34 @@ class TrainStep:
         self.temperature = temperature
 
     def __call__(self, batch: Batch, *, beta: float, learning_rate: float) -> StepResult:
-        try:
-            result = self.gradients(batch, beta=beta)
-            norm = self.optimizer.clip_gradients()
-            if not torch.isfinite(norm):
-                raise NonFiniteLoss(f"gradient norm is {norm.item()} (loss {result.metrics['loss']}).")
-        except NonFiniteLoss:
+        result = self.gradients(batch, beta=beta)
+        norm = self.optimizer.clip_gradients()
+        if not torch.isfinite(norm):
             self.optimizer.drop_gradients()
-            raise
+            raise NonFiniteLoss(f"gradient norm is {norm.item()} (loss {result.metrics['loss']}).")
         self.optimizer.step(learning_rate)
         return replace(result, metrics={**result.metrics, "grad_norm": norm.item(), "learning_rate": learning_rate})
 
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
-        """Leave the gradients of the whole batch in the optimizer's weights."""
+        """Leave the gradients of the whole batch in the optimizer's weights; none where the loss is not finite."""
         host, batch = batch, batch.to(self.policy.device)  # packing looks at single tokens: on the host that is free
         if self.policy.log_z is not None:
             self.policy.log_z.start_at(_first_log_z(batch, beta=beta))
         whole = split_whole_prompts(batch, self.budget)
-        if whole is not None and (self.objective.coupling != "batch" or len(whole) == 1):
-            return self._one_pass(host, batch, whole, beta=beta)
-        return self._two_passes(host, batch, split_responses(batch, self.budget), beta=beta)
+        try:
+            if whole is not None and (self.objective.coupling != "batch" or len(whole) == 1):
+                return self._one_pass(host, batch, whole, beta=beta)
+            return self._two_passes(host, batch, split_responses(batch, self.budget), beta=beta)
+        except NonFiniteLoss:
+            self.optimizer.drop_gradients()
+            raise
 
     def _one_pass(self, host: Batch, batch: Batch, parts: list[list[int]], *, beta: float) -> StepResult:
         K, losses, said = batch.shape[1], [], Said(batch)
-        taken = [(batch.take(prompts), [prompt * K + k for prompt in prompts for k in range(K)]) for prompts in parts]
-        for part, micro_batch in [(part, self._pack(host, responses)) for part, responses in taken]:
+        responses = [[prompt * K + k for prompt in prompts for k in range(K)] for prompts in parts]
+        packed = [(batch.take(prompts), self._pack(host, own)) for prompts, own in zip(parts, responses)]
+        while packed:  # not `for`: the masks that a layout makes when it is used go with it
+            part, micro_batch = packed.pop(0)
             forward = self._forward(micro_batch)
             loss = self.objective(part, forward, beta=beta)
             self._backward(loss.value)
@@ -184,8 +187,9 @@ def _result(losses: list[tuple[Loss, int]], said: Forward) -> StepResult:
 
 def _read(metrics: list[dict[str, float | Tensor]]) -> list[dict[str, float]]:
     """All numbers from the device at once."""
-    tensors = [value.detach().double() for part in metrics for value in part.values() if isinstance(value, Tensor)]
-    numbers = iter(torch.stack(tensors).tolist())
+    device = next(value.device for value in metrics[0].values() if isinstance(value, Tensor))
+    tensors = [value for part in metrics for value in part.values() if isinstance(value, Tensor)]
+    numbers = iter(torch.stack([value.detach().to(device, torch.float64).reshape(()) for value in tensors]).tolist())
     return [
         {name: next(numbers) if isinstance(value, Tensor) else value for name, value in part.items()}
         for part in metrics
