@@ -112,7 +112,7 @@ class SearcherRole:
         self.sender: WindowedSender | None = None
         self.searcher: Searcher | None = None
         self.evaluator: Evaluator | None = None
-        self._evaluation: Evaluate | None = None
+        self._asked: list[int] = []
 
     def make_sender(self, config: Config) -> WindowedSender:
         self.sender = WindowedSender(
@@ -159,7 +159,7 @@ class SearcherRole:
             if isinstance(message, Acknowledge) and self.sender is not None:
                 self.sender.acknowledge(message)
             if isinstance(message, Evaluate):
-                self._evaluation = message
+                self._asked.append(message.version)
 
     def load_newer_reference(self) -> None:
         """Never waits. A group is scored at once, so it never mixes references."""
@@ -170,10 +170,9 @@ class SearcherRole:
             self.searcher.load_reference(self.references.fetch())
 
     def evaluate_if_asked(self) -> None:
-        """Weights are not loaded meanwhile, so the result is of one version."""
-        asked = self._evaluation
-        if asked is not None and self.evaluator is not None and self.engine.version >= asked.version:
-            self._evaluation = None
+        """Once for all versions that were asked for and are reached; no weights are loaded meanwhile."""
+        if self.evaluator is not None and any(version <= self.engine.version for version in self._asked):
+            self._asked = [version for version in self._asked if version > self.engine.version]
             metrics = self.evaluator(self.engine.sibling(), self.beat)
             self.link.send(Evaluated(version=self.engine.version, metrics=metrics))
 
