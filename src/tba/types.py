@@ -165,6 +165,10 @@ class Totals:
     """Of these responses, those that the policy chose."""
 
 
+NO_ROW = -1
+"""In `Batch.rows_PK`: no response was sampled for this place."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
     """P prompts x K responses sampled from replay. Responses are P-major: response r is prompt r // K, sample r % K.
@@ -190,13 +194,13 @@ class Batch:
     rewards: Mapping[str, Tensor]
     reward_PK: Tensor
     weight_PK: Tensor
-    """1 = trains, 0 = dropped (by the truncation, lag or equal-reward rule)."""
+    """1 = trains, 0 = dropped (by the truncation or equal-reward rule), or no response at all: see `sampled_PK`."""
     version_PK: Tensor
     """int64, the oldest version that chose a token of the response."""
     truncated_PK: Tensor
     """bool: cut off at the length limit."""
     rows_PK: Tensor
-    """int64 rows of the replay buffer, for what is trained and how often."""
+    """int64 rows of the replay buffer; NO_ROW where a prompt has fewer than K responses and its first one stands in."""
     totals: Totals
     step_values_N: Tensor | None = None
     """Monte-Carlo value of the prefix where a reasoning step begins, else NaN; None = not estimated."""
@@ -207,6 +211,11 @@ class Batch:
     def shape(self) -> tuple[int, int]:
         """(P, K)."""
         return self.reward_PK.shape[0], self.reward_PK.shape[1]
+
+    @property
+    def sampled_PK(self) -> Tensor:
+        """bool: a response was sampled here; False where a prompt had fewer than K."""
+        return self.rows_PK != NO_ROW
 
     @property
     def lengths(self) -> Tensor:

@@ -6,6 +6,7 @@ import pytest
 
 from tba.config import ConfigError, Schedule, dump_config, load_config
 from tba.config.files import make_config
+from tba.launch.defaults import with_objective_defaults
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -144,9 +145,42 @@ def test_a_reciprocal_schedule_is_linear_in_1_over_its_value():
     [
         (["search.explore.reference_share=0.01"], "of the 8 responses of a visit is 0"),
         (["search.explore.reference_share=0.99"], "of the 8 responses of a visit is 8"),
-        (["search.explore.reference_share=0.25", "replay.lag=drop"], "the reference's responses are as old as it is"),
     ],
 )
 def test_a_reference_share_must_leave_both_something_to_say(overrides, words):
     with pytest.raises(ConfigError, match=words):
         load_config(None, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["mode=sync", "replay.fresh_steps=20"], "replay.fresh_steps=20 cannot be kept in sync mode"),
+        (["mode=sync", "replay.max_trained_per_generated=2"], "replay.max_trained_per_generated=2 cannot be kept"),
+        (["mode=fixed_lag", "lag_steps=9", "replay.lag=drop"], "would drop every response"),
+        (["replay.lag=drop", "replay.max_lag=1", "train.publish_every=4"], "allow at least 3"),
+        (["replay.max_uses=1", "replay.on_policy_probability=0.5"], "in the order of their arrival"),
+        (["replay.lag=pace", "replay.max_lag=1", "replay.initial_responses=257"], "lets searchers generate 256"),
+        (["replay.capacity=1000", "replay.initial_responses=1001"], "do not fit"),
+    ],
+)
+def test_what_replay_cannot_keep_is_refused(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config(None, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "m", "deduplicate", "reuse"),
+    [
+        (["mode=sync"], 1.0, False, 1.0),
+        (["mode=sync", "train.updates_per_batch=3"], 1.0, False, 3.0),
+        (["mode=sync", "replay.on_policy_probability=0.5", "replay.deduplicate=true"], 0.5, True, 1.0),
+        (["mode=fixed_lag", "lag_steps=2"], 1.0, False, 1.0),
+        (["mode=async", "replay.max_uses=1"], 1.0, None, None),
+    ],
+)
+def test_what_the_mode_decides_about_replay_gives_way_to_what_was_set(overrides, m, deduplicate, reuse):
+    replay = with_objective_defaults(load_config(None, overrides)).replay
+    assert replay.on_policy_probability == m
+    assert deduplicate is None or replay.deduplicate is deduplicate
+    assert reuse is None or replay.max_trained_per_generated == reuse

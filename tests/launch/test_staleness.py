@@ -4,7 +4,9 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from problem import make_config
+from transformers import AutoModelForCausalLM
 
 from tba.config import load_config
 from tba.launch import evaluate_model, train
@@ -46,6 +48,52 @@ def test_several_updates_train_on_one_batch(folder):
     assert (summary["responses_generated"], summary["responses_trained"]) == (32, 96)
     rewards = [record["reward"] for record in records]
     assert rewards[0] == rewards[1] == rewards[2] != rewards[3]
+
+
+def test_dropping_old_responses_waits_for_full_batches(folder):
+    config = make_config(folder, "name=drop", "replay.lag=drop", "replay.max_lag=0")
+    summary = train(config)
+    records = steps_of(config)
+    assert summary["steps"] == len(records) == config.train.max_steps
+    assert summary["empty_steps"] == 0
+    assert all(record["off_policy/lag_max"] == 0 for record in records)
+    assert all(record["off_policy/dropped"] == 0 for record in records)
+    assert records[-1]["buffer/expired"] > 0
+
+
+def test_a_step_without_any_weight_moves_nothing_and_is_counted(folder):
+    """Every response has the same reward: with equal_reward_groups=drop nothing is left."""
+    settings = ["mode=sync", "name=empty", "train.equal_reward_groups=drop"]
+    config = make_config(folder, *settings, reward="always_one")
+    summary = train(config)
+    assert summary["empty_steps"] == summary["steps"] == config.train.max_steps
+    assert summary["responses_trained"] == 0
+    start = AutoModelForCausalLM.from_pretrained(config.model.path)
+    end = AutoModelForCausalLM.from_pretrained(RunFolder(config.run_folder).newest_checkpoint())
+    assert all(torch.equal(a, b) for a, b in zip(start.parameters(), end.parameters()))
+
+
+def test_half_of_each_synchronous_batch_may_come_from_replay(folder):
+    """The synchronous GFlowNet baseline: with m = 0.5 old responses train beside those of this step."""
+    config = make_config(
+        folder,
+        "mode=sync",
+        "name=half",
+        "objective.name=tb_learned_z",
+        "replay.on_policy_probability=0.5",
+        "train.max_steps=12",
+    )
+    train(config)
+    lags = [record["off_policy/lag_mean"] for record in steps_of(config)]
+    assert lags[0] == 0
+    assert max(lags) > 0
+
+
+def test_training_starts_after_the_initial_responses(folder):
+    config = make_config(folder, "mode=sync", "name=initial", "replay.initial_responses=40")
+    train(config)
+    # 16 at a time: 48 before the first step, then 16 for each
+    assert [record["buffer/generated"] for record in steps_of(config)] == [48, 64, 80, 96, 112, 128]
 
 
 def test_a_reset_makes_the_current_policy_the_reference(folder):

@@ -7,8 +7,10 @@ import pytest
 import torch
 from replay_builders import Groups, contents, prompt, replay, responses, trajectory
 
-from tba.config import ReplayConfig
+from tba.config import ReplayConfig, TrainConfig
+from tba.objectives.groups import leave_one_out
 from tba.replay import ReplayBuffer, ReplayEmpty, packing
+from tba.train.rewards import combine
 from tba.types import TrajectoryGroup
 
 
@@ -101,6 +103,8 @@ def test_one_response_of_one_prompt_fills_any_batch():
     batch = buffer.sample(3, 4, step=0)
     assert batch.prompt_ids == ("a", "a", "a")
     assert responses(batch) == [[(1, 2, 3)] * 4] * 3
+    assert batch.weight_PK.tolist() == [[1.0, 0.0, 0.0, 0.0]] * 3
+    assert batch.sampled_PK.tolist() == [[True, False, False, False]] * 3
 
 
 def test_every_field_of_the_batch_is_what_was_stored():
@@ -126,7 +130,7 @@ def test_every_field_of_the_batch_is_what_was_stored():
     assert batch.version_PK.tolist() == [[(3, 5)[r] for r in order]]
     assert batch.weight_PK.tolist() == [[1.0, 1.0]]
     assert batch.prompt_tokens[0].tolist() == group.prompt.token_ids.tolist()
-    assert (batch.totals.prompts, batch.totals.responses, batch.totals.tokens) == (1, 2, 4)
+    assert (batch.totals.prompts, batch.totals.responses, batch.totals.tokens) == (1, 2, 3)  # one token was not chosen
 
 
 def test_a_batch_never_mixes_reference_versions():
@@ -193,8 +197,9 @@ def test_replay_ratio_and_ages_are_counted():
     buffer, group = replay(), Groups()
     buffer.add(group("a", [[1], [2]], version=2), step=4)
     buffer.add(group("b", [[1], [2]], version=4), step=4)
-    buffer.sample(2, 4, step=5)
-    # 8 trained / 4 generated; four responses of version 2 and four of version 4, at step 5: ages 3 and 1
+    for _ in range(2):
+        buffer.sample(2, 4, step=5)  # there are two of each prompt: no more are trained
+    # 8 trained / 4 generated; two responses of version 2 and two of version 4, at step 5: ages 3 and 1
     stats = buffer.stats()
     assert stats["replay_ratio"] == 2.0
     assert (stats["age_mean"], stats["age_max"], stats["prompts"], stats["tokens"]) == (2.0, 3.0, 2.0, 4.0)
@@ -234,17 +239,92 @@ def test_a_response_leaves_after_it_was_used_so_often():
         buffer.sample(1, 1, step=0)
 
 
-def test_a_prompt_whose_newest_group_is_used_up_gives_its_older_responses():
-    buffer, groups = replay(max_uses=1, on_policy_probability=1.0), Groups()
-    buffer.add(groups("a", [[5], [6], [7]]), step=0)
-    buffer.add(groups("a", [[8], [9]]), step=3)
-    seen = [token for _ in range(5) for token in buffer.sample(1, 1, step=3).token_ids_N.tolist()]
-    assert sorted(seen[:2]) == [8, 9]
-    assert sorted(seen[2:]) == [5, 6, 7]
+def test_a_queue_serves_groups_in_the_order_of_their_arrival():
+    buffer, groups = replay(max_uses=1, deduplicate=False, fresh_steps=2), Groups()
+    trained = []
+    for step in range(40):  # a searcher three times as fast as the trainer
+        for number in range(3 * step, 3 * step + 3):
+            buffer.add(groups(f"p{number}", [[5], [6]]), step=step)
+        trained += buffer.sample(1, 2, step=step).prompt_ids
+    assert trained == [f"p{number}" for number in range(40)]
+
+
+def test_a_queue_trains_nothing_on_what_a_draw_left_over():
+    buffer, groups = replay(max_uses=1, deduplicate=False), Groups()
+    buffer.add(groups("a", [[token] for token in range(24)]), step=0)
+    assert len(set(buffer.sample(1, 20, step=0).rows_PK.flatten().tolist())) == 20
+    with pytest.raises(ReplayEmpty):
+        buffer.sample(1, 20, step=0)
+
+
+def test_a_queue_takes_a_prompt_twice_only_where_others_do_not_fill_the_batch():
+    buffer, groups = replay(max_uses=1, deduplicate=False), Groups()
+    for name, token in (("a", 1), ("a", 2), ("b", 3), ("c", 4)):
+        buffer.add(groups(name, [[token], [token]]), step=0)
+    assert buffer.can_fill(4, prompts_of_task=3)
+    assert not buffer.can_fill(5, prompts_of_task=3)
+    assert buffer.can_fill(5, prompts_of_task=3, lost=1)
+    assert buffer.sample(2, 2, step=0).prompt_ids == ("a", "b")
+    rest = buffer.sample(2, 2, step=0)
+    assert rest.prompt_ids == ("a", "c")
+    assert rest.token_ids_N.tolist() == [2, 2, 4, 4]
+
+
+def test_a_queue_of_two_uses_comes_round_again():
+    buffer, groups = replay(max_uses=2, deduplicate=False), Groups()
+    for name in "abc":
+        buffer.add(groups(name, [[1], [2]]), step=0)
+    drawn = [buffer.sample(1, 2, step=0).prompt_ids[0] for _ in range(6)]
+    assert drawn == ["a", "b", "c", "a", "b", "c"]
+    assert len(buffer) == 0
+
+
+def test_responses_beyond_the_lag_limit_leave_and_those_without_a_lag_stay():
+    buffer, groups = replay(lag="drop", max_lag=2, deduplicate=False), Groups()
+    buffer.add(groups("a", [[5], [6]], version=0), step=0)
+    buffer.add(groups("b", [[7], [8]], version=3), step=3)
+    imported = groups("c", [[9], [10]], version=0)
+    for member in imported.trajectories:
+        member.completion.policy_log_probs[:] = np.nan
+    buffer.add(imported, step=0)
+    assert buffer.expire(0) == 0
+    assert buffer.expire(1) == 2
+    assert {name for name, *_ in contents(buffer)} == {"b", "c"}
+    assert not buffer.can_fill(3, prompts_of_task=3)
+    buffer.add(groups("a", [[11], [12]], version=4), step=4)  # in the rows that became free
+    assert buffer.can_fill(3, prompts_of_task=3)
+    assert buffer.expire(4) == 2
+    assert {name for name, *_ in contents(buffer)} == {"a", "c"}
+    assert buffer.stats()["expired"] == 4
+
+
+def test_an_expired_group_is_not_counted_in_the_queue():
+    buffer, groups = replay(lag="drop", max_uses=1, deduplicate=False), Groups()
+    buffer.add(groups("a", [[5], [6]], version=0), step=0)
+    buffer.add(groups("b", [[7], [8]], version=3), step=3)
+    buffer.expire(2)
+    assert buffer.can_fill(1, prompts_of_task=2)
+    assert not buffer.can_fill(2, prompts_of_task=2)
+    assert buffer.sample(1, 2, step=4).prompt_ids == ("b",)
+
+
+def test_the_gradient_of_a_short_group_is_the_one_of_its_own_responses():
+    """RLOO's estimate with n of 8 rewards known: mean over the n of A g = sum (r - mean) (g - mean) / (n - 1)."""
+    rng = np.random.default_rng(0)
+    for n in (8, 7, 4, 2):
+        rewards, g = rng.normal(size=n), rng.normal(size=n)
+        buffer = replay(on_policy_probability=1.0, deduplicate=False)
+        buffer.add(Groups()("a", [[i] for i in range(n)], rewards=rewards.tolist()), step=0)
+        batch = combine(buffer.sample(1, 8, step=0), TrainConfig(), reward_weights={"r": 1.0})
+        advantage = leave_one_out(batch.reward_PK.double(), batch.weight_PK.double())
+        order = batch.token_ids_N.tolist()  # a response's token is its index
+        got = float((advantage * batch.weight_PK * torch.tensor(g[order])[None]).sum() / batch.totals.responses)
+        want = ((rewards - rewards.mean()) * (g - g.mean())).sum() / (n - 1)
+        assert got == pytest.approx(want, rel=1e-5)
 
 
 def test_with_one_use_every_response_is_sampled_exactly_once():
-    buffer, groups = replay(max_uses=1, on_policy_probability=0.5), Groups()
+    buffer, groups = replay(max_uses=1), Groups()
     for index, name in enumerate("abcdef"):
         buffer.add(groups(name, [[10 * index + 1], [10 * index + 2]]), step=0)
     seen = [token for _ in range(3) for token in buffer.sample(2, 2, step=0).token_ids_N.tolist()]

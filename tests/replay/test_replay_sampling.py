@@ -191,13 +191,12 @@ def test_the_law_is_right_after_a_far_larger_score_arrives():
     assert_frequencies(drawn_responses(buffer, 1, 2000), {((1,),): 0.25, ((2,),): 0.75})
 
 
-def test_fewer_than_k_are_drawn_with_replacement_by_the_same_law():
-    # three draws from weights 1 : 3; the number of 1s is binomial(3, 3/4): 1, 9, 27, 27 of 64
-    counts = drawn_responses(one_prompt([0.0, math.log(3)], inverse_temperature=1.0), 3, 3000)
-    by_number = Counter()
-    for tokens, times in counts.items():
-        by_number[tokens.count((1,))] += times
-    assert_frequencies(by_number, {0: 1 / 64, 1: 9 / 64, 2: 27 / 64, 3: 27 / 64})
+@pytest.mark.parametrize("settings", [{}, {"inverse_temperature": 1.0}, {"mix": "responses"}])
+def test_of_fewer_than_k_each_is_drawn_once(settings):
+    batch = one_prompt([0.0, math.log(3)], **settings).sample(1, 3, step=0)
+    drawn = [tokens for tokens, weight in zip(responses(batch)[0], batch.weight_PK[0].tolist()) if weight]
+    assert sorted(drawn) == [(0,), (1,)]
+    assert batch.weight_PK.sum() == batch.totals.responses == 2
 
 
 @pytest.mark.parametrize(("inverse_temperature", "high_share"), [(0.0, 0.5), (1.0, 0.75)])

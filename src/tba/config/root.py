@@ -73,7 +73,7 @@ class Config(Section):
     @property
     def fresh_steps(self) -> int:
         """replay.fresh_steps, or twice the publication interval; 1 where the roles take turns: only what was generated for
-        this step is sampled."""
+        this step is fresh."""
         if self.takes_turns:
             return 1
         return self.replay.fresh_steps or 2 * self.train.publish_every
@@ -111,13 +111,16 @@ class Config(Section):
                 f"search.num_searchers={self.search.num_searchers} needs mode=async: in {self.mode} mode one searcher and "
                 "the trainer take turns."
             )
-        if self.replay.lag == "pace" and self.replay.max_trained_per_generated < self.train.updates_per_batch:
+        self._check_turns()
+        self._check_replay()
+        reuse = self.replay.max_trained_per_generated
+        if self.replay.lag == "pace" and reuse is not None and reuse < self.train.updates_per_batch:
             raise ValueError(
-                f"replay.max_trained_per_generated={self.replay.max_trained_per_generated:g} below train.updates_per_batch="
+                f"replay.max_trained_per_generated={reuse:g} below train.updates_per_batch="
                 f"{self.train.updates_per_batch} contradicts replay.lag=pace: the trainer would wait for responses that the "
                 "pace limit holds back."
             )
-        if self.replay.lag == "pace" and self.replay.max_lag < self.train.publish_every - 1:
+        if self.replay.lag != "keep" and self.replay.max_lag < self.train.publish_every - 1:
             raise ValueError(
                 f"replay.max_lag={self.replay.max_lag} cannot be kept with weights every "
                 f"train.publish_every={self.train.publish_every} steps: allow at least {self.train.publish_every - 1}."
@@ -148,14 +151,50 @@ class Config(Section):
                 f"search.explore.reference_share={share:g} contradicts mode=fixed_lag: the reference's responses are as old "
                 "as it is. Use mode=async."
             )
-        if share > 0 and self.replay.lag != "keep":
-            raise ValueError(
-                f"search.explore.reference_share={share:g} with replay.lag={self.replay.lag}: the reference's responses "
-                "are as old as it is. Use replay.lag=keep."
-            )
         if self.generate.min_new_tokens > self.generate.max_new_tokens:
             raise ValueError(
                 f"generate.min_new_tokens={self.generate.min_new_tokens} is above "
                 f"generate.max_new_tokens={self.generate.max_new_tokens}: no response could end."
             )
         return self
+
+    def _check_turns(self) -> None:
+        """What cannot be kept where searcher and trainer take turns."""
+        if not self.takes_turns:
+            return
+        reuse, updates = self.replay.max_trained_per_generated, self.train.updates_per_batch
+        if reuse not in (None, updates):
+            raise ValueError(
+                f"replay.max_trained_per_generated={reuse:g} cannot be kept in {self.mode} mode, where every step trains on "
+                f"what was generated for it, train.updates_per_batch={updates} times: leave it unset, or change "
+                "train.updates_per_batch."
+            )
+        if self.replay.fresh_steps not in (None, 1):
+            raise ValueError(
+                f"replay.fresh_steps={self.replay.fresh_steps} cannot be kept in {self.mode} mode, where only what was "
+                "generated for a step is fresh: leave it unset, or lower replay.on_policy_probability to mix in older "
+                "responses."
+            )
+        if self.mode == "fixed_lag" and self.replay.lag == "drop" and self.replay.max_lag < self.lag_steps:
+            raise ValueError(
+                f"replay.max_lag={self.replay.max_lag} with replay.lag=drop would drop every response of mode=fixed_lag "
+                f"lag_steps={self.lag_steps}: use replay.lag=keep."
+            )
+
+    def _check_replay(self) -> None:
+        replay, per_visit = self.replay, self.samples_generated_per_prompt
+        if replay.max_uses is not None and replay.on_policy_probability not in (None, 1.0):
+            raise ValueError(
+                f"replay.max_uses={replay.max_uses} trains groups in the order of their arrival, which contradicts "
+                f"replay.on_policy_probability={replay.on_policy_probability:g}: leave one of them unset."
+            )
+        if replay.initial_responses > replay.capacity:
+            raise ValueError(
+                f"replay.initial_responses={replay.initial_responses} do not fit into replay.capacity={replay.capacity}."
+            )
+        paced = self.train.prompts_per_step * (replay.max_lag // self.train.updates_per_batch + 1) * per_visit
+        if replay.lag == "pace" and replay.initial_responses > paced:
+            raise ValueError(
+                f"replay.initial_responses={replay.initial_responses} cannot be reached: replay.lag=pace with "
+                f"replay.max_lag={replay.max_lag} lets searchers generate {paced} before the first step. Raise max_lag."
+            )

@@ -113,14 +113,15 @@ class ReplayConfig(Section):
     """Trajectories in all; the oldest go first."""
     capacity_per_prompt: int = Field(default=100, ge=1)
     """Trajectories of one prompt; the oldest go first."""
-    on_policy_probability: float = Field(default=0.95, ge=0.0, le=1.0)
-    """m: share of prompt slots drawn from the fresh set; the rest come from all that is stored. With mix=responses also the
-    share of fresh responses in each slot."""
+    on_policy_probability: float | None = Field(default=None, ge=0.0, le=1.0)
+    """m: share of the prompts of a batch drawn from the fresh set; the rest come from all that is stored. With mix=responses
+    also the share of fresh responses of each prompt. None = 0.95; 1 in sync and fixed-lag modes and with max_uses."""
     mix: Literal["prompts", "responses"] = "prompts"
     """What m is a share of: whole prompts of a batch (the paper), or the responses of each prompt, for tasks of one or few
     prompts, where a batch should hold fresh and old responses side by side."""
     fresh_steps: int | None = Field(default=None, ge=1)
-    """Groups received in the last so many optimizer steps are fresh; None = 2 * train.publish_every."""
+    """Groups received in the last so many optimizer steps are fresh; None = 2 * train.publish_every. In sync and fixed-lag
+    modes it is 1."""
     inverse_temperature: float = Field(default=0.0, ge=0.0)
     """Old responses are drawn with probability ~ exp(inverse_temperature * reward); 0 = uniform."""
     importance_weighted: bool = False
@@ -131,15 +132,19 @@ class ReplayConfig(Section):
     the others are not, by inverse_temperature or importance_weighted."""
     deduplicate: bool | None = None
     """The newer of two responses with the same tokens wins. None = the objective's: yes for trajectory balance, no for
-    policy gradients, whose estimates need the multiplicities. Sync and fixed-lag modes keep both."""
-    max_trained_per_generated: float = Field(default=2.0, gt=0.0)
-    """The trainer waits for new responses once it has trained each so often on average (Reverb's limiter)."""
+    policy gradients, whose estimates need the multiplicities; no in sync and fixed-lag modes."""
+    max_trained_per_generated: float | None = Field(default=None, gt=0.0)
+    """The trainer waits for new responses once it has trained each so often on average (Reverb's limiter). None = 2; in sync
+    and fixed-lag modes train.updates_per_batch, which is what each step there does."""
+    initial_responses: int = Field(default=0, ge=0)
+    """Responses to generate before the first optimizer step (the paper: 500 for GSM8K, 10,000 for TL;DR); 0 = one batch."""
     max_uses: int | None = Field(default=None, ge=1)
-    """A response leaves the buffer after it was sampled so often; None = only age evicts it. 1 = a queue."""
+    """A queue: groups are trained in the order of their arrival and leave after so many draws, whole, also where S > K.
+    None = groups stay until age evicts them, and are drawn by on_policy_probability."""
     lag: Literal["keep", "pace", "drop"] = "keep"
     """Responses of old weights: keep (TBA: any age trains), pace (a visit starts only with weights at most max_lag steps
-    behind the step it is meant for; replay and reuse may still train it later), drop (responses beyond max_lag have no
-    weight in the loss)."""
+    behind the step it is meant for; replay and reuse may still train it later), drop (responses beyond max_lag leave the
+    buffer, and the trainer waits until what is left fills a batch). Imported responses and the reference's have no lag."""
     max_lag: int = Field(default=8, ge=0)
     """Optimizer steps; for lag=pace and lag=drop."""
     on_reference_reset: Literal["drop", "recompute"] = "drop"

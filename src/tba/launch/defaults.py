@@ -16,6 +16,11 @@ EXPONENT = 0.6
 LORA_FACTOR = 10.0
 """An adapter's matrices start at zero and are few: they want a larger rate than the weights they stand for."""
 
+ON_POLICY_PROBABILITY = 0.95
+"""m of the paper's GSM8K runs."""
+TRAINED_PER_GENERATED = 2.0
+"""Reuse of each response."""
+
 KV_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}
 """Memory for the keys and values of all slots."""
 ACTIVATION_BYTES = 2**30
@@ -50,21 +55,32 @@ def with_defaults(config: Config, loaded: LoadedModel) -> Config:
 
 
 def with_objective_defaults(config: Config) -> Config:
-    """What the objective decides where nothing else was asked for: beta, its settings, resets, deduplication."""
+    """What objective and mode decide where nothing else was asked for: beta, its settings, resets, how replay is sampled."""
     objective = make_objective(config)
     beta = config.objective.beta or Schedule(start=objective.default_beta)
     settings = {name: value for name, value in objective.model_dump(mode="json").items() if value is not None}
-    reset_every, deduplicate = config.reference.reset_every, config.replay.deduplicate
+    reset_every, replay = config.reference.reset_every, config.replay
     if reset_every is None:
         without = config.model.lora is not None or (beta.kind == "constant" and beta.start == 0.0)
         reset_every = 0 if without else objective.default_reset_every
+    deduplicate, m, reuse = replay.deduplicate, replay.on_policy_probability, replay.max_trained_per_generated
     if deduplicate is None:
-        deduplicate = not objective.needs.multiplicities
+        deduplicate = not (objective.needs.multiplicities or config.takes_turns)
+    if m is None:
+        m = 1.0 if config.takes_turns or replay.max_uses is not None else ON_POLICY_PROBABILITY
+    if reuse is None:
+        reuse = float(config.train.updates_per_batch) if config.takes_turns else TRAINED_PER_GENERATED
     filled = config.model_copy(
         update={
             "objective": config.objective.model_copy(update={"beta": beta, **settings}),
             "reference": config.reference.model_copy(update={"reset_every": reset_every}),
-            "replay": config.replay.model_copy(update={"deduplicate": deduplicate}),
+            "replay": replay.model_copy(
+                update={
+                    "deduplicate": deduplicate,
+                    "on_policy_probability": m,
+                    "max_trained_per_generated": reuse,
+                }
+            ),
         }
     )
     make_objective(filled)  # what was filled in must fit too

@@ -112,10 +112,13 @@ class SyncRun:
         if not self.trainer.needs_batch:
             self.trainer.step()
             return
-        for _ in range(MAX_EMPTY_SEARCHES):
+        empty = 0
+        while empty < MAX_EMPTY_SEARCHES:
             self.searcher.step(self.config.train.prompts_per_step)
             self.trainer.receive()
-            if self.trainer.received:
+            empty = 0 if self.trainer.received else empty + 1
+            if self.trainer.received and self.recorder.responses_generated >= self.config.replay.initial_responses:
+                self.trainer.expire()
                 self.trainer.step()
                 return
         raise RuntimeError(

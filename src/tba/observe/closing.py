@@ -42,6 +42,13 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path) -> None
         f"{summary['responses_generated']} generated; lag mean {summary['lag']['mean']:.1f}, max {summary['lag']['max']}",
         highlight=False,
     )
+    if summary["empty_steps"]:
+        console.print(
+            f"{summary['empty_steps']} steps moved no weights: train.truncated or train.equal_reward_groups left nothing of "
+            "their batches",
+            style="bold red",
+            highlight=False,
+        )
     if summary["collapse"] is not None:
         console.print(
             f"step {summary['collapse']['step']}: {summary['collapse']['words']}", style="bold red", markup=False

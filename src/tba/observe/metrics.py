@@ -64,6 +64,9 @@ METRICS = (
     Metric(
         name="off_policy/dropped", unit="responses", reduction="sum", meaning="Responses without weight in the step."
     ),
+    Metric(
+        name="empty_step", unit="0 or 1", reduction="last", meaning="1 where no response had weight: no weight moved."
+    ),
     Metric(name="buffer/*", unit="", reduction="last", meaning="State of the replay buffer."),
     Metric(name="searcher/*/*", unit="", reduction="last", meaning="State of one searcher."),
     Metric(name="search/*", unit="", reduction="last", meaning="All searchers together."),

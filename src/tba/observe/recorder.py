@@ -43,6 +43,8 @@ class Recorder:
         """When each step was done: an evaluation comes later than the version it is of."""
         self._lag_sum, self._lag_max = 0.0, 0.0
         self.steps = 0
+        self.empty_steps = 0
+        """Steps of which no response had weight; the optimizer did not move."""
         self.responses_generated = 0
         self.responses_trained = 0
         self.evaluations: list[tuple[int, Mapping[str, float]]] = []
@@ -68,6 +70,7 @@ class Recorder:
         self._seconds_at[step] = self.seconds
         self.steps = step
         self.responses_trained += responses
+        self.empty_steps += responses == 0
         self._lag_sum += metrics.get("off_policy/lag_mean", 0.0)
         self._lag_max = max(self._lag_max, metrics.get("off_policy/lag_max", 0.0))
         rate = self.responses_trained / max(self.seconds, 1e-9)
@@ -100,7 +103,11 @@ class Recorder:
             "responses_trained": self.responses_trained,
             "start": dict(first),
             "final": dict(last),
-            "lag": {"mean": round(self._lag_sum / max(1, self.steps), 3), "max": int(self._lag_max)},
+            "lag": {
+                "mean": round(self._lag_sum / max(1, self.steps - self.empty_steps), 3),
+                "max": int(self._lag_max),
+            },
+            "empty_steps": self.empty_steps,
             "collapse": None if self.collapse is None else dict(self.collapse),
         }
 

@@ -109,6 +109,9 @@ class Arena:
         joined = bytearray().join([self._segments[number].bytes[start:end] for number, start, end in places])
         return np.frombuffer(joined, np.int32).reshape(-1, self._width)
 
+    def holds(self, row: int) -> bool:
+        return bool(self.segment[row] != 0)
+
     def set_log_ref(self, row: int, log_ref: np.ndarray) -> None:
         """Overwrite a row's reference log-probs (a reference reset)."""
         start = int(self.offset[row])

@@ -14,9 +14,9 @@ import numpy as np
 
 from tba.config import ReplayConfig
 from tba.replay.arena import WIDTH, Arena, unpack_ids
-from tba.replay.decks import PromptDecks
+from tba.replay.decks import GroupQueue, PromptDecks
 from tba.replay.packing import PackedGroup, combine_rewards, make_batch, pack_group, token_key
-from tba.replay.rows import AgeOrder, RowTable, TokenIndex
+from tba.replay.rows import NO_LAG, AgeOrder, RowTable, TokenIndex
 from tba.replay.selectors import MixedSelector, Selector, SoftmaxSelector, UniformSelector
 from tba.replay.shelf import Shelf
 from tba.types import Batch, Prompt, TrajectoryGroup
@@ -64,7 +64,9 @@ class ReplayBuffer:
         self._arrivals: deque[tuple[int, int]] = deque()
         """(step, stamp of its first row) for the steps of the fresh window."""
         self._oldest_reference: int | None = None
-        self._counts = dict.fromkeys(("generated", "trained", "duplicates", "evicted", "refused", "dropped"), 0)
+        self._counts = dict.fromkeys(
+            ("generated", "trained", "duplicates", "evicted", "expired", "refused", "dropped"), 0
+        )
         self._ages = np.zeros(0, np.int64)
         self._clear()
 
@@ -80,12 +82,16 @@ class ReplayBuffer:
         """By reference version: a batch never mixes them."""
         self._next_shelf = 0
         config, table = self.config, self._table
+        self._queue = None if config.max_uses is None else GroupQueue(config.max_uses)
+        """With replay.max_uses groups are drawn in the order of their arrival."""
+        self._rows_of_version: dict[int, list[int]] = {}
+        """With replay.lag=drop: rows by the version that counts for their lag; rows that have left may still be listed."""
         self._selector: Selector = UniformSelector()
         if config.inverse_temperature > 0 or config.importance_weighted:
             importance = table.log_importance if config.importance_weighted else None
             self._selector = SoftmaxSelector(config.inverse_temperature, table.score, importance)
         self._mixed = MixedSelector(
-            config.on_policy_probability,
+            1.0 if config.on_policy_probability is None else config.on_policy_probability,
             self._selector,
             uniform_share=config.uniform_share,
             by_response=config.mix == "responses",
@@ -128,29 +134,54 @@ class ReplayBuffer:
     def sample(
         self, num_prompts: int, samples_per_prompt: int, *, step: int, reference_version: int | None = None
     ) -> Batch:
-        """P prompts x K responses by the mixed rule, all of one reference version (None = the newest stored)."""
+        """P prompts x K responses, all of one reference version (None = the newest stored): by the mixed rule, or with
+        replay.max_uses in the order of arrival. A prompt that has fewer than K fills its places with weight 0."""
         decks = self._decks_to_sample(reference_version)
-        decks.refresh(self._shelves, window_start=self._window_start(step), at_least=num_prompts)
-        shelves, rows_PK = self._mixed.choose(self._shelves, decks, num_prompts, samples_per_prompt, self.rng)
-        rows = rows_PK.ravel()
+        if self._queue is not None:
+            chosen, used_up = self._draw_from_queue(self._queue, num_prompts, samples_per_prompt, reference_version)
+        else:
+            decks.refresh(self._shelves, window_start=self._window_start(step), at_least=num_prompts)
+            chosen = self._mixed.choose(self._shelves, decks, num_prompts, samples_per_prompt, self.rng)
+            used_up = np.zeros(0, np.int64)
+        rows = np.concatenate([own for _, own in chosen])
         np.add.at(self._table.times_sampled, rows, 1)
         self._counts["trained"] += len(rows)
         self._ages = step - self._table.version[rows].astype(np.int64)
         batch = make_batch(
-            shelves,
-            rows_PK,
-            table=self._table,
-            records=self._arena.read(rows),
-            lengths=self._arena.length[rows],
-            reward_names=self.reward_names,
+            chosen, samples_per_prompt, table=self._table, arena=self._arena, reward_names=self.reward_names
         )
-        self._retire(np.unique(rows))
+        self._remove(used_up)
         return batch
 
-    def _retire(self, rows: np.ndarray) -> None:
-        """Remove what has been sampled `max_uses` times."""
-        if self.config.max_uses is not None:
-            self._remove(rows[self._table.times_sampled[rows] >= self.config.max_uses])
+    def can_fill(self, num_prompts: int, *, prompts_of_task: int, lost: int = 0) -> bool:
+        """Whether a batch of so many prompts can be sampled; `lost` visits of it will never come. A task of fewer prompts
+        repeats them within a batch."""
+        if not self._decks:
+            return False
+        if self._queue is not None:
+            wanted = max(1, num_prompts - lost)
+            return self._queue.holds(wanted, self._shelves, reference_version=max(self._decks))
+        return self.num_prompts + lost >= min(num_prompts, prompts_of_task)
+
+    def expire(self, oldest_version: int) -> int:
+        """Remove the responses of earlier versions (replay.lag=drop); returns how many. Imported responses and those of the
+        reference have no lag and stay."""
+        old = [version for version in self._rows_of_version if version < oldest_version]
+        listed = [(row, version) for version in old for row in self._rows_of_version.pop(version)]
+        rows = {row for row, version in listed if self._arena.holds(row) and self._table.lag_version[row] == version}
+        self._remove(np.fromiter(rows, np.int64))
+        self._counts["expired"] += len(rows)
+        return len(rows)
+
+    def _draw_from_queue(
+        self, queue: GroupQueue, num_prompts: int, samples_per_prompt: int, reference_version: int | None
+    ) -> tuple[list[tuple[Shelf, np.ndarray]], np.ndarray]:
+        """The oldest groups with at most K of their responses, and all rows that have been used as often as they may."""
+        version = max(self._decks) if reference_version is None else reference_version
+        drawn = queue.draw(num_prompts, self._shelves, reference_version=version)
+        chosen = [(shelf, self.rng.permutation(rows)[:samples_per_prompt]) for shelf, rows, _ in drawn]
+        used_up = [rows for _, rows, last in drawn if last]
+        return chosen, np.concatenate(used_up) if used_up else np.zeros(0, np.int64)
 
     def drop_reference(self, version_below: int) -> int:
         """Remove, and refuse from now on, what a reference before this version scored; returns the rows removed."""
@@ -286,6 +317,8 @@ class ReplayBuffer:
             self._index.insert(rows.tolist(), keys)
         self._place(rows, shelf)
         self._show(shelf)
+        if self._queue is not None:
+            self._queue.append(shelf.index, self._next_stamp, self._next_stamp + len(rows))
         if not self._arrivals or self._arrivals[-1][0] < step:
             self._arrivals.append((step, self._next_stamp))
         self._next_stamp += len(rows)
@@ -304,6 +337,11 @@ class ReplayBuffer:
             table.log_importance[rows] = packed.log_importance()
         table.received[rows] = step
         table.times_sampled[rows] = 0
+        if self.config.lag == "drop":
+            table.lag_version[rows] = np.where(packed.has_lag(), packed.versions, NO_LAG)
+            for row, version in zip(rows.tolist(), table.lag_version[rows].tolist()):
+                if version != NO_LAG:
+                    self._rows_of_version.setdefault(version, []).append(row)
 
     def _place(self, rows: np.ndarray, shelf: Shelf) -> None:
         """Put rows on the shelf; the selector's sums follow."""

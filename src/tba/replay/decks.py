@@ -1,12 +1,15 @@
-"""Which prompt comes next: drawing without replacement across calls, and the prompts that count as fresh.
+"""Which prompt comes next: drawing without replacement across calls, the prompts that count as fresh, and groups in the
+order of their arrival.
 
 Prompts are named by the index of their shelf.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -121,3 +124,71 @@ class PromptDecks:
             self._recent.move_to_end(newest, last=False)
             self.fresh.put(newest)
         self.fresh_since = min(window_start, shelves[next(iter(self._recent))].newest_group)
+
+
+@dataclass(eq=False, slots=True)
+class QueuedGroup:
+    """The rows of one visit: those of the shelf whose stamps are `first_stamp` to `end_stamp` - 1 and that still live."""
+
+    shelf: int
+    first_stamp: int
+    end_stamp: int
+    uses: int = 0
+    """How often it was drawn."""
+
+    def rows(self, shelves: Mapping[int, Shelf]) -> np.ndarray:
+        """Live rows, oldest first; none where the shelf is gone."""
+        shelf = shelves.get(self.shelf)
+        return np.zeros(0, np.int64) if shelf is None else shelf.rows_between(self.first_stamp, self.end_stamp)
+
+
+class GroupQueue:
+    """Groups in the order of their arrival, each drawn `max_uses` times (replay.max_uses).
+
+    A drawn group counts as used whole, also where it holds more than K responses: leftovers would make batches of what was
+    passed over. A group that may be drawn again goes to the end.
+    """
+
+    def __init__(self, max_uses: int) -> None:
+        self._max_uses = max_uses
+        self._groups: deque[QueuedGroup] = deque()
+
+    def append(self, shelf: int, first_stamp: int, end_stamp: int) -> None:
+        self._groups.append(QueuedGroup(shelf, first_stamp, end_stamp))
+
+    def holds(self, num_groups: int, shelves: Mapping[int, Shelf], *, reference_version: int) -> bool:
+        """Whether so many groups can be drawn."""
+        ready = self._ready(shelves, reference_version)
+        return sum(1 for _ in islice(ready, num_groups)) == num_groups
+
+    def draw(
+        self, num_prompts: int, shelves: Mapping[int, Shelf], *, reference_version: int
+    ) -> list[tuple[Shelf, np.ndarray, bool]]:
+        """The oldest groups, at most `num_prompts`: (shelf, its rows, whether this was their last use). A second group of a
+        prompt is passed over, and keeps its place, while there are other prompts to fill the batch with."""
+        firsts: dict[int, QueuedGroup] = {}
+        passed_over: list[QueuedGroup] = []
+        for group in self._ready(shelves, reference_version):
+            if group.shelf in firsts:
+                passed_over.append(group)
+            else:
+                firsts[group.shelf] = group
+            if len(firsts) == num_prompts:
+                break
+        chosen = [*firsts.values(), *passed_over][:num_prompts]
+        return [(shelves[group.shelf], group.rows(shelves), self._use(group)) for group in chosen]
+
+    def _ready(self, shelves: Mapping[int, Shelf], reference_version: int) -> Iterator[QueuedGroup]:
+        """Groups that can be drawn, oldest first; those at the front whose rows are all gone are forgotten."""
+        while self._groups and not len(self._groups[0].rows(shelves)):
+            self._groups.popleft()
+        for group in self._groups:
+            if len(group.rows(shelves)) and shelves[group.shelf].reference_version == reference_version:
+                yield group
+
+    def _use(self, group: QueuedGroup) -> bool:
+        self._groups.remove(group)
+        group.uses += 1
+        if group.uses < self._max_uses:
+            self._groups.append(group)
+        return group.uses >= self._max_uses

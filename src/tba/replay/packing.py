@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.replay.arena import BEHAVIOUR, ID, LOG_REF, POLICY, STEP_VALUE, WIDTH, pack_tokens, unpack_ids
+from tba.replay.arena import BEHAVIOUR, ID, LOG_REF, POLICY, STEP_VALUE, WIDTH, Arena, pack_tokens, unpack_ids
 from tba.replay.rows import RowTable
 from tba.replay.shelf import Shelf
-from tba.types import Batch, Totals, Trajectory, TrajectoryGroup
+from tba.types import NO_ROW, Batch, Totals, Trajectory, TrajectoryGroup
 
 LARGEST_SCORE = float(np.finfo(np.float32).max)
 LOG_IMPORTANCE = (-12.0, 0.5)
@@ -43,6 +43,11 @@ class PackedGroup:
         ids = np.ascontiguousarray(self.records[:, ID])
         ends = np.cumsum(self.lengths).tolist()
         return [ids[start:end] for start, end in zip([0, *ends], ends)]
+
+    def has_lag(self) -> np.ndarray:
+        """bool [R]: whether the policy of some version generated it, which its known log-probs tell."""
+        starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
+        return np.isfinite(np.add.reduceat(self.records.view(np.float32)[:, POLICY], starts))
 
     def log_importance(self) -> np.ndarray:
         """float32 [R]: clipped log of reference / behaviour probability of each response; 0 where that is unknown."""
@@ -136,19 +141,22 @@ def token_key(stored_ids: np.ndarray, shelf: int) -> int:
 
 
 def make_batch(
-    shelves: Sequence[Shelf],
-    rows_PK: np.ndarray,
+    chosen: Sequence[tuple[Shelf, np.ndarray]],
+    samples_per_prompt: int,
     *,
     table: RowTable,
-    records: np.ndarray,
-    lengths: np.ndarray,
+    arena: Arena,
     reward_names: Sequence[str],
 ) -> Batch:
-    """Tensors of the sampled rows, whose token records lie end to end."""
+    """Tensors of the sampled rows, at least one and at most K of each prompt. Places beyond a prompt's rows repeat its first
+    response with weight 0, which costs nothing: equal responses are computed once."""
+    shelves, K = [shelf for shelf, _ in chosen], samples_per_prompt
+    real_PK = np.arange(K) < np.array([len(rows) for _, rows in chosen])[:, None]
+    rows_PK = np.stack([np.concatenate([rows, np.repeat(rows[:1], K - len(rows))]) for _, rows in chosen])
+    records, lengths = arena.read(rows_PK.ravel()), arena.length[rows_PK.ravel()]
     ids_N, loss_mask_N = unpack_ids(records)
     floats = records.view(np.float32)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    P, K = rows_PK.shape
     return Batch(
         prompt_ids=tuple(shelf.prompt_id for shelf in shelves),
         prompt_tokens=_prompt_tokens(shelves),
@@ -161,11 +169,15 @@ def make_batch(
         step_values_N=_tensor(floats[:, STEP_VALUE], np.float32) if floats.shape[1] > WIDTH else None,
         rewards=_components(table.rewards[rows_PK], reward_names),
         reward_PK=_tensor(table.score[rows_PK], np.float32),
-        weight_PK=torch.ones(P, K),
+        weight_PK=_tensor(real_PK, np.float32),
         version_PK=_tensor(table.version[rows_PK], np.int64),
         truncated_PK=_tensor(table.truncated[rows_PK], np.bool_),
-        rows_PK=torch.from_numpy(rows_PK),
-        totals=Totals(prompts=P, responses=P * K, tokens=len(ids_N)),
+        rows_PK=_tensor(np.where(real_PK, rows_PK, NO_ROW), np.int64),
+        totals=Totals(
+            prompts=len(shelves),
+            responses=int(real_PK.sum()),
+            tokens=int((loss_mask_N & np.repeat(real_PK.ravel(), lengths)).sum()),
+        ),
     )
 
 

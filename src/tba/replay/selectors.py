@@ -6,7 +6,8 @@
       SoftmaxSelector    K of all its responses, with probability ~ exp(inverse_temperature * score + log importance)
       UniformSelector    K of all its responses, uniformly
 
-K responses are drawn without replacement; with replacement only from fewer than K.
+K responses are drawn without replacement; where there are fewer than K, all of them and no more: a response that came twice
+would weigh twice, and the loss of a short group is exact without it.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ class Selector(Protocol):
         ...
 
     def choose(self, shelves: Sequence[Shelf], count: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """`count` rows of each shelf."""
+        """`count` distinct rows of each shelf; all of them where there are fewer."""
         ...
 
 
 def draw_uniformly(shelf: Shelf, first: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Rows from position `first` on, uniformly; without replacement unless there are fewer than `count`."""
+    """`count` distinct rows from position `first` on, uniformly; all of them where there are fewer."""
     if count == 0:
         return np.zeros(0, np.int64)
     width = shelf.tail - first
@@ -63,10 +64,7 @@ def draw_uniformly(shelf: Shelf, first: int, count: int, rng: np.random.Generato
         distinct = _first_distinct(rows[rows != HOLE].tolist(), count)
         if len(distinct) == count:
             return np.array(distinct)
-    rows = shelf.rows(first)
-    if len(rows) < count:
-        return rows[rng.integers(len(rows), size=count)]
-    return rng.permutation(rows)[:count]
+    return rng.permutation(shelf.rows(first))[:count]
 
 
 def _first_distinct(values: Iterable[int], count: int) -> list[int]:
@@ -90,7 +88,7 @@ class UniformSelector:
 
 class FreshSelector:
     def choose(self, shelf: Shelf, count: int, *, since: int, rng: np.random.Generator) -> np.ndarray:
-        """From the rows stamped `since` or later; from all of the shelf where those have been used up."""
+        """From the rows stamped `since` or later; from all of the shelf where those are gone."""
         first = shelf.position_since(since)
         return draw_uniformly(shelf, first if len(shelf.rows(first)) else shelf.head, count, rng)
 
@@ -146,8 +144,8 @@ class SoftmaxSelector:
         return [shelf.ring[self._finish(shelf, slots, count, rng)] for shelf, slots in zip(shelves, draws)]
 
     def _finish(self, shelf: Shelf, slots: list[int], count: int, rng: np.random.Generator) -> list[int]:
-        if shelf.live < count:
-            return slots[:count]
+        if shelf.live <= count:
+            return np.flatnonzero(shelf.ring != HOLE).tolist()
         chosen = _first_distinct(slots, count)
         return chosen if len(chosen) == count else self._complete(shelf, chosen, count, rng)
 
@@ -224,22 +222,24 @@ class MixedSelector:
         num_prompts: int,
         count: int,
         rng: np.random.Generator,
-    ) -> tuple[list[Shelf], np.ndarray]:
-        """The shelves of the P slots, and rows [P, K]."""
+    ) -> list[tuple[Shelf, np.ndarray]]:
+        """For each of the P slots its shelf and at most K rows of it."""
         slots = self._choose_prompts(decks, num_prompts, rng)
         places: dict[tuple[int, Kind], list[int]] = defaultdict(list)
         for place, (card, fresh) in enumerate(slots):
             places[card, self._kind(fresh, rng)].append(place)
-        rows_PK = np.empty((num_prompts, count), np.int64)
+        rows = [np.zeros(0, np.int64)] * num_prompts
         for kind in KINDS:
             once = [(shelves[card], own) for (card, other), own in places.items() if other == kind and len(own) == 1]
             drawn = self._draw(kind, [shelf for shelf, _ in once], count, decks.fresh_since, rng)
-            for (_, own), rows in zip(once, drawn):
-                rows_PK[own] = rows
+            for (_, (place,)), found in zip(once, drawn):
+                rows[place] = found
         for (card, kind), own in places.items():
             if len(own) > 1:
-                rows_PK[own] = self._draw_several(kind, shelves[card], len(own), count, decks.fresh_since, rng)
-        return [shelves[card] for card, _ in slots], rows_PK
+                several = self._draw_several(kind, shelves[card], len(own), count, decks.fresh_since, rng)
+                for place, found in zip(own, several):
+                    rows[place] = found
+        return [(shelves[card], found) for (card, _), found in zip(slots, rows)]
 
     def _kind(self, fresh: bool, rng: np.random.Generator) -> Kind:
         if self._by_response:
@@ -260,15 +260,15 @@ class MixedSelector:
 
     def _draw_several(
         self, kind: Kind, shelf: Shelf, times: int, count: int, since: int, rng: np.random.Generator
-    ) -> np.ndarray:
-        """[times, K] rows of one prompt: no row twice if there are so many, else no row twice in a slot if it can be."""
+    ) -> list[np.ndarray]:
+        """Rows of one prompt for each of its slots: no row twice if there are so many, else no row twice in a slot."""
         (rows,) = self._draw(kind, [shelf], times * count, since, rng)
-        if len(np.unique(rows)) == len(rows):
-            return rows.reshape(times, count)
-        return np.stack([self._draw(kind, [shelf], count, since, rng)[0] for _ in range(times)])
+        if len(rows) == times * count:
+            return list(rows.reshape(times, count))
+        return [self._draw(kind, [shelf], count, since, rng)[0] for _ in range(times)]
 
     def _mixed_rows(self, shelf: Shelf, count: int, *, since: int, rng: np.random.Generator) -> np.ndarray:
-        """Fresh ones as far as there are enough, then uniform ones, then others; none twice unless the shelf holds fewer."""
+        """Fresh ones as far as there are enough, then uniform ones, then others; none twice."""
         first = shelf.position_since(since)
         num_fresh = min(_rounded(self._on_policy_probability * count, rng), len(shelf.rows(first)))
         num_uniform = _rounded(self._uniform_share * (count - num_fresh), rng)
@@ -276,9 +276,8 @@ class MixedSelector:
         for number, selector in ((num_uniform, self._uniform), (count - num_fresh - num_uniform, self._old)):
             if number:
                 (drawn,) = selector.choose([shelf], min(count, shelf.live), rng)
-                others = drawn[~np.isin(drawn, rows)][:number]
-                rows = np.concatenate([rows, others, drawn[: number - len(others)]])
-        return np.resize(rows, count)
+                rows = np.concatenate([rows, drawn[~np.isin(drawn, rows)][:number]])
+        return rows
 
     def _choose_prompts(self, decks: PromptDecks, num_prompts: int, rng: np.random.Generator) -> list[tuple[int, bool]]:
         """(prompt, whether it came from the fresh deck) for each slot."""

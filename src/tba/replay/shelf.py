@@ -70,6 +70,11 @@ class Shelf:
                 high = middle
         return low
 
+    def rows_between(self, first_stamp: int, end_stamp: int) -> np.ndarray:
+        """Live rows that arrived at `first_stamp` to `end_stamp` - 1, oldest first."""
+        rows = self.ring[self.slots(self.position_since(first_stamp), self.position_since(end_stamp))]
+        return rows[rows != HOLE]
+
     def oldest(self, count: int) -> list[int]:
         """The oldest live rows; there are at least `count`."""
         rows: list[int] = []

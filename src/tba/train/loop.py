@@ -18,7 +18,7 @@ from tba.train.gate import Gate
 from tba.train.health import Health
 from tba.train.measure import batch_metrics, watched_metrics
 from tba.train.reference import ReferenceResets
-from tba.train.rewards import combine, drop_stale
+from tba.train.rewards import combine
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.train.target import shape_target
 from tba.types import TOKEN_FIELDS, Batch
@@ -92,17 +92,19 @@ class Trainer:
     def sample(self) -> Batch:
         train = self.config.train
         batch = self.replay.sample(self._prompts_to_sample(), train.samples_per_prompt, step=self.step_index)
-        batch = combine(batch, train, reward_weights=self.reward_weights)
-        if self.config.replay.lag == "drop":
-            batch = drop_stale(batch, oldest_version=self.step_index - self.config.replay.max_lag)
         self.received = self.lost = 0
-        return batch
+        return combine(batch, train, reward_weights=self.reward_weights)
+
+    def expire(self) -> None:
+        """With replay.lag=drop, responses that are too old to train on leave the buffer."""
+        if self.config.replay.lag == "drop":
+            self.replay.expire(self.step_index - self.config.replay.max_lag)
 
     def _prompts_to_sample(self) -> int:
-        """P; where the roles take turns no more than came this step: older groups must not fill up for those lost to
-        failing rewards."""
-        wanted = self.config.train.prompts_per_step
-        return min(wanted, self.received) if self.config.takes_turns else wanted
+        """P; where the roles take turns without replay no more than came this step: older groups must not fill up for those
+        lost to failing rewards."""
+        wanted, only_fresh = self.config.train.prompts_per_step, self.config.replay.on_policy_probability == 1.0
+        return min(wanted, self.received) if self.config.takes_turns and only_fresh else wanted
 
     def optimize(self, batch: Batch) -> StepResult:
         step = self.step_index
@@ -142,6 +144,7 @@ class Trainer:
             "target_temperature": self.config.target_temperature_at(trained),
             "time/step": seconds,
             "time/wait_for_batch": waited,
+            "empty_step": float(batch.totals.responses == 0),
             "time/publish_weights": publishing,
             **{f"buffer/{name}": value for name, value in self.replay.stats().items()},
         }

@@ -102,12 +102,9 @@ def make_policy(loaded: LoadedModel, objective: Objective) -> PolicyModel:
 
 
 def make_replay(config: Config, task: Task) -> ReplayBuffer:
-    """Where the roles take turns only what was generated for a step is sampled, with its multiplicities."""
-    settings = config.replay
-    if config.takes_turns:
-        settings = settings.model_copy(update={"on_policy_probability": 1.0, "deduplicate": False})
+    assert config.replay.on_policy_probability is not None, "filled in by tba.launch.defaults"
     return ReplayBuffer(
-        settings,
+        config.replay,
         fresh_steps=config.fresh_steps,
         seed=config.seed,
         reward_names=tuple(task.reward_weights),
@@ -148,6 +145,7 @@ def make_gate(
         config=config,
         replay=trainer.replay,
         receive=trainer.receive,
+        expire=trainer.expire,
         row=row,
         generated=lambda: recorder.responses_generated,
         trained=lambda: recorder.responses_trained,

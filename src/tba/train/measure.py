@@ -10,12 +10,12 @@ from tba.types import Batch
 
 def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, float]:
     """Metrics of a batch (on the CPU) given log_pi before the update; responses without weight are left out."""
-    kept_PK = batch.weight_PK > 0
+    kept_PK, dropped = batch.weight_PK > 0, float((batch.sampled_PK & (batch.weight_PK == 0)).sum())
     if not kept_PK.any():
-        return {"off_policy/dropped": float(kept_PK.numel())}
+        return {"off_policy/dropped": dropped}
     log_pi_PK, log_ref_PK = batch.sum_per_response(log_pi_N), batch.sum_per_response(batch.log_ref_N)
     lag = _lags(batch, kept_PK, step)
-    std_P = batch.reward_PK.std(dim=1, unbiased=False)
+    std_P = _reward_std(batch)
     return {
         **_responses(batch, log_pi_PK - log_ref_PK, kept_PK),
         **{f"rewards/{name}/mean": float(value[kept_PK].nanmean()) for name, value in batch.rewards.items()},
@@ -23,9 +23,17 @@ def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, flo
         "frac_reward_zero_std": float((std_P < 1e-12).float().mean()),
         "off_policy/lag_mean": float(lag.mean()),
         "off_policy/lag_max": float(lag.max()),
-        "off_policy/dropped": float((~kept_PK).sum()),
+        "off_policy/dropped": dropped,
         **_drift(batch, log_pi_PK, kept_PK),
     }
+
+
+def _reward_std(batch: Batch) -> Tensor:
+    """[P]: standard deviation of the rewards of the responses that were sampled for each prompt."""
+    sampled_PK = batch.sampled_PK.to(batch.reward_PK.dtype)
+    count_P1 = sampled_PK.sum(dim=1, keepdim=True).clamp(min=1.0)
+    mean_P1 = (sampled_PK * batch.reward_PK).sum(dim=1, keepdim=True) / count_P1
+    return ((sampled_PK * (batch.reward_PK - mean_P1).square()).sum(dim=1) / count_P1[:, 0]).sqrt()
 
 
 def _lags(batch: Batch, kept_PK: Tensor, step: int) -> Tensor:
@@ -38,7 +46,7 @@ def watched_metrics(batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
     """What the collapse guard looks at, of all sampled responses: where equal-reward groups or cut-off responses lose their
     weight, those that count look well until none is left."""
     log_ratio_PK = batch.sum_per_response(log_pi_N) - batch.sum_per_response(batch.log_ref_N)
-    return _responses(batch, log_ratio_PK, torch.ones_like(batch.truncated_PK))
+    return _responses(batch, log_ratio_PK, batch.sampled_PK)
 
 
 def _responses(batch: Batch, log_ratio_PK: Tensor, kept_PK: Tensor) -> dict[str, float]:

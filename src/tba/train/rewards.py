@@ -20,7 +20,7 @@ def combine(batch: Batch, config: TrainConfig, *, reward_weights: Mapping[str, f
     reward_PK = torch.zeros_like(batch.reward_PK)
     for name, value_PK in batch.rewards.items():
         reward_PK += reward_weights[name] * torch.nan_to_num(value_PK, nan=0.0)
-    weight_PK = torch.ones_like(reward_PK)
+    weight_PK = batch.sampled_PK.to(reward_PK.dtype)
     if config.truncated == "penalise":
         reward_PK = torch.where(batch.truncated_PK, config.truncated_reward, reward_PK)
     if config.truncated == "drop":
@@ -29,11 +29,6 @@ def combine(batch: Batch, config: TrainConfig, *, reward_weights: Mapping[str, f
         equal_P1 = (reward_PK == reward_PK[:, :1]).all(dim=1, keepdim=True)
         weight_PK = weight_PK * ~equal_P1
     return _weighted(replace(batch, reward_PK=reward_PK), weight_PK)
-
-
-def drop_stale(batch: Batch, *, oldest_version: int) -> Batch:
-    """Take the weight of responses whose oldest token is of an earlier version."""
-    return _weighted(batch, batch.weight_PK * (batch.version_PK >= oldest_version))
 
 
 def _weighted(batch: Batch, weight_PK: Tensor) -> Batch:

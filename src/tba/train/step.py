@@ -62,7 +62,10 @@ class TrainStep:
         if not torch.isfinite(norm):
             self.optimizer.drop_gradients()
             raise NonFiniteLoss(f"gradient norm is {norm.item()} (loss {result.metrics['loss']}).")
-        self.optimizer.step(learning_rate)
+        if batch.totals.responses:
+            self.optimizer.step(learning_rate)
+        else:  # no response has weight: Adam's momentum alone would move the weights
+            self.optimizer.drop_gradients()
         return replace(result, metrics={**result.metrics, "grad_norm": norm.item(), "learning_rate": learning_rate})
 
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
