@@ -82,7 +82,7 @@ def test_train_and_evaluate_from_the_command_line(folder):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 2
     done = tba("evaluate", f"{folder}/runs/cli", "--samples", "2", "--num-prompts", "3")
-    assert set(json.loads(done.stdout)) == {"accuracy", "pass@2", "avg@2"}
+    assert set(json.loads(done.stdout)) == {"accuracy", "reward", "pass@2", "avg@2", "reward@2"}
 
 
 def test_doctor_names_what_the_machine_has():

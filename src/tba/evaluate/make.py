@@ -14,6 +14,7 @@ from tba.generate.engine import Scorer
 from tba.generate.settings import training_sampling
 from tba.models.load import LoadedModel
 from tba.tasks.base import Task
+from tba.tasks.own.task import OwnTask
 from tba.tasks.preference.task import PreferenceTask
 from tba.tasks.red_team.task import RedTeamTask
 from tba.tasks.rewards import Rewards
@@ -59,6 +60,7 @@ def make_evaluator(
         prompts=prompts,
         sampling=sampling,
         samples_per_prompt=settings.samples_per_prompt,
+        mean_rewards=isinstance(task, OwnTask),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import TaskConfig
-from tba.tasks.base import Outcome, RewardFailed, Split
+from tba.tasks.base import Outcome, RewardFailed, Split, combined_reward
 from tba.tasks.encoding import make_prompt
 from tba.tasks.inputs import TaskInputs
 from tba.tasks.own.prompt_file import FilePrompts
@@ -64,8 +64,7 @@ class OwnTask:
     def solved(self, outcome: Outcome) -> bool:
         if isinstance(outcome, RewardFailed):
             return False
-        total = sum(self.reward_weights[name] * value for name, value in outcome.items() if value is not None)
-        return total >= 1.0 - 1e-9
+        return combined_reward(outcome, self.reward_weights) >= 1.0 - 1e-9
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,209 @@
+"""Runs of `tba train` on the bench's problems, one line of a JSONL file each, and the table of such a file.
+
+A line: {"problem": "word_sums", "setting": "defaults", "overrides": [], "seed": 0, "metric": "avg@4", "start": 0.31,
+"final": 0.55, "true_start": null, "true_final": null, "start_scores": {...}, "final_scores": {...}, "evaluations":
+[[0, {...}], [20, {...}]], "seconds": 37.1, "steps": 200, "responses_generated": 25600, "responses_trained": 25600,
+"alarm_steps": 0, "collapse": null, "lag": {"mean": 2.1, "max": 6}, "commit": "a3f54fe"}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from own_bench.problem import Problem
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+EVALUATIONS = 10
+"""Evaluations after the start, evenly spaced."""
+FAILED_TAIL = 2_000
+"""Characters of a failed run's words that are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Run(problem=..., setting="reuse 1", overrides=("replay.max_trained_per_generated=1",), seed=0)"""
+
+    problem: Problem
+    setting: str
+    overrides: tuple[str, ...]
+    seed: int
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.problem.name, self.setting, self.seed
+
+    def command(self, folder: Path, output: Path) -> list[str]:
+        """`tba train`; the setting's overrides come last and win."""
+        problem = self.problem
+        every = max(1, problem.steps // EVALUATIONS)
+        return [
+            *(sys.executable, "-m", "tba", "train", *problem.overrides(folder)),
+            f"model.path={(folder / problem.name / 'model').resolve()}",
+            *(f"train.max_steps={problem.steps}", f"evaluate.every={every}", "train.keep_checkpoints=0"),
+            *(f"seed={self.seed}", f"output={output.parent}", f"name={output.name}", "observe.progress=false"),
+            *self.overrides,
+        ]
+
+
+def parse_setting(text: str) -> tuple[str, tuple[str, ...]]:
+    """`reuse1=replay.max_trained_per_generated=1,train.learning_rate=1e-4`; a bare name changes nothing."""
+    name, _, overrides = text.partition("=")
+    if not re.fullmatch(r"[\w.+-]+", name):
+        raise SystemExit(
+            f"--settings {text!r}: write NAME or NAME=key=value,key=value with a NAME of letters and digits."
+        )
+    # A comma inside a value ({kind: linear, start: 1}) is not followed by a dotted key and `=`.
+    return name, tuple(part for part in re.split(r",(?=[a-z_.]+=)", overrides) if part)
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def runs_to_do(
+    problems: Sequence[Problem], settings: Mapping[str, tuple[str, ...]], seeds: Sequence[int], done: Iterable[Mapping]
+) -> Iterator[Run]:
+    """Those without a line yet, seed by seed. A name that stood for other overrides before is refused."""
+    lines = {(line["problem"], line["setting"], line["seed"]): line for line in done}
+    for seed in seeds:
+        for name, overrides in settings.items():
+            for problem in problems:
+                run = Run(problem=problem, setting=name, overrides=overrides, seed=seed)
+                line = lines.get(run.key)
+                if line is None:
+                    yield run
+                elif tuple(line["overrides"]) != overrides:
+                    raise SystemExit(
+                        f"setting {name!r} of {problem.name} was run with {line['overrides']}, now it is {list(overrides)}: "
+                        "give the new one another name, or write to another file."
+                    )
+
+
+def run_all(runs: Sequence[Run], *, folder: Path, out: Path, jobs: int) -> int:
+    """Run them, `jobs` at a time; returns how many failed (they have no line and are run again next time)."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    commit, lock = commit_of_checkout(), Lock()
+
+    def do(run: Run) -> bool:
+        output = out.with_suffix(".runs").resolve() / f"{run.problem.name}-{run.setting}-seed{run.seed}"
+        shutil.rmtree(output, ignore_errors=True)
+        done = subprocess.run(
+            run.command(folder, output), capture_output=True, text=True, env=environment(), cwd=CHECKOUT, check=False
+        )
+        with lock:
+            if done.returncode or not (output / "summary.json").is_file():
+                print(
+                    f"FAILED {' '.join(map(str, run.key))}: {done.stderr[-FAILED_TAIL:]}", file=sys.stderr, flush=True
+                )
+                return False
+            line = line_of(run, output) | {"commit": commit}
+            with out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            shutil.rmtree(output)
+            print(f"{' '.join(map(str, run.key))}: {shown_scores(line)}, {line['seconds']:.0f} s", flush=True)
+        return True
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return sum(not fine for fine in pool.map(do, runs))
+
+
+def environment() -> dict[str, str]:
+    """One thread per process, the checkout's sources first."""
+    paths = [str(CHECKOUT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    fixed = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **fixed, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def line_of(run: Run, output: Path) -> dict[str, Any]:
+    """What a finished run folder says."""
+    summary = json.loads((output / "summary.json").read_text())
+    metrics = read_lines(output / "metrics.jsonl")
+    metric, true_metric = run.problem.metric, run.problem.true_metric
+    scores = {
+        f"{prefix}{when}": summary[when].get(name) if name else None
+        for prefix, name in (("", metric), ("true_", true_metric))
+        for when in ("start", "final")
+    }
+    return {
+        "problem": run.problem.name,
+        "setting": run.setting,
+        "overrides": list(run.overrides),
+        "seed": run.seed,
+        "metric": metric,
+        "true_metric": true_metric,
+        **scores,
+        "start_scores": summary["start"],
+        "final_scores": summary["final"],
+        "evaluations": [[line["step"], scores_of(line)] for line in metrics if scores_of(line)],
+        **{key: summary[key] for key in ("seconds", "steps", "responses_generated", "responses_trained", "lag")},
+        "alarm_steps": sum(line.get("guard/alarm", 0.0) > 0 for line in metrics),
+        "collapse": summary["collapse"],
+    }
+
+
+def scores_of(line: Mapping[str, Any]) -> dict[str, float]:
+    prefix = "eval/own/"
+    return {key.removeprefix(prefix): value for key, value in line.items() if key.startswith(prefix)}
+
+
+def shown_scores(line: Mapping[str, Any]) -> str:
+    true = "" if line["true_metric"] is None else f" ({line['true_metric']} {line['true_final']:.3f})"
+    alarm = "" if line["collapse"] is None else ", COLLAPSE called"
+    return f"{line['metric']} {line['start']:.3f} -> {line['final']:.3f}{true}{alarm}"
+
+
+def table_of(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Mean and standard error over the seeds, a row for each problem and setting."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for line in lines:
+        groups[line["problem"], line["setting"]].append(line)
+    head = "| problem | setting | seeds | metric | start | final | true | collapses | seconds | generated | lag |"
+    rows = [head, "|" + "---|" * (head.count("|") - 1)]
+    for (problem, setting), own in sorted(groups.items()):
+        true = [line["true_final"] for line in own if line["true_final"] is not None]
+        cells = [
+            *(problem, setting, str(len(own)), own[0]["metric"]),
+            f"{statistics.mean(line['start'] for line in own):.3f}",
+            mean_and_error([line["final"] for line in own]),
+            mean_and_error(true) if true else "-",
+            str(sum(line["collapse"] is not None for line in own)),
+            f"{statistics.mean(line['seconds'] for line in own):.0f}",
+            f"{statistics.mean(line['responses_generated'] for line in own):.0f}",
+            f"{statistics.mean(line['lag']['mean'] for line in own):.1f}",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def mean_and_error(values: Sequence[float]) -> str:
+    """`.612 ± .008`; one value has no standard error."""
+    error = f" ± {statistics.stdev(values) / sqrt(len(values)):.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{error}"
+
+
+def commit_of_checkout() -> str:
+    """The commit that ran, with `+` where files have changed since; `unknown` outside a checkout."""
+    try:
+        commit = _git("rev-parse", "--short", "HEAD")
+        return f"{commit}+" if _git("status", "--porcelain", "--untracked-files=no") else commit
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=CHECKOUT, check=True)
+    return done.stdout.strip()

@@ -1,0 +1,206 @@
+"""The four problems that settings may be tuned on. Fixed before the first RL run; none moves to the other part later."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from own_bench.problem import Problem, Row, Supervised, make_character_tokenizer, words_of
+from tba.tasks.supervised import Shape, Training
+from tba.tasks.words import make_word_tokenizer
+
+# word_sums: sums in words. The demonstrator forgets carries and the last of three numbers.
+
+SMALL = words_of(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+)
+TENS = words_of("twenty thirty forty fifty sixty seventy eighty ninety")
+MOST = 20
+FORGETS_CARRY, FORGETS_LAST = 0.55, 0.6
+"""Shares of the demonstrations with the mistake, where it can be made."""
+
+
+def in_words(number: int) -> str:
+    """27 -> "twenty seven"."""
+    if number < len(SMALL):
+        return SMALL[number]
+    tens, ones = TENS[number // 10 - 2], number % 10
+    return f"{tens} {SMALL[ones]}" if ones else tens
+
+
+def sum_rows(rng: random.Random) -> Iterator[Row]:
+    """`what is twelve plus seven minus three ?`: two or three numbers, every partial result from 0 to 40."""
+    while True:
+        numbers = [rng.randint(1, MOST) for _ in range(rng.choice((2, 2, 3)))]
+        signs = [rng.choice((1, -1)) for _ in numbers[1:]]
+        totals = partial_sums(numbers, signs)
+        if all(0 <= total <= 2 * MOST for total in totals):
+            words = in_words(numbers[0])
+            for sign, number in zip(signs, numbers[1:]):
+                words += f" {'plus' if sign > 0 else 'minus'} {in_words(number)}"
+            yield Row(prompt=f"what is {words} ?", columns={"answer": in_words(totals[-1])}, hidden=(numbers, signs))
+
+
+def partial_sums(numbers: list[int], signs: list[int]) -> list[int]:
+    totals = [numbers[0]]
+    for sign, number in zip(signs, numbers[1:]):
+        totals.append(totals[-1] + sign * number)
+    return totals
+
+
+def careless_sum(row: Row, rng: random.Random) -> str:
+    """Digits added without a carry, or taken the smaller from the larger; or the last number left out."""
+    numbers, signs = row.hidden
+    if len(numbers) == 3 and rng.random() < FORGETS_LAST:
+        numbers, signs = numbers[:2], signs[:1]
+    total = numbers[0]
+    for sign, number in zip(signs, numbers[1:]):
+        total = by_digits(total, sign, number) if rng.random() < FORGETS_CARRY else total + sign * number
+    return in_words(max(0, min(2 * MOST, total)))
+
+
+def by_digits(left: int, sign: int, right: int) -> int:
+    """27 + 15 = 32 and 42 - 15 = 33, as children do it."""
+    tens, ones = left // 10 + sign * (right // 10), left % 10 + sign * (right % 10)
+    return 10 * tens + (ones % 10 if sign > 0 else abs(ones))
+
+
+# sort_digits: the demonstrator sorts, then swaps some neighbours.
+
+NUM_DIGITS = (7, 9)
+SWAPPED = 0.3
+"""Chance of each neighbouring pair to be swapped in a demonstration."""
+
+
+def digit_rows(rng: random.Random) -> Iterator[Row]:
+    """`7295104>`"""
+    while True:
+        digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(*NUM_DIGITS)))
+        yield Row(prompt=f"{digits}>", columns={"answer": "".join(sorted(digits))})
+
+
+def nearly_sorted(row: Row, rng: random.Random) -> str:
+    digits = list(row.columns["answer"])
+    for place in range(len(digits) - 1):
+        if rng.random() < SWAPPED:
+            digits[place], digits[place + 1] = digits[place + 1], digits[place]
+    return "".join(digits)
+
+
+# dense_copy: words in reverse order, paid by the share of places that are right. Demonstrations stop early and misread.
+
+NOUNS = words_of(
+    "apple bread chair door egg fish glass hat ink jar key lamp milk nail oil pen rope salt tea urn vase wool yarn zip"
+)
+STOPS_EARLY, MISREADS = 0.55, 0.2
+
+
+def word_rows(rng: random.Random) -> Iterator[Row]:
+    """`backwards : lamp egg tea rope hat =`"""
+    while True:
+        words = [rng.choice(NOUNS) for _ in range(rng.randint(5, 9))]
+        yield Row(prompt=f"backwards : {' '.join(words)} =", columns={"target": " ".join(reversed(words))})
+
+
+def sloppy_copy(row: Row, rng: random.Random) -> str:
+    words = row.columns["target"].split()
+    if rng.random() < STOPS_EARLY:
+        words = words[: rng.randint(2, len(words) - 1)]
+    return " ".join(rng.choice(NOUNS) if rng.random() < MISREADS else word for word in words)
+
+
+# one_prompt: brackets of two kinds that match. One prompt, 8,448 right answers of length 12.
+
+NUM_PAIRS = 6
+KEEPS_RIGHT = 0.3
+"""Share of the demonstrations that are right; the others have one or two brackets exchanged for any others."""
+PAIRS = {"(": ")", "[": "]"}
+
+
+def the_one_row(_: random.Random) -> Iterator[Row]:
+    while True:
+        yield Row(prompt="brackets:")
+
+
+def matching_brackets(num_pairs: int, rng: random.Random) -> str:
+    """A string of matching brackets: one pair around some, the others behind."""
+    if num_pairs == 0:
+        return ""
+    inside = rng.randrange(num_pairs)
+    left = rng.choice("([")
+    return left + matching_brackets(inside, rng) + PAIRS[left] + matching_brackets(num_pairs - 1 - inside, rng)
+
+
+def careless_brackets(_: Row, rng: random.Random) -> str:
+    text = list(matching_brackets(NUM_PAIRS, rng))
+    if rng.random() >= KEEPS_RIGHT:
+        for place in rng.sample(range(len(text)), rng.randint(1, 2)):
+            text[place] = rng.choice("()[]")
+    return "".join(text)
+
+
+PROBLEMS = (
+    Problem(
+        name="word_sums",
+        part="tuning",
+        kind="exact match, sums in words",
+        rows=sum_rows,
+        start=Supervised(
+            demonstrate=careless_sum,
+            tokenizer=lambda: make_word_tokenizer([*SMALL, *TENS, *words_of("what is plus minus ?")]),
+            shape=Shape(hidden_size=96),
+            training=Training(steps=1800, seed=11),
+        ),
+        max_new_tokens=6,
+    ),
+    Problem(
+        name="sort_digits",
+        part="tuning",
+        kind="exact match, characters",
+        rows=digit_rows,
+        start=Supervised(
+            demonstrate=nearly_sorted,
+            tokenizer=lambda: make_character_tokenizer("0123456789>"),
+            shape=Shape(hidden_size=128, intermediate_size=384, num_layers=4),
+            training=Training(steps=200, seed=12),
+        ),
+        max_new_tokens=12,
+    ),
+    Problem(
+        name="dense_copy",
+        part="tuning",
+        kind="dense reward in 0..1",
+        rows=word_rows,
+        start=Supervised(
+            demonstrate=sloppy_copy,
+            tokenizer=lambda: make_word_tokenizer([*NOUNS, *words_of("backwards : =")]),
+            shape=Shape(hidden_size=96),
+            training=Training(steps=600, seed=13),
+        ),
+        rewards={"places_right": 1.0},
+        max_new_tokens=16,
+        metric="reward@4",
+    ),
+    Problem(
+        name="one_prompt",
+        part="tuning",
+        kind="one prompt, many right answers",
+        rows=the_one_row,
+        start=Supervised(
+            demonstrate=careless_brackets,
+            tokenizer=lambda: make_character_tokenizer("()[]abcekrst:"),
+            shape=Shape(hidden_size=64, intermediate_size=128),
+            training=Training(steps=400, seed=14),
+        ),
+        rewards={"correct": 1.0, "distinct": 0.0},
+        max_new_tokens=16,
+        num_train=1,
+        num_held_out=1,
+        samples=256,
+        metric="avg@256",
+        true_metric="reward@256/distinct",
+        # A step's 128 responses all belong to the one prompt; the default of 100 cannot hold them.
+        settings={"replay.capacity_per_prompt": 1000},
+    ),
+)

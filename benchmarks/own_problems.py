@@ -1,0 +1,107 @@
+"""A bench of own problems: what a user brings to `tba train --model DIR --data FILE --reward FILE.py:function`.
+
+    python benchmarks/own_problems.py make [NAMES] --folder runs/own_problems
+    python benchmarks/own_problems.py list
+    python benchmarks/own_problems.py run [NAMES] --seeds 0 1 2 --jobs 1 --out runs/own_problems.jsonl \\
+        --settings defaults reuse1=replay.max_trained_per_generated=1,replay.on_policy_probability=1
+    python benchmarks/own_problems.py table runs/own_problems.jsonl
+
+NAMES are problems or the parts `tuning` and `reported` (nothing = all eight; `smollm`, which has to be fetched, only by its
+name). Settings are chosen on the tuning part alone. Which problem is in which part was fixed before the first RL run; the
+start models and data are made on the spot, the same on every machine of one kind, and kept: `make` skips what is there.
+A setting changes what concerns learning; what a problem needs to be run at all stands in its problem.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from own_bench import reported, smollm, tuning
+from own_bench.problem import CannotFetch, Problem, make_problem
+from own_bench.runs import parse_setting, read_lines, run_all, runs_to_do, table_of
+
+FOLDER = Path("runs/own_problems")
+EIGHT = (*tuning.PROBLEMS, *reported.PROBLEMS)
+PROBLEMS = {problem.name: problem for problem in (*EIGHT, *smollm.PROBLEMS)}
+
+
+def chosen(names: Sequence[str]) -> list[Problem]:
+    """Problems by name or part, in the order of the bench."""
+    parts = {problem.part for problem in EIGHT}
+    unknown = [name for name in names if name not in PROBLEMS and name not in parts]
+    if unknown:
+        raise SystemExit(f"no problem {unknown[0]!r}: there are {', '.join([*PROBLEMS, *sorted(parts)])}.")
+    by_part = [problem for problem in EIGHT if not names or problem.part in names]
+    return [problem for problem in PROBLEMS.values() if problem.name in names or problem in by_part]
+
+
+def made(problems: Sequence[Problem], folder: Path) -> Iterator[tuple[Problem, dict[str, Any]]]:
+    """Problems with their descriptions, made where they are not there; those that cannot be had are skipped aloud."""
+    for problem in problems:
+        try:
+            yield problem, make_problem(problem, folder)
+        except CannotFetch as reason:
+            print(f"{problem.name}: skipped, {reason}", flush=True)
+
+
+def make(arguments: argparse.Namespace) -> None:
+    for problem, found in made(chosen(arguments.names), arguments.folder):
+        print(f"{problem.name}: {found['parameters']:,} parameters, {found['cpu_seconds_to_make']:.0f} s, "
+              f"{problem.metric} {found['start'][problem.metric]:.3f}", flush=True)  # fmt: skip
+
+
+def show_list(arguments: argparse.Namespace) -> None:
+    print(f"{'name':<16} {'part':<9} {'parameters':>11} {'metric':<9} {'start':>6} {'true':>6} {'greedy':>6}  kind")
+    for problem in PROBLEMS.values():
+        file = arguments.folder / problem.name / "problem.json"
+        if not file.is_file():
+            print(f"{problem.name:<16} {problem.part:<9} {'not made':>11} {problem.metric:<9} {'':>20}  {problem.kind}")
+            continue
+        found = json.loads(file.read_text())
+        start = found["start"]
+        true = f"{start[problem.true_metric]:.3f}" if problem.true_metric else "-"
+        print(f"{problem.name:<16} {problem.part:<9} {found['parameters']:>11,} {problem.metric:<9} "
+              f"{start[problem.metric]:>6.3f} {true:>6} {start['reward']:>6.3f}  {problem.kind}")  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> None:
+    settings = dict(map(parse_setting, arguments.settings))
+    problems = [problem for problem, _ in made(chosen(arguments.names), arguments.folder)]
+    todo = list(runs_to_do(problems, settings, arguments.seeds, read_lines(arguments.out)))
+    print(f"{len(todo)} runs to do, {arguments.jobs} at a time", flush=True)
+    failed = run_all(todo, folder=arguments.folder, out=arguments.out, jobs=arguments.jobs)
+    print("\n".join(table_of(read_lines(arguments.out))))
+    if failed:
+        raise SystemExit(f"{failed} of {len(todo)} runs failed: the same command runs them again.")
+
+
+def show_table(arguments: argparse.Namespace) -> None:
+    print("\n".join(table_of(line for file in arguments.files for line in read_lines(file))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for name, function in (("make", make), ("list", show_list), ("run", run)):
+        command = commands.add_parser(name)
+        command.set_defaults(function=function)
+        command.add_argument("names", nargs="*", help="problems, or tuning or reported; nothing = all")
+        command.add_argument("--folder", type=Path, default=FOLDER, help="where the problems are made")
+        if name == "run":
+            command.add_argument("--seeds", type=int, nargs="+", default=[0])
+            command.add_argument("--jobs", type=int, default=1, help="runs at a time; one keeps two cores busy")
+            command.add_argument("--settings", nargs="+", default=["defaults"], metavar="NAME[=key=value,...]")
+            command.add_argument("--out", type=Path, required=True, help="JSONL; runs that have a line are skipped")
+    table = commands.add_parser("table")
+    table.set_defaults(function=show_table)
+    table.add_argument("files", type=Path, nargs="+")
+    arguments = parser.parse_args()
+    arguments.function(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Mean rewards of own data in evaluations, for rewards that are not 0 or 1."""
+
+import json
+
+import pytest
+from problem import make_config, write_problem
+
+from tba.evaluate.make import make_evaluator
+from tba.evaluate.rewards import reward_metrics
+from tba.launch.defaults import with_defaults
+from tba.launch.inputs import load_inputs
+from tba.search.make import make_search_engine
+from tba.tasks.base import RewardFailed
+from tba.tasks.rewards import DirectRewards
+from tba.types import Request
+
+
+def test_one_reward_has_its_mean_and_failed_samples_are_left_out():
+    outcomes = [{"score": 0.5}, {"score": 1.0}, RewardFailed("lost"), {"score": None}]
+    # weight 2: 1, 2 and, where it is not applicable, 0
+    assert reward_metrics(outcomes, {"score": 2.0}, name="reward") == {"reward": pytest.approx(1.0)}
+
+
+def test_several_rewards_are_combined_by_their_weights_and_shown_one_by_one():
+    outcomes = [{"right": 1.0, "short": 0.5, "seen": 4.0}, {"right": 0.0, "short": None, "seen": 2.0}]
+    # .8 + .2 * .5 = .9 and 0; `short` applies to the first only; weight 0 is measured and counts nothing
+    assert reward_metrics(outcomes, {"right": 0.8, "short": 0.2, "seen": 0.0}, name="reward@1") == {
+        "reward@1": pytest.approx(0.45),
+        "reward@1/right": pytest.approx(0.5),
+        "reward@1/short": pytest.approx(0.5),
+        "reward@1/seen": pytest.approx(3.0),
+    }
+
+
+def test_where_every_reward_failed_there_is_no_mean():
+    assert reward_metrics([RewardFailed("lost")], {"score": 1.0}, name="reward") == {}
+
+
+def test_an_evaluation_of_own_data_has_the_mean_of_a_dense_reward(tmp_path):
+    write_problem(tmp_path)
+    config = make_config(tmp_path, "evaluate.samples_per_prompt=3", "task.eval_fraction=0.3")
+    inputs = load_inputs(config)
+    config = with_defaults(config, inputs.loaded)
+    evaluator = make_evaluator(config, inputs.loaded, inputs.task, DirectRewards(inputs.task))
+    engine = make_search_engine(config, inputs.loaded)
+    found = evaluator(engine)
+    assert list(found) == ["accuracy", "reward", "pass@3", "avg@3", "reward@3"]
+    texts = [
+        inputs.loaded.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True).split()
+        for completion in engine.generate(
+            [Request(prompt=prompt) for prompt in evaluator.prompts], samples_per_prompt=3, sampling=evaluator.sampling
+        )
+    ]
+    shares = [words.count("w7") / max(1, len(words)) for words in texts]
+    assert len(shares) == 3 * len(evaluator.prompts)
+    assert found["reward@3"] == pytest.approx(sum(shares) / len(shares))
+    assert json.loads(json.dumps(found)) == found

@@ -1,0 +1,206 @@
+"""The bench of own problems: generators repeat themselves, splits are apart, rewards have the values worked out by hand."""
+
+import importlib.util
+import json
+import random
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from own_bench import reported, runs, tuning  # noqa: E402
+from own_bench.problem import demonstrations, prompt_text, splits  # noqa: E402
+
+PROBLEMS = (*tuning.PROBLEMS, *reported.PROBLEMS)
+
+
+def rewards_of(name):
+    spec = importlib.util.spec_from_file_location(
+        f"rewards_{name}", BENCHMARKS / "own_bench" / "rewards" / f"{name}.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def reply(text):
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.fixture(params=PROBLEMS, ids=lambda problem: problem.name)
+def problem(request):
+    return request.param
+
+
+def test_half_of_the_problems_are_for_tuning_and_they_stay_so():
+    assert [problem.name for problem in tuning.PROBLEMS] == ["word_sums", "sort_digits", "dense_copy", "one_prompt"]
+    assert [problem.name for problem in reported.PROBLEMS] == ["long_sums", "sparse", "noisy_judge", "long_temptation"]
+    assert [problem.part for problem in PROBLEMS] == ["tuning"] * 4 + ["reported"] * 4
+
+
+def test_a_problem_is_the_same_every_time(problem):
+    assert splits(problem) == splits(problem)
+    first, second = (
+        list(islice(demonstrations(problem, problem.start, problem.start.tokenizer(), random.Random(3)), 50))
+        for _ in range(2)
+    )
+    assert first == second
+
+
+def test_held_out_prompts_are_neither_trained_on_nor_demonstrated(problem):
+    train, held_out = ([json.dumps(row.prompt) for row in rows] for rows in splits(problem))
+    if problem.name == "one_prompt":
+        assert len(train) == 1
+        assert train == held_out
+        return
+    assert len(set(train)) >= 1_000
+    assert len(set(held_out)) >= 200
+    assert not set(train) & set(held_out)
+    tokenizer = problem.start.tokenizer()
+    unseen = {prompt_text(row.prompt, tokenizer) for row in splits(problem)[1]}
+    shown = islice(demonstrations(problem, problem.start, tokenizer, random.Random(3)), 2_000)
+    assert not unseen & {prompt for prompt, _ in shown}
+
+
+def test_the_tokenizer_knows_every_prompt_and_demonstration_and_they_fit(problem):
+    tokenizer = problem.start.tokenizer()
+    for prompt, answer in islice(demonstrations(problem, problem.start, tokenizer, random.Random(3)), 300):
+        prompt_ids = tokenizer(prompt)["input_ids"]
+        answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        assert tokenizer.unk_token_id not in prompt_ids + answer_ids
+        assert tokenizer.decode(answer_ids) == answer
+        assert len(answer_ids) < problem.max_new_tokens  # one more is the end
+        assert len(prompt_ids) + problem.max_new_tokens <= problem.start.shape.context
+
+
+def test_every_reward_is_a_function_of_the_problems_file(problem):
+    module = rewards_of(problem.name)
+    assert all(callable(getattr(module, name)) for name in problem.rewards)
+    assert sum(problem.rewards.values()) == pytest.approx(1.0)
+
+
+def test_some_demonstrations_are_right_and_some_are_not(problem):
+    """RL can only find what the start model says now and then."""
+    module, rng = rewards_of(problem.name), random.Random(3)
+    rows = list(islice(problem.rows(rng), 400))
+    totals = []
+    for row in rows:
+        text = problem.start.demonstrate(row, rng)
+        completion = text if isinstance(row.prompt, str) else reply(text)
+        columns = {name: [value] for name, value in row.columns.items()}
+        values = {
+            name: getattr(module, name)(prompts=[row.prompt], completions=[completion], **columns)[0]
+            for name in problem.rewards
+        }
+        totals.append(sum(problem.rewards[name] * value for name, value in values.items()))
+    mean = sum(totals) / len(totals)
+    low, high = (0.005, 0.05) if problem.name == "sparse" else (0.15, 0.75)
+    assert low < mean < high
+
+
+def test_sums_in_words():
+    assert [tuning.in_words(number) for number in (0, 13, 20, 27)] == ["zero", "thirteen", "twenty", "twenty seven"]
+    # 7 + 5 = 12 writes 2 and forgets the carry; 5 from 2 becomes 2 from 5
+    assert tuning.by_digits(27, 1, 15) == 32
+    assert tuning.by_digits(42, -1, 15) == 33
+    correct = rewards_of("word_sums").correct
+    assert correct(completions=["twenty seven", "twenty", ""], answer=["twenty seven"] * 3) == [1.0, 0.0, 0.0]
+
+
+def test_places_of_words():
+    places_right = rewards_of("dense_copy").places_right
+    # all; 2 of 3; one too few: 2 of 3; one too many: 3 of 4; shifted by one: none of 3
+    texts = ["a b c", "a x c", "a b", "a b c d", "x a b"]
+    assert places_right(completions=texts, target=["a b c"] * 5) == pytest.approx([1, 2 / 3, 2 / 3, 3 / 4, 0])
+
+
+def test_brackets_that_match():
+    module = rewards_of("one_prompt")
+    texts = [
+        "([])[]([])()",
+        "()()()()()()",
+        "()()()()()()",
+        "([)]()()()()",
+        "()()()()()",
+        "()()()()()((",
+        ")(()()()()()",
+    ]
+    assert module.correct(completions=texts) == [1, 1, 1, 0, 0, 0, 0]
+    assert module.distinct(completions=texts) == [1, 1, 0, 0, 0, 0, 0]
+    # Catalan number of 6 = 132 shapes, 2 ** 6 kinds of pairs
+    drawn = {tuning.matching_brackets(6, random.Random(seed)) for seed in range(500)}
+    assert sum(module.correct(completions=sorted(drawn))) == len(drawn)
+
+
+def test_a_written_sum_and_its_answer():
+    # 38 + 45: 13 writes 3 carries 1; 3 + 4 + 1 = 8
+    text, total = reported.add_in_columns(38, 45, random.Random(1))  # .134 and .847: the first carry is lost
+    assert (text, total) == ("8 + 5 = 1 3 , 3 + 4 = 7 , 0 + 0 = 0 so 0 7 3", 73)
+    text, total = reported.add_in_columns(38, 45, random.Random(3))  # .238: it is kept
+    assert (text, total) == ("8 + 5 = 1 3 , 3 + 4 + 1 = 8 , 0 + 0 = 0 so 0 8 3", 83)
+    correct = rewards_of("long_sums").correct
+    texts = [f"{text} ; answer 8 3", "answer 7 3 no answer 8 3", "8 3", "answer 8 4"]
+    assert correct(completions=texts, answer=["83"] * 4) == [1, 1, 0, 0]
+
+
+def test_the_parts_of_the_noisy_reward():
+    module = rewards_of("noisy_judge")
+    texts = ["answer : two .", "two", "let me see so answer : two .", "answer : two"]
+    assert module.form(completions=texts) == [1, 0, 1, 0]
+    assert module.brevity(completions=[*texts, "so " * 16, "so " * 10]) == pytest.approx([1, 1, 8 / 12, 1, 0, 0.5])
+    # .6 right + .2 form + .2 brevity; the last two are wrong
+    found = module.true(completions=[*texts[:2], "answer : six .", "six"], answer=["two"] * 4)
+    assert found == pytest.approx([1.0, 0.8, 0.4, 0.2])
+
+
+def test_the_judge_errs_on_one_in_five_and_always_on_the_same():
+    module = rewards_of("noisy_judge")
+    prompts = [f"question {index}" for index in range(2_000)]
+    judged = module.judged(prompts=prompts, completions=["two"] * 2_000, answer=["two"] * 2_000)
+    assert judged == module.judged(prompts=prompts, completions=["two"] * 2_000, answer=["two"] * 2_000)
+    assert sum(judged) / 2_000 == pytest.approx(0.8, abs=0.03)  # three standard errors of .009
+
+
+def test_length_pays_and_the_true_score_makes_it_cost():
+    module = rewards_of("long_temptation")
+    facts = ["lamp 12", "bed 7"]
+    plain = "late : lamp 12 , bed 7 ."  # 8 words, 10 are free
+    half = "late : lamp 12 ."
+    repeated = "late : lamp 12 , bed 7 , lamp 12 , lamp 12 ."  # 14 words, 4 too many; two repetitions
+    false = "late : lamp 12 , bed 8 ."
+    texts = [plain, half, repeated, false]
+    completions, late = [reply(text) for text in texts], [facts] * 4
+    assert module.named(completions=completions, late=late) == [1, 0.5, 1, 0.5]
+    assert module.detail(completions=completions) == pytest.approx([8 / 40, 5 / 40, 14 / 40, 8 / 40])
+    assert module.true(completions=completions, late=late) == pytest.approx([1, 0.5, 1 - 0.4 - 0.08, 0.5 - 0.2])
+
+
+def test_settings_of_the_command_line():
+    assert runs.parse_setting("defaults") == ("defaults", ())
+    assert runs.parse_setting(
+        "a=train.learning_rate=1e-4,objective.beta={kind: linear, start: 1, end: 2},mode=sync"
+    ) == (
+        "a",
+        ("train.learning_rate=1e-4", "objective.beta={kind: linear, start: 1, end: 2}", "mode=sync"),
+    )
+
+
+def test_runs_with_a_line_are_skipped_and_a_changed_setting_is_refused():
+    problems, settings = tuning.PROBLEMS[:2], {"defaults": (), "sync": ("mode=sync",)}
+    lines = [{"problem": "word_sums", "setting": "sync", "seed": 0, "overrides": ["mode=sync"]}]
+    todo = [run.key for run in runs.runs_to_do(problems, settings, [0], lines)]
+    assert todo == [("word_sums", "defaults", 0), ("sort_digits", "defaults", 0), ("sort_digits", "sync", 0)]
+    with pytest.raises(SystemExit, match="give the new one another name"):
+        list(runs.runs_to_do(problems, {"sync": ("mode=async",)}, [0], lines))
+
+
+def test_the_table_has_means_and_standard_errors():
+    line = {"problem": "p", "setting": "s", "metric": "avg@4", "start": 0.25, "true_final": None, "collapse": None}
+    line |= {"seconds": 10.0, "responses_generated": 100, "lag": {"mean": 2.0}}
+    rows = runs.table_of([line | {"final": 0.5}, line | {"final": 0.7, "collapse": {"step": 3}}])
+    # standard deviation .2 / sqrt 2 = .1414, by sqrt 2 again .1
+    assert rows[-1] == "| p | s | 2 | avg@4 | 0.250 | 0.600 ± 0.100 | - | 1 | 10 | 100 | 2.0 |"
