@@ -152,7 +152,22 @@ def line_of(run: Run, output: Path) -> dict[str, Any]:
         **{key: summary[key] for key in ("seconds", "steps", "responses_generated", "responses_trained", "lag")},
         "alarm_steps": sum(line.get("guard/alarm", 0.0) > 0 for line in metrics),
         "collapse": summary["collapse"],
+        "thirds": {key: thirds(metrics, key) for key in MEASURED},
     }
+
+
+MEASURED = (
+    "movement/token", "movement/response", "tb/gated", "off_policy/kl", "off_policy/ess", "learning_rate", "kl", "entropy",
+    "grad_norm", "completions/mean_length", "reward",
+)  # fmt: skip
+"""Metrics of training that are kept, as means over the thirds of a run."""
+
+
+def thirds(metrics: Sequence[Mapping[str, Any]], key: str) -> list[float | None]:
+    values = [line[key] for line in metrics if key in line]
+    size = max(1, len(values) // 3)
+    parts = values[:size], values[size : 2 * size], values[2 * size :]
+    return [statistics.fmean(part) if part else None for part in parts]
 
 
 def scores_of(line: Mapping[str, Any]) -> dict[str, float]:

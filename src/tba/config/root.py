@@ -83,6 +83,12 @@ class Config(Section):
         """Searcher and trainer take turns in one process."""
         return self.mode != "async"
 
+    def evaluation_due(self, step: int) -> bool:
+        """Whether the weights of this step are to be evaluated."""
+        every = self.evaluate.every
+        every = max(1, self.train.max_steps // 10) if every is None else every
+        return step >= self.train.max_steps or (every > 0 and step % every == 0)
+
     def beta_at(self, step: int) -> float:
         assert self.objective.beta is not None, "filled in by tba.launch.defaults"
         return self.objective.beta.at(step, max_steps=self.train.max_steps)

@@ -191,6 +191,9 @@ class TrainConfig(Section):
     """Optimizer steps on the same batch before the next is sampled (PPO's epochs, GRPO's mu)."""
     learning_rate: Schedule | None = None
     """Of AdamW; None = constant, from the number of parameters: 2e-4 for the shipped model, 2.4e-6 at 0.5B, 5e-7 at 7B."""
+    rate_target: float | None = None
+    rate_scale: float = 1.0
+    rate_shape: Literal["constant", "linear", "wsd"] = "constant"
     adam_betas: tuple[float, float] = (0.9, 0.999)
     adam_epsilon: float = Field(default=1e-8, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
@@ -255,8 +258,9 @@ class RuntimeConfig(Section):
 
 
 class EvaluateConfig(Section):
-    every: int | None = Field(default=None, ge=1)
-    """Steps between evaluations; None = at the start and the end only."""
+    every: int | None = Field(default=None, ge=0)
+    """Steps between evaluations, of which there is always one at the start and one at the end; 0 = those two only; None = a
+    tenth of the run."""
     split: Literal["held_out", "validation"] = "held_out"
     """Tune on validation, report on held_out: settings chosen by looking at the held-out prompts flatter themselves there. A
     run folder keeps its split; `tba evaluate RUN evaluate.split=held_out` reports a run that was tuned on validation."""

@@ -102,19 +102,20 @@ class AsyncRun:
 
     def step(self) -> None:
         self.trainer.step()
-        step, every = self.trainer.step_index, self.config.evaluate.every
-        if self.trainer.done or (every is not None and step % every == 0):
+        if self.config.evaluation_due(self.trainer.step_index):
             self.ask_for_evaluation()
         self.take_evaluations()
         self.write_status()
 
     def ask_for_evaluation(self) -> None:
         if self.has_evaluation_prompts:
+            if self.trainer.step_index > 0:
+                self.trainer.checkpoints.save_evaluated(self.trainer.step_index)
             self.runtime.evaluate(self.trainer.step_index)
 
     def take_evaluations(self) -> None:
         for evaluation in self.runtime.take_evaluations():
-            self.recorder.evaluation(evaluation.version, evaluation.metrics)
+            self.trainer.evaluated(evaluation.version, evaluation.metrics)
 
     def wait_for_evaluation(self, version: int) -> None:
         """The last evaluation: the run is over, nobody else waits for it. Groups are still taken in, or a searcher whose

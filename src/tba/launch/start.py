@@ -56,7 +56,7 @@ def train(config: Config, functions: RewardFunctions = None, *, inputs: RunInput
             raise
         if run.interrupt.asked:
             logger.warning("interrupted after step %d: saving and stopping.", run.trainer.step_index)
-            run.trainer.save(run.trainer.step_index)
+            run.trainer.checkpoints.save(run.trainer.step_index)
         summary = run.recorder.finish()
     finally:
         run.close()

@@ -104,7 +104,7 @@ class SyncRun:
             self.evaluate()
             while not self.trainer.done and not self.interrupt.asked:
                 self.step()
-                if self._evaluation_due():
+                if self.config.evaluation_due(self.trainer.step_index):
                     self.evaluate()
 
     def step(self) -> None:
@@ -131,12 +131,10 @@ class SyncRun:
         if self.evaluation_engine is not self.searcher.engine:
             policy = self.trainer.train_step.policy
             self.evaluation_engine.load(make_weights(policy.model, version=self.trainer.step_index))
-        self.recorder.evaluation(self.trainer.step_index, self.evaluator(self.evaluation_engine))
+        if self.trainer.step_index > 0:
+            self.trainer.checkpoints.save_evaluated(self.trainer.step_index)
+        self.trainer.evaluated(self.trainer.step_index, self.evaluator(self.evaluation_engine))
 
     def close(self) -> None:
         self.searcher.close()
         self.recorder.close()
-
-    def _evaluation_due(self) -> bool:
-        every, step = self.config.evaluate.every, self.trainer.step_index
-        return self.trainer.done or (every is not None and step % every == 0)

@@ -15,7 +15,8 @@ Axes: P prompts, K responses per prompt.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -58,6 +59,8 @@ class TrajectoryBalance(Objective):
     A_ij = (r_ij - mean r) - beta (KL_ij - mean KL).
     """
 
+    trust: Literal["none", "response", "response_down", "token", "token_down", "taper", "importance"] = "none"
+    trust_limit: float = Field(default=0.3, ge=0.0)
     residual_clip: float | None = Field(default=None, gt=0.0)
     """Largest |beta * residual| in reward units whose gradient grows; beyond it the pull is constant (Huber). None = no
     clip."""
@@ -67,10 +70,42 @@ class TrajectoryBalance(Objective):
     default_beta: ClassVar[float] = 0.05
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
-        log_z_PK = _estimates(batch, forward, beta=beta)
-        return _squared_residuals(
+        log_pi_N = forward.log_pi_N
+        log_z_PK = _estimates(batch, forward, beta=beta).detach()
+        up_PK = log_z_PK > prompt_mean(log_z_PK, batch.weight_PK)
+        share_N = self._shares(batch, log_pi_N.detach(), up_PK)
+        if share_N is not None:
+            forward = replace(forward, log_pi_N=torch.lerp(log_pi_N.detach(), log_pi_N, share_N))
+            log_z_PK = _estimates(batch, forward, beta=beta)
+        else:
+            log_z_PK = _estimates(batch, forward, beta=beta)
+        loss = _squared_residuals(
             batch, log_z_PK, prompt_mean(log_z_PK.detach(), batch.weight_PK), beta=beta, clip=self.residual_clip
         )
+        if share_N is None:
+            return loss
+        return replace(loss, metrics={**loss.metrics, "tb/gated": 1.0 - mean_where(share_N, batch.kept_N)})
+
+    def _shares(self, batch: Batch, log_pi_N: Tensor, up_PK: Tensor) -> Tensor | None:
+        if self.trust == "none":
+            return None
+        drift_N = torch.nan_to_num(log_pi_N - batch.policy_N, nan=0.0)
+        sum_PK = batch.sum_per_response(drift_N)
+        limit = self.trust_limit
+        up_N, sum_N = batch.per_token(up_PK), batch.per_token(sum_PK)
+        if self.trust == "response":
+            closed_N = torch.where(up_N, sum_N > limit, sum_N < -limit)
+        elif self.trust == "response_down":
+            closed_N = ~up_N & (sum_N < -limit)
+        elif self.trust == "token":
+            closed_N = torch.where(up_N, drift_N > limit, drift_N < -limit)
+        elif self.trust == "token_down":
+            closed_N = ~up_N & (drift_N < -limit)
+        elif self.trust == "taper":
+            return torch.where(up_N, torch.ones_like(sum_N), sum_N.clamp(max=0.0).exp())
+        else:
+            return sum_N.clamp(max=0.0).exp()
+        return (~closed_N).float()
 
 
 class LearnedLogZ(Objective):

@@ -19,7 +19,8 @@ from tba.train.optim import MasterAdamW
 
 @dataclass
 class Checkpoints:
-    """Those of one run: checkpoints/step-N, of which the last `keep` stay, and the collapse guard's healthy-step-N."""
+    """Those of one run: checkpoints/step-N, of which the last `keep` stay, the collapse guard's healthy-step-N, and
+    best-step-N, the weights whose evaluation was the best so far."""
 
     folder: RunFolder
     model: PreTrainedModel
@@ -31,6 +32,8 @@ class Checkpoints:
     """0 = none is written."""
     pinned: int | None = field(default=None, init=False)
     """Step whose checkpoint stays, whatever its age."""
+    best: tuple[int, float] | None = field(default=None, init=False)
+    """Step and score of the best evaluation so far."""
 
     def save(self, step: int) -> None:
         """Write checkpoints/step-N and drop the oldest beyond `keep`."""
@@ -48,6 +51,29 @@ class Checkpoints:
     def drop_healthy(self, step: int) -> None:
         shutil.rmtree(self.folder.checkpoints / f"healthy-step-{step}")
 
+    def save_evaluated(self, step: int) -> None:
+        """Write the weights that an evaluation was asked for: they are gone when its result arrives."""
+        if self.keep > 0:
+            write_model(self.folder.checkpoints / f"evaluated-step-{step}", self.model, self.tokenizer)
+
+    def keep_best(self, step: int, score: float) -> None:
+        """An evaluation has come: its weights replace the best so far, or are dropped; of equal ones the later stay.
+
+        A searcher evaluates the version it was asked for or, where it came to it late, one a few steps newer: what was saved
+        when it was asked stands for both.
+        """
+        saved = self.folder.checkpoints_by_step("evaluated-step-")
+        asked = max((found for found in saved if found <= step), default=0)
+        is_best = self.best is None or score >= self.best[1]
+        if is_best:
+            self.best = (asked, score)
+        if is_best and asked > 0:
+            for outdone in self.folder.checkpoints_by_step("best-step-").values():
+                shutil.rmtree(outdone)
+            os.replace(saved.pop(asked), self.folder.checkpoints / f"best-step-{asked}")
+        for passed in [found for found in saved if found <= asked]:
+            shutil.rmtree(saved[passed])
+
     def _write(self, step: int, name: str) -> None:
         write_checkpoint(
             self.folder.checkpoints / name,
@@ -57,6 +83,15 @@ class Checkpoints:
             heads=self.heads,
             state={"step": step, **self.state()},
         )
+
+
+def write_model(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """What transformers loads, without the trainer's state. The folder appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    os.replace(partial, path)
 
 
 def write_checkpoint(

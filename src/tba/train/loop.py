@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,9 +14,11 @@ from tba.models.weights import make_weights
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.runtime.channels import GroupReceiver, WeightPublisher
+from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
 from tba.train.health import Health
 from tba.train.measure import batch_metrics, watched_metrics
+from tba.train.rate import LearningRate
 from tba.train.reference import ReferenceResets
 from tba.train.rewards import combine
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
@@ -39,8 +41,7 @@ class Trainer:
     publisher: WeightPublisher
     recorder: Recorder
     reward_weights: Mapping[str, float]
-    save: Callable[[int], None]
-    """Writes a checkpoint of the given step."""
+    checkpoints: Checkpoints
     references: ReferenceResets | None = None
     """Makes the policy the reference now and then; None = it never does."""
     health: Health | None = None
@@ -53,6 +54,7 @@ class Trainer:
     """Groups without one."""
     step_index: int = field(default=0, init=False)
     """Optimizer steps done: the version of the weights."""
+    rate: LearningRate | None = field(default=None, init=False)
     batch: Batch | None = field(default=None, init=False)
     """The last one sampled; train.updates_per_batch steps train on it."""
 
@@ -109,8 +111,12 @@ class Trainer:
     def optimize(self, batch: Batch) -> StepResult:
         step = self.step_index
         shaped, beta = shape_target(batch, self.config, step)
+        if self.rate is None:
+            self.rate = LearningRate(self.config)
         try:
-            return self.train_step(shaped, beta=beta, learning_rate=self.config.learning_rate_at(step))
+            result = self.train_step(shaped, beta=beta, learning_rate=self.rate.at(step))
+            self.rate.observe(step, result.metrics.get("movement/token", 0.0))
+            return result
         except NonFiniteLoss as error:
             path = save_batch(batch, self.recorder.folder.path / f"failed-batch-step-{step}.safetensors")
             raise NonFiniteLoss(
@@ -129,8 +135,14 @@ class Trainer:
         seconds = time.perf_counter() - started
         every = self.config.train.checkpoint_every
         if self.done or (every is not None and self.step_index % every == 0):
-            self.save(self.step_index)
+            self.checkpoints.save(self.step_index)
         return seconds
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The evaluation of a step has come: the weights of the best one so far are kept."""
+        self.recorder.evaluation(step, metrics)
+        if metrics:
+            self.checkpoints.keep_best(step, next(iter(metrics.values())))
 
     def record(self, batch: Batch, result: StepResult, *, seconds: float, waited: float, publishing: float) -> None:
         """Metrics of the step just done; lag is counted against the version that was trained."""

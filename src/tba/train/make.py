@@ -64,7 +64,7 @@ def make_trainer(
         publisher=publisher,
         recorder=recorder,
         reward_weights=task.reward_weights,
-        save=checkpoints.save,
+        checkpoints=checkpoints,
         health=Health(config, recorder, checkpoints) if config.observe.on_collapse != "off" else None,
     )
 

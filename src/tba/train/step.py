@@ -62,11 +62,31 @@ class TrainStep:
         if not torch.isfinite(norm):
             self.optimizer.drop_gradients()
             raise NonFiniteLoss(f"gradient norm is {norm.item()} (loss {result.metrics['loss']}).")
+        movement = {}
         if batch.totals.responses:
             self.optimizer.step(learning_rate)
+            movement = self.movement(batch, result.said)
         else:  # no response has weight: Adam's momentum alone would move the weights
             self.optimizer.drop_gradients()
-        return replace(result, metrics={**result.metrics, "grad_norm": norm.item(), "learning_rate": learning_rate})
+        return replace(
+            result,
+            metrics={**result.metrics, "grad_norm": norm.item(), "learning_rate": learning_rate, **movement},
+        )
+
+    @torch.no_grad()
+    def movement(self, batch: Batch, said: Forward) -> dict[str, float]:
+        """How far the update moved log pi of some responses."""
+        P, K = batch.shape
+        responses = [p * K + k for p in range(0, P, max(1, P // 8)) for k in range(min(K, max(2, 16 // P)))]
+        micro_batch = self._pack(batch, responses)
+        after = self._forward(micro_batch).log_pi_N
+        change = after - said.log_pi_N[micro_batch.tokens_N]
+        of_response = torch.repeat_interleave(torch.arange(len(responses)), batch.lengths[micro_batch.responses])
+        sums = torch.zeros(len(responses)).index_add(0, of_response.to(change.device), change)
+        return {
+            "movement/token": float(0.5 * change.square().mean()),
+            "movement/response": float(0.5 * sums.square().mean()),
+        }
 
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
         """Leave the gradients of the whole batch in the optimizer's weights; none where the loss is not finite."""
