@@ -57,6 +57,23 @@ def test_a_reset_makes_the_current_policy_the_reference(folder):
     assert [abs(record["kl"]) < 1e-4 for record in records] == [True, False, True, False, True, False]
 
 
+def test_a_learned_log_z_begins_again_at_a_reset(folder):
+    config = make_config(
+        folder,
+        "mode=sync",
+        "name=reset-log-z",
+        "reference.reset_every=2",
+        "objective.name=tb_learned_z",
+        "objective.log_z_learning_rate=3",
+    )
+    train(config)
+    records = steps_of(config)
+    # Steps 1, 3 and 5 train on fresh responses of the reference itself: log ref = log pi, and the VarGrad estimate of log Z
+    # is the mean reward / beta. One step at a rate of 3 takes the next one 3 to 6 nats away from where it was.
+    gaps = [record["tb/log_z"] - record["reward"] / record["beta"] for record in records]
+    assert [abs(gap) < 1e-3 for gap in gaps] == [True, False, True, False, True, False]
+
+
 @pytest.mark.parametrize("rule", ["drop", "recompute"])
 def test_asynchronous_resets_never_train_on_an_earlier_reference(folder, rule):
     config = make_config(

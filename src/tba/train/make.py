@@ -59,7 +59,7 @@ def make_trainer(
         config=config,
         train_step=train_step,
         replay=replay,
-        references=make_references(config, replay, reference_publisher, rescorer),
+        references=make_references(config, replay, reference_publisher, rescorer, on_reset=train_step.restart_log_z),
         receiver=receiver,
         publisher=publisher,
         recorder=recorder,
@@ -125,7 +125,12 @@ def make_rescorer(config: Config, loaded: LoadedModel) -> Scorer | None:
 
 
 def make_references(
-    config: Config, replay: ReplayBuffer, publisher: WeightPublisher | None, rescorer: Scorer | None
+    config: Config,
+    replay: ReplayBuffer,
+    publisher: WeightPublisher | None,
+    rescorer: Scorer | None,
+    *,
+    on_reset: Callable[[], None],
 ) -> ReferenceResets | None:
     if not config.reference.reset_every:
         return None
@@ -136,6 +141,7 @@ def make_references(
         replay=replay,
         temperature=config.generate.temperature,
         scorer=rescorer,
+        on_reset=on_reset,
     )
 
 
