@@ -113,7 +113,7 @@ def make_replay(config: Config, task: Task) -> ReplayBuffer:
         reward_names=tuple(task.reward_weights),
         reward_weights=tuple(task.reward_weights.values()),
         step_values=make_objective(config).extras.continuations > 0,
-        truncated_reward=config.train.truncated_reward if config.train.truncated == "penalise" else None,
+        truncated_reward=config.train.cut_off_reward,
     )
 
 
