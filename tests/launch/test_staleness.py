@@ -102,3 +102,23 @@ def test_monte_carlo_values_reach_the_trainer(tmp_path):
     (record,) = steps_of(config)
     assert np.isfinite(record["loss"])
     assert record["objective/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_where_every_response_and_continuation_is_cut_off_vineppo_learns_nothing(folder):
+    """Two tokens, none of them the end, and a penalty for all: no step is better than another, and every advantage is 0."""
+    config = make_config(
+        folder,
+        "mode=sync",
+        "name=vine-cut-off",
+        "objective.name=vineppo",
+        "objective.continuations=2",
+        "objective.beta=0",
+        "generate.max_new_tokens=2",
+        "generate.min_new_tokens=2",
+        "train.truncated=penalise",
+        "train.max_steps=2",
+    )
+    train(config)
+    for record in steps_of(config):
+        assert (record["reward"], record["completions/clipped_ratio"]) == (-1.0, 1.0)
+        assert record["loss"] == record["grad_norm"] == 0.0

@@ -95,6 +95,22 @@ def test_gradients_of_critic_and_log_z_are_the_same_for_every_micro_batch_size(n
         assert (got - want).abs().max() < 2e-5 * max(1.0, want.abs().max().item()), (responses, share)
 
 
+def test_gradients_of_whitened_advantages_are_the_same_for_every_micro_batch_size():
+    batch = ragged_batch(P, K)
+    values_N = torch.full_like(batch.log_ref_N, math.nan)
+    values_N[batch.offsets[:-1]] = torch.rand(P * K, generator=torch.Generator().manual_seed(4))
+    batch = replace(batch, step_values_N=values_N)
+
+    def all_gradients(responses: int) -> torch.Tensor:
+        step = heads_step("vineppo", Budget(max_tokens=10_000, max_responses=responses))
+        step.gradients(batch, beta=0.1)
+        return torch.cat([master.grad.flatten() for master in step.optimizer.masters])
+
+    want = all_gradients(P * K)
+    for responses in (1, 3, K):
+        assert (all_gradients(responses) - want).abs().max() < 2e-5 * max(1.0, want.abs().max().item()), responses
+
+
 def test_a_critic_of_its_own_leaves_the_policy_alone():
     """With rewards of 0 and no KL the advantages are noise; but the value loss alone must not reach the policy."""
     gradients = {}
