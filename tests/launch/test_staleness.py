@@ -105,6 +105,23 @@ def test_a_reset_makes_the_current_policy_the_reference(folder):
     assert [abs(record["kl"]) < 1e-4 for record in records] == [True, False, True, False, True, False]
 
 
+def test_a_learned_log_z_begins_again_at_a_reset(folder):
+    config = make_config(
+        folder,
+        "mode=sync",
+        "name=reset-log-z",
+        "reference.reset_every=2",
+        "objective.name=tb_learned_z",
+        "objective.log_z_learning_rate=3",
+    )
+    train(config)
+    records = steps_of(config)
+    # Steps 1, 3 and 5 train on fresh responses of the reference itself: log ref = log pi, and the VarGrad estimate of log Z
+    # is the mean reward / beta. One step at a rate of 3 takes the next one 3 to 6 nats away from where it was.
+    gaps = [record["tb/log_z"] - record["reward"] / record["beta"] for record in records]
+    assert [abs(gap) < 1e-3 for gap in gaps] == [True, False, True, False, True, False]
+
+
 @pytest.mark.parametrize("rule", ["drop", "recompute"])
 def test_asynchronous_resets_never_train_on_an_earlier_reference(folder, rule):
     config = make_config(
@@ -133,3 +150,23 @@ def test_monte_carlo_values_reach_the_trainer(tmp_path):
     (record,) = steps_of(config)
     assert np.isfinite(record["loss"])
     assert record["objective/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_where_every_response_and_continuation_is_cut_off_vineppo_learns_nothing(folder):
+    """Two tokens, none of them the end, and a penalty for all: no step is better than another, and every advantage is 0."""
+    config = make_config(
+        folder,
+        "mode=sync",
+        "name=vine-cut-off",
+        "objective.name=vineppo",
+        "objective.continuations=2",
+        "objective.beta=0",
+        "generate.max_new_tokens=2",
+        "generate.min_new_tokens=2",
+        "train.truncated=penalise",
+        "train.max_steps=2",
+    )
+    train(config)
+    for record in steps_of(config):
+        assert (record["reward"], record["completions/clipped_ratio"]) == (-1.0, 1.0)
+        assert record["loss"] == record["grad_norm"] == 0.0

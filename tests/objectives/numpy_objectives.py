@@ -207,9 +207,10 @@ def kimi(prompts: list[Prompt], *, beta: float) -> Answer:
 # ---------------------------------------------------------------------------------------------
 
 
-def clamped_kl(response: Response, log_ratio_clamp: float) -> float:
+def clamped_kl(response: Response, log_ratio_clamp: float, kl_policy: Literal["live", "inference"]) -> float:
     """Each token is clamped before the sum, so that one wild token cannot own the advantage."""
-    log_ratio_M = response.log_pi[response.mask] - response.log_ref[response.mask]
+    log_prob = {"live": response.log_pi, "inference": response.policy}[kl_policy]
+    log_ratio_M = log_prob[response.mask] - response.log_ref[response.mask]
     return float(np.clip(log_ratio_M, -log_ratio_clamp, log_ratio_clamp).sum())
 
 
@@ -226,6 +227,7 @@ def tba_prime(
     normal_length: float,
     ratio_max: float = 8.0,
     log_ratio_clamp: float = 10.0,
+    kl_policy: Literal["live", "inference"] = "live",
     ratio_on_reward: bool = True,
     ratio_on_kl: bool = True,
     frozen: list[Prompt] | None = None,
@@ -240,7 +242,7 @@ def tba_prime(
     loss = 0.0
     for p, ks, responses in kept_groups(prompts):
         constants = [(frozen or prompts)[p].responses[k] for k in ks]
-        kl_K = np.array([clamped_kl(r, log_ratio_clamp) for r in constants])
+        kl_K = np.array([clamped_kl(r, log_ratio_clamp, kl_policy) for r in constants])
         reward_K = rewards_K(responses)
         advantage_reward_K = reward_K - reward_K.mean()
         advantage_kl_K = -beta * (kl_K - kl_K.mean())
@@ -486,8 +488,8 @@ def ppo(
     return Answer(loss=float(loss), d_log_pi=d_log_pi, d_values=d_values)
 
 
-def step_advantages_M(response: Response, beta: float) -> np.ndarray:
-    """VinePPO's advantage of each own token: that of the step it is in."""
+def step_advantages_M(response: Response) -> np.ndarray:
+    """VinePPO's advantage of each own token: that of the step it is in. The KL penalty is no part of it."""
     if response.mc_values is None:
         raise ValueError("vineppo needs Response.mc_values; got None for a response of weight 1")
     value_M = response.mc_values[response.mask]
@@ -495,27 +497,39 @@ def step_advantages_M(response: Response, beta: float) -> np.ndarray:
         return np.zeros(0)
     if np.isnan(value_M[0]):
         raise ValueError("mc_values is NaN at the first own token; it begins a step and needs a value")
-    reward_M = token_rewards_M(response, beta)
     starts = [int(t) for t in np.flatnonzero(~np.isnan(value_M))]
     advantage_M = np.zeros(len(value_M))
     for start, end in zip(starts, [*starts[1:], len(value_M)], strict=True):
-        value_next = value_M[end] if end < len(value_M) else 0.0
-        advantage_M[start:end] = reward_M[start:end].sum() + value_next - value_M[start]
+        after = value_M[end] if end < len(value_M) else response.reward
+        advantage_M[start:end] = after - value_M[start]
     return advantage_M
 
 
-def vineppo(prompts: list[Prompt], *, beta: float, clip: float = 0.2) -> Answer:
-    """PPO's clip with Monte-Carlo step values instead of a critic; no whitening."""
-    num_tokens = count(prompts).num_tokens
+def vineppo(
+    prompts: list[Prompt], *, beta: float, clip: float = 0.2, kl_clip: float = 10.0, whiten: bool = True
+) -> Answer:
+    """PPO's clip with whitened Monte-Carlo step advantages; a clipped k3 summed over each response, in the loss."""
+    num_responses, num_tokens = count(prompts).num_responses, count(prompts).num_tokens
     d_log_pi = zeros_like_tokens(prompts)
-    loss = 0.0
+    kept = [prompts[p].responses[k] for p, ks, _ in kept_groups(prompts) for k in ks]
+    if not kept:
+        return Answer(loss=0.0, d_log_pi=d_log_pi)
+    raw_N = np.concatenate([step_advantages_M(response) for response in kept])
+    advantage_N = whiten_N(raw_N) if whiten else raw_N
+    loss, begin = 0.0, 0
     for p, ks, responses in kept_groups(prompts):
         for k, response in zip(ks, responses, strict=True):
-            log_ratio_M = response.log_pi[response.mask] - response.behaviour[response.mask]
-            advantage_M = step_advantages_M(response, beta)
-            surrogate_M, slope_M = clipped_surrogate(log_ratio_M, advantage_M, clip, clip)
-            loss += surrogate_M.sum() / num_tokens
-            d_log_pi[p][k][response.mask] = slope_M / num_tokens
+            log_pi_M = response.log_pi[response.mask]
+            advantage_M = advantage_N[begin : begin + len(log_pi_M)]
+            begin += len(log_pi_M)
+            surrogate_M, slope_M = clipped_surrogate(
+                log_pi_M - response.behaviour[response.mask], advantage_M, clip, clip
+            )
+            gap_M = response.log_ref[response.mask] - log_pi_M
+            k3_M = np.exp(gap_M) - gap_M - 1.0
+            k3_slope_M = np.where(k3_M <= kl_clip, 1.0 - np.exp(gap_M), 0.0)
+            loss += surrogate_M.sum() / num_tokens + beta * np.minimum(k3_M, kl_clip).sum() / num_responses
+            d_log_pi[p][k][response.mask] = slope_M / num_tokens + beta * k3_slope_M / num_responses
     return Answer(loss=float(loss), d_log_pi=d_log_pi)
 
 
@@ -665,6 +679,10 @@ def check_gradients(num_seeds: int = 12) -> None:
             bind(tba_prime, beta=0.3, normal_length=7.0, ratio_max=1.1, log_ratio_clamp=0.3),
             True,
         ),
+        "tba_prime, KL of the generating policy": (
+            bind(tba_prime, beta=0.3, normal_length=7.0, kl_policy="inference"),
+            False,
+        ),
         **{
             f"tba_prime reward={on_reward} kl={on_kl}": (
                 bind(
@@ -695,6 +713,7 @@ def check_gradients(num_seeds: int = 12) -> None:
             True,
         ),
         "vineppo": (bind(vineppo, beta=0.3), False),
+        "vineppo, tight KL clip, not whitened": (bind(vineppo, beta=0.3, kl_clip=0.1, whiten=False), False),
         "online_dpo": (bind(online_dpo, beta=0.3), False),
     }
     for name, (objective, has_frozen) in cases.items():
@@ -755,6 +774,10 @@ def check_by_hand() -> None:
     assert np.isclose(kimi(pair, beta=0.5).loss, 0.25)
     # A = 1 - .5 = .5 and -.5 (r +-1, -beta * (+-1)); ratios 1: -(.5 - .5 * 2) / (2 * 10)
     assert np.isclose(tba_prime(pair, beta=0.5, normal_length=10.0).loss, 0.5 / 20)
+    # Generating policy 3 and 0 nats above the reference: KL +-1.5 around its mean, A = 1 - .75 = .25 and -.25
+    pair[0].responses[0].policy, pair[0].responses[1].policy = np.array([1.0]), np.array([-1.0, -1.0])
+    assert np.isclose(tba_prime(pair, beta=0.5, normal_length=10.0, kl_policy="inference").loss, 0.25 / 20)
+    pair[0].responses[0].policy, pair[0].responses[1].policy = np.array([-1.0]), np.array([-1.0, -2.0])
     # R = 1.5 and .5; A +-.5 (leave one out +-1); log pi -1 and -3: -(-.5 + 1.5) / 2
     assert np.isclose(reinforce(pair, beta=0.5).loss, -0.5)
     assert np.isclose(reinforce(pair, beta=0.5, baseline="none").loss, (1.5 + 1.5) / 2)
@@ -783,10 +806,12 @@ def check_by_hand() -> None:
     expected = -0.2 / np.sqrt(2) / 2 + 0.1 * 0.5 * (0.1225 + 0.25) / 2
     loss = ppo([Prompt(responses=[critic])], beta=0.0, gae_lambda=0.5).loss
     assert np.isclose(loss, expected, atol=1e-6, rtol=0)
-    # Steps {0, 1} and {2}: A = -beta (1 + 0) + .7 - .4 = .2 and 1 - .7 = .3, ratios 1
-    vine = plain([-1.0, -1.0, -1.0], [-2.0, -1.0, -1.0], 1.0, mc_values=np.array([0.4, np.nan, 0.7]))
-    loss = vineppo([Prompt(responses=[vine])], beta=0.1).loss
-    assert np.isclose(loss, -(0.2 + 0.2 + 0.3) / 3)
+    # Steps {0, 1} and {2}: A = .7 - .5 = .2 and 1 - .7 = .3, ratios 1; log ref - log pi -1, 0, 0: k3 1/e, 0, 0. Whitened
+    # advantages have mean 0, and so has the surrogate where all ratios are 1.
+    vine = plain([-1.0, -1.0, -1.0], [-2.0, -1.0, -1.0], 1.0, mc_values=np.array([0.5, np.nan, 0.7]))
+    loss = vineppo([Prompt(responses=[vine])], beta=0.1, whiten=False).loss
+    assert np.isclose(loss, -(0.2 + 0.2 + 0.3) / 3 + 0.1 / np.e)
+    assert np.isclose(vineppo([Prompt(responses=[vine])], beta=0.1).loss, 0.1 / np.e)
     print("values worked out by hand: as expected")
 
 

@@ -231,6 +231,33 @@ def test_tba_prime_bounds_what_one_token_adds_to_the_kl():
     assert got.log_pi == exactly([0.15 / 8, 0.15 / 8, -0.15 / 8])
 
 
+def test_tba_prime_may_take_the_kl_from_the_policy_that_generated():
+    # The generating policy gave the tokens -1.5, -1 and -2, the reference -2, -4 and 0: 0.5 + 3 = 3.5 and -2, centred
+    # +2.75, -2.75; A = 1/2 - 0.275 = 0.225 and -0.225. The ratio's behaviour is another thing: with top_p or exploration it
+    # is not that policy. By log pi: -0.225 x 2 / 8; 0 above the clamp; 0.225 x 0.5 / 8.
+    batch = batch_of(
+        [[1.0, 0.0]],
+        behaviour=with_ratios(PI, PRIME_RATIOS),
+        policy=[[[-1.5, -1.0], [-2.0]]],
+        ref=PRIME_REF,
+    )
+    got = answer(TBAPrime(normal_length=4, kl_policy="inference"), batch, PI, beta=0.1)
+    assert got.loss == exactly(-0.225 * (2 + 8 - 0.5) / 8)
+    assert got.log_pi == exactly([-0.05625, 0.0, 0.0140625])
+    # where the policy is as it was when it generated, both are the same
+    fresh = batch_of([[1.0, 0.0]], behaviour=PI, ref=PRIME_REF)
+    live, inference = (
+        answer(TBAPrime(normal_length=4, kl_policy=policy), fresh, PI, beta=0.1) for policy in ("live", "inference")
+    )
+    assert live == inference
+
+
+def test_tba_prime_without_beta_does_not_look_at_the_generating_policy():
+    batch = batch_of([[1.0, 0.0]], behaviour=PI, policy=[[[nan, nan], [nan]]], ref=PRIME_REF)
+    got = answer(TBAPrime(normal_length=4, kl_policy="inference"), batch, PI, beta=0.0)
+    assert got.log_pi == exactly([-0.0625, -0.0625, 0.0625])
+
+
 # ------------------------------------------------------------------------------------------------ whole responses
 # Rewards 4, 1, 1; the generating policy's log-ratios to the reference 1 + 1 = 2, -2, 0. At beta 1/2 R = 3, 2, 1.
 # log pi = -3, -1, -2 is another policy's: the penalty is not taken from it.
@@ -442,31 +469,42 @@ def test_ppo_value_gives_nothing_past_the_end_of_a_response():
 
 # ------------------------------------------------------------------------------------------------ VinePPO
 # A response of two steps, tokens 0 and 1 (value of the prompt 0.25) and token 2 (value of the prefix 0.75), reward 1; and
-# one of a single token, reward 0. At beta 0.1 with log pi_old - log ref = 1, 2, -1 and 0:
-#   A = 0.75 - 0.25 - 0.1 (1 + 2) = 0.2 for tokens 0 and 1;  1 - 0.75 + 0.1 = 0.35 for token 2;  0 - 0.25 for the other
+# one of a single token, reward 0: A = 0.75 - 0.25 = 0.5 for tokens 0 and 1; 1 - 0.75 = 0.25 for token 2; 0 - 0.25.
+#   whitened   mean 0.25; deviations 0.25, 0.25, 0, -0.5, over VINE_SD
+# log ref - log pi = -1, -1, 3, 1: k3 = 1/e, 1/e, e^3 - 4 = 16.1 (counts as 10, without a pull), e - 2; by log pi
+# 1 - 1/e, 1 - 1/e, 0, 1 - e. At beta 0.1 over two responses these weigh 0.05.
 VINE_PI = [[[-1.0, -2.0, -3.0], [-2.0]]]
-VINE_OLD = [[[-1.0, -1.0, -1.0], [-1.0]]]
 VINE_REF = [[[-2.0, -3.0, 0.0], [-1.0]]]
 VINE_VALUES = [[[0.25, nan, 0.75], [0.25]]]
+VINE_SD = sqrt((0.25**2 + 0.25**2 + 0.5**2) / 3 + 1e-8)
+VINE_KL = 0.05 * (2 * exp(-1) + 10 + exp(1) - 2)
+VINE_PULL = [0.05 * (1 - exp(-1)), 0.05 * (1 - exp(-1)), 0.0, 0.05 * (1 - exp(1))]
 
 
 def vine_batch(ratios: Tokens) -> Batch:
-    behaviour = with_ratios(VINE_PI, ratios)
-    return batch_of([[1.0, 0.0]], behaviour=behaviour, policy=VINE_OLD, ref=VINE_REF, step_values=VINE_VALUES)
+    """The log-probs of the generating policy are not needed."""
+    behaviour, unknown = with_ratios(VINE_PI, ratios), [[[nan, nan, nan], [nan]]]
+    return batch_of([[1.0, 0.0]], behaviour=behaviour, policy=unknown, ref=VINE_REF, step_values=VINE_VALUES)
 
 
 def test_vineppo_advantage_of_a_step_is_what_its_tokens_added_to_the_value():
-    batch = vine_batch([[[1.0, 1.0, 1.0], [1.0]]])
-    assert step_advantages(batch, token_rewards(batch, beta=0.0)).tolist() == exactly([0.5, 0.5, 0.25, -0.25])
-    assert step_advantages(batch, token_rewards(batch, beta=0.1)).tolist() == exactly([0.2, 0.2, 0.35, -0.25])
+    assert step_advantages(vine_batch([[[1.0, 1.0, 1.0], [1.0]]])).tolist() == exactly([0.5, 0.5, 0.25, -0.25])
 
 
-def test_vineppo_is_the_clipped_surrogate_of_step_advantages_over_all_tokens():
-    # ratios 1, 1.5, 0.5 and 0.5: -0.2; -1.2 x 0.2 (clipped); -0.5 x 0.35; 0.8 x 0.25 (clipped). Mean over four tokens.
+def test_vineppo_is_the_clipped_surrogate_of_whitened_step_advantages_plus_k3():
+    # ratios 1, 1.5, 0.5 and 0.5: -0.25; -1.2 x 0.25 (clipped); 0; 0.8 x 0.5 (clipped), over VINE_SD. Mean over four tokens.
     batch = vine_batch([[[1.0, 1.5, 0.5], [0.5]]])
     got = answer(VinePPO(), batch, VINE_PI, beta=0.1)
-    assert got.loss == exactly((-0.2 - 0.24 - 0.175 + 0.2) / 4)
-    assert got.log_pi == exactly([-0.05, 0.0, -0.175 / 4, 0.0])
+    assert got.loss == exactly((-0.25 - 0.3 + 0.4) / VINE_SD / 4 + VINE_KL)
+    assert got.log_pi == exactly([VINE_PULL[0] - 0.25 / VINE_SD / 4, *VINE_PULL[1:]])
+
+
+def test_vineppo_may_leave_the_advantages_as_they_are():
+    # -0.5; -1.2 x 0.5 (clipped); -0.5 x 0.25; 0.8 x 0.25 (clipped). Without beta nothing pulls to the reference.
+    batch = vine_batch([[[1.0, 1.5, 0.5], [0.5]]])
+    got = answer(VinePPO(whiten=False), batch, VINE_PI, beta=0.0)
+    assert got.loss == exactly((-0.5 - 0.6 - 0.125 + 0.2) / 4)
+    assert got.log_pi == exactly([-0.125, 0.0, -0.125 / 4, 0.0])
 
 
 # ------------------------------------------------------------------------------------------------ online DPO
@@ -493,6 +531,7 @@ def test_online_dpo_gives_a_tie_no_gradient():
 # ------------------------------------------------------------------------------------------------ what counts nowhere
 SETTINGS = {"tba_prime": {"normal_length": 4}, "dr_grpo": {"normal_length": 4}}
 EVERY = [pytest.param(kind(**SETTINGS.get(name, {})), id=name) for name, kind in OBJECTIVES.items()]
+EVERY += [pytest.param(TBAPrime(normal_length=4, kl_policy="inference"), id="tba_prime-inference")]
 WITHOUT_BASELINE = pytest.param(Reinforce(baseline="none"), id="reinforce-none")
 TWO = {
     "log_pi": [[[-1.0, -2.0, -1.5], [-1.0, -0.5]]],

@@ -36,6 +36,13 @@ def test_every_objective_runs_with_its_defaults_and_declares_what_it_needs(name)
         (["objective.name=grpo", "objective.beta=-0.1"], "objective.beta must not be negative"),
         (["train.samples_per_prompt=1"], "train.samples_per_prompt must be at least 2 for tb, got 1"),
         (["objective.name=grpo", "replay.imports=[a.jsonl]"], "replay.imports cannot be used with grpo"),
+        (["objective.name=tba_prime", "replay.imports=[a.jsonl]"], "replay.imports cannot be used with tba_prime"),
+        (["objective.name=vineppo", "train.truncated=drop"], "train.truncated=drop biases vineppo"),
+        (
+            ["objective.name=tba_prime", "objective.kl_policy=inference", "search.explore.reference_share=0.25"],
+            "search.explore.reference_share=0.25 cannot be used with tba_prime: it needs the log-probs of the policy itself",
+        ),
+        (["objective.name=tba_prime", "objective.kl_policy=train"], "objective.kl_policy: Input should be 'live' or"),
         (["objective.name=rloo", "replay.imports=[a.jsonl]"], "replay.imports cannot be used with rloo"),
         (["objective.name=grpo", "replay.deduplicate=true"], "replay.deduplicate=true biases grpo"),
         (["objective.name=rloo", "generate.top_p=0.9"], "rloo takes every response for a sample of the policy itself"),
@@ -57,6 +64,12 @@ def test_a_default_that_does_not_fit_is_refused_before_a_model_loads():
         with_objective_defaults(config("objective.name=tba_prime", "train.updates_per_batch=4"))
     without = with_objective_defaults(config("objective.name=tba_prime", "objective.beta=0"))
     assert without.reference.reset_every == 0, "without a reference there is nothing to reset"
+
+
+def test_samples_of_the_reference_are_allowed_where_the_log_probs_of_the_policy_are_not_needed():
+    share = "search.explore.reference_share=0.25"
+    make_objective(config("objective.name=tba_prime", share))
+    make_objective(config("objective.name=tba_prime", "objective.kl_policy=inference", "objective.beta=0", share))
 
 
 def test_one_response_per_prompt_is_enough_for_objectives_that_compare_none():

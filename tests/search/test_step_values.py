@@ -24,21 +24,23 @@ class LengthTask:
     isolated = False
     reward_weights: ClassVar = {"length": 0.5}
 
+    def __init__(self):
+        self.scored = []
+
     def score(self, prompt, texts, completions):
         assert prompt.id == "p", "rewards see the prompt itself"
+        self.scored.append(completions)
         return [
             RewardFailed("token 9") if 9 in c.token_ids else {"length": float(len(c.token_ids))} for c in completions
         ]
 
 
-def make_values(**settings) -> StepValues:
+def make_values(task: LengthTask | None = None, **settings) -> StepValues:
     values = StepValues(
-        rewards=DirectRewards(LengthTask()),
+        rewards=DirectRewards(task or LengthTask()),
         reward_weights=LengthTask.reward_weights,
         tokenizer=tiny_tokenizer(),
-        sampling=Sampling(max_new_tokens=10),
-        continuations=4,
-        **settings,
+        **{"sampling": Sampling(max_new_tokens=10), "continuations": 4} | settings,
     )
     values._breaks[BREAK] = True
     return values
@@ -76,6 +78,33 @@ def test_a_value_is_the_mean_reward_of_fresh_continuations_of_the_prefix(engine)
             assert 0.5 * (start + 1) <= own[start] <= 0.5 * 10
             starts_seen += 1
     assert starts_seen > len(values), "some response has more than one step"
+
+
+def test_a_cut_off_continuation_counts_as_a_cut_off_response_does(engine):
+    """train.truncated=penalise: a response that was cut off has the penalty, and so have the values it is compared with."""
+    task, group = LengthTask(), group_of(engine)
+    plain = make_values(task, continuations=16)(engine, group)
+    penalised = make_values(continuations=16, cut_off_reward=-3.0)(engine, group)
+    of_the_prompt = [c for c in task.scored[0] if 9 not in c.token_ids]
+    lengths = [(c.finish, 0.5 * len(c.token_ids)) for c in of_the_prompt]
+    assert {finish for finish, _ in lengths} == {"stop", "length"}, "some continuations end, others are cut off"
+    assert plain[0][0] == pytest.approx(np.mean([reward for _, reward in lengths]))
+    want = np.mean([-3.0 if finish == "length" else reward for finish, reward in lengths])
+    assert penalised[0][0] == pytest.approx(want)
+
+
+def test_nothing_is_better_than_anything_where_everything_is_cut_off(engine):
+    """Eight tokens, none of them the end: every response and every continuation has the penalty."""
+    sampling = Sampling(max_new_tokens=8, min_new_tokens=8)
+    found = engine.generate([Request(prompt=PROMPT)], samples_per_prompt=12, sampling=sampling)
+    completions = sorted(found, key=lambda completion: completion.sample_index)
+    assert {completion.finish for completion in completions} == {"length"}
+    values = make_values(sampling=sampling, cut_off_reward=-1.0)
+    found = values(engine, FinishedGroup(prompt=PROMPT, completions=completions, texts=[""] * 12))
+    # A step's advantage is V(next) - V(this), and -1 - V(this) for the last one: all are 0.
+    known = np.concatenate([own[np.isfinite(own)] for own in found])
+    assert set(known) == {-1.0}
+    assert len(known) > len(found), "some response has more than one step"
 
 
 def test_equal_prefixes_have_one_value_and_visits_have_their_own(engine):

@@ -73,6 +73,8 @@ def heads_step(name: str, budget: Budget, *, separate: bool = False) -> TrainSte
     for head in (critic, log_z):
         if head is not None:
             torch.nn.init.normal_(head.head.weight, generator=torch.Generator().manual_seed(3))
+    if log_z is not None:
+        log_z.started = True
     policy = PolicyModel(model, critic=critic, log_z=log_z)
     heads = [parameter for head in policy.heads for parameter in head.parameters()]
     optimizer = MasterAdamW(model.parameters(), TrainConfig(), heads=heads, heads_rate=0.5)
@@ -91,6 +93,22 @@ def test_gradients_of_critic_and_log_z_are_the_same_for_every_micro_batch_size(n
     for responses, share in ((1, True), (3, False), (K, True), (2 * K, False), (P * K, False)):
         got = all_gradients(responses, share)
         assert (got - want).abs().max() < 2e-5 * max(1.0, want.abs().max().item()), (responses, share)
+
+
+def test_gradients_of_whitened_advantages_are_the_same_for_every_micro_batch_size():
+    batch = ragged_batch(P, K)
+    values_N = torch.full_like(batch.log_ref_N, math.nan)
+    values_N[batch.offsets[:-1]] = torch.rand(P * K, generator=torch.Generator().manual_seed(4))
+    batch = replace(batch, step_values_N=values_N)
+
+    def all_gradients(responses: int) -> torch.Tensor:
+        step = heads_step("vineppo", Budget(max_tokens=10_000, max_responses=responses))
+        step.gradients(batch, beta=0.1)
+        return torch.cat([master.grad.flatten() for master in step.optimizer.masters])
+
+    want = all_gradients(P * K)
+    for responses in (1, 3, K):
+        assert (all_gradients(responses) - want).abs().max() < 2e-5 * max(1.0, want.abs().max().item()), responses
 
 
 def test_a_critic_of_its_own_leaves_the_policy_alone():
@@ -121,14 +139,43 @@ def test_values_are_of_the_state_before_each_token(separate):
     assert (got - want).abs().max() < 1e-5
 
 
-def test_log_z_starts_at_the_vargrad_estimate_of_the_first_batch():
-    step, batch, beta = heads_step("tb_learned_z", Budget(max_tokens=10_000)), ragged_batch(P, K), 0.1
-    torch.nn.init.zeros_(step.policy.log_z.head.weight)
+@pytest.mark.parametrize("responses", [2, P * K])
+def test_log_z_starts_at_the_vargrad_estimate_of_a_batch_by_the_live_policy(responses):
+    """Not by the policies that generated: at a restart they are several, and of imported responses they are unknown."""
+    step, beta = heads_step("tb_learned_z", Budget(max_tokens=10_000, max_responses=responses)), 0.1
+    batch = ragged_batch(P, K)
+    batch = replace(batch, policy_N=torch.full_like(batch.policy_N, math.nan))
+    batch.weight_PK[0, 1] = 0.0
+    step.restart_log_z()
     result = step.gradients(batch, beta=beta)
-    estimates = (
-        batch.sum_per_response(batch.log_ref_N) + batch.reward_PK / beta - batch.sum_per_response(batch.policy_N)
-    )
+    gap_PK = batch.sum_per_response(batch.log_ref_N - result.said.log_pi_N)
+    estimates = (gap_PK + batch.reward_PK / beta)[batch.weight_PK > 0]
+    assert len(estimates) == P * K - 1
     assert result.said.log_z_P.tolist() == pytest.approx([estimates.mean().item()] * P, rel=1e-5)
+
+
+def test_a_restarted_log_z_starts_at_the_next_batch_and_adams_moments_with_it():
+    step, first, second = heads_step("tb_learned_z", Budget(max_tokens=10_000)), ragged_batch(P, K), ragged_batch(P, K)
+    second = replace(second, reward_PK=second.reward_PK + 9.0)  # at beta .1: log Z is 90 nats higher
+    step.restart_log_z()
+    started = step(first, beta=0.1, learning_rate=0.0).said.log_z_P[0].item()
+    for _ in range(3):
+        stayed = step(second, beta=0.1, learning_rate=0.0).said.log_z_P[0].item()
+    assert abs(stayed - started) < 5.0, "it learns on from where it was: 1 nat a step at this rate"
+    step.restart_log_z()
+    again = step(second, beta=0.1, learning_rate=0.0).said.log_z_P
+    assert again.tolist() == pytest.approx([started + 90.0] * P, rel=1e-4)
+    counted = {int(step.optimizer.adam.state[p]["step"]) for p in step.policy.log_z.parameters()}
+    assert counted == {1}
+    assert {int(step.optimizer.adam.state[p]["step"]) for p in step.policy.model.parameters()} == {5}
+
+
+def test_a_batch_without_any_weight_does_not_start_log_z():
+    step, batch = heads_step("tb_learned_z", Budget(max_tokens=10_000)), ragged_batch(P, K)
+    step.restart_log_z()
+    nothing = replace(batch, weight_PK=torch.zeros(P, K), totals=replace(batch.totals, responses=0, tokens=0))
+    step.gradients(nothing, beta=0.1)
+    assert not step.policy.log_z.started
 
 
 def test_heads_have_a_clip_and_a_learning_rate_of_their_own():

@@ -29,7 +29,7 @@ def make_evaluator(
     start: Callable[[], Scorer] | None = None,
 ) -> Evaluator:
     """`start` gives what holds the model that KL is counted from, and is asked where that is measured; None = it is not."""
-    settings, sampling, tokenizer, train = config.evaluate, training_sampling(config), loaded.tokenizer, config.train
+    settings, sampling, tokenizer = config.evaluate, training_sampling(config), loaded.tokenizer
     prompts = task.prompts(settings.split)[: settings.num_prompts]
     if isinstance(task, PreferenceTask):
         task.load_models(gold=True)
@@ -40,7 +40,7 @@ def make_evaluator(
             sampling=sampling,
             distance=_distance(start),
             beta=_final_beta(config),
-            cut_off_reward=train.truncated_reward if train.truncated == "penalise" else None,
+            cut_off_reward=config.train.cut_off_reward,
         )
     if isinstance(task, RedTeamTask):
         task.load_models(embedder=True)

@@ -36,6 +36,8 @@ class Needs:
     """Equal responses count as often as they were sampled."""
     own_samples: bool = False
     """Responses are taken for samples of the policy itself: no exploration, no truncation of the distribution."""
+    all_responses: bool = False
+    """Responses that were cut off too (train.truncated=drop leaves them out): they are in the values it compares with."""
     target: bool = False
     """Its target is a distribution, which objective.reference_weight and target_temperature can shape."""
 
@@ -63,6 +65,7 @@ class Objective(Section):
 
     coupling: ClassVar[Coupling]
     needs: ClassVar[Needs]
+    """What it needs with its default settings."""
     default_beta: ClassVar[float]
     """objective.beta where it is not set."""
     default_reset_every: ClassVar[int] = 0
@@ -77,6 +80,11 @@ class Objective(Section):
     def extras(self) -> Extras:
         """Override it where the policy alone is not enough."""
         return Extras()
+
+    @property
+    def all_needs(self) -> Needs:
+        """`needs`, and what its settings add; override it where a setting adds something."""
+        return self.needs
 
     @abstractmethod
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss: ...

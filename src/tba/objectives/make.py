@@ -23,7 +23,7 @@ def make_objective(config: Config) -> Objective:
         objective = kind.make(config)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(config, kind, problem) for problem in error.errors())) from None
-    problems = refusals(config, kind.needs, default_beta=kind.default_beta)
+    problems = refusals(config, objective.all_needs, default_beta=kind.default_beta)
     if problems:
         raise ConfigError("\n".join(problems))
     return objective
@@ -77,6 +77,11 @@ def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
             (needs.own_samples or (needs.policy and max(first, last) > 0)) and explore.reference_share > 0,
             f"search.explore.reference_share={explore.reference_share:g} cannot be used with {name}: it needs the "
             "log-probs of the policy itself. Use tb, or set it to 0.",
+        ),
+        (
+            needs.all_responses and train.truncated == "drop",
+            f"train.truncated=drop biases {name}: a value is the mean over all continuations, and responses that happen to "
+            "end are better than it on average. Set train.truncated=keep or penalise.",
         ),
         *_shaping(config, needs),
         *_resets(config, has_reference=max(first, last) > 0),

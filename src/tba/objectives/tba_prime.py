@@ -3,13 +3,14 @@
     A_ij = (r_ij - mean r) - beta (KL_ij - mean KL),   KL_ij = SG[sum_t clip(log pi - log ref, -10, 10)]
     loss = -sum_ijt min(pi / pi_behaviour, 8) A_ij / (responses x length)
 
-with the live policy's KL, no replay and a reference that is reset to the current policy every 50 steps. Above the clamp of
-the ratio the gradient is zero.
+with no replay and a reference that is reset to the current policy every 50 steps. Above the clamp of the ratio the gradient
+is zero. pi in KL_ij is the live policy, or the one that generated the response (`objective.kl_policy`).
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -28,6 +29,9 @@ class TBAPrime(Objective):
     """The token ratio is clamped here ("not apparently critical")."""
     log_ratio_clamp: float = Field(default=10.0, gt=0.0)
     """Nats; |log pi - log ref| of a token counts no more than this in KL_ij."""
+    kl_policy: Literal["live", "inference"] = "live"
+    """Whose KL to the reference is in the advantage: the policy's as it is now, or that of the policy that generated the
+    response. The first sees how far training has gone since; the second is a constant of the response, as its reward."""
     ratio_on_reward: bool = True
     """False: the reward part of the advantage multiplies log pi instead of the ratio."""
     ratio_on_kl: bool = True
@@ -44,12 +48,15 @@ class TBAPrime(Objective):
     def make(cls, config: Config) -> Self:
         return cls.model_validate({"normal_length": config.generate.max_new_tokens} | config.objective.settings)
 
+    @property
+    def all_needs(self) -> Needs:
+        return replace(self.needs, policy=self.kl_policy == "inference")
+
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert self.normal_length is not None
         log_pi_N, weight_PK = forward.log_pi_N, batch.weight_PK
-        gap_N = (log_pi_N.detach() - batch.log_ref_N).clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
         reward_PK = centred(batch.reward_PK, weight_PK)
-        kl_PK = centred(batch.sum_per_response(gap_N), weight_PK)
+        kl_PK = centred(self._kl(batch, log_pi_N), weight_PK) if beta > 0.0 else torch.zeros_like(reward_PK)
         ratio_N = ratios(token_log_ratios(batch, log_pi_N))
         clamped_N = ratio_N.clamp(max=self.ratio_max)
         gain_N = _factor(self.ratio_on_reward, clamped_N, log_pi_N) * batch.per_token(reward_PK)
@@ -61,6 +68,12 @@ class TBAPrime(Objective):
             "objective/clip_fraction": mean_where(ratio_N > self.ratio_max, kept_N),
         }
         return Loss(value=-total / (max(1, batch.totals.responses) * self.normal_length), metrics=metrics)
+
+    def _kl(self, batch: Batch, log_pi_N: Tensor) -> Tensor:
+        """KL_ij, each token clamped before the sum."""
+        # policy_N, not behaviour_N: exploration and top_p change what was sampled from, not the policy's own log-probs.
+        own_N = log_pi_N.detach() if self.kl_policy == "live" else batch.policy_N
+        return batch.sum_per_response((own_N - batch.log_ref_N).clamp(-self.log_ratio_clamp, self.log_ratio_clamp))
 
 
 def _factor(by_ratio: bool, ratio_N: Tensor, log_pi_N: Tensor) -> Tensor:

@@ -110,10 +110,13 @@ class TrajectoryBalance(Objective):
 
 class LearnedLogZ(Objective):
     """`tb_learned_z`: log Z_i is a linear head on the prompt's mean hidden state (the synchronous GFlowNet baseline,
-    GFNOrg/red-teaming). The head starts at the first batch's VarGrad estimate and has its own learning rate."""
+    GFNOrg/red-teaming). The head starts at the first batch's VarGrad estimate, and again after every reference reset, and
+    has its own learning rate."""
 
-    log_z_learning_rate: float = Field(default=0.05, gt=0.0)
-    """Of the head; log Z is in the tens to hundreds of nats, so it moves faster than the policy."""
+    log_z_learning_rate: float = Field(default=0.5, gt=0.0)
+    """Nats, whatever the width of the model: the first optimizer step moves the log Z of every prompt by this and, as the
+    prompt's hidden state is, by up to as much again; for later steps see `tba.models.heads.LogZ`. log Z has to follow r /
+    beta: the default does where the mean reward rises by no more than beta per step."""
 
     coupling: ClassVar[Coupling] = "response"
     needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True)

@@ -78,6 +78,7 @@ def make_step_values(
         tokenizer=loaded.tokenizer,
         sampling=training_sampling(config),
         continuations=continuations,
+        cut_off_reward=config.train.cut_off_reward,
         between_steps=between_steps,
     )
 

@@ -1,7 +1,8 @@
 """Monte-Carlo values of step prefixes (VinePPO): continue each prefix several times and average the rewards.
 
 A step ends with a token whose text holds a line break. The continuations are the searcher's work: it has the engine and
-the rewards. They are combined by the reward weights as they are now, so a later change of weights does not reach them.
+the rewards. They are combined by the reward weights and the rule for cut-off responses as they are now, so a later change
+of either does not reach them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ class StepValues:
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
     continuations: int
+    cut_off_reward: float | None = None
+    """What stands for the reward of a continuation that was cut off, as of a response (train.truncated=penalise); None =
+    its own reward does."""
     between_steps: Callable[[], None] | None = None
     _breaks: dict[int, bool] = field(default_factory=dict)
     """Token id -> whether a step ends with it."""
@@ -79,16 +83,25 @@ class StepValues:
             members[completion.prompt_id].append(completion)
         groups = [self._as_group(group.prompt, own) for own in members.values()]
         outcomes = score_all(self.rewards, groups, between_polls=self.between_steps)
-        return [self._mean(own) for own in outcomes]
+        return [self._mean(own.completions, found) for own, found in zip(groups, outcomes)]
 
     def _as_group(self, prompt: Prompt, completions: list[Completion]) -> FinishedGroup:
         texts = self.tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
         return FinishedGroup(prompt=prompt, completions=completions, texts=texts)
 
-    def _mean(self, outcomes: Sequence[Outcome]) -> float:
-        known = [outcome for outcome in outcomes if not isinstance(outcome, RewardFailed)]
-        totals = [combined_reward(own, self.reward_weights) for own in known]
-        return float(np.mean(totals)) if totals else float("nan")
+    def _mean(self, completions: Sequence[Completion], outcomes: Sequence[Outcome]) -> float:
+        rewards = [
+            self._reward(completion, outcome)
+            for completion, outcome in zip(completions, outcomes)
+            if not isinstance(outcome, RewardFailed)
+        ]
+        return float(np.mean(rewards)) if rewards else float("nan")
+
+    def _reward(self, completion: Completion, components: Mapping[str, float | None]) -> float:
+        """As `tba.train.rewards.combine` rewards a response: what is compared must be of one kind."""
+        if self.cut_off_reward is not None and completion.finish == "length":
+            return self.cut_off_reward
+        return combined_reward(components, self.reward_weights)
 
 
 def _named_after(prompt: Prompt, prefix: np.ndarray) -> Prompt:

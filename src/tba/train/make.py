@@ -59,7 +59,7 @@ def make_trainer(
         config=config,
         train_step=train_step,
         replay=replay,
-        references=make_references(config, replay, reference_publisher, rescorer),
+        references=make_references(config, replay, reference_publisher, rescorer, on_reset=train_step.restart_log_z),
         receiver=receiver,
         publisher=publisher,
         recorder=recorder,
@@ -110,7 +110,7 @@ def make_replay(config: Config, task: Task) -> ReplayBuffer:
         reward_names=tuple(task.reward_weights),
         reward_weights=tuple(task.reward_weights.values()),
         step_values=make_objective(config).extras.continuations > 0,
-        truncated_reward=config.train.truncated_reward if config.train.truncated == "penalise" else None,
+        truncated_reward=config.train.cut_off_reward,
     )
 
 
@@ -122,7 +122,12 @@ def make_rescorer(config: Config, loaded: LoadedModel) -> Scorer | None:
 
 
 def make_references(
-    config: Config, replay: ReplayBuffer, publisher: WeightPublisher | None, rescorer: Scorer | None
+    config: Config,
+    replay: ReplayBuffer,
+    publisher: WeightPublisher | None,
+    rescorer: Scorer | None,
+    *,
+    on_reset: Callable[[], None],
 ) -> ReferenceResets | None:
     if not config.reference.reset_every:
         return None
@@ -133,6 +138,7 @@ def make_references(
         replay=replay,
         temperature=config.generate.temperature,
         scorer=rescorer,
+        on_reset=on_reset,
     )
 
 

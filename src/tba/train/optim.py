@@ -70,6 +70,13 @@ class MasterAdamW:
             torch.nn.utils.clip_grads_with_norm_(masters, self.max_grad_norm, norm)
         return norm
 
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Start Adam's moments of these parameters anew, as after they were given other values."""
+        forgotten = {id(parameter) for parameter in parameters}
+        for parameter, master in zip(self.parameters, self.masters):
+            if id(parameter) in forgotten:
+                self.adam.state.pop(master, None)
+
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         for index, group in enumerate(self.adam.param_groups):

@@ -1,11 +1,13 @@
 """Reference resets: every so many steps the current policy becomes the reference, published like weights.
 
 Stored log_ref is stale from then on. Such trajectories are dropped, or their log_ref is recomputed by a copy of the new
-reference that the trainer keeps for it; a batch never mixes references.
+reference that the trainer keeps for it; a batch never mixes references. A learned log Z is of the old target and begins
+again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +30,8 @@ class ReferenceResets:
     temperature: float
     scorer: Scorer | None = None
     """Recomputes log_ref; None = what an earlier reference scored is dropped."""
+    on_reset: Callable[[], None] | None = None
+    """Called at a reset: what was learned about the old target starts anew."""
     version: int = 0
     """Of the weights that are the reference."""
 
@@ -42,6 +46,8 @@ class ReferenceResets:
         else:
             self.scorer.load(weights)
             self.replay.recompute_reference(self.version, self._score)
+        if self.on_reset is not None:
+            self.on_reset()
         return True
 
     def admit(self, group: TrajectoryGroup) -> TrajectoryGroup:

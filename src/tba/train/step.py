@@ -91,8 +91,8 @@ class TrainStep:
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
         """Leave the gradients of the whole batch in the optimizer's weights; none where the loss is not finite."""
         host, batch = batch, batch.to(self.policy.device)  # packing looks at single tokens: on the host that is free
-        if self.policy.log_z is not None:
-            self.policy.log_z.start_at(_first_log_z(batch, beta=beta))
+        if self.policy.log_z is not None and not self.policy.log_z.started and batch.totals.responses:
+            self.policy.log_z.start_at(self._vargrad_log_z(host, batch, beta=beta))
         whole = split_whole_prompts(batch, self.budget)
         try:
             if whole is not None and (self.objective.coupling != "batch" or len(whole) == 1):
@@ -101,6 +101,12 @@ class TrainStep:
         except NonFiniteLoss:
             self.optimizer.drop_gradients()
             raise
+
+    def restart_log_z(self) -> None:
+        """Let a learned log Z begin again at the next batch's estimate: after a reference reset it is of another target."""
+        if self.policy.log_z is not None:
+            self.policy.log_z.started = False
+            self.optimizer.forget(self.policy.log_z.parameters())
 
     def _one_pass(self, host: Batch, batch: Batch, parts: list[list[int]], *, beta: float) -> StepResult:
         K, losses, said = batch.shape[1], [], Said(batch)
@@ -117,16 +123,29 @@ class TrainStep:
 
     def _two_passes(self, host: Batch, batch: Batch, parts: list[list[int]], *, beta: float) -> StepResult:
         micro_batches = [self._pack(host, responses) for responses in parts]
-        said = Said(batch)
-        with torch.no_grad():
-            for micro_batch in micro_batches:
-                said.add(self._forward(micro_batch), tokens_N=micro_batch.tokens_N, prompts=micro_batch.prompts)
+        said = self._say(batch, micro_batches)
         leaves = said.with_gradients()
         loss = self.objective(batch, leaves, beta=beta)
         coefficients = _coefficients(loss.value, leaves)
         for micro_batch in micro_batches:
             self._backward(_weighted_sum(self._forward(micro_batch), coefficients, micro_batch))
         return _result([(loss, batch.shape[0])], said.forward)
+
+    def _vargrad_log_z(self, host: Batch, batch: Batch, *, beta: float) -> float:
+        """Mean over the batch of log ref + r / beta - log pi, by the policy as it is now.
+
+        It costs a forward pass, but only where a learned log Z starts, and the policies that generated may be many.
+        """
+        said = self._say(batch, [self._pack(host, responses) for responses in split_responses(batch, self.budget)])
+        gap_PK = batch.sum_per_response(batch.log_ref_N - said.forward.log_pi_N)
+        return float((gap_PK + batch.reward_PK / beta)[batch.weight_PK > 0].mean())
+
+    @torch.no_grad()
+    def _say(self, batch: Batch, micro_batches: list[MicroBatch]) -> Said:
+        said = Said(batch)
+        for micro_batch in micro_batches:
+            said.add(self._forward(micro_batch), tokens_N=micro_batch.tokens_N, prompts=micro_batch.prompts)
+        return said
 
     def _pack(self, batch: Batch, responses: list[int]) -> MicroBatch:
         share = self.budget.share_prompts
@@ -187,13 +206,6 @@ def _weighted_sum(forward: Forward, coefficients: Mapping[str, Tensor], micro_ba
             part = coefficient[micro_batch.tokens_N]
         total = total + (getattr(forward, name) * part).sum()
     return total
-
-
-def _first_log_z(batch: Batch, *, beta: float) -> float:
-    """The VarGrad estimate with the generating policy, which version 0 still is."""
-    gap_PK = batch.sum_per_response(torch.nan_to_num(batch.log_ref_N - batch.policy_N))
-    kept_PK = batch.weight_PK > 0
-    return float((gap_PK + batch.reward_PK / beta)[kept_PK].mean()) if kept_PK.any() else 0.0
 
 
 def _result(losses: list[tuple[Loss, int]], said: Forward) -> StepResult:
