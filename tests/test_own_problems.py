@@ -4,16 +4,18 @@ import importlib.util
 import json
 import random
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
+import yaml
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from own_bench import reported, runs, tuning  # noqa: E402
-from own_bench.problem import demonstrations, prompt_text, splits  # noqa: E402
+from own_bench.problem import demonstrations, fingerprint, prompt_text, splits  # noqa: E402
 
 PROBLEMS = (*tuning.PROBLEMS, *reported.PROBLEMS)
 
@@ -49,6 +51,14 @@ def test_a_problem_is_the_same_every_time(problem):
         for _ in range(2)
     )
     assert first == second
+
+
+def test_the_fingerprint_tells_another_edition_of_a_problem():
+    problem = tuning.PROBLEMS[0]
+    longer = replace(problem, start=replace(problem.start, training=replace(problem.start.training, steps=7)))
+    heavier = replace(problem, rewards={"correct": 2.0})
+    assert fingerprint(problem) == fingerprint(replace(problem))
+    assert len({fingerprint(edition) for edition in (problem, longer, heavier)}) == 3
 
 
 def test_held_out_prompts_are_neither_trained_on_nor_demonstrated(problem):
@@ -204,3 +214,17 @@ def test_the_table_has_means_and_standard_errors():
     rows = runs.table_of([line | {"final": 0.5}, line | {"final": 0.7, "collapse": {"step": 3}}])
     # standard deviation .2 / sqrt 2 = .1414, by sqrt 2 again .1
     assert rows[-1] == "| p | s | 2 | avg@4 | 0.250 | 0.600 ± 0.100 | - | 1 | 10 | 100 | 2.0 |"
+
+
+def test_the_study_file_has_the_settings_of_the_problems():
+    study = yaml.safe_load((BENCHMARKS.parent / "configs" / "studies" / "own_problems.yaml").read_text())
+    folder = Path("runs/own_problems")
+    assert study["rows"] == {
+        problem.name: {
+            "model.path": f"{folder}/{problem.name}/model",
+            **problem.run_settings(folder),
+            "train.max_steps": problem.steps,
+        }
+        for problem in PROBLEMS
+    }
+    assert study["quick"]["rows"] == [problem.name for problem in tuning.PROBLEMS]

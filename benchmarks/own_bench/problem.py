@@ -9,17 +9,20 @@ NAME/problem.json     the settings that belong to the problem, the model's size,
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from tba.config import ModelConfig
 from tba.launch import evaluate_model
@@ -34,6 +37,8 @@ REWARD_FILES = Path(__file__).parent / "rewards"
 DATA_SEED = 1
 """Of prompts; demonstrations are drawn by the seed of the training, another one."""
 NUM_TRAIN, NUM_HELD_OUT = 3_000, 250
+DEMONSTRATIONS_COMPARED = 500
+"""Demonstrations that a fingerprint looks at."""
 SAMPLES = 4
 """Sampled responses per held-out prompt in evaluations."""
 
@@ -103,23 +108,27 @@ class Problem:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further settings without which this problem does not start."""
 
-    def overrides(self, folder: Path) -> list[str]:
-        """The command line of `tba train` or `tba evaluate`, but for model.path and what concerns learning."""
-        folder = folder.resolve()
+    def run_settings(self, folder: Path) -> dict[str, Any]:
+        """What `tba train` and `tba evaluate` are told besides the model and what concerns learning."""
+        own = folder / self.name
         rewards = [
-            {"function": f"{folder / self.name / 'rewards.py'}:{function}", "weight": weight}
+            {"function": f"{own / 'rewards.py'}:{function}", "weight": weight}
             for function, weight in self.rewards.items()
         ]
-        settings = {
+        return {
             "task.name": "own",
-            "task.data": str(folder / self.name / "train.jsonl"),
-            "task.eval_data": str(folder / self.name / "held_out.jsonl"),
+            "task.data": str(own / "train.jsonl"),
+            "task.eval_data": str(own / "held_out.jsonl"),
             "task.rewards": rewards,
             "generate.max_new_tokens": self.max_new_tokens,
             "evaluate.num_prompts": self.num_held_out,
             "evaluate.samples_per_prompt": self.samples,
             **self.settings,
         }
+
+    def overrides(self, folder: Path) -> list[str]:
+        """The same as arguments of the command line, with paths that hold from everywhere."""
+        settings = self.run_settings(folder.resolve())
         return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
 
 
@@ -156,10 +165,12 @@ def prompt_text(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokeniz
 
 
 def make_problem(problem: Problem, folder: Path) -> dict[str, Any]:
-    """Write the problem's folder unless it is there; returns what problem.json holds."""
+    """Write the problem's folder unless it is there, made as it would be now; returns what problem.json holds."""
     own = folder / problem.name
     if (own / "problem.json").is_file():
-        return json.loads((own / "problem.json").read_text())
+        found = json.loads((own / "problem.json").read_text())
+        if found["fingerprint"] == fingerprint(problem):
+            return found
     own.mkdir(parents=True, exist_ok=True)
     write_data(problem, own)
     started = time.process_time()
@@ -172,6 +183,18 @@ def make_problem(problem: Problem, folder: Path) -> dict[str, Any]:
     )
 
 
+def fingerprint(problem: Problem) -> str:
+    """Changes with the data, the rewards and the start model: results of two editions are not to be mixed."""
+    train, held_out = splits(problem)
+    parts = [f"{row.prompt} {row.columns}" for row in (*train, *held_out)]
+    parts += [(REWARD_FILES / f"{problem.name}.py").read_text(), str(problem.run_settings(Path()))]
+    if isinstance(problem.start, Supervised):
+        start = problem.start
+        shown = demonstrations(problem, start, start.tokenizer(), random.Random(start.training.seed))
+        parts += [str(start.shape), str(start.training), *map(str, islice(shown, DEMONSTRATIONS_COMPARED))]
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+
+
 def train_model(problem: Problem, start: Supervised, folder: Path) -> int:
     """Write the folder of a start model made on the spot; returns its number of parameters."""
     tokenizer = start.tokenizer()
@@ -179,6 +202,7 @@ def train_model(problem: Problem, start: Supervised, folder: Path) -> int:
         model = train_start_model(
             lambda rng: demonstrations(problem, start, tokenizer, rng), tokenizer, start.shape, start.training
         )
+    disable_progress_bar()  # of writing a file that is there in a moment
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model.num_parameters()
@@ -207,6 +231,7 @@ def write_description(problem: Problem, folder: Path, *, parameters: int, cpu_se
         "name": problem.name,
         "part": problem.part,
         "kind": problem.kind,
+        "fingerprint": fingerprint(problem),
         "parameters": parameters,
         "cpu_seconds_to_make": cpu_seconds,
         "metric": problem.metric,

@@ -13,15 +13,15 @@ from tba.tasks.words import make_word_tokenizer
 
 # long_sums: several numbers added one after the other in written columns, 60 to 120 tokens. Carries get lost.
 
-NUM_TERMS = (3, 5)
-LOSES_CARRY = {1: 0.15, 10: 0.55, 100: 0.0}
+NUM_TERMS = (3, 3, 4, 5)
+LOSES_CARRY = {1: 0.1, 10: 0.4, 100: 0.0}
 """Chance of a carry out of the units or the tens to be lost in a demonstration; what follows builds on the wrong sum."""
 
 
 def long_sum_rows(rng: random.Random) -> Iterator[Row]:
     """`3 8 + 4 5 + 2 7 =`"""
     while True:
-        terms = [rng.randint(10, 99) for _ in range(rng.randint(*NUM_TERMS))]
+        terms = [rng.randint(10, 99) for _ in range(rng.choice(NUM_TERMS))]
         prompt = " + ".join(" ".join(str(term)) for term in terms) + " ="
         yield Row(prompt=prompt, columns={"answer": str(sum(terms))}, hidden=terms)
 
@@ -81,7 +81,7 @@ ANIMALS = words_of("cat dog cow hen fox owl pig bee")
 PLANTS = words_of("oak fern rose moss palm vine reed herb")
 THINGS = words_of("cup pen box key bed jar hat saw")
 NUMBERS = words_of("none one two three four five six")
-COUNTS_PLANTS, IS_VERBOSE, HAS_NO_FORM, MISCOUNTS = 0.45, 0.5, 0.35, 0.15
+COUNTS_PLANTS, IS_VERBOSE, HAS_NO_FORM, MISCOUNTS = 0.55, 0.6, 0.6, 0.1
 OPENINGS = ("let me see", "i look at each of them in turn", "that is not so easy", "well i think that i can count them")
 
 
@@ -157,7 +157,7 @@ PROBLEMS = (
             demonstrate=written_sum,
             tokenizer=lambda: make_word_tokenizer([*"0123456789+=,;", "so", "answer"]),
             shape=Shape(hidden_size=160, intermediate_size=384, num_layers=4),
-            training=Training(steps=240, batch_size=16, seed=21),
+            training=Training(steps=420, batch_size=12, seed=21),
         ),
         max_new_tokens=144,
     ),

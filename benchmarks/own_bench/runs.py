@@ -3,7 +3,7 @@
 A line: {"problem": "word_sums", "setting": "defaults", "overrides": [], "seed": 0, "metric": "avg@4", "start": 0.31,
 "final": 0.55, "true_start": null, "true_final": null, "start_scores": {...}, "final_scores": {...}, "evaluations":
 [[0, {...}], [20, {...}]], "seconds": 37.1, "steps": 200, "responses_generated": 25600, "responses_trained": 25600,
-"alarm_steps": 0, "collapse": null, "lag": {"mean": 2.1, "max": 6}, "commit": "a3f54fe"}
+"alarm_steps": 0, "collapse": null, "lag": {"mean": 2.1, "max": 6}, "commit": "a3f54fe", "fingerprint": "9c51..."}
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from own_bench.problem import Problem
+from own_bench.problem import Problem, fingerprint
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 EVALUATIONS = 10
@@ -110,7 +110,7 @@ def run_all(runs: Sequence[Run], *, folder: Path, out: Path, jobs: int) -> int:
                     f"FAILED {' '.join(map(str, run.key))}: {done.stderr[-FAILED_TAIL:]}", file=sys.stderr, flush=True
                 )
                 return False
-            line = line_of(run, output) | {"commit": commit}
+            line = line_of(run, output) | {"commit": commit, "fingerprint": fingerprint(run.problem)}
             with out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             shutil.rmtree(output)

@@ -273,8 +273,9 @@ class EvaluateConfig(Section):
     """Prompts of the split; arithmetic and tldr have 2000 held-out and 1000 validation problems, gsm8k 1319 and 500, math
     5000 and 500; red_team has one prompt."""
     samples_per_prompt: int = Field(default=0, ge=0)
-    """Tasks with right answers: samples at the training temperature for pass@k and avg@k; 0 = greedy accuracy only.
-    red_team: attacks; 0 = 1,024. tldr always judges one sample and the greedy response."""
+    """Tasks with right answers: samples at the training temperature for pass@k and avg@k (own data: also the mean reward,
+    reward@k); 0 = greedy responses only. red_team: attacks; 0 = 1,024. tldr always judges one sample and the greedy
+    response."""
 
 
 class ObserveConfig(Section):

@@ -13,7 +13,7 @@ class RewardConfig(Section):
     function: str
     """`path/to/file.py:name`, a function with TRL's signature f(prompts, completions, **columns) -> list[float | None]."""
     weight: float = 1.0
-    """Factor in the sum of rewards."""
+    """Factor in the sum of rewards; 0 = measured in evaluations, never trained on."""
     name: str | None = None
     """Name in metrics and stored data; None = the function's own name."""
 
