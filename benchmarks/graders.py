@@ -17,7 +17,7 @@ Anything but a full mark is listed.
 
 With --attacks, the number of MATH's test problems where a formula that stands in the question, or one of its sides, is right
 as the answer although its normal form is not the stored answer's: as it is, and dressed (`x = f`, `(f)`, `0 + f`,
-`1 \cdot (f)`, `f = f`). The first must be 0.
+`1 \cdot (f)`, `f = f`, `\frac{f}{1}`, `-(-f)`, `(f)^1`). The first must be 0.
 """
 
 from __future__ import annotations
@@ -183,6 +183,7 @@ def formulas(question: str) -> list[str]:
 
 def dressed(formula: str) -> Iterator[str]:
     yield from (f"x = {formula}", f"({formula})", f"0 + {formula}", f"1 \\cdot ({formula})", f"{formula} = {formula}")
+    yield from (f"\\frac{{{formula}}}{{1}}", f"-(-({formula}))", f"({formula})^1")
 
 
 def restatements_accepted(name: str, grader: Grader, problems: Sequence[Problem], *, dress: bool) -> int:

@@ -87,8 +87,10 @@ def given_answer(text: str) -> Number | None:
         sides = [found for side in reversed(place.split("=")) if (found := find(f"={side}")) is not None]
         if sides:
             return next((_number(side) for side in sides if not NOT_WORKED_OUT.match(side.string, side.end())), None)
-    every = list(QUANTITY.finditer(text))
-    return _number(every[-1]) if every else None
+    for line in reversed(text.splitlines()):
+        if every := list(QUANTITY.finditer(line)):
+            return _number(every[-1])
+    return None
 
 
 def marked_answer(text: str) -> Number | None:
@@ -109,8 +111,10 @@ def _plain(text: str) -> str:
     """LaTeX's and markdown's ways to write a number, as people write it: `1{,}000`, `\\frac{3}{4}`, `5\\text{ m}^2`."""
     for mark, plain in MARKS:
         text = text.replace(mark, plain)
-    text = UNIT_POWER.sub("", FRACTION.sub(_fraction, MARKDOWN.sub("", text)))
-    return DOLLARS_AND_CENTS.sub(lambda found: f"{found[1]}.{found[2]:0>2}", text)
+    text = MARKDOWN.sub("", text)
+    if "\\" in text or "^" in text:
+        text = UNIT_POWER.sub("", FRACTION.sub(_fraction, text))
+    return DOLLARS_AND_CENTS.sub(lambda found: f"{found[1]}.{found[2]:0>2}", text) if "cent" in text else text
 
 
 def _fraction(found: re.Match[str]) -> str:

@@ -165,7 +165,7 @@ def last_boxed(text: str) -> str | None:
 def read_answer(text: str) -> Answer:
     """The parts of an answer that are compared."""
     measure = SIGN.search(text)
-    text = SCALED.sub(_scaled, text)
+    text = SCALED.sub(_scaled, text.strip())
     for pattern, into in SPELLINGS:
         text = pattern.sub(into, text)
     text = text.strip().rstrip(PUNCTUATION)

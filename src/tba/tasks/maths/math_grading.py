@@ -12,8 +12,9 @@ Text decides first, for it is fast and cannot be fooled; `symbolic`, which is sl
 6. Of what is left, symbols decide, with two conditions. Arithmetic may stay, solving may not: sums, products, powers and
    roots of numbers need not be worked out, but functions (sines, logarithms, factorials, binomials, series, floors, products
    of matrices) may stay only where the stored answer has them. And where the question states an expression that equals the
-   answer, the task is to rewrite it: the response then has no more numbers than the stored answer, and where there are
-   variables, the same numbers and letters.
+   answer, the task is to rewrite it: the response then has no more numbers than the stored answer and not all those of the
+   expression (`\frac{\sqrt{8}}{1}` does not simplify `\sqrt{8}`), and where there are variables, the answer's own numbers
+   and letters.
 """
 
 from __future__ import annotations
@@ -184,13 +185,13 @@ class Comparison:
 
     def _only_rewritten(self, given: str, wanted: str) -> bool:
         """Whether the question states an expression of the same value, and the response is not yet in the answer's form."""
-        own, stored = leaves(given), leaves(wanted)
-        if own == stored if VARIABLE.search(wanted) else own.total() <= stored.total():
-            return False
         if plain_number(given) is not None:
             return False
-        candidates = [form for form in self.formulas.forms if form != wanted and form != given]
-        return any(self.symbolic(form, wanted) for form in candidates[:MOST_FORMULAS])
+        own, stored = leaves(given), leaves(wanted)
+        unfinished = own != stored if VARIABLE.search(wanted) else own.total() > stored.total()
+        stated = [(form, leaves(form)) for form in self.formulas.forms if form != wanted]
+        suspects = [form for form, parts in stated if unfinished or (parts <= own and not parts <= stored)]
+        return any(self.symbolic(form, wanted) for form in suspects[:MOST_FORMULAS])
 
 
 def _functions(form: str) -> Counter[str]:

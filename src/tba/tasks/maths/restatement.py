@@ -26,6 +26,8 @@ ASKED = re.compile(r"(?:\\(?:text|mbox)\{[^{}]*\}|[?\s.,;:!&]|\\[ ,;:!]|\\q?quad
 """What may follow a formula: `= ?`, `\text{ for } x`."""
 TOKEN = re.compile(r"\\(?:begin|end)\{\w*\}|\\[a-zA-Z]+|\\\\|\d+(?:\.\d+)?|[a-zA-Z]|[-^/!|<>=,:_&%]")
 NO_LEAF = re.compile(r"\\(?:frac|sqrt|cdot|begin.*|end.*|\\)|[-^/!|<>=,:_&%]")
+LONG_NUMBER = re.compile(r"^0+(?=\d)|(?<=\d)\.0+$|(?<=\.\d)0+$")
+"""The zeros of 08, 8.0 and 0.50."""
 IGNORED = {"\\cdot"}
 NEUTRAL = re.compile(r"^(?:0\+|1\\cdot ?)+|(?:\+0|-0|\\cdot1|/1)+$")
 """Additions of nothing that turn no formula into an answer."""
@@ -46,6 +48,8 @@ class Formulas:
         """Whether an answer that is not the stored one restates one of these: in any order of its terms and factors."""
         form = NEUTRAL.sub("", form)
         key = _key(form)
+        if key == _key(wanted):
+            return False
         if any(key == _key(own) for own in self.forms):
             return True
         return plain_number(form) is None and _bag(form) in self.bags and _bag(form) != _bag(wanted)
@@ -65,7 +69,11 @@ def formulas_of(question: str) -> Formulas:
 
 def leaves(form: str) -> Counter[str]:
     """Numbers and letters of an expression, with how often they occur."""
-    return Counter(token for token in TOKEN.findall(form) if not NO_LEAF.fullmatch(token))
+    return Counter(token for token in _tokens(form) if not NO_LEAF.fullmatch(token))
+
+
+def _tokens(form: str) -> list[str]:
+    return [LONG_NUMBER.sub("", token) for token in TOKEN.findall(form)]
 
 
 def _spans(question: str) -> Iterator[str]:
@@ -95,5 +103,5 @@ def _key(form: str) -> str:
 
 
 def _bag(form: str) -> tuple[str, ...]:
-    tokens = ("/" if token == "\\frac" else token for token in TOKEN.findall(form) if token not in IGNORED)
+    tokens = ("/" if token == "\\frac" else token for token in _tokens(form) if token not in IGNORED)
     return tuple(sorted(tokens))
