@@ -1,7 +1,9 @@
-r"""How the graders of GSM8K and MATH judge the datasets' own solutions: what a policy could at best be paid.
+r"""How the graders of GSM8K and MATH judge the datasets' own solutions, and answers that should not be paid.
 
     python benchmarks/graders.py            # about three minutes; TBA_DATA names the folder above gsm8k/ and math/
     python benchmarks/graders.py --quick    # 1,000 problems of each file, seed 0
+    python benchmarks/graders.py --attacks  # restatements of the questions and tests/tasks/grader_pairs.jsonl, and how other
+                                            # graders judge them: half an hour, most of it math-verify's
 
 For each file, the share of problems where
     gold       the dataset's solution is right, as a response (two train rows of MATH have an empty box: bad rows, which
@@ -12,28 +14,38 @@ For each file, the share of problems where
     other      the answer of the next problem with another answer is right: these are wrong, unless the two are the same
                value. They are listed.
 Anything but a full mark is listed.
+
+With --attacks, the number of MATH's test problems where a formula that stands in the question, or one of its sides, is right
+as the answer although its normal form is not the stored answer's: as it is, and dressed (`x = f`, `(f)`, `0 + f`,
+`1 \cdot (f)`, `f = f`, `\frac{f}{1}`, `-(-f)`, `(f)^1`). The first must be 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+from other_graders import GRADERS, Grader
 
 from tba.config import TaskConfig
 from tba.tasks.maths import gsm8k, math
 from tba.tasks.maths.answers import equal_answers, given_answer, marked_answer
-from tba.tasks.maths.math_answers import last_boxed, normal_form, same_answer
+from tba.tasks.maths.math_answers import last_boxed, normal_form
+from tba.tasks.maths.math_grading import same_answer
 from tba.tasks.maths.questions import Problem, Source, read_problems
 from tba.tasks.maths.symbolic import symbolic_equality
 from tba.tasks.rows import BadRows, jsonl_rows
 
 DATA = Path(os.environ.get("TBA_DATA", Path(__file__).parents[2] / "shared" / "data"))
+PAIRS = Path(__file__).parents[1] / "tests" / "tasks" / "grader_pairs.jsonl"
 LISTED = 30
 SHARE_WANTED = 0.995
 NO_TERM = re.compile(r"[,=<>:_]|\\(?:text|mbox|begin|cup|in|le|ge|pm|%|\$|\{|!|triangle|overline)|[A-Za-z]{3,}$")
@@ -83,7 +95,7 @@ def gsm8k_other(problem: Problem, other: Problem) -> bool | None:
 
 
 def math_right(answer: str | None, problem: Problem) -> bool:
-    return same_answer(answer, problem.answer, symbolic=symbolic_equality().equal)
+    return same_answer(answer, problem.answer, question=problem.question, symbolic=symbolic_equality().equal)
 
 
 def math_symbolic(problem: Problem, _: Problem) -> bool | None:
@@ -157,6 +169,71 @@ def run_math(quick: bool) -> list[float]:
     return shares
 
 
+def ours(question: str, wanted: str, given: str) -> bool:
+    return same_answer(given, wanted, question=question, symbolic=symbolic_equality().equal)
+
+
+def formulas(question: str) -> list[str]:
+    """What stands between dollar signs or in display brackets, and its sides; found without the grader's own code."""
+    text = re.sub(r"\[asy\].*?\[/asy\]", " ", question, flags=re.DOTALL).replace("\\$", "").replace("$$", "$")
+    spans = re.findall(r"\$([^$]+)\$", text) + re.findall(r"\\\[(.+?)\\\]", text, flags=re.DOTALL)
+    sides = [side for span in spans for side in span.split("=") if "=" in span]
+    return list(dict.fromkeys(found for part in spans + sides if (found := part.strip(" \n.,;?"))))
+
+
+def dressed(formula: str) -> Iterator[str]:
+    yield from (f"x = {formula}", f"({formula})", f"0 + {formula}", f"1 \\cdot ({formula})", f"{formula} = {formula}")
+    yield from (f"\\frac{{{formula}}}{{1}}", f"-(-({formula}))", f"({formula})^1")
+
+
+def restatements_accepted(name: str, grader: Grader, problems: Sequence[Problem], *, dress: bool) -> int:
+    started, accepted = time.perf_counter(), []
+    for problem in problems:
+        wanted = normal_form(problem.answer)
+        for formula in formulas(problem.question):
+            if normal_form(formula) == wanted:
+                continue
+            tried = dressed(formula) if dress else (formula,)
+            right = next((text for text in tried if grader(problem.question, problem.answer, text)), None)
+            if right is not None:
+                accepted.append(f"    line {problem.line}: {right!r} for {problem.answer!r}")
+                break
+    kind = "dressed restatement" if dress else "restatement"
+    seconds = time.perf_counter() - started
+    print(f"{name:<18} {kind:<20} right: {len(accepted):4d} of {len(problems)} problems   {seconds:6.1f} s", flush=True)
+    for line in accepted[:LISTED] if grader is ours else ():
+        print(line)
+    return len(accepted)
+
+
+def run_pairs() -> int:
+    """Verdicts of each grader on the file of pairs; the number that ours gets wrong."""
+    pairs = [
+        pair for line in PAIRS.read_text(encoding="utf-8").splitlines() if (pair := json.loads(line))["task"] == "math"
+    ]
+    print(f"{len(pairs)} pairs of {PAIRS.name}, {sum(pair['right'] for pair in pairs)} of them right")
+    failures = 0
+    for name, grader in {"ours": ours, **GRADERS}.items():
+        wrong = [p for p in pairs if grader(p.get("question", ""), p["answer"], p["response"]) != p["right"]]
+        kinds = Counter(f"{p['kind']} {'refused' if p['right'] else 'accepted'}" for p in wrong)
+        accepted = sum(not pair["right"] for pair in wrong)
+        print(f"{name:<18} wrongly accepted {accepted:4d}, wrongly refused {len(wrong) - accepted:4d}", flush=True)
+        print("    " + ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())))
+        failures += len(wrong) if grader is ours else 0
+    return failures
+
+
+def run_attacks(quick: bool) -> int:
+    failures = run_pairs()
+    problems = problems_of(DATA / "math" / "test.jsonl.gz", math.MathTask.source, quick)
+    failures += restatements_accepted("ours", ours, problems, dress=False)
+    restatements_accepted("ours", ours, problems, dress=True)
+    for name, grader in GRADERS.items():
+        restatements_accepted(name, grader, problems, dress=False)
+    print(f"comparisons killed or failed: {symbolic_equality().num_failures}")
+    return failures
+
+
 def _gsm8k_pair(problem: Problem, other: Problem) -> str:
     return f"{gsm8k_number(problem)!r}, next {gsm8k_number(other)!r}"
 
@@ -168,10 +245,13 @@ def _math_pair(problem: Problem, other: Problem) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--attacks", action="store_true")
     arguments = parser.parse_args()
     if not DATA.is_dir():
         print(f"the data is not at {DATA}: set TBA_DATA to the folder above gsm8k/ and math/.", file=sys.stderr)
         return 2
+    if arguments.attacks:
+        return 1 if run_attacks(arguments.quick) else 0
     shares = run_gsm8k(arguments.quick) + run_math(arguments.quick)
     return 0 if min(shares) >= SHARE_WANTED else 1
 

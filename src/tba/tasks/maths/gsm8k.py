@@ -8,7 +8,7 @@ The data is read from where it lies and never shipped:
     tba train configs/gsm8k_one_gpu.yaml model.path=MODEL task.data=FOLDER     train.jsonl and test.jsonl, or .jsonl.gz
     tba evaluate MODEL --task gsm8k task.data=openai/gsm8k                     from the hub, with `datasets` installed
 
-An answer is the last number of the response; tba.tasks.maths.answers.given_answer says which number that is.
+An answer is one number of the response; tba/tasks/maths/answers.py says which.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GSM8KTask(QuestionTask):
         "Reason step by step, and end with the final answer as a number after four hash signs, for example: #### 42"
     )
 
-    def is_right(self, text: str, answer: str) -> bool:
+    def is_right(self, text: str, *, question: str, answer: str) -> bool:
         wanted = marked_answer(answer)
         assert wanted is not None, "rows are checked when they are read"
         return equal_answers(given_answer(text), wanted)

@@ -8,14 +8,15 @@ is read from where it lies and never shipped:
     tba train configs/math.yaml task.data=FOLDER                               train.jsonl and test.jsonl, or .jsonl.gz
     tba evaluate MODEL --task math task.data=FOLDER task.eval_data=math500.jsonl
 
-The answer of a response is what stands in its last `\boxed{...}`: a response without a box is wrong. math_answers.py says
-when two answers are equal.
+The answer of a response is what stands in its last `\boxed{...}`: a response without a box is wrong. math_grading.py says
+when it is right.
 """
 
 from __future__ import annotations
 
 from tba.tasks.inputs import TaskInputs
-from tba.tasks.maths.math_answers import last_boxed, normal_form, same_answer
+from tba.tasks.maths.math_answers import last_boxed, normal_form
+from tba.tasks.maths.math_grading import same_answer
 from tba.tasks.maths.questions import Problem, QuestionTask, Source
 from tba.tasks.maths.symbolic import require_math_verify, symbolic_equality
 from tba.tasks.rows import BadRow, Row, prompt_column, require_object, text_column
@@ -53,5 +54,5 @@ class MathTask(QuestionTask):
         require_math_verify()
         super().__init__(inputs)
 
-    def is_right(self, text: str, answer: str) -> bool:
-        return same_answer(last_boxed(text), answer, symbolic=symbolic_equality().equal)
+    def is_right(self, text: str, *, question: str, answer: str) -> bool:
+        return same_answer(last_boxed(text), answer, question=question, symbolic=symbolic_equality().equal)

@@ -1,16 +1,17 @@
-r"""Reading and comparing the answers of competition mathematics: what stands in the last `\boxed{...}`.
+r"""Reading the answers of competition mathematics: what stands in the last `\boxed{...}`, and its normal form.
 
-Two answers are equal when their normal forms are the same text or the same number, or else when `symbolic` says so, which
-is slow and decides what text cannot: `\frac{\sqrt{2}}{2}` is `\frac{1}{\sqrt{2}}`.
+The normal form leaves out what does not matter: spaces, sizes of brackets, `x =`, and units (signs for per cent, degrees and
+dollars are units too). Scale words are no units: `5 million` is 5000000.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
-from tba.tasks.maths.answers import LONGEST_NUMBER, Number, equal_answers
+from tba.tasks.maths.answers import LONGEST_NUMBER, Number
 
 LONGEST_ANSWER = 400
 """Characters, in normal form. Longer ones are babble and equal nothing; MATH's longest is 159."""
@@ -22,14 +23,58 @@ BOX = re.compile(r"\\boxed\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """Braces, and what a backslash escapes: the `\\}` of a set closes no box."""
 
-_TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}"
+_TEXT_COMMAND = r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm|mathbf|operatorname)\s*\{"
+_TEXT = rf"{_TEXT_COMMAND}([^{{}}]*)\}}"
 _SHORT_UNITS = "cm|mm|km|ft|mi|yd|kg|lb|lbs|mg|ml|hr|hrs"
+_BOUND = r"(?:more|less|fewer|least|most|not|than)\b"
+"""`5\\text{ or more}` is not 5."""
 
 NUMBER_WITH_COMMAS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 PLAIN_NUMBER = re.compile(
     r"(?P<sign>[-+]?)(?:(?P<decimal>\d+(?:\.\d+)?|\.\d+)|(?P<whole>\d*)\\frac\{(?P<top>-?\d+)\}\{(?P<bottom>\d+)\})"
 )
 """7, -0.5, \\frac{3}{4}, and 2\\frac{1}{3}, which in an answer is a mixed number and no product."""
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALED = re.compile(rf"(\d[\d,]*(?:\.\d+)?)((?:\s|\\[ ,;])*(?:{_TEXT_COMMAND}\s*)?)({'|'.join(SCALES)})s?(?![a-z])")
+NAME = re.compile(
+    r"(?P<name>(?:\\angle ?)?(?:[a-zA-Z]+|\\(?:alpha|beta|gamma|theta|phi|lambda|mu|sigma|omega)|[a-zA-Z]\^\{-1\})"
+    r"(?:_\{?\w+\}?)?'*(?:\([\w,]+\))?)(?:=|\\in(?![a-zA-Z]))(?=[^=]*$)"
+)
+"""What an answer may be called: x=5, f(x)=2x, x\\in[0,1], \\angle ABC=30, but not x^2=5."""
+WORD = re.compile(rf"{_TEXT_COMMAND}[^{{}}]*[a-zA-Z]{{2}}|(?<![\\a-zA-Z])[A-Z]{{2,}}(?![a-zA-Z])")
+"""Text, or several capitals in a row: a word and no product."""
+
+SIGNS = {"percent": r"%", "degree": r"\\circ|\\degree|°", "dollar": r"\\\$", "euro": "€"}
+MEASURES = {
+    "percent": "percent",
+    "degree": "degrees?",
+    "dollar": "dollars?|usd",
+    "euro": "euros?",
+    "cent": r"cents?",
+    "millimetre": r"mm|millimet(?:er|re)s?",
+    "centimetre": r"cm|centimet(?:er|re)s?",
+    "metre": r"m|met(?:er|re)s?",
+    "kilometre": r"km|kilomet(?:er|re)s?",
+    "inch": r"in|inch(?:es)?",
+    "foot": r"ft|foot|feet",
+    "yard": r"yd|yards?",
+    "mile": r"mi|miles?",
+    "second": r"s|secs?|seconds?",
+    "minute": r"mins?|minutes?",
+    "hour": r"hrs?|hours?",
+    "day": r"days?",
+    "week": r"weeks?",
+    "month": r"months?",
+    "year": r"years?",
+    "gram": r"gm?|grams?",
+    "kilogram": r"kg|kilograms?",
+    "pound": r"lbs?|pounds?",
+}
+"""Units that are told apart where both answers have one. Whatever else is counted (ways, points) may have any name."""
+SIGN, MEASURE = (
+    re.compile("|".join(rf"(?P<{name}>{before}(?:{words}){after})" for name, words in table.items()))
+    for table, before, after in ((SIGNS, "", ""), (MEASURES, "(?<![a-z])", "(?![a-z])"))
+)
 
 Rewrite = tuple[re.Pattern[str], str]
 SPELLINGS: tuple[Rewrite, ...] = tuple(
@@ -37,44 +82,67 @@ SPELLINGS: tuple[Rewrite, ...] = tuple(
     for pattern, into in (
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![a-zA-Z])\.?", ""),
-        (r"\{,\}", ","),
+        (r"\{,\}|,\\!", ","),
         (r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![a-zA-Z])", " "),
         (r"\\?\$|\\?%|\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])|°", ""),
-        (r"\\leq(?![a-zA-Z])|≤", r"\\le"),
-        (r"\\geq(?![a-zA-Z])|≥", r"\\ge"),
-        (r"\\neq(?![a-zA-Z])|≠", r"\\ne"),
-        (r"\\times(?![a-zA-Z])|\\ast(?![a-zA-Z])", r"\\cdot"),
+        (r"\\leq(?![a-zA-Z])|≤", r"\\le "),
+        (r"\\geq(?![a-zA-Z])|≥", r"\\ge "),
+        (r"\\neq(?![a-zA-Z])|≠", r"\\ne "),
+        (r"\\times(?![a-zA-Z])|\\ast(?![a-zA-Z])|[×·*]", r"\\cdot "),
+        (r"\\div(?![a-zA-Z])|÷", "/"),
         (r"−", "-"),
-        (r"π", r"\\pi"),
-        (r"∞", r"\\infty"),
-        (r"√", r"\\sqrt"),
+        (r"π", r"\\pi "),
+        (r"∞", r"\\infty "),
+        (r"√", r"\\sqrt "),
+        (r"±", r"\\pm "),
         (r",?\s*(?:\\(?:text|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*", ","),
+        # 8:34 PM, \\text{8:34 p.m.}
+        (rf"^(?:{_TEXT_COMMAND})?([\d:! ]*\d)\s*(?:{_TEXT_COMMAND})?\s*[aA]\.?[mM]\.?\s*\}}?\W*$", r"\1am"),
+        (rf"^(?:{_TEXT_COMMAND})?([\d:! ]*\d)\s*(?:{_TEXT_COMMAND})?\s*[pP]\.?[mM]\.?\s*\}}?\W*$", r"\1pm"),
     )
 )
 """Ways to write the same, while spaces still tell words apart."""
-UNITS: tuple[Rewrite, ...] = (
-    # 5\text{ cm}^2, but neither 8:34\text{ p.m.} nor the whole of \text{odd}
-    (re.compile(rf"(?<=[\d)}}\]i])\s*(?!\\text\s*\{{\s*[ap]\.?m){_TEXT}(?:\^\{{?\d\}}?)?$"), ""),
-    (re.compile(rf"(?<=[\d}}])(?:\s+(?:[a-zA-Z]{{3,}}|{_SHORT_UNITS})(?![a-zA-Z]))+(?:\^\{{?\d\}}?)?$"), ""),
+UNITS: tuple[re.Pattern[str], ...] = (
+    re.compile(rf"(?<=[\d)}}\]i])\s*(?!\\\w+\s*\{{[^}}]*\b{_BOUND}){_TEXT}(?:\^\{{?\d\}}?)?$"),  # 5\\text{ cm}^2
+    re.compile(rf"(?<=[\d}}])(?:\s+(?!{_BOUND})(?:[a-zA-Z]{{3,}}|{_SHORT_UNITS})(?![a-zA-Z]))+(?:\^\{{?\d\}}?)?$"),
 )
 COMPACT: tuple[Rewrite, ...] = tuple(
     (re.compile(pattern), into)
     for pattern, into in (
         (_TEXT, r"\1"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", "\\1\x00"),  # the space of `\\pi r` stays
+        (r"(?<=\d)\s+(?=\d{3}(?!\d))", ""),  # 10 000
+        (r"(?<=\d)\s+(?=[\d.])", "\x00"),  # `5 6` is not 56
         (r"\s+", ""),
-        (r"^(?:[a-zA-Z]{1,2}|[a-zA-Z]\([a-zA-Z]\))(?:=|\\in(?![a-zA-Z]))(?=[^=]*$)", ""),  # x=5, f(x)=2x, x\in[0,1]
-        (r"\\frac(\d)(\d)", r"\\frac{\1}{\2}"),
+        ("\x00", " "),
         (r"\\frac(\d)\{", r"\\frac{\1}{"),
         (r"\\frac\{([^{}]*)\}(\d)", r"\\frac{\1}{\2}"),
         (r"^([-+]?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
-        (r"\\sqrt(\d|[a-zA-Z])", r"\\sqrt{\1}"),
+        (r"\\sqrt ?(\d|[a-zA-Z])", r"\\sqrt{\1}"),
         (r"([\^_])\{(\w)\}", r"\1\2"),
+        (r"(?<=[\d)}])\\cdot ?(?=[a-zA-Z]|\\(?:sqrt|pi))|(?<=\))\\cdot(?=\()", ""),
+        (r"(?<![\d_^{.])(\d+)\((?=-?(?:\d|\\frac))", r"\1\\cdot("),  # 2(3) is 6; math-verify takes it for 2 + 3
         (r"(?<![\d.])\.(?=\d)", "0."),
         (r"(?<=[(\[,])\+(?=\\infty)", ""),
         (r"^\(([A-Z])\)$", r"\1"),  # a choice
     )
 )
 """Spellings that hold once the spaces are gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    r"""An answer that was read: `x = 5\text{ cm}` is Answer(form="5", name="x", measure="centimetre", has_words=False)"""
+
+    form: str
+    """Normal form, without the name."""
+    name: str
+    """What stands before the equals sign; empty where nothing does."""
+    measure: str | None
+    """Unit, where it is one of MEASURES."""
+    has_words: bool
+    """Whether it is made of words, which only text can compare."""
 
 
 def last_boxed(text: str) -> str | None:
@@ -93,19 +161,29 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def same_answer(given: str | None, wanted: str, *, symbolic: Callable[[str, str], bool]) -> bool:
-    """Whether an answer is the one that is wanted; None equals nothing."""
-    if given is None or len(given) > 4 * LONGEST_ANSWER:
-        return False
-    given_form, wanted_form = normal_form(given), normal_form(wanted)
-    if not given_form or len(given_form) > LONGEST_ANSWER:
-        return False
-    if given_form == wanted_form:
-        return True
-    given_number, wanted_number = plain_number(given_form), plain_number(wanted_form)
-    if given_number is not None and wanted_number is not None:
-        return equal_answers(given_number, wanted_number)
-    return symbolic(given.rstrip(PUNCTUATION), wanted.rstrip(PUNCTUATION))
+@lru_cache(maxsize=20_000)
+def read_answer(text: str) -> Answer:
+    """The parts of an answer that are compared."""
+    measure = SIGN.search(text)
+    text = SCALED.sub(_scaled, text.strip())
+    for pattern, into in SPELLINGS:
+        text = pattern.sub(into, text)
+    text = text.strip().rstrip(PUNCTUATION)
+    for unit in UNITS:
+        if found := unit.search(text):
+            text, measure = text[: found.start()], MEASURE.search(found.group().lower()) or measure
+    has_words, text = WORD.search(text) is not None, text.strip().rstrip(PUNCTUATION)
+    for pattern, into in COMPACT:
+        text = pattern.sub(into, text)
+    text = text.strip().rstrip(PUNCTUATION)
+    name = NAME.match(text)
+    form = _number_or_word(text[name.end() :] if name else text)
+    return Answer(
+        form=form,
+        name=name["name"] if name else "",
+        measure=measure.lastgroup if measure else None,
+        has_words=has_words and not (name and WORD.search(form) is None),
+    )
 
 
 def normal_form(answer: str) -> str:
@@ -113,11 +191,18 @@ def normal_form(answer: str) -> str:
 
     normal_form(r"x = \dfrac12 \text{ cm}") == r"\frac{1}{2}"
     """
-    text = answer
-    for rewrites in (SPELLINGS, UNITS, COMPACT):
-        for pattern, into in rewrites:
-            text = pattern.sub(into, text)
-        text = text.strip().rstrip(PUNCTUATION)
+    return read_answer(answer).form
+
+
+def _scaled(found: re.Match[str]) -> str:
+    if len(found[1]) > LONGEST_NUMBER:
+        return found.group()
+    size = Fraction(found[1].replace(",", "")) * SCALES[found[3]]
+    return f"{size if size.denominator == 1 else float(size)}{found[2]}"
+
+
+def _number_or_word(text: str) -> str:
+    text = re.sub(r"^([-+]?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)
     if NUMBER_WITH_COMMAS.fullmatch(text):
         return text.replace(",", "")
     return text.casefold() if text.isalpha() and len(text) > 1 else text

@@ -77,8 +77,8 @@ class QuestionTask(ABC):
         self._prompts: dict[Split, list[Prompt]] = {}
 
     @abstractmethod
-    def is_right(self, text: str, answer: str) -> bool:
-        """Whether a response gives the answer of a problem."""
+    def is_right(self, text: str, *, question: str, answer: str) -> bool:
+        """Whether a response gives the answer of a problem; the question tells an answer from a restatement."""
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -93,9 +93,9 @@ class QuestionTask(ABC):
         return self._prompts[split]
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
-        answer = prompt.columns["answer"]
+        question, answer = prompt.columns["question"], prompt.columns["answer"]
         return [
-            {"exact_match": float(self._counts(completion) and self.is_right(text, answer))}
+            {"exact_match": float(self._counts(completion) and self.is_right(text, question=question, answer=answer))}
             for text, completion in zip(texts, completions)
         ]
 

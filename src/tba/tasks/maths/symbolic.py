@@ -27,6 +27,8 @@ COMPARISON_SECONDS = 3.0
 """Most take milliseconds; one that takes longer is killed."""
 WORKER_BYTES = 4 * 2**30
 """Address space of the worker, where the system can limit it: a large power must not take the machine's memory."""
+RELATIVE_TOLERANCE = 1e-4
+"""Beyond it two numbers are not equal, however small they are."""
 READY = "ready"
 
 
@@ -106,14 +108,24 @@ def symbolic_worker(link: Link) -> None:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     how: Any = [LatexExtractionConfig(boxed_match_priority=0)]
+    # The first one loads grammars, which a busy machine takes longer for than one comparison may take.
+    verify(parse("\\boxed{x+1}", how, parsing_timeout=None), parse("\\boxed{1+x}", how, parsing_timeout=None))
     link.send(READY)
     while (job := link.receive(timeout_seconds=None)) is not None:
         try:
             # Their alarms are off: the parent kills.
             given, wanted = (parse(f"\\boxed{{{text}}}", how, parsing_timeout=None) for text in job)
-            link.send(bool(verify(wanted, given, timeout_seconds=None)))
+            link.send(bool(verify(wanted, given, timeout_seconds=None)) and not _far_apart(given, wanted))
         except Exception as error:  # anything may come out of sympy; told to the parent, which counts it
             link.send(f"{type(error).__name__}: {error}"[:200])
+
+
+def _far_apart(given: list[Any], wanted: list[Any]) -> bool:
+    """Whether two numbers differ by more than rounding: math-verify rounds to six decimals, so all tiny ones agree there."""
+    numbers = [parsed[0] for parsed in (given, wanted) if getattr(parsed[0], "is_number", False)]
+    if len(numbers) < 2 or numbers[1].evalf() == 0:
+        return False
+    return bool(abs((numbers[0] / numbers[1]).evalf() - 1) > RELATIVE_TOLERANCE)
 
 
 def _limit_memory() -> None:
