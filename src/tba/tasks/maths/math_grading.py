@@ -147,14 +147,20 @@ class Comparison:
         if len(given) != len(wanted):
             return False
         if in_order:
-            return all(self._equal(own, stored) for own, stored in zip(given, wanted))
+            return all(self._same_element(own, stored) for own, stored in zip(given, wanted))
         left = list(given)
         for stored in sorted(wanted, key=lambda stored: stored not in left):  # the same texts first
-            own = stored if stored in left else next((own for own in left if self._equal(own, stored)), None)
+            own = stored if stored in left else next((own for own in left if self._same_element(own, stored)), None)
             if own is None:
                 return False
             left.remove(own)
         return True
+
+    def _same_element(self, given: str, wanted: str) -> bool:
+        """Whether two elements are equal, and the response's is not one that the question states unsolved."""
+        if not self._equal(given, wanted):
+            return False
+        return given == wanted or plain_number(given) is not None or not self.formulas.has(given, wanted=wanted)
 
     def _same_value(self, given: str, wanted: str) -> bool:
         if given == wanted:
