@@ -196,8 +196,17 @@ class Comparison:
         own, stored = leaves(given), leaves(wanted)
         unfinished = own != stored if VARIABLE.search(wanted) else own.total() > stored.total()
         stated = [(form, leaves(form)) for form in self.formulas.forms if form != wanted]
-        suspects = [form for form, parts in stated if unfinished or (parts <= own and not parts <= stored)]
+        suspects = [
+            form
+            for form, parts in stated
+            if unfinished or (parts <= own and not parts <= stored) or _core(parts) == _core(own) != _core(stored)
+        ]
         return any(self.symbolic(form, wanted) for form in suspects[:MOST_FORMULAS])
+
+
+def _core(parts: Counter[str]) -> dict[str, int]:
+    """Numbers and letters without those that a formula can be dressed with: `\\frac{f}{1}`, `0 + f`."""
+    return {part: count for part, count in parts.items() if part not in ("0", "1")}
 
 
 def _functions(form: str) -> Counter[str]:
