@@ -5,6 +5,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import time
 from pathlib import Path
 
@@ -149,6 +150,14 @@ def test_text_and_numbers_decide_without_symbols(given, wanted, equal):
     assert same_answer(given, wanted, question="", symbolic=never) is equal
 
 
+@pytest.mark.parametrize(
+    "part", ["5", "5 ", "5,", "{", "(5", "\\frac{", "x=", "\\pm5,", "5\\text{ cm", "$5$ ", "\\\\ ", "- "]
+)
+def test_long_babble_is_never_right_and_never_raises(part):
+    for babble in (part * 20, part * 300, part * 100_000):
+        assert not same_answer(babble, "7", question=babble[:10_000], symbolic=lambda given, wanted: False)
+
+
 def test_a_fraction_of_zero_is_no_number():
     assert plain_number(r"\frac{1}{0}") is None
 
@@ -171,6 +180,15 @@ def test_a_fraction_of_zero_is_no_number():
 )
 def test_symbols_decide_the_rest(given, wanted, equal):
     assert same_answer(given, wanted, question="", symbolic=symbolic_equality().equal) is equal
+
+
+@needs_math_verify
+def test_tiny_numbers_are_told_apart():
+    # 1/2003! and 1/2004! both have hundreds of zeros after the point, but one is 2004 times the other
+    equal = symbolic_equality().equal
+    assert not equal(r"\frac{1}{2003!}", r"\frac{1}{2004!}")
+    assert equal(r"\frac{1}{2003! \cdot 2004}", r"\frac{1}{2004!}")
+    assert not equal("0", r"\frac{1}{2004!}")
 
 
 @needs_math_verify
@@ -295,7 +313,24 @@ def test_the_gold_solutions_get_full_marks(file, num_rows, num_bad):
         for p in problems
         if not same_answer(last_boxed(responses[p.line]), p.answer, question=p.question, symbolic=equal)
     ]
-    assert len(wrong) + num_bad <= 0.005 * num_rows, [(problem.line, problem.answer) for problem in wrong]
+    assert not wrong, [(problem.line, problem.answer) for problem in wrong]
+
+
+@needs_real_data
+@needs_math_verify
+def test_no_formula_of_a_test_question_is_its_answer_unless_it_is_the_stored_one():
+    """benchmarks/graders.py --attacks has other graders, and formulas in disguise."""
+    problems = read_problems(TaskConfig(), str(REAL_DATA / "test.jsonl.gz"), "test", MathTask.source)
+    equal, accepted, num_tried = symbolic_equality().equal, [], 0
+    for problem in problems:
+        spans = re.findall(r"\$([^$]+)\$", problem.question.replace("\\$", "").replace("$$", "$"))
+        for formula in {part.strip(" \n.,;?") for span in spans for part in (span, *span.split("="))}:
+            if normal_form(formula) not in ("", normal_form(problem.answer)):
+                num_tried += 1
+                if same_answer(formula, problem.answer, question=problem.question, symbolic=equal):
+                    accepted.append((problem.line, formula, problem.answer))
+    assert num_tried > 10_000
+    assert not accepted
 
 
 @needs_real_data

@@ -35,12 +35,14 @@ PLAIN_NUMBER = re.compile(
 )
 """7, -0.5, \\frac{3}{4}, and 2\\frac{1}{3}, which in an answer is a mixed number and no product."""
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-SCALED = re.compile(rf"(\d[\d,]*(?:\.\d+)?)((?:\s|\\[ ,;])*(?:{_TEXT_COMMAND}\s*)?)({'|'.join(SCALES)})s?(?![a-z])")
+SCALED = re.compile(
+    rf"(?<![\d,.])(\d[\d,]*(?:\.\d+)?)((?:\s|\\[ ,;])*(?:{_TEXT_COMMAND}\s*)?)({'|'.join(SCALES)})s?(?![a-z])"
+)
 NAME = re.compile(
     r"(?P<name>(?:\\angle ?)?(?:[a-zA-Z]+|\\(?:alpha|beta|gamma|theta|phi|lambda|mu|sigma|omega)|[a-zA-Z]\^\{-1\})"
-    r"(?:_\{?\w+\}?)?'*(?:\([\w,]+\))?)(?:=|\\in(?![a-zA-Z]))(?=[^=]*$)"
+    r"(?:_\{?\w+\}?)?'*(?:\([\w,]+\))?|\([a-zA-Z](?:,[a-zA-Z])+\)|\[[A-Z]+\]|\\vec\{\w+\})(?:=|\\in(?![a-zA-Z]))(?=[^=]*$)"
 )
-"""What an answer may be called: x=5, f(x)=2x, x\\in[0,1], \\angle ABC=30, but not x^2=5."""
+"""What an answer may be called: x=5, f(x)=2x, x\\in[0,1], (x,y)=(1,2), \\angle ABC=30, but not x^2=5."""
 WORD = re.compile(rf"{_TEXT_COMMAND}[^{{}}]*[a-zA-Z]{{2}}|(?<![\\a-zA-Z])[A-Z]{{2,}}(?![a-zA-Z])")
 """Text, or several capitals in a row: a word and no product."""
 
@@ -165,7 +167,7 @@ def last_boxed(text: str) -> str | None:
 def read_answer(text: str) -> Answer:
     """The parts of an answer that are compared."""
     measure = SIGN.search(text)
-    text = SCALED.sub(_scaled, text.strip())
+    text = SCALED.sub(_scaled, " ".join(text.split()))
     for pattern, into in SPELLINGS:
         text = pattern.sub(into, text)
     text = text.strip().rstrip(PUNCTUATION)

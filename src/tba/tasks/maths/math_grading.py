@@ -147,14 +147,20 @@ class Comparison:
         if len(given) != len(wanted):
             return False
         if in_order:
-            return all(self._equal(own, stored) for own, stored in zip(given, wanted))
+            return all(self._same_element(own, stored) for own, stored in zip(given, wanted))
         left = list(given)
         for stored in sorted(wanted, key=lambda stored: stored not in left):  # the same texts first
-            own = stored if stored in left else next((own for own in left if self._equal(own, stored)), None)
+            own = stored if stored in left else next((own for own in left if self._same_element(own, stored)), None)
             if own is None:
                 return False
             left.remove(own)
         return True
+
+    def _same_element(self, given: str, wanted: str) -> bool:
+        """Whether two elements are equal, and the response's is not one that the question states unsolved."""
+        if not self._equal(given, wanted):
+            return False
+        return given == wanted or plain_number(given) is not None or not self.formulas.has(given, wanted=wanted)
 
     def _same_value(self, given: str, wanted: str) -> bool:
         if given == wanted:
@@ -190,8 +196,17 @@ class Comparison:
         own, stored = leaves(given), leaves(wanted)
         unfinished = own != stored if VARIABLE.search(wanted) else own.total() > stored.total()
         stated = [(form, leaves(form)) for form in self.formulas.forms if form != wanted]
-        suspects = [form for form, parts in stated if unfinished or (parts <= own and not parts <= stored)]
+        suspects = [
+            form
+            for form, parts in stated
+            if unfinished or (parts <= own and not parts <= stored) or _core(parts) == _core(own) != _core(stored)
+        ]
         return any(self.symbolic(form, wanted) for form in suspects[:MOST_FORMULAS])
+
+
+def _core(parts: Counter[str]) -> dict[str, int]:
+    """Numbers and letters without those that a formula can be dressed with: `\\frac{f}{1}`, `0 + f`."""
+    return {part: count for part, count in parts.items() if part not in ("0", "1")}
 
 
 def _functions(form: str) -> Counter[str]:
