@@ -16,13 +16,14 @@ Axes: P prompts, K responses per prompt.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from tba.objectives.base import Coupling, Extras, Needs, Objective
+from tba.objectives.drift import OffPolicyRule, gradient_share
 from tba.objectives.groups import mean_where, prompt_mean
 from tba.types import Batch, Forward, Loss
 
@@ -57,10 +58,16 @@ class TrajectoryBalance(Objective):
 
     Its gradient is that of REINFORCE with mean baseline and KL in the reward, on- and off-policy:
     A_ij = (r_ij - mean r) - beta (KL_ij - mean KL).
+
+    Deviation: a response whose log-prob has already moved far enough in the direction of its push gets no further gradient
+    (off_policy). On fresh data nothing changes.
     """
 
-    trust: Literal["none", "response", "response_down", "token", "token_down", "taper", "importance"] = "none"
-    trust_limit: float = Field(default=0.3, ge=0.0)
+    off_policy: OffPolicyRule = "response"
+    """What bounds the push of a response that the policy has moved away from since it was generated; tba.objectives.drift
+    tells the rules apart. exact = the paper's loss."""
+    max_drift: float = Field(default=0.1, gt=0.0)
+    """Nats per square root of a response's tokens (off_policy=response), or nats per token (off_policy=token)."""
     residual_clip: float | None = Field(default=None, gt=0.0)
     """Largest |beta * residual| in reward units whose gradient grows; beyond it the pull is constant (Huber). None = no
     clip."""
@@ -71,41 +78,17 @@ class TrajectoryBalance(Objective):
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         log_pi_N = forward.log_pi_N
-        log_z_PK = _estimates(batch, forward, beta=beta).detach()
-        up_PK = log_z_PK > prompt_mean(log_z_PK, batch.weight_PK)
-        share_N = self._shares(batch, log_pi_N.detach(), up_PK)
-        if share_N is not None:
-            forward = replace(forward, log_pi_N=torch.lerp(log_pi_N.detach(), log_pi_N, share_N))
-            log_z_PK = _estimates(batch, forward, beta=beta)
-        else:
-            log_z_PK = _estimates(batch, forward, beta=beta)
-        loss = _squared_residuals(
-            batch, log_z_PK, prompt_mean(log_z_PK.detach(), batch.weight_PK), beta=beta, clip=self.residual_clip
+        log_z_PK = _estimates(batch, log_pi_N.detach(), beta=beta)
+        log_z_P1 = prompt_mean(log_z_PK, batch.weight_PK)
+        share_N = gradient_share(
+            batch, log_pi_N.detach(), log_z_PK > log_z_P1, rule=self.off_policy, max_drift=self.max_drift
         )
-        if share_N is None:
-            return loss
-        return replace(loss, metrics={**loss.metrics, "tb/gated": 1.0 - mean_where(share_N, batch.kept_N)})
-
-    def _shares(self, batch: Batch, log_pi_N: Tensor, up_PK: Tensor) -> Tensor | None:
-        if self.trust == "none":
-            return None
-        drift_N = torch.nan_to_num(log_pi_N - batch.policy_N, nan=0.0)
-        sum_PK = batch.sum_per_response(drift_N)
-        limit = self.trust_limit
-        up_N, sum_N = batch.per_token(up_PK), batch.per_token(sum_PK)
-        if self.trust == "response":
-            closed_N = torch.where(up_N, sum_N > limit, sum_N < -limit)
-        elif self.trust == "response_down":
-            closed_N = ~up_N & (sum_N < -limit)
-        elif self.trust == "token":
-            closed_N = torch.where(up_N, drift_N > limit, drift_N < -limit)
-        elif self.trust == "token_down":
-            closed_N = ~up_N & (drift_N < -limit)
-        elif self.trust == "taper":
-            return torch.where(up_N, torch.ones_like(sum_N), sum_N.clamp(max=0.0).exp())
-        else:
-            return sum_N.clamp(max=0.0).exp()
-        return (~closed_N).float()
+        bounded_N = torch.lerp(log_pi_N.detach(), log_pi_N, share_N.to(log_pi_N.dtype))  # the same number, less gradient
+        loss = _squared_residuals(
+            batch, _estimates(batch, bounded_N, beta=beta), log_z_P1, beta=beta, clip=self.residual_clip
+        )
+        held_back = 1.0 - mean_where(share_N, batch.kept_N)
+        return replace(loss, metrics={**loss.metrics, "tb/held_back": held_back})
 
 
 class LearnedLogZ(Objective):
@@ -128,7 +111,7 @@ class LearnedLogZ(Objective):
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert forward.log_z_P is not None
-        return _squared_residuals(batch, _estimates(batch, forward, beta=beta), forward.log_z_P[:, None], beta=beta)
+        return _squared_residuals(batch, _estimates(batch, forward.log_pi_N, beta=beta), forward.log_z_P[:, None], beta=beta)
 
 
 class Kimi(Objective):
@@ -140,11 +123,11 @@ class Kimi(Objective):
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         log_z_P1 = prompt_mean(batch.reward_PK, batch.weight_PK) / beta
-        return _squared_residuals(batch, _estimates(batch, forward, beta=beta), log_z_P1, beta=beta)
+        return _squared_residuals(batch, _estimates(batch, forward.log_pi_N, beta=beta), log_z_P1, beta=beta)
 
 
-def _estimates(batch: Batch, forward: Forward, *, beta: float) -> Tensor:
-    log_pi_PK = batch.sum_per_response(forward.log_pi_N)
+def _estimates(batch: Batch, log_pi_N: Tensor, *, beta: float) -> Tensor:
+    log_pi_PK = batch.sum_per_response(log_pi_N)
     return log_z_estimates(log_pi_PK, batch.sum_per_response(batch.log_ref_N), batch.reward_PK, beta=beta)
 
 

@@ -49,8 +49,10 @@ METRICS = (
     Metric(name="tb/log_z", unit="nats", meaning="Mean estimate of log Z."),
     Metric(name="tb/log_z_std", unit="nats", reduction="rms", meaning="Root mean square residual."),
     Metric(name="tb/max_abs_residual", unit="nats", reduction="max", meaning="Largest |log Z estimate - prompt mean|."),
-    Metric(name="tb/gated", unit="share", meaning="Tokens that objective.trust leaves out of the gradient."),
-    Metric(name="movement/*", unit="nats", meaning="How far the policy moved in the step."),
+    Metric(name="tb/held_back", unit="share", meaning="Gradient that objective.off_policy holds back, over tokens."),
+    Metric(
+        name="step_nats", unit="nats", reduction="last", meaning="Mean |change of log_pi| of a response by this step's update."
+    ),
     Metric(name="tb/clip_fraction", unit="share", meaning="Responses beyond objective.residual_clip."),
     Metric(name="objective/*", unit="", meaning="Of the objective; its own file says what."),
     Metric(
