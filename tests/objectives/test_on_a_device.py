@@ -1,20 +1,13 @@
 """Objectives leave their numbers on the device: reading one stops the host until the device has caught up."""
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from builders import ragged_batch, tiny_llama
+from builders import ragged_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tba.config import TrainConfig
-from tba.models.policy import PolicyModel
 from tba.objectives.registry import OBJECTIVES
-from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.train.collate import Budget
-from tba.train.optim import MasterAdamW
-from tba.train.step import TrainStep
 from tba.types import Forward
 
 P, K = 3, 4
@@ -59,27 +52,3 @@ def test_an_objective_reads_nothing(name):
         loss = objective(batch, forward, beta=0.1)
         loss.value.backward()
     assert reads.found == []
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("share_prompts", [True, False])
-def test_the_host_waits_no_more_often_for_more_micro_batches(share_prompts):
-    waits = [count_waits(max_responses, share_prompts=share_prompts) for max_responses in (P * K, K)]
-    assert waits[0] == waits[1] > 0
-
-
-def count_waits(max_responses: int, *, share_prompts: bool) -> int:
-    policy = PolicyModel(tiny_llama(hidden_size=64).to("cuda", torch.bfloat16))
-    budget = Budget(max_tokens=10_000, max_responses=max_responses, share_prompts=share_prompts)
-    optimizer = MasterAdamW(policy.model.parameters(), TrainConfig())
-    step = TrainStep(policy, TrajectoryBalance(), optimizer, budget=budget, temperature=1.0)
-    step.gradients(ragged_batch(P, K), beta=0.1)  # kernels are compiled
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            step.gradients(ragged_batch(P, K), beta=0.1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(warning.message) for warning in caught)

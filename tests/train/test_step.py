@@ -1,11 +1,13 @@
 """Gradients do not depend on how a step is cut into micro-batches or packed."""
 
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 from builders import ragged_batch, tiny_llama
+from transformers import LlamaForCausalLM
 
 from tba.config import TrainConfig
 from tba.models.compiled import checkpoint_layers
@@ -21,8 +23,8 @@ from tba.train.step import NonFiniteLoss, TrainStep
 P, K = 3, 4
 
 
-def make_step(budget: Budget, **settings) -> TrainStep:
-    policy = PolicyModel(tiny_llama())
+def make_step(budget: Budget, *, model: LlamaForCausalLM | None = None, **settings) -> TrainStep:
+    policy = PolicyModel(tiny_llama() if model is None else model)
     optimizer = MasterAdamW(policy.model.parameters(), TrainConfig(**settings))
     return TrainStep(policy, TrajectoryBalance(), optimizer, budget=budget, temperature=0.7)
 
@@ -215,3 +217,25 @@ def test_recomputed_layers_have_the_same_gradients():
     got = torch.cat([p.grad.flatten() for p in step.policy.model.parameters()])
     assert (got - want).abs().max() < 1e-6
     assert any(getattr(module, "gradient_checkpointing", False) for module in step.policy.model.modules())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_the_host_waits_no_more_often_for_more_micro_batches(share_prompts):
+    waits = [count_waits(max_responses, share_prompts=share_prompts) for max_responses in (P * K, K)]
+    assert waits[0] == waits[1] > 0
+
+
+def count_waits(max_responses: int, *, share_prompts: bool) -> int:
+    budget = Budget(max_tokens=10_000, max_responses=max_responses, share_prompts=share_prompts)
+    step = make_step(budget, model=tiny_llama(hidden_size=64).to("cuda", torch.bfloat16))
+    step.gradients(ragged_batch(P, K), beta=0.1)  # kernels are compiled
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step.gradients(ragged_batch(P, K), beta=0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in caught)

@@ -187,9 +187,8 @@ def _result(losses: list[tuple[Loss, int]], said: Forward) -> StepResult:
 
 def _read(metrics: list[dict[str, float | Tensor]]) -> list[dict[str, float]]:
     """All numbers from the device at once."""
-    device = next(value.device for value in metrics[0].values() if isinstance(value, Tensor))
     tensors = [value for part in metrics for value in part.values() if isinstance(value, Tensor)]
-    numbers = iter(torch.stack([value.detach().to(device, torch.float64).reshape(()) for value in tensors]).tolist())
+    numbers = iter(torch.stack([value.detach().double().reshape(()) for value in tensors]).tolist())
     return [
         {name: next(numbers) if isinstance(value, Tensor) else value for name, value in part.items()}
         for part in metrics
