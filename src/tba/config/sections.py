@@ -221,6 +221,11 @@ class TrainConfig(Section):
         """P = responses_per_step / samples_per_prompt."""
         return self.responses_per_step // self.samples_per_prompt
 
+    @property
+    def cut_off_reward(self) -> float | None:
+        """What a cut-off response gets instead of its reward, under truncated=penalise; None = it keeps its reward."""
+        return self.truncated_reward if self.truncated == "penalise" else None
+
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
         if self.responses_per_step % self.samples_per_prompt:

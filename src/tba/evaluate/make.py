@@ -39,7 +39,7 @@ def make_evaluator(
             sampling=sampling,
             distance=_distance(start),
             beta=_final_beta(config),
-            cut_off_reward=train.truncated_reward if train.truncated == "penalise" else None,
+            cut_off_reward=train.cut_off_reward,
         )
     if isinstance(task, RedTeamTask):
         task.load_models(embedder=True)

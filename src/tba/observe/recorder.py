@@ -24,16 +24,20 @@ class Recorder:
         folder: RunFolder,
         *,
         decode: Callable[[TrajectoryGroup], list[str]],
+        reward_weights: Mapping[str, float],
         roles: Callable[[], Sequence[RoleStatus]] = list,
         more_metrics: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`roles` says who does what, for the display; `more_metrics` adds numbers of the runtime to every record."""
+        """`reward_weights` are the task's, `roles` says who does what, for the display; `more_metrics` adds numbers of the
+        runtime to every record."""
         self.config = config
         self.folder = folder
         self._decode = decode
         self._more_metrics = more_metrics
         self._sinks = make_sinks(config, folder)
-        self._samples = SampleLog(folder.samples)
+        self._samples = SampleLog(
+            path=folder.samples, reward_weights=reward_weights, cut_off_reward=config.train.cut_off_reward
+        )
         self._progress = Progress(config, roles)
         self._closed = False
         self._last_sample: int | None = None

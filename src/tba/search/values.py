@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from tba.generate.engine import Engine
 from tba.tasks.base import Outcome, RewardFailed
 from tba.tasks.rewards import FinishedGroup, Rewards, score_all
-from tba.types import Completion, Prompt, Request, Sampling
+from tba.types import Completion, Prompt, Request, Sampling, total_reward
 
 
 @dataclass
@@ -87,7 +87,7 @@ class StepValues:
 
     def _mean(self, outcomes: Sequence[Outcome]) -> float:
         known = [outcome for outcome in outcomes if not isinstance(outcome, RewardFailed)]
-        totals = [sum(self.reward_weights[name] * (value or 0.0) for name, value in own.items()) for own in known]
+        totals = [total_reward(list(own.values()), [self.reward_weights[name] for name in own]) for own in known]
         return float(np.mean(totals)) if totals else float("nan")
 
 

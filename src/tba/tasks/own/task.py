@@ -22,7 +22,7 @@ from tba.tasks.inputs import TaskInputs
 from tba.tasks.own.prompt_file import FilePrompts
 from tba.tasks.own.reward_functions import RewardSet
 from tba.tasks.rows import BadRow, BadRows, Row, jsonl_rows
-from tba.types import Completion, Prompt
+from tba.types import Completion, Prompt, total_reward
 
 
 class OwnTask:
@@ -64,8 +64,8 @@ class OwnTask:
     def solved(self, outcome: Outcome) -> bool:
         if isinstance(outcome, RewardFailed):
             return False
-        total = sum(self.reward_weights[name] * value for name, value in outcome.items() if value is not None)
-        return total >= 1.0 - 1e-9
+        total = total_reward(list(outcome.values()), [self.reward_weights[name] for name in outcome])
+        return bool(total >= 1.0 - 1e-9)
 
 
 @dataclass(frozen=True)
