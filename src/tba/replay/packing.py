@@ -124,7 +124,7 @@ def _check(trajectory: Trajectory, group_id: str, reward_names: set[str]) -> Non
 
 def combine_rewards(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """[R, components] -> finite float32 [R]: the weighted sum, not-applicable components left out."""
-    score = total_reward(rewards.astype(np.float64).clip(-LARGEST_SCORE, LARGEST_SCORE).T, weights)
+    score = total_reward(rewards.astype(np.float64).clip(-LARGEST_SCORE, LARGEST_SCORE).T, weights.tolist())
     return score.clip(-LARGEST_SCORE, LARGEST_SCORE).astype(np.float32)
 
 
