@@ -30,7 +30,9 @@ def test_the_papers_tldr_beta_is_that_of_the_official_code():
     """bbartoldson/TBA c6075e2, src/tba_trainer_tldr.py: from 1, 128ths of the way to .05, and .05 from update 32 on."""
     config = load_config(CONFIGS / "tldr.yaml")
     # Updates 1, 17, 31, 32 and 256 are steps 0, 16, 30, 31 and 255; 1 - .95 x 16 / 128 and 1 - .95 x 30 / 128.
-    assert [config.beta_at(step) for step in (0, 16, 30, 31, 255)] == pytest.approx([1, 0.88125, 0.77734375, 0.05, 0.05])
+    assert [config.beta_at(step) for step in (0, 16, 30, 31, 255)] == pytest.approx(
+        [1, 0.88125, 0.77734375, 0.05, 0.05]
+    )
 
 
 def test_the_papers_gsm8k_learning_rate_has_the_official_shape():

@@ -52,8 +52,8 @@ class Schedule(Section):
             )
         if self.end_from_step is not None and (self.end is None or self.end_from_step < self.warmup_steps):
             raise ValueError(
-                f"end_from_step={self.end_from_step} needs a schedule with an `end` (it is {self.end}) and must not lie in the "
-                f"warm-up of {self.warmup_steps} steps: give `end`, or leave end_from_step out."
+                f"end_from_step={self.end_from_step} needs a schedule with an `end` (it is {self.end}) and must not lie in "
+                f"the warm-up of {self.warmup_steps} steps: give `end`, or leave end_from_step out."
             )
         if self.steps is not None and self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} leaves nothing of steps={self.steps}: make it smaller.")
