@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from tba.evaluate.accuracy import sampled_metrics
 from tba.evaluate.base import BetweenSteps, greedy, respond
 from tba.generate.engine import Engine
+from tba.observe.metrics import mean_metrics
 from tba.tasks.base import Task
 from tba.tasks.rewards import Rewards, score_all
 from tba.types import Prompt, Sampling
@@ -17,7 +18,8 @@ from tba.types import Prompt, Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerEvaluator:
-    """`accuracy`, and with samples `pass@k` and `avg@k`. `rewards` is its own, not shared with a running search."""
+    """`accuracy`, and with samples `pass@k` and `avg@k`, with standard errors over prompts. `rewards` is its own, not shared
+    with a running search."""
 
     task: Task
     rewards: Rewards
@@ -29,11 +31,11 @@ class AnswerEvaluator:
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
         solved = self._solved(engine, greedy(self.sampling), 1, between_steps)
-        metrics = {"accuracy": sum(samples[0] for samples in solved) / max(1, len(solved))}
+        metrics = mean_metrics({"accuracy": [samples[0] for samples in solved]})
         if self.samples_per_prompt:
             sampled = self._solved(engine, self.sampling, self.samples_per_prompt, between_steps)
             metrics |= sampled_metrics(sampled, self.samples_per_prompt)
-        return metrics
+        return {**metrics, "num_prompts": float(len(self.prompts))}
 
     def _solved(
         self, engine: Engine, sampling: Sampling, samples: int, between_steps: BetweenSteps | None

@@ -242,7 +242,8 @@ def _kl(view: View) -> Breach | None:
     now, usual, noise = view.now[KL], abs(view.usual[KL]), view.kl_noise
     least = max(usual + KL_NATS, KL_TIMES_HIGHEST * view.highest_kl)
     far = any(
-        now > max(least, times * usual, usual + noises * noise) and view.reward_fell(by=fall * view.reward_noise, share=FALLEN_SHARE)
+        now > max(least, times * usual, usual + noises * noise)
+        and view.reward_fell(by=fall * view.reward_noise, share=FALLEN_SHARE)
         for times, noises, fall in KL_FAR
     )
     if not (view.settled and far):

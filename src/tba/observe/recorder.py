@@ -9,6 +9,7 @@ from typing import Any
 from tba.config import Config
 from tba.observe.closing import Curve
 from tba.observe.files import RunFolder, write_json
+from tba.observe.metrics import Evaluation
 from tba.observe.progress import Progress, RoleStatus
 from tba.observe.samples import SampleLog
 from tba.observe.sinks import make_sinks
@@ -93,7 +94,7 @@ class Recorder:
         return 0.0 if self._first_step_at is None else self._last_step_at - self._first_step_at
 
     def summary(self) -> dict[str, Any]:
-        first, last = (self.evaluations[0][1], self.evaluations[-1][1]) if self.evaluations else ({}, {})
+        first, last = (Evaluation.of(self.evaluations[i][1] if self.evaluations else {}) for i in (0, -1))
         return {
             "task": self.config.task.name,
             "objective": self.config.objective.name,
@@ -102,10 +103,13 @@ class Recorder:
             "seconds": round(self.seconds, 2),
             "responses_generated": self.responses_generated,
             "responses_trained": self.responses_trained,
-            "start": dict(first),
-            "final": dict(last),
+            "start": dict(first.values),
+            "final": dict(last.values),
             "lag": {"mean": round(self._lag_sum / max(1, self.steps), 3), "max": int(self._lag_max)},
             "collapse": None if self.collapse is None else dict(self.collapse),
+            "start_standard_error": dict(first.errors),
+            "final_standard_error": dict(last.errors),
+            "evaluated": {name: int(count) for name, count in last.counts.items()},
         }
 
     def curve(self) -> Curve:
