@@ -288,6 +288,20 @@ TOKEN_FIELDS = ("token_ids_N", "loss_mask_N", "log_ref_N", "behaviour_N", "polic
 RESPONSE_FIELDS = ("reward_PK", "weight_PK", "version_PK", "truncated_PK", "rows_PK")
 
 
+def total_reward(components: Sequence[float | np.ndarray | None], weights: Sequence[float]) -> np.ndarray:
+    """The weighted sum of reward components, elementwise; not-applicable values (NaN or None) are left out.
+
+    total_reward([1.0, None], [0.5, 2.0]) == 0.5
+    """
+    values = [np.nan_to_num(np.nan if value is None else value, nan=0.0) for value in components]
+    return np.asarray(sum(weight * value for value, weight in zip(values, weights, strict=True)))
+
+
+def combined_reward(components: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
+    """`total_reward` of one response: combined_reward({"right": 1.0, "short": None}, {"right": 0.5, "short": 2.0}) == 0.5"""
+    return float(total_reward(list(components.values()), [weights[name] for name in components]))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Forward:
     """What the model said about a batch: the input of every objective.

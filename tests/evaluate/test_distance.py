@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tba.evaluate.distance import kl_per_response, perplexity
+from tba.evaluate.distance import kl_per_response, perplexity, perplexity_per_sample
 from tba.tasks.rewards import FinishedGroup
 from tba.types import Completion, Prompt
 
@@ -27,11 +27,10 @@ def group(prompt_tokens: int, *log_probs: list[float]) -> FinishedGroup:
     return FinishedGroup(prompt=prompt, completions=completions, texts=[""] * len(completions))
 
 
-def test_kl_is_summed_over_tokens_and_averaged_over_responses():
+def test_kl_is_summed_over_the_tokens_of_each_response():
     groups = [group(3, [-1.0, -1.0]), group(5, [-0.5])]
     start = [np.array([-2.0, -3.0]), np.array([-1.0])]
-    # (1 + 2) and 0.5: mean 1.75
-    assert kl_per_response(groups, start) == pytest.approx(1.75)
+    assert kl_per_response(groups, start).tolist() == pytest.approx([1 + 2, 0.5])
 
 
 def test_perplexity_divides_by_all_tokens_prompts_included():
@@ -39,3 +38,11 @@ def test_perplexity_divides_by_all_tokens_prompts_included():
     start = [np.array([-2.0, -3.0]), np.array([-1.0])]
     # 6 nats over 3 + 2 + 5 + 1 = 11 tokens
     assert perplexity(groups, start) == pytest.approx(math.exp(6 / 11))
+
+
+def test_perplexity_per_sample_is_that_of_each_response_with_its_own_tokens():
+    groups = [group(3, [-1.0, -1.0], [-0.5]), group(5, [-0.5])]
+    start = [np.array([-2.0, -3.0]), np.array([-2.0]), np.array([-1.0])]
+    # 5 nats over 3 + 2 tokens, 2 over 3 + 1, 1 over 5 + 1
+    expected = [math.exp(1), math.exp(0.5), math.exp(1 / 6)]
+    assert perplexity_per_sample(groups, start).tolist() == pytest.approx(expected)

@@ -16,15 +16,24 @@ from tba.types import Request
 
 
 def test_one_reward_has_its_mean_and_failed_samples_are_left_out():
-    outcomes = [{"score": 0.5}, {"score": 1.0}, RewardFailed("lost"), {"score": None}]
-    # weight 2: 1, 2 and, where it is not applicable, 0
-    assert reward_metrics(outcomes, {"score": 2.0}, name="reward") == {"reward": pytest.approx(1.0)}
+    outcomes = [
+        [{"score": 0.5}, {"score": 1.5}],
+        [{"score": 1.0}, RewardFailed("lost")],
+        [{"score": None}],
+        [RewardFailed("no")],
+    ]
+    # weight 2: prompts have 2, 2 and, where it is not applicable, 0; standard deviation 1.1547 / sqrt(3)
+    assert reward_metrics(outcomes, {"score": 2.0}, name="reward") == {
+        "reward": pytest.approx(4 / 3),
+        "reward_standard_error": pytest.approx(2 / 3),
+    }
 
 
 def test_several_rewards_are_combined_by_their_weights_and_shown_one_by_one():
-    outcomes = [{"right": 1.0, "short": 0.5, "seen": 4.0}, {"right": 0.0, "short": None, "seen": 2.0}]
+    outcomes = [[{"right": 1.0, "short": 0.5, "seen": 4.0}], [{"right": 0.0, "short": None, "seen": 2.0}]]
     # .8 + .2 * .5 = .9 and 0; `short` applies to the first only; weight 0 is measured and counts nothing
-    assert reward_metrics(outcomes, {"right": 0.8, "short": 0.2, "seen": 0.0}, name="reward@1") == {
+    found = reward_metrics(outcomes, {"right": 0.8, "short": 0.2, "seen": 0.0}, name="reward@1")
+    assert {name: value for name, value in found.items() if not name.endswith("error")} == {
         "reward@1": pytest.approx(0.45),
         "reward@1/right": pytest.approx(0.5),
         "reward@1/short": pytest.approx(0.5),
@@ -33,7 +42,7 @@ def test_several_rewards_are_combined_by_their_weights_and_shown_one_by_one():
 
 
 def test_where_every_reward_failed_there_is_no_mean():
-    assert reward_metrics([RewardFailed("lost")], {"score": 1.0}, name="reward") == {}
+    assert reward_metrics([[RewardFailed("lost")]], {"score": 1.0}, name="reward") == {}
 
 
 def test_an_evaluation_of_own_data_has_the_mean_of_a_dense_reward(tmp_path):
@@ -44,7 +53,8 @@ def test_an_evaluation_of_own_data_has_the_mean_of_a_dense_reward(tmp_path):
     evaluator = make_evaluator(config, inputs.loaded, inputs.task, DirectRewards(inputs.task))
     engine = make_search_engine(config, inputs.loaded)
     found = evaluator(engine)
-    assert list(found) == ["accuracy", "reward", "pass@3", "avg@3", "reward@3"]
+    values = [name for name in found if not name.endswith("_standard_error")]
+    assert values == ["accuracy", "reward", "pass@3", "avg@3", "reward@3", "num_prompts"]
     texts = [
         inputs.loaded.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True).split()
         for completion in engine.generate(

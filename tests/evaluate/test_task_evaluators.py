@@ -64,6 +64,27 @@ def test_attacks_of_the_start_model_have_no_kl_and_their_own_modes():
     assert found["effective_modes"] == pytest.approx(effective_modes([modes.count(mode) for mode in set(modes)]))
     assert found["kl"] == pytest.approx(0.0, abs=1e-4)
     assert found["regularised_reward"] == pytest.approx(found["success"], abs=1e-4)
+    share = len(modes) / 256
+    assert found["success_standard_error"] == pytest.approx((share * (1 - share) / 255) ** 0.5)
+    assert (found["num_prompts"], found["num_attacks"]) == (1, 256)
+
+
+def test_diversity_is_told_of_the_successes_and_of_all_attacks():
+    evaluator, engine, inputs = evaluator_and_engine(*RED_TEAM)
+    found = evaluator(engine)
+    attacks = engine.generate(
+        [Request(prompt=evaluator.prompts[0])], samples_per_prompt=256, sampling=evaluator.sampling
+    )
+    pairs = [
+        (inputs.loaded.tokenizer.decode(c.token_ids.tolist(), skip_special_tokens=True), c.finish == "stop")
+        for c in attacks
+    ]
+    succeeded = [text for text, end in pairs if inputs.task.mode_of(text, end) is not None]
+    for name, texts in (("cosine_distance", succeeded), ("cosine_distance_all_attacks", [text for text, _ in pairs])):
+        x = inputs.task.embed(texts)
+        cosines = (x @ x.T)[~np.eye(len(x), dtype=bool)]
+        assert found[name] == pytest.approx(1 - cosines.mean(), abs=1e-5)
+    assert found["distinct_all_attacks"] == len({text for text, _ in pairs}) / 256
 
 
 def test_summaries_of_the_start_model():
@@ -74,6 +95,12 @@ def test_summaries_of_the_start_model():
     assert found["kl"] == pytest.approx(0.0, abs=1e-4)
     assert found["win_rate_greedy"] > found["win_rate"]
     assert 1.0 < found["perplexity"] < 1.5
+    assert 1.0 < found["perplexity_per_sample"] < 1.5
+    assert found["num_prompts"] == 60
+    # Ties apart, a share p of 60 posts has the standard error sqrt(p (1 - p) / 59).
+    share = found["win_rate"]
+    assert found["win_rate_standard_error"] == pytest.approx((share * (1 - share) / 59) ** 0.5, rel=0.15)
+    assert found["regularised_reward"] == pytest.approx(found["reward"] - 0.05 * found["kl"], abs=1e-3)
 
 
 def test_a_trained_run_is_measured_from_its_start_model(tmp_path):
@@ -82,9 +109,14 @@ def test_a_trained_run_is_measured_from_its_start_model(tmp_path):
     settings += [f"output={tmp_path}", "name=run", "observe.progress=false", "train.samples_per_prompt=8"]
     summary = run_training(load_config(None, [*TLDR, *settings]))
     assert summary["final"]["kl"] > 0.01
+    assert not [name for name in summary["final"] if name.endswith("standard_error") or name.startswith("num_")]
+    assert summary["final_standard_error"].keys() >= {"win_rate", "win_rate_greedy", "gold", "reward", "kl"}
+    assert summary["evaluated"] == {"num_prompts": 60}
     again = evaluate_model(str(tmp_path / "run"), [])
     assert again["kl"] == pytest.approx(summary["final"]["kl"], rel=0.02)
     assert again["win_rate"] == pytest.approx(summary["final"]["win_rate"], abs=1e-6)
+    error = summary["final_standard_error"]["win_rate"]
+    assert again["win_rate_standard_error"] == pytest.approx(error, abs=1e-6)
 
 
 def test_a_bare_model_has_no_start_to_measure_from():

@@ -26,7 +26,7 @@ def test_a_sync_run_writes_its_folder(folder):
     assert json.loads(run.summary.read_text()) == summary
     assert list(summary) == [
         "task", "objective", "seed", "steps", "seconds", "responses_generated", "responses_trained", "start", "final", "lag",
-        "empty_steps", "collapse",
+        "empty_steps", "collapse", "start_standard_error", "final_standard_error", "evaluated",
     ]  # fmt: skip
     assert (summary["steps"], summary["responses_trained"], summary["lag"]) == (6, 96, {"mean": 0.0, "max": 0})
     assert load_config(run.config) == with_objective_defaults(config)

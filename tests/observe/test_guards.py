@@ -149,6 +149,43 @@ def test_a_dip_at_the_start_is_silent(seed):
     assert not alarms(batches)
 
 
+def sparse_batches(generator: random.Random, *, prompts: int, solvable: float, rate: float, steps: int = 300):
+    """Nothing changes and nothing is learned: of each batch's prompts with 8 responses a share is solvable, at a rate."""
+    for _ in range(steps):
+        found = sum(generator.random() < solvable for _ in range(prompts))
+        hits = sum(generator.random() < rate for _ in range(8 * found))
+        yield batch(generator) | {"reward": hits / (8 * prompts)}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "solvable", "rate"),
+    [
+        (4, 1.0, 0.0005),
+        (16, 1.0, 0.002),
+        (16, 1.0, 0.004),
+        (8, 1.0, 0.01),
+        (16, 0.01, 0.4),  # in bursts: few prompts can be solved at all, and those in 4 of 10 responses
+    ],
+)
+def test_a_sparse_reward_that_stays_as_it_is_is_silent(prompts, solvable, rate):
+    called = 0
+    for seed in range(30):
+        batches = sparse_batches(random.Random(seed), prompts=prompts, solvable=solvable, rate=rate)
+        called += bool(alarms(list(batches)))
+    assert called <= 1, f"{called} of 30 stationary runs were called collapsing"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_reward_of_counts_that_falls_to_a_tenth_is_called(seed):
+    """25.6 of 128 responses succeed, give or take 4.5, then 2.6: 5 times the noise of one batch."""
+    generator = random.Random(seed)
+    before = list(sparse_batches(generator, prompts=16, solvable=1.0, rate=0.2, steps=CALM))
+    after = list(sparse_batches(generator, prompts=16, solvable=1.0, rate=0.02, steps=20))
+    (alarm,) = alarms(before + after)
+    assert alarm.rule == "reward"
+    assert CALM < alarm.step <= CALM + 12
+
+
 def test_one_odd_batch_is_silent():
     odd = batch(mean_length=1.0, entropy=0.0, reward=0.0, kl=30.0, clipped_ratio=1.0)
     assert not alarms([batch()] * CALM + [odd] + [batch()] * 40)

@@ -33,7 +33,7 @@ def make_health(tmp_path):
     def make(*overrides: str) -> Health:
         config = load_config(None, ["train.max_steps=1000", "observe.progress=false", *overrides])
         folder = RunFolder.create(tmp_path / f"run-{len(recorders)}", overwrite=False)
-        recorders.append(Recorder(config, folder, decode=lambda group: []))
+        recorders.append(Recorder(config, folder, decode=lambda group: [], reward_weights={}))
         parts = {"model": None, "tokenizer": None, "optimizer": None, "heads": (), "state": dict}
         return Health(config, recorders[-1], EmptyCheckpoints(folder, **parts, keep=config.train.keep_checkpoints))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from tba.compare.host import commit_hash, cpu_count
@@ -13,6 +13,7 @@ from tba.compare.plan import Cell, Plan
 from tba.compare.records import read_metric, read_record, read_steps, read_summary, state_of
 from tba.compare.study import Study
 from tba.compare.tuning import tuned_values, tuning_table
+from tba.observe.metrics import standard_error
 
 LAST_SHARE = 0.1
 """Share of the steps at a run's end that its final KL and response length are means over."""
@@ -84,8 +85,7 @@ def gather(plan: Plan, *, measures: bool = True) -> Results:
 def estimate(values: Iterable[float | None]) -> Estimate:
     """Mean and standard error; missing and non-finite numbers are left out."""
     numbers = [value for value in values if value is not None and math.isfinite(value)]
-    error = stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else None
-    return Estimate(mean=fmean(numbers) if numbers else None, error=error)
+    return Estimate(mean=fmean(numbers) if numbers else None, error=standard_error(numbers))
 
 
 def measure(cell: Cell) -> dict[str, float | None]:

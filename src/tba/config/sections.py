@@ -231,7 +231,7 @@ class TrainConfig(Section):
 
     @property
     def cut_off_reward(self) -> float | None:
-        """What stands for the reward of a cut-off response; None = its own reward does."""
+        """What a cut-off response gets instead of its reward, under truncated=penalise; None = it keeps its reward."""
         return self.truncated_reward if self.truncated == "penalise" else None
 
     @model_validator(mode="after")

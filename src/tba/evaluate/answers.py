@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,6 +12,7 @@ from tba.evaluate.accuracy import sampled_metrics
 from tba.evaluate.base import BetweenSteps, greedy, respond
 from tba.evaluate.rewards import reward_metrics
 from tba.generate.engine import Engine
+from tba.observe.metrics import mean_metrics
 from tba.tasks.base import Outcome, Task
 from tba.tasks.rewards import Rewards, score_all
 from tba.types import Prompt, Sampling
@@ -20,7 +20,8 @@ from tba.types import Prompt, Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerEvaluator:
-    """`accuracy`, and with samples `pass@k` and `avg@k`. `rewards` is its own, not shared with a running search."""
+    """`accuracy`, and with samples `pass@k` and `avg@k`, with standard errors over prompts. `rewards` is its own, not shared
+    with a running search."""
 
     task: Task
     rewards: Rewards
@@ -34,14 +35,13 @@ class AnswerEvaluator:
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
         outcomes = self._outcomes(engine, greedy(self.sampling), 1, between_steps)
-        solved = self._solved(outcomes)
-        metrics = {"accuracy": sum(samples[0] for samples in solved) / max(1, len(solved))}
+        metrics = mean_metrics({"accuracy": [samples[0] for samples in self._solved(outcomes)]})
         metrics |= self._mean_rewards(outcomes, "reward")
         if self.samples_per_prompt:
             outcomes = self._outcomes(engine, self.sampling, self.samples_per_prompt, between_steps)
             metrics |= sampled_metrics(self._solved(outcomes), self.samples_per_prompt)
             metrics |= self._mean_rewards(outcomes, f"reward@{self.samples_per_prompt}")
-        return metrics
+        return {**metrics, "num_prompts": float(len(self.prompts))}
 
     def _outcomes(
         self, engine: Engine, sampling: Sampling, samples: int, between_steps: BetweenSteps | None
@@ -63,4 +63,4 @@ class AnswerEvaluator:
     def _mean_rewards(self, outcomes: Sequence[Sequence[Outcome]], name: str) -> Mapping[str, float]:
         if not self.mean_rewards:
             return {}
-        return reward_metrics(list(chain.from_iterable(outcomes)), self.task.reward_weights, name=name)
+        return reward_metrics(outcomes, self.task.reward_weights, name=name)

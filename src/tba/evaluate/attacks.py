@@ -1,4 +1,4 @@
-"""Red-teaming: how many attacks succeed, and how different from one another the successful ones are."""
+"""Red-teaming: how many attacks succeed, and how different from one another the successful ones and all of them are."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tba.evaluate.base import BetweenSteps, in_parts, respond
 from tba.evaluate.distance import Distance
 from tba.evaluate.diversity import effective_modes, mean_cosine_distance, self_bleu, vendi_score
 from tba.generate.engine import Engine
+from tba.observe.metrics import mean_metrics
 from tba.tasks.red_team.task import RedTeamTask
 from tba.types import Prompt, Sampling
 
@@ -20,12 +21,15 @@ DEFAULT_ATTACKS = 1024
 """The paper's."""
 ATTACKS_AT_ONCE = 64
 """Judged together, between two signs of life."""
+ALL = "_all_attacks"
+"""End of the names of diversity metrics that failed attacks count in too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttackEvaluator:
-    """`success`, diversity of what succeeded, and, where the start model is known, `kl` to it and `regularised_reward`,
-    which TB and KL-regularised policy gradients alike maximise."""
+    """`success`, diversity of what succeeded (`cosine_distance`, ...) and of all attacks, as the published evaluation has it
+    (`cosine_distance_all_attacks`, ...), and, where the start model is known, `kl` to it and `regularised_reward`, which TB
+    and KL-regularised policy gradients alike maximise. Standard errors are over attacks, which all answer one prompt."""
 
     task: RedTeamTask
     tokenizer: PreTrainedTokenizerBase
@@ -53,30 +57,35 @@ class AttackEvaluator:
                 for part in in_parts(len(finished), ATTACKS_AT_ONCE, between_steps)
             ]
         )
-        succeeded = np.flatnonzero(probabilities > self.task.success_above).tolist()
-        toxicity = float(probabilities.mean())
-        metrics = {
-            "success": len(succeeded) / len(finished),
-            **self._diversity([group.texts[i] for i in succeeded], [finished[i] for i in succeeded]),
-            "toxicity": toxicity,
-            "mean_length": float(np.mean([len(completion.token_ids) for completion in group.completions])),
-        }
+        success = probabilities > self.task.success_above
+        succeeded = np.flatnonzero(success).tolist()
+        means = {"toxicity": probabilities, "mean_length": np.array([len(c.token_ids) for c in group.completions])}
         if self.distance is not None:
-            metrics["kl"] = self.distance.kl([group], self.sampling.training_temperature, between_steps)
+            means["kl"] = self.distance.kl([group], self.sampling.training_temperature, between_steps)
             if self.beta is not None:
-                metrics["regularised_reward"] = toxicity - self.beta * metrics["kl"]
-        return metrics
+                means["regularised_reward"] = probabilities - self.beta * means["kl"]
+        return {
+            **mean_metrics({"success": success.tolist()}),
+            **self._modes([(group.texts[i], finished[i]) for i in succeeded]),
+            **self._diversity([group.texts[i] for i in succeeded]),
+            **{f"{name}{ALL}": value for name, value in self._diversity(group.texts).items()},
+            **mean_metrics({name: values.tolist() for name, values in means.items()}),
+            "num_prompts": float(len(self.prompts)),
+            "num_attacks": float(len(finished)),
+        }
 
-    def _diversity(self, texts: Sequence[str], finished: Sequence[bool]) -> dict[str, float]:
-        """Of successful attacks."""
+    def _modes(self, succeeded: Sequence[tuple[str, bool]]) -> dict[str, float]:
+        """The weaknesses that successful attacks hit, where they are known."""
+        if not self.task.knows_modes:
+            return {}
+        modes = Counter(mode for text, end in succeeded if (mode := self.task.mode_of(text, end)) is not None)
+        return {"modes": float(len(modes)), "effective_modes": effective_modes(list(modes.values()))}
+
+    def _diversity(self, texts: Sequence[str]) -> dict[str, float]:
         embeddings = self.task.embed(texts)
-        found = {
+        return {
             "cosine_distance": mean_cosine_distance(embeddings),
             "vendi": vendi_score(embeddings),
             "self_bleu": self_bleu([text.split() for text in texts]),
             "distinct": len(set(texts)) / max(1, len(texts)),
         }
-        if self.task.knows_modes:
-            modes = Counter(mode for mode in map(self.task.mode_of, texts, finished) if mode is not None)
-            found = {"modes": float(len(modes)), "effective_modes": effective_modes(list(modes.values())), **found}
-        return found

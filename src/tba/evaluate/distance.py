@@ -10,6 +10,7 @@ import numpy as np
 
 from tba.evaluate.base import BetweenSteps, in_parts
 from tba.generate.engine import Scorer
+from tba.observe.metrics import mean_metrics
 from tba.tasks.rewards import FinishedGroup
 
 RESPONSES_AT_ONCE = 256
@@ -24,13 +25,18 @@ class Distance:
 
     def kl(
         self, groups: Sequence[FinishedGroup], temperature: float, between_steps: BetweenSteps | None = None
-    ) -> float:
-        """Of sampled responses, nats per response."""
+    ) -> np.ndarray:
+        """float64 [n], nats of each sampled response."""
         return kl_per_response(groups, self._log_probs(groups, temperature, between_steps))
 
-    def perplexity(self, groups: Sequence[FinishedGroup], between_steps: BetweenSteps | None = None) -> float:
-        """The paper's, of any responses."""
-        return perplexity(groups, self._log_probs(groups, 1.0, between_steps))
+    def perplexity(
+        self, groups: Sequence[FinishedGroup], between_steps: BetweenSteps | None = None
+    ) -> dict[str, float]:
+        """The paper's, of any responses: `perplexity` of all of them as one text, `perplexity_per_sample` the mean of each
+        response's own, as the official code has it."""
+        log_start = self._log_probs(groups, 1.0, between_steps)
+        per_sample = {"perplexity_per_sample": perplexity_per_sample(groups, log_start).tolist()}
+        return {"perplexity": perplexity(groups, log_start), **mean_metrics(per_sample)}
 
     def _log_probs(
         self, groups: Sequence[FinishedGroup], temperature: float, between_steps: BetweenSteps | None
@@ -42,14 +48,23 @@ class Distance:
         return [scores for part in parts for scores in self.start.score(prompts[part], responses[part], temperature)]
 
 
-def kl_per_response(groups: Sequence[FinishedGroup], log_start: Sequence[np.ndarray]) -> float:
-    """Mean over sampled responses of log pi - log pi_start, summed over their tokens: nats."""
+def kl_per_response(groups: Sequence[FinishedGroup], log_start: Sequence[np.ndarray]) -> np.ndarray:
+    """float64 [n]: for each sampled response log pi - log pi_start, summed over its tokens: nats."""
     completions = [completion for group in groups for completion in group.completions]
-    gaps = [float((c.policy_log_probs - start).sum()) for c, start in zip(completions, log_start)]
-    return sum(gaps) / max(1, len(gaps))
+    return np.array([float((c.policy_log_probs - start).sum()) for c, start in zip(completions, log_start)])
 
 
 def perplexity(groups: Sequence[FinishedGroup], log_start: Sequence[np.ndarray]) -> float:
     """exp(NLL of the responses under the start model / number of all tokens, prompts included)."""
-    tokens = sum(len(group.prompt.token_ids) + len(c.token_ids) for group in groups for c in group.completions)
-    return exp(-sum(float(start.sum()) for start in log_start) / max(1, tokens))
+    nll = -sum(float(start.sum()) for start in log_start)
+    return exp(nll / max(1, sum(_num_tokens(groups))))
+
+
+def perplexity_per_sample(groups: Sequence[FinishedGroup], log_start: Sequence[np.ndarray]) -> np.ndarray:
+    """float64 [n]: for each response exp(its NLL under the start model / its tokens, its prompt's included)."""
+    return np.array([exp(-float(start.sum()) / num) for start, num in zip(log_start, _num_tokens(groups))])
+
+
+def _num_tokens(groups: Sequence[FinishedGroup]) -> list[int]:
+    """Of each response with its prompt."""
+    return [len(group.prompt.token_ids) + len(c.token_ids) for group in groups for c in group.completions]

@@ -1,7 +1,7 @@
 """Preference tuning: win rate against reference summaries by the gold scorer, which the policy never sees.
 
 At the sampling temperature, and greedily; a tie counts half. KL to the start model is that of the samples, the paper's
-"perplexity" that of the greedy responses.
+"perplexity" that of the greedy responses. Standard errors are over posts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from tba.evaluate.base import BetweenSteps, greedy, in_parts, respond
 from tba.evaluate.distance import Distance
 from tba.generate.engine import Engine
-from tba.tasks.preference.gold import win_rate
+from tba.observe.metrics import mean_metrics
+from tba.tasks.preference.gold import wins
 from tba.tasks.preference.task import PreferenceTask
 from tba.tasks.rewards import FinishedGroup
 from tba.types import Prompt, Sampling
@@ -29,7 +30,8 @@ ScoreTexts = Callable[[Sequence[str], Sequence[str], Sequence[bool]], np.ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryEvaluator:
-    """`win_rate`, and, where the start model is known, `kl` to it, `perplexity` and `regularised_reward`."""
+    """`win_rate`, and, where the start model is known, `kl` to it, `perplexity`, `perplexity_per_sample` and
+    `regularised_reward`."""
 
     task: PreferenceTask
     tokenizer: PreTrainedTokenizerBase
@@ -65,20 +67,22 @@ class SummaryEvaluator:
         reward = self._scores(self.task.proxy_scores, *_responses(sampled), between_steps)
         if self.cut_off_reward is not None:
             reward = np.where(cut_off, self.cut_off_reward, reward)
-        metrics = {
-            "win_rate": win_rate(gold, references),
-            "win_rate_greedy": win_rate(gold_of_best, references),
-            "gold": float(gold.mean()),
-            "reward": float(reward.mean()),
-            "mean_length": float(np.mean([len(group.completions[0].token_ids) for group in sampled])),
-            "cut_off": float(cut_off.mean()),
+        means = {
+            "win_rate": wins(gold, references),
+            "win_rate_greedy": wins(gold_of_best, references),
+            "gold": gold,
+            "reward": reward,
+            "mean_length": np.array([len(group.completions[0].token_ids) for group in sampled]),
+            "cut_off": cut_off,
         }
+        perplexities = {}
         if self.distance is not None:
-            metrics["kl"] = self.distance.kl(sampled, self.sampling.training_temperature, between_steps)
-            metrics["perplexity"] = self.distance.perplexity(best, between_steps)
+            means["kl"] = self.distance.kl(sampled, self.sampling.training_temperature, between_steps)
+            perplexities = self.distance.perplexity(best, between_steps)
             if self.beta is not None:
-                metrics["regularised_reward"] = metrics["reward"] - self.beta * metrics["kl"]
-        return metrics
+                means["regularised_reward"] = reward - self.beta * means["kl"]
+        metrics = mean_metrics({name: values.tolist() for name, values in means.items()})
+        return {**metrics, **perplexities, "num_prompts": float(len(self.prompts))}
 
     def _references(self) -> tuple[list[str], list[str], list[bool]]:
         texts = [prompt.columns["reference"] for prompt in self.prompts]

@@ -53,6 +53,7 @@ class AsyncRun:
             config,
             folder,
             decode=lambda group: group_texts(loaded.tokenizer, group),
+            reward_weights=task.reward_weights,
             roles=runtime.statuses,
             more_metrics=runtime.metrics,
         )

@@ -74,7 +74,12 @@ class SyncRun:
         # Before the trainer changes the model: the start model may be copied here.
         start = partial(make_start_scorer, config, loaded, searcher)
         evaluator = make_evaluator(config, loaded, task, rewards, start=start)
-        recorder = Recorder(config, folder, decode=lambda group: group_texts(loaded.tokenizer, group))
+        recorder = Recorder(
+            config,
+            folder,
+            decode=lambda group: group_texts(loaded.tokenizer, group),
+            reward_weights=task.reward_weights,
+        )
         trainer = make_trainer(
             config,
             loaded,

@@ -83,7 +83,9 @@ class TrajectoryBalance(Objective):
         share_N = gradient_share(
             batch, log_pi_N.detach(), log_z_PK > log_z_P1, rule=self.off_policy, max_drift=self.max_drift
         )
-        bounded_N = torch.lerp(log_pi_N.detach(), log_pi_N, share_N.to(log_pi_N.dtype))  # the same number, less gradient
+        bounded_N = torch.lerp(
+            log_pi_N.detach(), log_pi_N, share_N.to(log_pi_N.dtype)
+        )  # the same number, less gradient
         loss = _squared_residuals(
             batch, _estimates(batch, bounded_N, beta=beta), log_z_P1, beta=beta, clip=self.residual_clip
         )
@@ -111,7 +113,9 @@ class LearnedLogZ(Objective):
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert forward.log_z_P is not None
-        return _squared_residuals(batch, _estimates(batch, forward.log_pi_N, beta=beta), forward.log_z_P[:, None], beta=beta)
+        return _squared_residuals(
+            batch, _estimates(batch, forward.log_pi_N, beta=beta), forward.log_z_P[:, None], beta=beta
+        )
 
 
 class Kimi(Objective):

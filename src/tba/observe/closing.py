@@ -23,9 +23,11 @@ class Curve:
     points: Sequence[tuple[int, float]]
 
 
-def shown(name: str, value: float) -> str:
-    """A metric's value for reading: shares in percent."""
-    return f"{value:.1%}" if name.startswith(SHARES) else f"{value:.3g}"
+def shown(name: str, value: float, error: float | None = None) -> str:
+    """A metric's value for reading, with its standard error where that is given: shares in percent."""
+    is_share = name.startswith(SHARES)
+    spread = "" if error is None else f" ± {100 * error:.1f}" if is_share else f" ± {error:.2g}"
+    return (f"{value:.1%}" if is_share else f"{value:.3g}") + spread
 
 
 def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path) -> None:
@@ -35,8 +37,12 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path) -> None
     for column in ("", "before", "after"):
         table.add_column(column)
     for name, after in summary["final"].items():
-        table.add_row(name, shown(name, summary["start"].get(name, float("nan"))), shown(name, after))
+        before = shown(name, summary["start"].get(name, float("nan")), summary["start_standard_error"].get(name))
+        table.add_row(name, before, shown(name, after, summary["final_standard_error"].get(name)))
     console.print(table)
+    if summary["evaluated"]:
+        counts = ", ".join(f"{count} {name.removeprefix('num_')}" for name, count in summary["evaluated"].items())
+        console.print(f"means over {counts}, with their standard errors", highlight=False)
     console.print(
         f"{summary['steps']} steps in {summary['seconds']:.0f} s; {summary['responses_trained']} responses trained of "
         f"{summary['responses_generated']} generated; lag mean {summary['lag']['mean']:.1f}, max {summary['lag']['max']}",

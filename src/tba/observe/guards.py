@@ -158,8 +158,13 @@ class View:
     """Mean of the recent batches."""
     usual: Mapping[str, float]
     """Median of the past."""
-    noise: Mapping[str, float]
-    """Standard deviation of one batch, from neighbours: a trend is not noise."""
+    reward_noise: float
+    """Standard deviation of one batch's mean reward, from neighbours: a trend is not noise. Of most batches; where most are
+    equal, of all."""
+    widest_reward_noise: float
+    """The same with the rare batches that stand out, at least reward_noise: what a fall without another sign must exceed."""
+    kl_noise: float
+    """Standard deviation of one batch's KL, from neighbours."""
     settled: bool
     """The past is long enough for small signs."""
     best_reward: float
@@ -170,10 +175,13 @@ class View:
     @classmethod
     def of(cls, recent: Sequence[Mapping[str, float]], past: Sequence[Mapping[str, float]]) -> View:
         series = {name: [values[name] for values in past] for name in WATCHED}
+        usual_noise, counting_noise = _usual_noise(series[REWARD]), _counting_noise(series[REWARD])
         return cls(
             now={name: statistics.fmean(values[name] for values in recent) for name in WATCHED},
             usual={name: statistics.median(values) for name, values in series.items()},
-            noise={name: _noise(values) for name, values in series.items()},
+            reward_noise=usual_noise or counting_noise,
+            widest_reward_noise=max(usual_noise, counting_noise),
+            kl_noise=_usual_noise(series[KL]),
             settled=len(past) >= SETTLED_PAST,
             best_reward=_highest_mean(series[REWARD], 2 * RECENT),
             highest_kl=_highest_mean(series[KL], RECENT),
@@ -183,17 +191,20 @@ class View:
     def reward_risen(self) -> bool:
         """Above the usual, and not on the way down from its best. Not above the best alone: where responses become concise
         at once, the best has followed the reward long before the usual length has followed the length."""
-        return (
-            self.now[REWARD] > self.usual[REWARD] + RISEN_NOISE * self.noise[REWARD] and not self.reward_fell_a_little
-        )
+        return self.now[REWARD] > self.usual[REWARD] + RISEN_NOISE * self.reward_noise and not self.reward_fell_a_little
 
-    def reward_fell(self, *, noise: float, share: float) -> bool:
-        """By more than so much noise of one batch and so much of its best."""
-        return self.best_reward - self.now[REWARD] > max(noise * self.noise[REWARD], share * abs(self.best_reward))
+    def reward_fell(self, *, by: float, share: float) -> bool:
+        """By more than so much, and so much of its best."""
+        return self.best_reward - self.now[REWARD] > max(by, share * abs(self.best_reward))
 
     @property
     def reward_fell_a_little(self) -> bool:
-        return self.reward_fell(noise=FALLEN_NOISE, share=FALLEN_SHARE)
+        return self.reward_fell(by=FALLEN_NOISE * self.reward_noise, share=FALLEN_SHARE)
+
+    @property
+    def reward_fell_far(self) -> bool:
+        share = FAR_SHARE if self.settled else FIRST_FAR_SHARE
+        return self.reward_fell(by=FAR_NOISE * self.widest_reward_noise, share=share)
 
     def breach(self, rule: str, metric: str, words: str) -> Breach:
         """`words` may name {now}, {usual} and {reward}."""
@@ -228,10 +239,11 @@ def _entropy(view: View) -> Breach | None:
 
 
 def _kl(view: View) -> Breach | None:
-    now, usual, noise = view.now[KL], abs(view.usual[KL]), view.noise[KL]
+    now, usual, noise = view.now[KL], abs(view.usual[KL]), view.kl_noise
     least = max(usual + KL_NATS, KL_TIMES_HIGHEST * view.highest_kl)
     far = any(
-        now > max(least, times * usual, usual + noises * noise) and view.reward_fell(noise=fall, share=FALLEN_SHARE)
+        now > max(least, times * usual, usual + noises * noise)
+        and view.reward_fell(by=fall * view.reward_noise, share=FALLEN_SHARE)
         for times, noises, fall in KL_FAR
     )
     if not (view.settled and far):
@@ -242,7 +254,7 @@ def _kl(view: View) -> Breach | None:
 
 
 def _reward(view: View) -> Breach | None:
-    if not view.reward_fell(noise=FAR_NOISE, share=FAR_SHARE if view.settled else FIRST_FAR_SHARE):
+    if not view.reward_fell_far:
         return None
     return view.breach("reward", REWARD, "the reward has fallen to {now}, its best was {usual}")
 
@@ -251,10 +263,21 @@ RULES = (_short, _clipped, _entropy, _kl, _reward)
 """The first that lasts gives the alarm its words."""
 
 
-def _noise(values: Sequence[float]) -> float:
+def _usual_noise(values: Sequence[float]) -> float:
     """Robust standard deviation around a slow trend; the steps between neighbours are sqrt(2) times as wide."""
     steps = [abs(after - before) for before, after in pairwise(values)]
     return statistics.median(steps) * 1.4826 / math.sqrt(2.0)
+
+
+def _counting_noise(values: Sequence[float]) -> float:
+    """Standard deviation around a slow trend, by the mean square of the steps between neighbours.
+
+    A mean of n rewards of 0 or 1 is a count over n. Where most batches count none, most steps are 0 and so is the robust
+    estimate, though the count's own standard deviation sqrt(p (1 - p) / n) is many times the mean p. The mean square has
+    that expectation however rare the successes are, and grows where they come in bursts, as from one prompt's responses.
+    """
+    squares = [(after - before) ** 2 for before, after in pairwise(values)]
+    return math.sqrt(statistics.fmean(squares) / 2.0)
 
 
 def _highest_mean(values: Sequence[float], width: int) -> float:

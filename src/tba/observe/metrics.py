@@ -6,13 +6,19 @@ part of a name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from statistics import stdev
 from typing import Literal
 
 Reduction = Literal["mean", "rms", "sum", "max", "last"]
+STANDARD_ERROR = "_standard_error"
+"""An evaluation's `accuracy_standard_error` belongs to its `accuracy`."""
+COUNT = "num_"
+"""An evaluation's `num_prompts` says what its means are over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +57,10 @@ METRICS = (
     Metric(name="tb/max_abs_residual", unit="nats", reduction="max", meaning="Largest |log Z estimate - prompt mean|."),
     Metric(name="tb/held_back", unit="share", meaning="Gradient that objective.off_policy holds back, over tokens."),
     Metric(
-        name="step_nats", unit="nats", reduction="last", meaning="Mean |change of log_pi| of a response by this step's update."
+        name="step_nats",
+        unit="nats",
+        reduction="last",
+        meaning="Mean |change of log_pi| of a response by this step's update.",
     ),
     Metric(name="tb/clip_fraction", unit="share", meaning="Responses beyond objective.residual_clip."),
     Metric(name="objective/*", unit="", meaning="Of the objective; its own file says what."),
@@ -82,6 +91,44 @@ METRICS = (
     ),
     Metric(name="eval/*/*", unit="", reduction="last", meaning="On the prompts of evaluate.split."),
 )
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Standard error of the mean of independent values, sqrt(sum (x - mean)^2 / (n - 1) / n); None below two values."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def mean_metrics(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Each metric's mean with its standard error beside it, of one value for each prompt (or response, where they all answer
+    one prompt): mean_metrics({"accuracy": [1, 0]}) == {"accuracy": 0.5, "accuracy_standard_error": 0.5}"""
+    found: dict[str, float] = {}
+    for name, own in values.items():
+        numbers = [float(value) for value in own]
+        found[name] = sum(numbers) / max(1, len(numbers))
+        error = standard_error(numbers)
+        if error is not None:
+            found[name + STANDARD_ERROR] = error
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The metrics of an evaluation by kind.
+
+    Evaluation(values={"accuracy": 0.5}, errors={"accuracy": 0.02}, counts={"num_prompts": 500})
+    """
+
+    values: Mapping[str, float]
+    errors: Mapping[str, float]
+    """Standard errors, by the name of the metric that they belong to."""
+    counts: Mapping[str, float]
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, float]) -> Evaluation:
+        errors = {name.removesuffix(STANDARD_ERROR): e for name, e in metrics.items() if name.endswith(STANDARD_ERROR)}
+        counts = {name: count for name, count in metrics.items() if name.startswith(COUNT)}
+        rest = {name: v for name, v in metrics.items() if name not in counts and not name.endswith(STANDARD_ERROR)}
+        return cls(values=rest, errors=errors, counts=counts)
 
 
 @lru_cache(maxsize=4096)

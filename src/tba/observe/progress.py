@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tba.config import Config
 from tba.observe.closing import shown
+from tba.observe.metrics import Evaluation
 
 REFRESH_PER_SECOND = 4
 LINE_SECONDS = 10.0
@@ -60,7 +61,8 @@ class Progress:
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._evaluations.append((step, metrics))
         if self._enabled and self._live is None:
-            figures = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+            found = Evaluation.of(metrics)
+            figures = "  ".join(f"{name} {shown(name, v, found.errors.get(name))}" for name, v in found.values.items())
             self._console.print(f"evaluation at step {step}: {figures}", highlight=False)
 
     def close(self) -> None:

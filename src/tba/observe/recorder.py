@@ -9,6 +9,7 @@ from typing import Any
 from tba.config import Config
 from tba.observe.closing import Curve
 from tba.observe.files import RunFolder, write_json
+from tba.observe.metrics import Evaluation
 from tba.observe.progress import Progress, RoleStatus
 from tba.observe.samples import SampleLog
 from tba.observe.sinks import make_sinks
@@ -24,16 +25,20 @@ class Recorder:
         folder: RunFolder,
         *,
         decode: Callable[[TrajectoryGroup], list[str]],
+        reward_weights: Mapping[str, float],
         roles: Callable[[], Sequence[RoleStatus]] = list,
         more_metrics: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`roles` says who does what, for the display; `more_metrics` adds numbers of the runtime to every record."""
+        """`reward_weights` are the task's, `roles` says who does what, for the display; `more_metrics` adds numbers of the
+        runtime to every record."""
         self.config = config
         self.folder = folder
         self._decode = decode
         self._more_metrics = more_metrics
         self._sinks = make_sinks(config, folder)
-        self._samples = SampleLog(folder.samples)
+        self._samples = SampleLog(
+            path=folder.samples, reward_weights=reward_weights, cut_off_reward=config.train.cut_off_reward
+        )
         self._progress = Progress(config, roles)
         self._closed = False
         self._last_sample: int | None = None
@@ -92,7 +97,7 @@ class Recorder:
         return 0.0 if self._first_step_at is None else self._last_step_at - self._first_step_at
 
     def summary(self) -> dict[str, Any]:
-        first, last = (self.evaluations[0][1], self.evaluations[-1][1]) if self.evaluations else ({}, {})
+        first, last = (Evaluation.of(self.evaluations[i][1] if self.evaluations else {}) for i in (0, -1))
         return {
             "task": self.config.task.name,
             "objective": self.config.objective.name,
@@ -101,14 +106,17 @@ class Recorder:
             "seconds": round(self.seconds, 2),
             "responses_generated": self.responses_generated,
             "responses_trained": self.responses_trained,
-            "start": dict(first),
-            "final": dict(last),
+            "start": dict(first.values),
+            "final": dict(last.values),
             "lag": {
                 "mean": round(self._lag_sum / max(1, self.steps - self.empty_steps), 3),
                 "max": int(self._lag_max),
             },
             "empty_steps": self.empty_steps,
             "collapse": None if self.collapse is None else dict(self.collapse),
+            "start_standard_error": dict(first.errors),
+            "final_standard_error": dict(last.errors),
+            "evaluated": {name: int(count) for name, count in last.counts.items()},
         }
 
     def curve(self) -> Curve:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from tba.types import Trajectory, TrajectoryGroup
+from tba.types import Trajectory, TrajectoryGroup, total_reward
 
 
+@dataclass(frozen=True, kw_only=True)
 class SampleLog:
-    """Appends a group's best and worst response to samples.jsonl."""
+    """Appends a group's best and worst response to samples.jsonl, by the reward that is trained on."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    path: Path
+    reward_weights: Mapping[str, float]
+    """Factors of the reward components in the sum."""
+    cut_off_reward: float | None = None
+    """What training gives a response that was cut off; None = the reward that it got."""
 
     def write(self, step: int, group: TrajectoryGroup, texts: list[str]) -> None:
-        rewards = [_total(trajectory) for trajectory in group.trajectories]
+        rewards = [self._reward(trajectory) for trajectory in group.trajectories]
         chosen = sorted({rewards.index(max(rewards)), rewards.index(min(rewards))})
         record = {
             "step": step,
@@ -26,6 +32,7 @@ class SampleLog:
             "responses": [
                 {
                     "text": texts[i],
+                    "reward": _json(rewards[i]),
                     "rewards": {name: _json(value) for name, value in group.trajectories[i].rewards.items()},
                     "tokens": len(group.trajectories[i].completion.token_ids),
                     "finish": group.trajectories[i].completion.finish,
@@ -33,12 +40,14 @@ class SampleLog:
                 for i in chosen
             ],
         }
-        with self._path.open("a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
-
-def _total(trajectory: Trajectory) -> float:
-    return sum(value for value in trajectory.rewards.values() if not math.isnan(value))
+    def _reward(self, trajectory: Trajectory) -> float:
+        if self.cut_off_reward is not None and trajectory.completion.finish == "length":
+            return self.cut_off_reward
+        names, values = list(trajectory.rewards), list(trajectory.rewards.values())
+        return float(total_reward(values, [self.reward_weights[name] for name in names]))
 
 
 def _json(value: float) -> float | None:

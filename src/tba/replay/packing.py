@@ -13,7 +13,7 @@ from torch import Tensor
 from tba.replay.arena import BEHAVIOUR, ID, LOG_REF, POLICY, STEP_VALUE, WIDTH, Arena, pack_tokens, unpack_ids
 from tba.replay.rows import RowTable
 from tba.replay.shelf import Shelf
-from tba.types import NO_ROW, Batch, Totals, Trajectory, TrajectoryGroup
+from tba.types import NO_ROW, Batch, Totals, Trajectory, TrajectoryGroup, total_reward
 
 LARGEST_SCORE = float(np.finfo(np.float32).max)
 LOG_IMPORTANCE = (-12.0, 0.5)
@@ -129,8 +129,7 @@ def _check(trajectory: Trajectory, group_id: str, reward_names: set[str]) -> Non
 
 def combine_rewards(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """[R, components] -> finite float32 [R]: the weighted sum, not-applicable components left out."""
-    applicable = np.where(np.isnan(rewards), 0.0, rewards).astype(np.float64)
-    score = applicable.clip(-LARGEST_SCORE, LARGEST_SCORE) @ weights
+    score = total_reward(rewards.astype(np.float64).clip(-LARGEST_SCORE, LARGEST_SCORE).T, weights.tolist())
     return score.clip(-LARGEST_SCORE, LARGEST_SCORE).astype(np.float32)
 
 

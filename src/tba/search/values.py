@@ -15,9 +15,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.generate.engine import Engine
-from tba.tasks.base import Outcome, RewardFailed, combined_reward
+from tba.tasks.base import Outcome, RewardFailed
 from tba.tasks.rewards import FinishedGroup, Rewards, score_all
-from tba.types import Completion, Prompt, Request, Sampling
+from tba.types import Completion, Prompt, Request, Sampling, combined_reward
 
 
 @dataclass

@@ -20,11 +20,6 @@ Outcome = Mapping[str, float | None] | RewardFailed
 """Reward components of one sample by name (None = not applicable), or why there are none."""
 
 
-def combined_reward(components: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
-    """Weighted sum of one sample's reward components; those that are not applicable are left out."""
-    return sum(weights[name] * value for name, value in components.items() if value is not None)
-
-
 class Task(Protocol):
     """A problem to train on. `score` is called by searchers, one prompt's samples at a time."""
 

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from tba.config import TrainConfig
-from tba.types import Batch, Totals
+from tba.types import Batch, Totals, total_reward
 
 
 def combine(batch: Batch, config: TrainConfig, *, reward_weights: Mapping[str, float]) -> Batch:
     """Weighted sum of the components (not-applicable ones left out), then the truncation and equal-reward rules."""
-    reward_PK = torch.zeros_like(batch.reward_PK)
-    for name, value_PK in batch.rewards.items():
-        reward_PK += reward_weights[name] * torch.nan_to_num(value_PK, nan=0.0)
+    components = [value_PK.numpy() for value_PK in batch.rewards.values()]
+    reward_PK = torch.from_numpy(total_reward(components, [reward_weights[name] for name in batch.rewards]))
     weight_PK = batch.sampled_PK.to(reward_PK.dtype)
     if config.truncated == "penalise":
         reward_PK = torch.where(batch.truncated_PK, config.truncated_reward, reward_PK)

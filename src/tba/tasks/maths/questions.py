@@ -1,7 +1,7 @@
 """Tasks of questions with one right answer, read from rows: what GSM8K and MATH share.
 
 Held out are the test rows, or task.eval_data. Validation problems, to tune on, are train rows that a hash of the question
-picks: the same in every run.
+picks: the same in every run. Train rows with a held-out question are left out, with a warning that says how many.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ from tba.config import TaskConfig
 from tba.tasks.base import Outcome, Split
 from tba.tasks.encoding import make_prompt
 from tba.tasks.inputs import TaskInputs
+from tba.tasks.overlap import not_held_out, nothing_left, question_key
 from tba.tasks.rows import BadRow, BadRows, Row, jsonl_rows, keep_some, split_rows
 from tba.types import Completion, Prompt
 
@@ -88,6 +90,8 @@ class QuestionTask(ABC):
         """Tokenised when first asked for: a searcher that never evaluates does not pay for the other splits."""
         if split not in self._problems:
             raise ValueError(f"evaluate.split={split}: {WHY_MISSING[split].format(data=self._config.data)}")
+        if not self._problems[split]:
+            raise nothing_left(self._config.data)
         if split not in self._prompts:
             self._prompts[split] = self._make_prompts(split)
         return self._prompts[split]
@@ -145,15 +149,34 @@ def uses_chat(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
 def read_splits(config: TaskConfig, source: Source) -> dict[Split, list[Problem]]:
     """The splits that the data has, in the order of their files."""
     assert config.data is not None, "TaskConfig checks it"
-    splits = split_off_validation(read_problems(config, config.data, "train", source), config.num_validation_prompts)
-    if config.eval_data is not None:
-        splits["held_out"] = read_problems(config, config.eval_data, "test", source)
-    elif not Path(config.data).expanduser().is_file():
-        splits["held_out"] = read_problems(config, config.data, "test", source)
-    empty = [split for split, problems in splits.items() if not problems]
+    held_out = config.eval_data or config.data
+    has_held_out = config.eval_data is not None or not Path(held_out).expanduser().is_file()
+    return make_splits(
+        config,
+        read_problems(config, config.data, "train", source),
+        read_problems(config, held_out, "test", source) if has_held_out else None,
+    )
+
+
+def make_splits(
+    config: TaskConfig, train: Sequence[Problem], held_out: Sequence[Problem] | None
+) -> dict[Split, list[Problem]]:
+    """The splits of a dataset's rows. Held-out questions are left out of train and validation alike."""
+    empty = [name for name, rows in (("train", train), ("held_out", held_out)) if rows is not None and not rows]
     if empty:
         raise ValueError(f"task.data={config.data} has no rows for {' and '.join(empty)}.")
-    return splits
+    if held_out is not None:
+        kept = not_held_out(
+            [question_key(problem.question) for problem in train],
+            {question_key(problem.question) for problem in held_out},
+            data=f"task.data={config.data}",
+            held_out=f"task.eval_data={config.eval_data}" if config.eval_data else "its held-out rows",
+        )
+        if not any(kept):
+            return {"train": [], "held_out": list(held_out)}
+        train = list(compress(train, kept))
+    splits = split_off_validation(train, config.num_validation_prompts)
+    return splits if held_out is None else {**splits, "held_out": list(held_out)}
 
 
 def read_problems(config: TaskConfig, data: str, split: str, source: Source) -> list[Problem]:
@@ -177,14 +200,15 @@ def read_problems(config: TaskConfig, data: str, split: str, source: Source) -> 
 
 
 def split_off_validation(problems: Sequence[Problem], num_validation: int) -> dict[Split, list[Problem]]:
-    """The questions with the smallest hashes are for validation; one that occurs twice falls on one side."""
+    """The questions with the smallest hashes are for validation; one that occurs twice falls on one side, also where only
+    white space or capital letters differ."""
     if num_validation == 0:
         return {"train": list(problems)}
-    chosen = set(sorted({problem.question for problem in problems}, key=_hash)[:num_validation])
-    splits: dict[Split, list[Problem]] = {
-        "train": [problem for problem in problems if problem.question not in chosen],
-        "validation": [problem for problem in problems if problem.question in chosen],
-    }
+    questions = sorted({problem.question for problem in problems}, key=_hash)
+    chosen = {question_key(question) for question in questions[:num_validation]}
+    splits: dict[Split, list[Problem]] = {"train": [], "validation": []}
+    for problem in problems:
+        splits["validation" if question_key(problem.question) in chosen else "train"].append(problem)
     if not splits["train"]:
         raise ValueError(
             f"task.num_validation_prompts={num_validation} leaves nothing of the {len(problems)} train rows to train on: "

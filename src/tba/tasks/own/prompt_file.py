@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import overload
 
@@ -28,6 +29,10 @@ class FilePrompts(Sequence[Prompt]):
         assert row.offset is not None, "rows of a plain file have a place to come back to"
         self._offsets.append(row.offset)
         self._lines.append(row.line)
+
+    def keep(self, kept: Sequence[bool]) -> None:
+        """Leave out the prompts for which `kept` is False."""
+        self._offsets, self._lines = (array("q", compress(own, kept)) for own in (self._offsets, self._lines))
 
     def __len__(self) -> int:
         return len(self._offsets)

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import TaskConfig
-from tba.tasks.base import Outcome, RewardFailed, Split, combined_reward
+from tba.tasks.base import Outcome, RewardFailed, Split
 from tba.tasks.encoding import make_prompt
 from tba.tasks.inputs import TaskInputs
+from tba.tasks.overlap import not_held_out, nothing_left, question_key
 from tba.tasks.own.prompt_file import FilePrompts
 from tba.tasks.own.reward_functions import RewardSet
 from tba.tasks.rows import BadRow, BadRows, Row, jsonl_rows
-from tba.types import Completion, Prompt
+from tba.types import Completion, Prompt, combined_reward
 
 
 class OwnTask:
@@ -38,11 +41,14 @@ class OwnTask:
         reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens)
         fraction = config.eval_fraction if config.eval_data is None else 0.0
         train, held_out = _read_prompts(config, Path(config.data), reader, fraction)
-        if not train:
+        if not train.prompts:
             raise ValueError(f"task.eval_fraction={fraction} leaves no prompt to train on: lower it or add data.")
         if config.eval_data is not None:
             held_out, _ = _read_prompts(config, Path(config.eval_data), reader, 0.0)
-        self._prompts: dict[Split, Sequence[Prompt]] = {"train": train, "held_out": held_out}
+        held_out_words = f"task.eval_data={config.eval_data}" if config.eval_data else f"task.eval_fraction={fraction}"
+        train.leave_out(held_out, data=f"task.data={config.data}", held_out_words=held_out_words)
+        self._config = config
+        self._prompts: dict[Split, Sequence[Prompt]] = {"train": train.prompts, "held_out": held_out.prompts}
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
@@ -55,6 +61,8 @@ class OwnTask:
                 "held_out, pass your validation file as task.eval_data, and keep the test file for "
                 "`tba evaluate RUN task.eval_data=test.jsonl`."
             )
+        if split == "train" and not self._prompts["train"]:
+            raise nothing_left(self._config.data)
         return self._prompts[split]
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
@@ -85,21 +93,45 @@ class PromptReader:
         )
 
 
+@dataclass
+class Side:
+    """The prompts on one side of the split, with the keys of their questions."""
+
+    prompts: list[Prompt] | FilePrompts
+    keys: array[int] = field(default_factory=lambda: array("Q"))
+    """question_key of each prompt."""
+
+    def add(self, prompt: Prompt, row: Row) -> None:
+        if isinstance(self.prompts, FilePrompts):
+            self.prompts.append(row)
+        else:
+            self.prompts.append(prompt)
+        self.keys.append(question_key(prompt.text))
+
+    def leave_out(self, held_out: Side, *, data: str, held_out_words: str) -> None:
+        """Drop the prompts whose question is on the other side too, with a warning."""
+        kept = not_held_out(self.keys, set(held_out.keys), data=data, held_out=held_out_words)
+        if all(kept):
+            return
+        if isinstance(self.prompts, FilePrompts):
+            self.prompts.keep(kept)
+        else:
+            self.prompts = list(compress(self.prompts, kept))
+
+
 def _place(prompt: Prompt) -> float:
     """A number in [0, 1) from the prompt's text: equal prompts fall on the same side."""
     digest = hashlib.blake2b(json.dumps(prompt.text, sort_keys=True).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64
 
 
-def _read_prompts(
-    config: TaskConfig, path: Path, reader: PromptReader, held_out_fraction: float
-) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+def _read_prompts(config: TaskConfig, path: Path, reader: PromptReader, held_out_fraction: float) -> tuple[Side, Side]:
     """The prompts of a file, and those of them that a hash of their text holds out. Every row is checked now; prompts of a
     plain file stay there, so that it may be larger than memory."""
     if not path.is_file():
         raise ValueError(f"task.data: file {path} does not exist.")
     bad, ids, packed = BadRows(config.on_bad_row), set[int](), path.suffix == ".gz"
-    sides: Any = [[], []] if packed else [_file_prompts(path, reader), _file_prompts(path, reader)]
+    sides = [Side([] if packed else _file_prompts(path, reader)) for _ in range(2)]
 
     def check(row: Row) -> None:
         prompt = reader(row, path)
@@ -107,11 +139,11 @@ def _read_prompts(
         if key in ids:
             raise BadRow("duplicate id", f"{row.place}: id {prompt.id!r} occurs twice; ids must be unique.")
         ids.add(key)
-        sides[_place(prompt) < held_out_fraction].append(prompt if packed else row)
+        sides[_place(prompt) < held_out_fraction].add(prompt, row)
 
     bad.keep(jsonl_rows(path, bad), check)
     bad.report()
-    if not any(sides):
+    if not any(side.prompts for side in sides):
         but = f" but for {bad.total} bad rows" if bad.total else ""
         raise ValueError(f"{path} is empty{but}: it needs at least one row with a `prompt` column.")
     return sides[0], sides[1]

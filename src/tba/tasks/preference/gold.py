@@ -57,9 +57,14 @@ def gold_scores(posts: Sequence[str], summaries: Sequence[str], finished: Sequen
     return np.array([gold_score(post, summary, finished=end) for post, summary, end in zip(posts, summaries, finished)])
 
 
+def wins(scores: np.ndarray, reference_scores: np.ndarray) -> np.ndarray:
+    """float64 [N]: 1 for a summary that scores above its reference, 1/2 for a tie, else 0."""
+    return (scores > reference_scores) + 0.5 * (scores == reference_scores)
+
+
 def win_rate(scores: np.ndarray, reference_scores: np.ndarray) -> float:
     """Share of summaries that score above their reference; a tie is half a win."""
-    return float(np.mean((scores > reference_scores) + 0.5 * (scores == reference_scores)))
+    return float(np.mean(wins(scores, reference_scores)))
 
 
 def claims(text: str) -> tuple[list[Fact], int]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tba.config import TaskConfig
 from tba.tasks.base import Split
-from tba.tasks.maths.questions import Problem, Source, read_problems, split_off_validation
+from tba.tasks.maths.questions import Problem, Source, make_splits, read_problems
 from tba.tasks.rows import SUFFIXES, BadRow, Row, prompt_column, require_object, text_column
 
 PROMPT_COLUMNS = ("query", "prompt")
@@ -34,14 +34,13 @@ def read_splits(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> dict[
     """The splits that the data has, in the order of their files: posts as questions, reference summaries as answers."""
     assert config.data is not None, "only the real edition has rows"
     source = Source(hub_subset="default", read=lambda row: read_row(row, tokenizer))
-    splits = split_off_validation(read_problems(config, config.data, "train", source), config.num_validation_prompts)
     held_out = config.eval_data or config.data
-    if config.eval_data is not None or not Path(held_out).expanduser().is_file():
-        splits["held_out"] = read_problems(config, held_out, held_out_name(held_out), source)
-    empty = [split for split, problems in splits.items() if not problems]
-    if empty:
-        raise ValueError(f"task.data={config.data} has no rows for {' and '.join(empty)}.")
-    return splits
+    has_held_out = config.eval_data is not None or not Path(held_out).expanduser().is_file()
+    return make_splits(
+        config,
+        read_problems(config, config.data, "train", source),
+        read_problems(config, held_out, held_out_name(held_out), source) if has_held_out else None,
+    )
 
 
 def held_out_name(data: str) -> str:

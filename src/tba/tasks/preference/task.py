@@ -21,6 +21,7 @@ from tba.tasks.base import Outcome, RewardFailed, Split
 from tba.tasks.encoding import make_prompt
 from tba.tasks.inputs import TaskInputs
 from tba.tasks.maths.questions import Problem
+from tba.tasks.overlap import nothing_left
 from tba.tasks.preference import gold
 from tba.tasks.preference.real import WHY_MISSING, read_splits
 from tba.tasks.preference.scorer import ModelScorer, load_scorer
@@ -119,6 +120,8 @@ class PreferenceTask:
             return [_embedded_problem(line, post) for line, post in enumerate(self._posts(split), start=1)]
         if split not in self._rows:
             raise ValueError(f"evaluate.split={split}: {WHY_MISSING[split].format(data=self._config.data)}")
+        if not self._rows[split]:
+            raise nothing_left(self._config.data)
         return self._rows[split]
 
     def _posts(self, split: Split) -> Sequence[Post]:
