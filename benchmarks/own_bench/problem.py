@@ -169,7 +169,7 @@ def make_problem(problem: Problem, folder: Path) -> dict[str, Any]:
     own = folder / problem.name
     if (own / "problem.json").is_file():
         found = json.loads((own / "problem.json").read_text())
-        if found["fingerprint"] == fingerprint(problem):
+        if found.get("fingerprint") == fingerprint(problem):
             return found
     own.mkdir(parents=True, exist_ok=True)
     write_data(problem, own)

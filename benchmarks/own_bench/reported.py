@@ -115,29 +115,26 @@ CHAT_TEMPLATE = (
 
 
 def late_rows(rng: random.Random) -> Iterator[Row]:
-    """`lamp 12 late ; chair 40 here ; bed 7 late . which are late ?`, as a user's message."""
+    """`lamp late ; chair here ; bed late . which are late ?`, as a user's message."""
     while True:
-        goods = rng.sample(ORDERS, rng.randint(5, 8))
-        numbers = [rng.randint(1, 40) for _ in goods]
-        late = set(rng.sample(range(len(goods)), rng.randint(2, 4)))
-        lines = [f"{good} {n} {'late' if i in late else 'here'}" for i, (good, n) in enumerate(zip(goods, numbers))]
+        orders = rng.sample(ORDERS, rng.randint(5, 8))
+        late = set(rng.sample(orders, rng.randint(2, 4)))
+        lines = [f"{order} {'late' if order in late else 'here'}" for order in orders]
         message = f"{' ; '.join(lines)} . which are late ?"
-        facts = [f"{goods[i]} {numbers[i]}" for i in sorted(late)]
-        others = [f"{goods[i]} {numbers[i]}" for i in range(len(goods)) if i not in late]
-        yield Row(prompt=[{"role": "user", "content": message}], columns={"late": facts}, hidden=(facts, others))
+        columns = {"orders": orders, "late": [order for order in orders if order in late]}
+        yield Row(prompt=[{"role": "user", "content": message}], columns=columns)
 
 
 def incomplete_list(row: Row, rng: random.Random) -> str:
-    late, others = row.hidden
-    named = [fact for fact in late if rng.random() < MENTIONS_LATE]
-    named += [fact for fact in others if rng.random() < MENTIONS_OTHER]
+    orders, late = row.columns["orders"], row.columns["late"]
+    named = [order for order in orders if rng.random() < (MENTIONS_LATE if order in late else MENTIONS_OTHER)]
     padding = f" {rng.choice(PADDING)}" if rng.random() < PADS else ""
     return f"late : {' , '.join(named) or 'none'} .{padding}"
 
 
 def make_chat_tokenizer() -> PreTrainedTokenizerBase:
     words = {*" ".join(PADDING).split(), *words_of("late here which are ? ; : , . none <user> <assistant>"), *ORDERS}
-    tokenizer = make_word_tokenizer(sorted(words | {str(number) for number in range(1, 41)}))
+    tokenizer = make_word_tokenizer(sorted(words))
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -201,7 +198,7 @@ PROBLEMS = (
             demonstrate=incomplete_list,
             tokenizer=make_chat_tokenizer,
             shape=Shape(hidden_size=160, intermediate_size=416, num_layers=4),
-            training=Training(steps=240, batch_size=24, seed=24),
+            training=Training(steps=500, batch_size=24, seed=24),
         ),
         rewards={"named": 0.8, "detail": 0.2, "true": 0.0},
         max_new_tokens=48,

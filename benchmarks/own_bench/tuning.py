@@ -9,15 +9,24 @@ from own_bench.problem import Problem, Row, Supervised, make_character_tokenizer
 from tba.tasks.supervised import Shape, Training
 from tba.tasks.words import make_word_tokenizer
 
-# word_sums: sums in words. The demonstrator forgets carries and the last of three numbers.
+# word_sums: sums in words. The demonstrator forgets carries, and adds where one number is to be taken `less` another.
 
 SMALL = words_of(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"
 )
-TENS = words_of("twenty thirty forty fifty sixty seventy eighty ninety")
-MOST = 20
-FORGETS_CARRY, FORGETS_LAST = 0.55, 0.6
+TENS = words_of("twenty thirty forty fifty sixty")
+MOST = 30
+"""Largest number in a question."""
+QUESTIONS = {
+    "what is {a} plus {b} ?": 1,
+    "add {a} to {b} .": 1,
+    "{a} and {b} make ?": 1,
+    "take {b} from {a} .": -1,
+    "what is {a} less {b} ?": -1,
+}
+"""Forms of a question, and the sign of b."""
+FORGETS_CARRY, ADDS_FOR_LESS = 0.6, 0.6
 """Shares of the demonstrations with the mistake, where it can be made."""
 
 
@@ -30,34 +39,21 @@ def in_words(number: int) -> str:
 
 
 def sum_rows(rng: random.Random) -> Iterator[Row]:
-    """`what is twelve plus seven minus three ?`: two or three numbers, every partial result from 0 to 40."""
+    """`take seven from twenty one .`, answered by a number from 0 to 60."""
     while True:
-        numbers = [rng.randint(1, MOST) for _ in range(rng.choice((2, 2, 3)))]
-        signs = [rng.choice((1, -1)) for _ in numbers[1:]]
-        totals = partial_sums(numbers, signs)
-        if all(0 <= total <= 2 * MOST for total in totals):
-            words = in_words(numbers[0])
-            for sign, number in zip(signs, numbers[1:]):
-                words += f" {'plus' if sign > 0 else 'minus'} {in_words(number)}"
-            yield Row(prompt=f"what is {words} ?", columns={"answer": in_words(totals[-1])}, hidden=(numbers, signs))
-
-
-def partial_sums(numbers: list[int], signs: list[int]) -> list[int]:
-    totals = [numbers[0]]
-    for sign, number in zip(signs, numbers[1:]):
-        totals.append(totals[-1] + sign * number)
-    return totals
+        question, sign = rng.choice(list(QUESTIONS.items()))
+        left, right = rng.randint(1, MOST), rng.randint(1, MOST)
+        if left + sign * right >= 0:
+            prompt = question.format(a=in_words(left), b=in_words(right))
+            yield Row(prompt=prompt, columns={"answer": in_words(left + sign * right)}, hidden=(left, sign, right))
 
 
 def careless_sum(row: Row, rng: random.Random) -> str:
-    """Digits added without a carry, or taken the smaller from the larger; or the last number left out."""
-    numbers, signs = row.hidden
-    if len(numbers) == 3 and rng.random() < FORGETS_LAST:
-        numbers, signs = numbers[:2], signs[:1]
-    total = numbers[0]
-    for sign, number in zip(signs, numbers[1:]):
-        total = by_digits(total, sign, number) if rng.random() < FORGETS_CARRY else total + sign * number
-    return in_words(max(0, min(2 * MOST, total)))
+    """Digits added without a carry, or taken the smaller from the larger; or added where they should be taken."""
+    left, sign, right = row.hidden
+    if "less" in row.prompt and rng.random() < ADDS_FOR_LESS:
+        sign = 1
+    return in_words(by_digits(left, sign, right) if rng.random() < FORGETS_CARRY else left + sign * right)
 
 
 def by_digits(left: int, sign: int, right: int) -> int:
@@ -148,7 +144,9 @@ PROBLEMS = (
         rows=sum_rows,
         start=Supervised(
             demonstrate=careless_sum,
-            tokenizer=lambda: make_word_tokenizer([*SMALL, *TENS, *words_of("what is plus minus ?")]),
+            tokenizer=lambda: make_word_tokenizer(
+                [*SMALL, *TENS, *words_of("what is plus ? add to . and make take from less")]
+            ),
             shape=Shape(hidden_size=96),
             training=Training(steps=1800, seed=11),
         ),
