@@ -189,11 +189,16 @@ class TrainConfig(Section):
     """K: responses of one prompt in a step."""
     updates_per_batch: int = Field(default=1, ge=1)
     """Optimizer steps on the same batch before the next is sampled (PPO's epochs, GRPO's mu)."""
-    learning_rate: Schedule | None = None
-    """Of AdamW; None = constant, from the number of parameters: 2e-4 for the shipped model, 2.4e-6 at 0.5B, 5e-7 at 7B."""
-    rate_target: float | None = None
-    rate_scale: float = 1.0
-    rate_shape: Literal["constant", "linear", "wsd"] = "constant"
+    learning_rate: Literal["auto"] | Schedule = "auto"
+    """Of AdamW: a number, a schedule, or auto = it follows the movement of the policy (step_nats), begins low and falls to
+    zero at the end (settle)."""
+    step_nats: float = Field(default=0.2, gt=0.0)
+    """learning_rate=auto only: mean |change of log_pi| of a whole response by one optimizer step that the rate aims at."""
+    settle: float = Field(default=0.5, ge=0.0, le=1.0)
+    """learning_rate=auto only: share of the run, at its end, in which the rate falls to zero."""
+    first_learning_rate: float | None = Field(default=None, gt=0.0)
+    """learning_rate=auto only: the guess it begins from; None = by the number of parameters: 2e-4 for the shipped model,
+    2.4e-6 at 0.5B, 5e-7 at 7B, ten times that for LoRA."""
     adam_betas: tuple[float, float] = (0.9, 0.999)
     adam_epsilon: float = Field(default=1e-8, gt=0.0)
     weight_decay: float = Field(default=0.0, ge=0.0)

@@ -16,10 +16,10 @@ EXPONENT = 0.6
 LORA_FACTOR = 10.0
 """An adapter's matrices start at zero and are few: they want a larger rate than the weights they stand for."""
 
-ON_POLICY_PROBABILITY = 0.95
-"""m of the paper's GSM8K runs."""
-TRAINED_PER_GENERATED = 2.0
-"""Reuse of each response."""
+ON_POLICY_PROBABILITY = 1.0
+"""m: every batch is of fresh responses. The paper's .95 for GSM8K gained nothing on the bench of own problems."""
+TRAINED_PER_GENERATED = 1.0
+"""Each response is trained once: at equal steps reuse learned less on the bench, at equal responses more."""
 
 KV_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}
 """Memory for the keys and values of all slots."""
@@ -45,8 +45,8 @@ def with_defaults(config: Config, loaded: LoadedModel) -> Config:
     train, generate = config.train, config.generate
     train = train.model_copy(
         update={
-            "learning_rate": train.learning_rate
-            or Schedule(start=learning_rate_for(loaded.num_parameters, lora=config.model.lora is not None)),
+            "first_learning_rate": train.first_learning_rate
+            or learning_rate_for(loaded.num_parameters, lora=config.model.lora is not None),
             "tokens_per_micro_batch": train.tokens_per_micro_batch or tokens_for(loaded),
         }
     )
@@ -65,7 +65,7 @@ def with_objective_defaults(config: Config) -> Config:
         reset_every = 0 if without else objective.default_reset_every
     deduplicate, m, reuse = replay.deduplicate, replay.on_policy_probability, replay.max_trained_per_generated
     if deduplicate is None:
-        deduplicate = not (objective.needs.multiplicities or config.takes_turns)
+        deduplicate = False
     if m is None:
         m = 1.0 if config.takes_turns or replay.max_uses is not None else ON_POLICY_PROBABILITY
     if reuse is None:

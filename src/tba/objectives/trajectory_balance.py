@@ -74,7 +74,7 @@ class TrajectoryBalance(Objective):
 
     coupling: ClassVar[Coupling] = "group"
     needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True, group=True)
-    default_beta: ClassVar[float] = 0.05
+    default_beta: ClassVar[float] = 0.01
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         log_pi_N = forward.log_pi_N

@@ -6,7 +6,7 @@ losses need one pass only. A prompt whose responses exceed the budget is spread 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,12 +67,13 @@ def split_whole_prompts(batch: Batch, budget: Budget) -> list[list[int]] | None:
     return parts
 
 
-def split_responses(batch: Batch, budget: Budget) -> list[list[int]]:
-    """Responses per micro-batch, in order; a single response beyond the budget runs alone."""
+def split_responses(batch: Batch, budget: Budget, responses: Sequence[int] | None = None) -> list[list[int]]:
+    """Responses (None = all) per micro-batch, in order; a single response beyond the budget runs alone."""
     K, lengths = batch.shape[1], batch.lengths.tolist()
     parts: list[list[int]] = [[]]
     tokens = 0
-    for response, length in enumerate(lengths):
+    for response in range(len(lengths)) if responses is None else responses:
+        length = lengths[response]
         same_prompt = bool(parts[-1]) and parts[-1][-1] // K == response // K
         prompt_tokens = 0 if budget.share_prompts and same_prompt else len(batch.prompt_tokens[response // K])
         cost = length + prompt_tokens

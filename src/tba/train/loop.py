@@ -42,6 +42,7 @@ class Trainer:
     recorder: Recorder
     reward_weights: Mapping[str, float]
     checkpoints: Checkpoints
+    rate: LearningRate
     references: ReferenceResets | None = None
     """Makes the policy the reference now and then; None = it never does."""
     health: Health | None = None
@@ -54,7 +55,6 @@ class Trainer:
     """Groups without one."""
     step_index: int = field(default=0, init=False)
     """Optimizer steps done: the version of the weights."""
-    rate: LearningRate | None = field(default=None, init=False)
     batch: Batch | None = field(default=None, init=False)
     """The last one sampled; train.updates_per_batch steps train on it."""
 
@@ -111,18 +111,19 @@ class Trainer:
     def optimize(self, batch: Batch) -> StepResult:
         step = self.step_index
         shaped, beta = shape_target(batch, self.config, step)
-        if self.rate is None:
-            self.rate = LearningRate(self.config)
         try:
-            result = self.train_step(shaped, beta=beta, learning_rate=self.rate.at(step))
-            self.rate.observe(step, result.metrics.get("movement/token", 0.0))
-            return result
+            result = self.train_step(
+                shaped, beta=beta, learning_rate=self.rate.at(step), measure_movement=self.rate.measures(step)
+            )
         except NonFiniteLoss as error:
             path = save_batch(batch, self.recorder.folder.path / f"failed-batch-step-{step}.safetensors")
             raise NonFiniteLoss(
                 f"step {step} stopped before the optimizer moved: {error} The batch is saved in {path}. "
                 "Lower train.learning_rate, raise objective.beta, or look for extreme rewards in it."
             ) from None
+        if "step_nats" in result.metrics:
+            self.rate.follow(step, result.metrics["step_nats"])
+        return result
 
     def publish_if_due(self) -> float:
         """Weights every k steps and at the end; a new reference and checkpoints on schedule. Returns the seconds

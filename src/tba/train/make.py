@@ -23,6 +23,7 @@ from tba.train.gate import Gate
 from tba.train.health import Health
 from tba.train.loop import Trainer
 from tba.train.optim import MasterAdamW
+from tba.train.rate import LearningRate
 from tba.train.reference import ReferenceResets
 from tba.train.step import TrainStep
 
@@ -44,14 +45,14 @@ def make_trainer(
     prompts, for checkpoints.
     """
     rescorer = make_rescorer(config, loaded)  # copies the model before packed attention changes its forward pass
-    train_step = make_train_step(config, loaded)
+    train_step, rate = make_train_step(config, loaded), LearningRate(config)
     checkpoints = Checkpoints(
         folder=recorder.folder,
         model=loaded.model,
         tokenizer=loaded.tokenizer,
         optimizer=train_step.optimizer,
         heads=train_step.policy.heads,
-        state=lambda: {"seed": config.seed, "cursors": cursors()},
+        state=lambda: {"seed": config.seed, "cursors": cursors(), "learning_rate": rate.state()},
         keep=config.train.keep_checkpoints,
     )
     replay = make_replay(config, task)
@@ -65,6 +66,7 @@ def make_trainer(
         recorder=recorder,
         reward_weights=task.reward_weights,
         checkpoints=checkpoints,
+        rate=rate,
         health=Health(config, recorder, checkpoints) if config.observe.on_collapse != "off" else None,
     )
 

@@ -25,6 +25,9 @@ from tba.train.collate import Budget, MicroBatch, pack_responses, split_response
 from tba.train.optim import MasterAdamW
 from tba.types import Batch, Forward, Loss
 
+MEASURED_RESPONSES = 32
+"""Responses whose movement by an update is measured."""
+
 
 class NonFiniteLoss(RuntimeError):
     """The loss or the gradient is NaN or infinite; the optimizer has not moved."""
@@ -56,37 +59,37 @@ class TrainStep:
         self.budget = budget if policy.packed else replace(budget, share_prompts=False)
         self.temperature = temperature
 
-    def __call__(self, batch: Batch, *, beta: float, learning_rate: float) -> StepResult:
+    def __call__(
+        self, batch: Batch, *, beta: float, learning_rate: float, measure_movement: bool = False
+    ) -> StepResult:
         result = self.gradients(batch, beta=beta)
         norm = self.optimizer.clip_gradients()
         if not torch.isfinite(norm):
             self.optimizer.drop_gradients()
             raise NonFiniteLoss(f"gradient norm is {norm.item()} (loss {result.metrics['loss']}).")
-        movement = {}
+        metrics = {**result.metrics, "grad_norm": norm.item(), "learning_rate": learning_rate}
         if batch.totals.responses:
             self.optimizer.step(learning_rate)
-            movement = self.movement(batch, result.said)
+            if measure_movement:
+                metrics["step_nats"] = self.movement(batch, result.said)
         else:  # no response has weight: Adam's momentum alone would move the weights
             self.optimizer.drop_gradients()
-        return replace(
-            result,
-            metrics={**result.metrics, "grad_norm": norm.item(), "learning_rate": learning_rate, **movement},
-        )
+        return replace(result, metrics=metrics)
 
     @torch.no_grad()
-    def movement(self, batch: Batch, said: Forward) -> dict[str, float]:
-        """How far the update moved log pi of some responses."""
-        P, K = batch.shape
-        responses = [p * K + k for p in range(0, P, max(1, P // 8)) for k in range(min(K, max(2, 16 // P)))]
-        micro_batch = self._pack(batch, responses)
-        after = self._forward(micro_batch).log_pi_N
-        change = after - said.log_pi_N[micro_batch.tokens_N]
-        of_response = torch.repeat_interleave(torch.arange(len(responses)), batch.lengths[micro_batch.responses])
-        sums = torch.zeros(len(responses)).index_add(0, of_response.to(change.device), change)
-        return {
-            "movement/token": float(0.5 * change.square().mean()),
-            "movement/response": float(0.5 * sums.square().mean()),
-        }
+    def movement(self, batch: Batch, said: Forward) -> float:
+        """Mean |change of log_pi| of a response since the model said this about the batch, in nats, over a few of them."""
+        (P, K), count = batch.shape, min(len(batch.lengths), MEASURED_RESPONSES)
+        responses = sorted({index * P * K // count for index in range(count)})
+        change_R = torch.zeros(len(responses), device=self.policy.device)
+        for part in split_responses(batch, self.budget, responses):
+            micro_batch = self._pack(batch, part)
+            moved_N = self._forward(micro_batch).log_pi_N - said.log_pi_N[micro_batch.tokens_N]
+            chosen_N = torch.where(batch.loss_mask_N.to(moved_N.device)[micro_batch.tokens_N], moved_N, 0.0)
+            place = torch.tensor([responses.index(response) for response in part])
+            place_N = torch.repeat_interleave(place, batch.lengths[micro_batch.responses]).to(moved_N.device)
+            change_R.index_add_(0, place_N, chosen_N.float())
+        return float(change_R.abs().mean())
 
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
         """Leave the gradients of the whole batch in the optimizer's weights; none where the loss is not finite."""
