@@ -77,7 +77,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def runs_to_do(
     problems: Sequence[Problem], settings: Mapping[str, tuple[str, ...]], seeds: Sequence[int], done: Iterable[Mapping]
 ) -> Iterator[Run]:
-    """Those without a line yet, seed by seed. A line of other overrides, or of another edition of its problem, is refused."""
+    """Those without a line yet, seed by seed. A line of other overrides or of another edition of its problem is refused."""
     lines = {(line["problem"], line["setting"], line["seed"]): line for line in done}
     editions = {problem.name: fingerprint(problem) for problem in problems}
     for seed in seeds:
