@@ -14,7 +14,7 @@ import yaml
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from own_bench import reported, runs, tuning  # noqa: E402
+from own_bench import reported, runs, smollm, tuning  # noqa: E402
 from own_bench.problem import demonstrations, fingerprint, prompt_text, splits  # noqa: E402
 
 ORDERS = ["lamp", "bed", "desk"]
@@ -189,6 +189,14 @@ def test_length_pays_and_the_true_score_makes_it_cost():
     assert module.true(completions=completions, **columns) == pytest.approx([1, 0.5, 1 - 0.4 - 0.08, 0.5 - 0.2])
 
 
+def test_the_last_number_is_the_sum():
+    texts = ["7 + 4 = 11", "It is 11.", "11 or 12", "eleven"]
+    correct = rewards_of("smollm").correct
+    assert correct(completions=[reply(text) for text in texts], answer=["11"] * 4) == [1, 1, 0, 0]
+    train, held_out = ({json.dumps(row.prompt) for row in rows} for rows in splits(smollm.PROBLEMS[0]))
+    assert (len(train), len(held_out), len(train & held_out)) == (1_000, 100, 0)
+
+
 def test_settings_of_the_command_line():
     assert runs.parse_setting("defaults") == ("defaults", ())
     assert runs.parse_setting(
@@ -199,13 +207,16 @@ def test_settings_of_the_command_line():
     )
 
 
-def test_runs_with_a_line_are_skipped_and_a_changed_setting_is_refused():
+def test_runs_with_a_line_are_skipped_and_a_changed_setting_or_problem_is_refused():
     problems, settings = tuning.PROBLEMS[:2], {"defaults": (), "sync": ("mode=sync",)}
-    lines = [{"problem": "word_sums", "setting": "sync", "seed": 0, "overrides": ["mode=sync"]}]
+    line = {"problem": "word_sums", "setting": "sync", "seed": 0, "overrides": ["mode=sync"]}
+    lines = [line | {"fingerprint": fingerprint(problems[0])}]
     todo = [run.key for run in runs.runs_to_do(problems, settings, [0], lines)]
     assert todo == [("word_sums", "defaults", 0), ("sort_digits", "defaults", 0), ("sort_digits", "sync", 0)]
     with pytest.raises(SystemExit, match="give the new one another name"):
         list(runs.runs_to_do(problems, {"sync": ("mode=async",)}, [0], lines))
+    with pytest.raises(SystemExit, match="word_sums has changed since its runs"):
+        list(runs.runs_to_do(problems, settings, [0], [line | {"fingerprint": "another"}]))
 
 
 def test_the_table_has_means_and_standard_errors():

@@ -77,8 +77,9 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def runs_to_do(
     problems: Sequence[Problem], settings: Mapping[str, tuple[str, ...]], seeds: Sequence[int], done: Iterable[Mapping]
 ) -> Iterator[Run]:
-    """Those without a line yet, seed by seed. A name that stood for other overrides before is refused."""
+    """Those without a line yet, seed by seed. A line of other overrides or of another edition of its problem is refused."""
     lines = {(line["problem"], line["setting"], line["seed"]): line for line in done}
+    editions = {problem.name: fingerprint(problem) for problem in problems}
     for seed in seeds:
         for name, overrides in settings.items():
             for problem in problems:
@@ -90,6 +91,11 @@ def runs_to_do(
                     raise SystemExit(
                         f"setting {name!r} of {problem.name} was run with {line['overrides']}, now it is {list(overrides)}: "
                         "give the new one another name, or write to another file."
+                    )
+                elif line["fingerprint"] != editions[problem.name]:
+                    raise SystemExit(
+                        f"{problem.name} has changed since its runs with {name!r} (fingerprint {line['fingerprint']}, now "
+                        f"{editions[problem.name]}): write to another file."
                     )
 
 

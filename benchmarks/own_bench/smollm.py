@@ -1,4 +1,4 @@
-"""A pretrained chat model of 135M parameters on a problem of one-word answers, where it can be fetched.
+"""A pretrained chat model of 135M parameters on small sums, where it can be fetched.
 
 The model is a third party's repackaging of SmolLM2-135M-Instruct in 4 bits, not the publisher's checkpoint.
 """
@@ -12,29 +12,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from own_bench.problem import CannotFetch, Fetched, Problem, Row, words_of
+from own_bench.problem import CannotFetch, Fetched, Problem, Row
 
-KINDS = {
-    "an animal": words_of("horse tiger rabbit eagle shark spider monkey donkey camel goose wolf sheep"),
-    "a fruit": words_of("apple banana cherry lemon mango melon peach pear plum grape fig orange"),
-    "a tool": words_of("hammer saw drill wrench shovel rake axe chisel pliers screwdriver file spanner"),
-    "a colour": words_of("red blue green yellow purple brown black white pink grey violet turquoise"),
-    "a country": words_of("France Spain Italy Japan Brazil Egypt Canada India Peru Kenya Norway Greece"),
-    "a musical instrument": words_of("piano violin guitar flute drum trumpet harp cello organ banjo clarinet oboe"),
-}
+QUESTIONS = ("What is {a} plus {b}?", "How much is {a} + {b}?", "Add {a} and {b}.")
+MOST = 20
+"""Largest number in a question."""
 TOOL = Path("shared/tools/real_model.py")
 """Beside the checkout or above it; it needs the package gguf."""
 
 
-def odd_one_rows(rng: random.Random) -> Iterator[Row]:
-    """`Which of these words is a fruit: hammer, plum, wolf, Peru? Answer with one word.`"""
+def small_sum_rows(rng: random.Random) -> Iterator[Row]:
+    """`What is 7 plus 4? Reply with only the number.`, as a user's message."""
     while True:
-        asked, *others = rng.sample(list(KINDS), 4)
-        answer = rng.choice(KINDS[asked])
-        words = [answer, *(rng.choice(KINDS[kind]) for kind in others)]
-        rng.shuffle(words)
-        question = f"Which of these words is {asked}: {', '.join(words)}? Answer with one word."
-        yield Row(prompt=[{"role": "user", "content": question}], columns={"answer": answer})
+        left, right = rng.randint(1, MOST), rng.randint(1, MOST)
+        question = f"{rng.choice(QUESTIONS).format(a=left, b=right)} Reply with only the number."
+        yield Row(prompt=[{"role": "user", "content": question}], columns={"answer": str(left + right)})
 
 
 def fetch_smollm(folder: Path) -> None:
@@ -53,10 +45,10 @@ PROBLEMS = (
     Problem(
         name="smollm",
         part="reported",
-        kind="chat, pretrained model, one word",
-        rows=odd_one_rows,
+        kind="chat, pretrained model, small sums",
+        rows=small_sum_rows,
         start=Fetched(fetch=fetch_smollm),
-        max_new_tokens=8,
+        max_new_tokens=12,
         steps=60,
         num_train=1_000,
         num_held_out=100,
