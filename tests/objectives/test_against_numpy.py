@@ -16,8 +16,11 @@ from tba.types import Batch, Forward, Totals
 
 P, K = 5, 4
 CASES = [
-    ("tb", {}, 0.3),
-    ("tb", {"residual_clip": 0.4}, 0.3),
+    ("tb", {"off_policy": "exact"}, 0.3),
+    ("tb", {"off_policy": "exact", "residual_clip": 0.4}, 0.3),
+    ("tb", {"off_policy": "response", "max_drift": 0.5}, 0.3),
+    ("tb", {"off_policy": "token", "max_drift": 0.3}, 0.3),
+    ("tb", {"off_policy": "taper"}, 0.3),
     ("tb_learned_z", {}, 0.3),
     ("kimi", {}, 0.3),
     ("tba_prime", {"normal_length": 11}, 0.05),

@@ -18,7 +18,7 @@ def test_every_objective_runs_with_its_defaults_and_declares_what_it_needs(name)
     objective = make_objective(resolved)
     assert type(objective) is OBJECTIVES[name]
     assert resolved.objective.beta.start == objective.default_beta
-    assert resolved.replay.deduplicate is not objective.needs.multiplicities
+    assert resolved.replay.deduplicate is False
     assert resolved.reference.reset_every == (50 if name == "tba_prime" else 0)
     assert with_objective_defaults(resolved) == resolved
 

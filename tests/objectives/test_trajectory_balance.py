@@ -94,7 +94,7 @@ def test_residual_clip_bounds_the_pull_of_an_outlier():
     gradients = {}
     for clip in (None, 2.0):
         log_pi_N = torch.zeros(len(batch.token_ids_N), requires_grad=True)
-        loss = TrajectoryBalance(residual_clip=clip)(batch, Forward(log_pi_N=log_pi_N), beta=1.0)
+        loss = TrajectoryBalance(residual_clip=clip, off_policy="exact")(batch, Forward(log_pi_N=log_pi_N), beta=1.0)
         loss.value.backward()
         gradients[clip] = log_pi_N.grad[0].item()
     assert gradients[None] == pytest.approx(-2.5)

@@ -26,7 +26,7 @@ P, K = 3, 4
 def make_step(budget: Budget, *, model: LlamaForCausalLM | None = None, **settings) -> TrainStep:
     policy = PolicyModel(tiny_llama() if model is None else model)
     optimizer = MasterAdamW(policy.model.parameters(), TrainConfig(**settings))
-    return TrainStep(policy, TrajectoryBalance(), optimizer, budget=budget, temperature=0.7)
+    return TrainStep(policy, TrajectoryBalance(off_policy="exact"), optimizer, budget=budget, temperature=0.7)
 
 
 def gradients(budget: Budget) -> tuple[torch.Tensor, dict]:

@@ -9,7 +9,6 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from tba.config.base import Section
-from tba.config.schedule import Schedule
 from tba.config.sections import (
     EvaluateConfig,
     GenerateConfig,
@@ -103,8 +102,8 @@ class Config(Section):
         return 1.0 if temperature is None else temperature.at(step, max_steps=self.train.max_steps)
 
     def learning_rate_at(self, step: int) -> float:
-        """Of a schedule; train.learning_rate=auto is the trainer's state."""
-        assert isinstance(self.train.learning_rate, Schedule)
+        """Of a schedule that was given; that of train.learning_rate=auto is the trainer's state."""
+        assert self.train.learning_rate is not None
         return self.train.learning_rate.at(step, max_steps=self.train.max_steps)
 
     @model_validator(mode="after")

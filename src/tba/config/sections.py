@@ -18,6 +18,10 @@ OnOff = BeforeValidator(lambda value: {True: "on", False: "off"}[value] if isins
 """YAML 1.1 reads on and off as true and false."""
 
 
+Auto = BeforeValidator(lambda value: None if value == "auto" else value)
+"""`auto` may be written for None."""
+
+
 class LoraConfig(Section):
     rank: int = Field(default=32, ge=1)
     """r of the adapter's matrices."""
@@ -115,7 +119,7 @@ class ReplayConfig(Section):
     """Trajectories of one prompt; the oldest go first."""
     on_policy_probability: float | None = Field(default=None, ge=0.0, le=1.0)
     """m: share of the prompts of a batch drawn from the fresh set; the rest come from all that is stored. With mix=responses
-    also the share of fresh responses of each prompt. None = 0.95; 1 in sync and fixed-lag modes and with max_uses."""
+    also the share of fresh responses of each prompt. None = 1 (the paper: .95 for GSM8K, .5 for TL;DR and red-teaming)."""
     mix: Literal["prompts", "responses"] = "prompts"
     """What m is a share of: whole prompts of a batch (the paper), or the responses of each prompt, for tasks of one or few
     prompts, where a batch should hold fresh and old responses side by side."""
@@ -131,11 +135,11 @@ class ReplayConfig(Section):
     """Share of the old responses (mix=prompts: of the old prompt slots) that is drawn uniformly all the same; matters where
     the others are not, by inverse_temperature or importance_weighted."""
     deduplicate: bool | None = None
-    """The newer of two responses with the same tokens wins. None = the objective's: yes for trajectory balance, no for
-    policy gradients, whose estimates need the multiplicities; no in sync and fixed-lag modes."""
+    """True = of two responses to a prompt with the same tokens the newer wins (the paper). None = no: a response counts as
+    often as it was sampled, which policy gradients need, and a policy that has become sure of itself keeps full groups."""
     max_trained_per_generated: float | None = Field(default=None, gt=0.0)
-    """The trainer waits for new responses once it has trained each so often on average (Reverb's limiter). None = 2; in sync
-    and fixed-lag modes train.updates_per_batch, which is what each step there does."""
+    """The trainer waits for new responses once it has trained each so often on average (Reverb's limiter). None =
+    train.updates_per_batch. Where generating is what takes the time, 2 to 4 learns more from the same responses."""
     initial_responses: int = Field(default=0, ge=0)
     """Responses to generate before the first optimizer step (the paper: 500 for GSM8K, 10,000 for TL;DR); 0 = one batch."""
     max_uses: int | None = Field(default=None, ge=1)
@@ -189,9 +193,9 @@ class TrainConfig(Section):
     """K: responses of one prompt in a step."""
     updates_per_batch: int = Field(default=1, ge=1)
     """Optimizer steps on the same batch before the next is sampled (PPO's epochs, GRPO's mu)."""
-    learning_rate: Literal["auto"] | Schedule = "auto"
-    """Of AdamW: a number, a schedule, or auto = it follows the movement of the policy (step_nats), begins low and falls to
-    zero at the end (settle)."""
+    learning_rate: Annotated[Schedule | None, Auto] = None
+    """Of AdamW: a number or a schedule; None or auto = it follows the movement of the policy (step_nats), begins low and
+    falls to zero at the end (settle)."""
     step_nats: float = Field(default=0.2, gt=0.0)
     """learning_rate=auto only: mean |change of log_pi| of a whole response by one optimizer step that the rate aims at."""
     settle: float = Field(default=0.5, ge=0.0, le=1.0)

@@ -16,11 +16,6 @@ EXPONENT = 0.6
 LORA_FACTOR = 10.0
 """An adapter's matrices start at zero and are few: they want a larger rate than the weights they stand for."""
 
-ON_POLICY_PROBABILITY = 1.0
-"""m: every batch is of fresh responses. The paper's .95 for GSM8K gained nothing on the bench of own problems."""
-TRAINED_PER_GENERATED = 1.0
-"""Each response is trained once: at equal steps reuse learned less on the bench, at equal responses more."""
-
 KV_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}
 """Memory for the keys and values of all slots."""
 ACTIVATION_BYTES = 2**30
@@ -67,9 +62,9 @@ def with_objective_defaults(config: Config) -> Config:
     if deduplicate is None:
         deduplicate = False
     if m is None:
-        m = 1.0 if config.takes_turns or replay.max_uses is not None else ON_POLICY_PROBABILITY
+        m = 1.0
     if reuse is None:
-        reuse = float(config.train.updates_per_batch) if config.takes_turns else TRAINED_PER_GENERATED
+        reuse = float(config.train.updates_per_batch)
     filled = config.model_copy(
         update={
             "objective": config.objective.model_copy(update={"beta": beta, **settings}),

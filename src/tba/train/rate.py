@@ -43,7 +43,7 @@ class LearningRate:
 
     @property
     def is_auto(self) -> bool:
-        return self.config.train.learning_rate == "auto"
+        return self.config.train.learning_rate is None
 
     @property
     def guess(self) -> float:

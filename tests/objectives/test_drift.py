@@ -1,0 +1,88 @@
+"""The bound on off-policy pushes, worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from builders import ragged_batch
+
+from tba.objectives.drift import gradient_share
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.types import Batch, Forward
+
+
+def four_tokens(drift: list[list[float]]) -> tuple[Batch, torch.Tensor]:
+    """One prompt whose responses have four tokens each, and log_pi that has drifted by so much at each token."""
+    batch = ragged_batch(1, len(drift))
+    N = 4 * len(drift)
+    fields = {name: torch.zeros(N) for name in ("log_ref_N", "behaviour_N")}
+    policy_N = torch.full((N,), -1.0)
+    made = Batch(
+        **{
+            **vars(batch),
+            **fields,
+            "token_ids_N": torch.full((N,), 5),
+            "loss_mask_N": torch.ones(N, dtype=torch.bool),
+            "offsets": torch.arange(0, N + 1, 4),
+            "policy_N": policy_N,
+        }
+    )
+    return made, policy_N + torch.tensor(drift).flatten()
+
+
+def shares(drift, push_up, *, rule="response", max_drift=0.1):
+    batch, log_pi_N = four_tokens(drift)
+    share_N = gradient_share(batch, log_pi_N, torch.tensor([push_up]), rule=rule, max_drift=max_drift)
+    return share_N.view(-1, 4).tolist()
+
+
+def test_a_response_is_held_back_once_it_has_gone_far_enough_the_way_it_is_pushed():
+    # four tokens: the limit is .1 * sqrt(4) = .2 nats for the sum
+    drift = [[0.06] * 4, [0.06] * 4, [-0.06] * 4, [-0.06] * 4, [0.04] * 4, [-0.04] * 4]
+    push_up = [True, False, True, False, True, False]
+    assert [own[0] for own in shares(drift, push_up)] == [0, 1, 1, 0, 1, 1]
+    assert all(len(set(own)) == 1 for own in shares(drift, push_up))
+
+
+def test_tokens_are_held_back_one_by_one():
+    drift = [[0.3, 0.1, -0.3, 0.0], [0.3, 0.1, -0.3, 0.0]]
+    assert shares(drift, [True, False], rule="token", max_drift=0.2) == [[0, 1, 1, 1], [1, 1, 0, 1]]
+
+
+def test_a_tapered_push_down_weighs_as_much_as_the_response_is_still_likely():
+    drift = [[-0.25] * 4, [-0.25] * 4, [0.25] * 4]
+    got = shares(drift, [True, False, False], rule="taper")
+    assert [own[0] for own in got] == pytest.approx([1.0, math.exp(-1.0), 1.0])
+
+
+def test_unknown_log_probs_hold_nothing_back():
+    batch, log_pi_N = four_tokens([[9.0] * 4])
+    unknown = Batch(**{**vars(batch), "policy_N": torch.full_like(batch.policy_N, torch.nan)})
+    for rule in ("response", "token", "taper"):
+        share_N = gradient_share(unknown, log_pi_N, torch.tensor([[True]]), rule=rule, max_drift=0.1)
+        assert share_N.tolist() == [1.0] * 4
+
+
+def test_a_held_back_response_keeps_its_place_in_log_z_and_gets_no_gradient():
+    """Rewards 1 and 0 at beta 1 and log_ref = 0: log_z = r - log_pi = [1 + 3, 0 + 3.6], mean 3.8. The first is pushed up by
+    .2 and has already gone up by 1 > .2 nats: it is left alone. The second is pushed down and has not gone down."""
+    batch, log_pi_N = four_tokens([[0.25] * 4, [0.1] * 4])
+    batch = Batch(**{**vars(batch), "reward_PK": torch.tensor([[1.0, 0.0]])})
+    for rule, first in (("exact", -0.1), ("response", 0.0)):
+        leaf = log_pi_N.clone().requires_grad_()
+        loss = TrajectoryBalance(off_policy=rule)(batch, Forward(log_pi_N=leaf), beta=1.0)
+        (gradient_N,) = torch.autograd.grad(loss.value, leaf)
+        # (beta / 2) mean residual^2: d / d log_pi = -residual / 2 for each token of a response
+        assert gradient_N.view(2, 4)[0].tolist() == pytest.approx([first] * 4, abs=1e-6)
+        assert gradient_N.view(2, 4)[1].tolist() == pytest.approx([0.1] * 4, abs=1e-6)
+        assert loss.metrics["tb/loss"].item() == pytest.approx(0.04, abs=1e-6)
+
+
+def test_fresh_data_has_the_gradient_of_exact_trajectory_balance():
+    batch = ragged_batch(3, 4)
+    gradients = []
+    for rule in ("exact", "response", "token", "taper"):
+        leaf = batch.policy_N.clone().requires_grad_()
+        loss = TrajectoryBalance(off_policy=rule)(batch, Forward(log_pi_N=leaf), beta=0.1)
+        gradients.append(torch.autograd.grad(loss.value, leaf)[0])
+    assert all(torch.equal(gradients[0], other) for other in gradients[1:])
