@@ -4,6 +4,7 @@
     python benchmarks/own_problems.py list
     python benchmarks/own_problems.py run [NAMES] --seeds 0 1 2 --jobs 1 --out runs/own_problems.jsonl \\
         --settings defaults reuse1=replay.max_trained_per_generated=1,replay.on_policy_probability=1
+    python benchmarks/own_problems.py trl [NAMES] --rates default 1e-5 1e-4 1e-3 --seeds 0 --out runs/own_problems.jsonl
     python benchmarks/own_problems.py table runs/own_problems.jsonl
 
 NAMES are problems or the parts `tuning` and `reported` (nothing = all eight; `smollm`, which has to be fetched, only by its
@@ -23,6 +24,7 @@ from typing import Any
 from own_bench import reported, smollm, tuning
 from own_bench.problem import CannotFetch, Problem, make_problem
 from own_bench.runs import parse_setting, read_lines, run_all, runs_to_do, table_of
+from own_bench.trl_grpo import run_trl
 
 FOLDER = Path("runs/own_problems")
 EIGHT = (*tuning.PROBLEMS, *reported.PROBLEMS)
@@ -79,6 +81,12 @@ def run(arguments: argparse.Namespace) -> None:
         raise SystemExit(f"{failed} of {len(todo)} runs failed: the same command runs them again.")
 
 
+def trl(arguments: argparse.Namespace) -> None:
+    problems = [problem for problem, _ in made(chosen(arguments.names), arguments.folder)]
+    run_trl(problems, arguments.rates, arguments.seeds, folder=arguments.folder, out=arguments.out, jobs=arguments.jobs)
+    print("\n".join(table_of(read_lines(arguments.out))))
+
+
 def show_table(arguments: argparse.Namespace) -> None:
     print("\n".join(table_of(line for file in arguments.files for line in read_lines(file))))
 
@@ -86,16 +94,21 @@ def show_table(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for name, function in (("make", make), ("list", show_list), ("run", run)):
+    for name, function in (("make", make), ("list", show_list), ("run", run), ("trl", trl)):
         command = commands.add_parser(name)
         command.set_defaults(function=function)
         command.add_argument("names", nargs="*", help="problems, or tuning or reported; nothing = all")
         command.add_argument("--folder", type=Path, default=FOLDER, help="where the problems are made")
-        if name == "run":
+        if name in ("run", "trl"):
             command.add_argument("--seeds", type=int, nargs="+", default=[0])
-            command.add_argument("--jobs", type=int, default=1, help="runs at a time; one keeps two cores busy")
-            command.add_argument("--settings", nargs="+", default=["defaults"], metavar="NAME[=key=value,...]")
+            command.add_argument(
+                "--jobs", type=int, default=1, help="runs at a time; one of tba's keeps two cores busy"
+            )
             command.add_argument("--out", type=Path, required=True, help="JSONL; runs that have a line are skipped")
+        if name == "run":
+            command.add_argument("--settings", nargs="+", default=["defaults"], metavar="NAME[=key=value,...]")
+        if name == "trl":
+            command.add_argument("--rates", nargs="+", default=["default"], help="learning rates; default = TRL's own")
     table = commands.add_parser("table")
     table.set_defaults(function=show_table)
     table.add_argument("files", type=Path, nargs="+")

@@ -198,7 +198,5 @@ PROBLEMS = (
         samples=256,
         metric="avg@256",
         true_metric="reward@256/distinct",
-        # A step's 128 responses all belong to the one prompt; the default of 100 cannot hold them.
-        settings={"replay.capacity_per_prompt": 1000},
     ),
 )

@@ -142,9 +142,10 @@ class Config(Section):
                 f"replay.capacity={self.replay.capacity} cannot hold one step of "
                 f"train.responses_per_step={self.train.responses_per_step}: raise it."
             )
-        if self.replay.capacity_per_prompt < self.samples_generated_per_prompt:
+        room = self.replay.capacity_per_prompt
+        if room is not None and room < self.samples_generated_per_prompt:
             raise ValueError(
-                f"replay.capacity_per_prompt={self.replay.capacity_per_prompt} cannot hold one visit's "
+                f"replay.capacity_per_prompt={room} cannot hold one visit's "
                 f"{self.samples_generated_per_prompt} responses: raise it."
             )
         share, samples = self.search.explore.reference_share, self.samples_generated_per_prompt

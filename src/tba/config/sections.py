@@ -115,8 +115,9 @@ class SearchConfig(Section):
 class ReplayConfig(Section):
     capacity: int = Field(default=1_000_000, ge=1)
     """Trajectories in all; the oldest go first."""
-    capacity_per_prompt: int = Field(default=100, ge=1)
-    """Trajectories of one prompt; the oldest go first."""
+    capacity_per_prompt: int | None = Field(default=None, ge=1)
+    """Trajectories of one prompt; the oldest go first. None = 100, or four steps' worth where the task has so few prompts
+    that it is more."""
     on_policy_probability: float | None = Field(default=None, ge=0.0, le=1.0)
     """m: share of the prompts of a batch drawn from the fresh set; the rest come from all that is stored. With mix=responses
     also the share of fresh responses of each prompt. None = 1 (the paper: .95 for GSM8K, .5 for TL;DR and red-teaming)."""

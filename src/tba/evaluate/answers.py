@@ -35,8 +35,8 @@ class AnswerEvaluator:
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
         outcomes = self._outcomes(engine, greedy(self.sampling), 1, between_steps)
-        metrics = mean_metrics({"accuracy": [samples[0] for samples in self._solved(outcomes)]})
-        metrics |= self._mean_rewards(outcomes, "reward")
+        metrics = dict(self._mean_rewards(outcomes, "reward"))  # first, hence the headline
+        metrics |= mean_metrics({"accuracy": [samples[0] for samples in self._solved(outcomes)]})
         if self.samples_per_prompt:
             outcomes = self._outcomes(engine, self.sampling, self.samples_per_prompt, between_steps)
             metrics |= sampled_metrics(self._solved(outcomes), self.samples_per_prompt)

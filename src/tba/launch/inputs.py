@@ -11,6 +11,8 @@ from tba.models.load import LoadedModel, load_model
 from tba.tasks.base import Task
 from tba.tasks.make import make_task_for
 
+LEAST_ROOM, STEPS_OF_ROOM = 100, 4
+"""Responses of a prompt that replay has room for, at least (the paper's number), and in steps' worth of its visits."""
 RewardFunctions = Sequence[Callable[..., Any]] | None
 
 
@@ -31,13 +33,16 @@ def load_inputs(config: Config, functions: RewardFunctions = None) -> RunInputs:
     return RunInputs(loaded=loaded, task=task, functions=functions)
 
 
-def check_room(config: Config, *, num_prompts: int) -> None:
-    """Where there are fewer prompts than a step takes, what one step generates for a prompt must fit on its shelf."""
+def with_room(config: Config, *, num_prompts: int) -> Config:
+    """The config with replay.capacity_per_prompt filled in: where there are fewer prompts than a step takes, what a step
+    generates for one of them must fit."""
     visits = -(-config.train.prompts_per_step // num_prompts)
-    needed = visits * config.samples_generated_per_prompt
-    if config.replay.capacity_per_prompt < needed:
+    needed, room = visits * config.samples_generated_per_prompt, config.replay.capacity_per_prompt
+    if room is not None and room < needed:
         raise ValueError(
-            f"replay.capacity_per_prompt={config.replay.capacity_per_prompt} cannot hold a step: with {num_prompts} prompts "
-            f"one is visited {visits} times for the {config.train.prompts_per_step} of a step, {needed} responses. "
-            "Raise it, or train.samples_per_prompt."
+            f"replay.capacity_per_prompt={room} cannot hold a step: with {num_prompts} prompts one is visited {visits} "
+            f"times for the {config.train.prompts_per_step} of a step, {needed} responses. Raise it, or "
+            "train.samples_per_prompt."
         )
+    room = max(LEAST_ROOM, STEPS_OF_ROOM * needed) if room is None else room
+    return config.model_copy(update={"replay": config.replay.model_copy(update={"capacity_per_prompt": room})})

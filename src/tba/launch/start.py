@@ -17,7 +17,7 @@ from tba.generate.engine import Scorer, make_scorer
 from tba.launch.asynchronous import AsyncRun
 from tba.launch.defaults import with_defaults, with_objective_defaults
 from tba.launch.imports import import_groups
-from tba.launch.inputs import RewardFunctions, RunInputs, check_room, load_inputs
+from tba.launch.inputs import RewardFunctions, RunInputs, load_inputs, with_room
 from tba.launch.synchronous import SyncRun
 from tba.models.load import load_model
 from tba.models.lora import base_of, is_adapter
@@ -37,9 +37,8 @@ def train(config: Config, functions: RewardFunctions = None, *, inputs: RunInput
     config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
     start_mps(config)  # before anything touches the GPU
     inputs = inputs or load_inputs(config, functions)
-    check_room(
-        config, num_prompts=len(inputs.task.prompts("train"))
-    )  # bad train rows show here, before a run folder exists
+    # Bad train rows show here, before a run folder exists.
+    config = with_room(config, num_prompts=len(inputs.task.prompts("train")))
     config = with_defaults(config, inputs.loaded)
     folder = RunFolder.create(config.run_folder, overwrite=config.overwrite)
     write_atomic(folder.config, dump_config(config))

@@ -52,6 +52,7 @@ class ReplayBuffer:
         score of cut-off responses, None = their own."""
         self.config = config
         self._deduplicate = config.deduplicate is not False
+        self._capacity_per_prompt = config.capacity_per_prompt or config.capacity
         self._step_values = step_values
         self._truncated_reward = truncated_reward
         self.fresh_steps = fresh_steps
@@ -252,7 +253,7 @@ class ReplayBuffer:
             keep[distinct] = True
             keys = [token_key(ids[response], shelf.index) for response in distinct]
             self._counts["duplicates"] += len(packed) - len(distinct)
-        room = min(self.config.capacity, self.config.capacity_per_prompt)
+        room = min(self.config.capacity, self._capacity_per_prompt)
         too_many = max(0, int(keep.sum()) - room)
         keep[np.flatnonzero(keep)[:too_many]] = False
         return packed if keep.all() else packed.take(keep), keys[too_many:]
@@ -262,7 +263,7 @@ class ReplayBuffer:
         copies = self._copies(packed, keys, shelf)
         self._counts["duplicates"] += len(copies)
         self._remove(np.array(copies, np.int64), keep=shelf)
-        excess = shelf.live + len(packed) - self.config.capacity_per_prompt
+        excess = shelf.live + len(packed) - self._capacity_per_prompt
         self._evict(shelf.oldest(max(0, excess)), shelf)
         excess = len(self) + len(packed) - self.config.capacity
         self._evict(islice(self._order, max(0, excess)), shelf)
