@@ -27,10 +27,15 @@ def test_a_sync_run_writes_its_folder(folder):
     assert list(summary) == [
         "task", "objective", "seed", "steps", "seconds", "responses_generated", "responses_trained", "start", "final", "lag",
         "empty_steps", "collapse", "start_standard_error", "final_standard_error", "evaluated",
+        "best", "stability",
     ]  # fmt: skip
     assert (summary["steps"], summary["responses_trained"], summary["lag"]) == (6, 96, {"mean": 0.0, "max": 0})
     assert load_config(run.config) == with_objective_defaults(config)
-    assert [path.name for path in sorted(run.checkpoints.iterdir())] == ["step-4", "step-6"]
+    assert [path.name for path in sorted(run.checkpoints.iterdir())] == [
+        f"best-step-{summary['best']['step']}",
+        "step-4",
+        "step-6",
+    ]
     steps = [record for record in metrics_of(config) if "loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     sample = json.loads(run.samples.read_text().splitlines()[0])

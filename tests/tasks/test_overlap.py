@@ -106,6 +106,15 @@ def test_prompts_of_own_data_are_compared_too(write, tmp_path, caplog, suffix):
         same.prompts("train")
 
 
+def test_a_task_of_one_prompt_is_evaluated_on_it(write, tmp_path, caplog):
+    (tmp_path / "rewards.py").write_text("def score(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
+    data = write("one.jsonl", [{"prompt": "Make 24."}])
+    settings = {"name": "own", "rewards": [{"function": f"{tmp_path}/rewards.py:score"}]}
+    task = make_task(TaskConfig(**settings, data=data, eval_data=data), make_tokenizer(), max_prompt_tokens=200)
+    assert len(task.prompts("train")) == len(task.prompts("held_out")) == 1
+    assert not warnings(caplog)
+
+
 def test_own_data_split_by_a_share_has_no_question_on_both_sides(write, tmp_path):
     (tmp_path / "rewards.py").write_text("def score(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
     rows = [{"prompt": text} for i in range(40) for text in (f"Mia has {i} pens.", f"mia has {i}  pens.")]

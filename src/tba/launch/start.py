@@ -62,7 +62,7 @@ def train(config: Config, functions: RewardFunctions = None, *, inputs: RunInput
     if run.interrupt.asked:
         raise KeyboardInterrupt
     if config.observe.progress:
-        show_summary(summary, run.recorder.curve(), folder.path)
+        show_summary(summary, run.recorder.curve(), folder.path, config=config)
     return summary
 
 

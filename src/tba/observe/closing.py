@@ -10,6 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tba.config import Config
+from tba.observe.stability import advice, stability_words, went_badly
+
 PLOT_WIDTH, PLOT_HEIGHT = 60, 10
 SHARES = ("accuracy", "pass@", "avg@", "win_rate", "success", "cut_off", "distinct")
 """What metrics that are shares begin with."""
@@ -30,7 +33,7 @@ def shown(name: str, value: float, error: float | None = None) -> str:
     return (f"{value:.1%}" if is_share else f"{value:.3g}") + spread
 
 
-def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path) -> None:
+def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, config: Config) -> None:
     """Print the closing words of a run."""
     console = Console()
     table = Table(title=f"{summary['task']}, {summary['objective']}, seed {summary['seed']}", title_justify="left")
@@ -58,6 +61,17 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path) -> None
     if summary["collapse"] is not None:
         console.print(
             f"step {summary['collapse']['step']}: {summary['collapse']['words']}", style="bold red", markup=False
+        )
+    console.print(stability_words(summary), highlight=False)
+    if went_badly(summary):
+        words = advice(summary, auto_rate=config.train.learning_rate is None, step_nats=config.train.step_nats)
+        console.print(words, style="bold", highlight=False)
+    if summary["best"] is not None and 0 < summary["best"]["step"] < summary["steps"]:
+        best, name = summary["best"], next(iter(summary["final"]))
+        console.print(
+            f"best {name}: {shown(name, best['score'])} at step {best['step']}, kept in "
+            f"checkpoints/best-step-{best['step']} (the table is of the last weights)",
+            highlight=False,
         )
     if len(curve.points) > 2:
         console.print(text_plot(curve), highlight=False)

@@ -60,7 +60,7 @@ METRICS = (
         name="step_nats",
         unit="nats",
         reduction="last",
-        meaning="Mean |change of log_pi| of a response by this step's update.",
+        meaning="Mean |change of log_pi| / sqrt(tokens) of a response by this update.",
     ),
     Metric(name="tb/clip_fraction", unit="share", meaning="Responses beyond objective.residual_clip."),
     Metric(name="objective/*", unit="", meaning="Of the objective; its own file says what."),

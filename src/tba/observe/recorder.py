@@ -13,6 +13,7 @@ from tba.observe.metrics import Evaluation
 from tba.observe.progress import Progress, RoleStatus
 from tba.observe.samples import SampleLog
 from tba.observe.sinks import make_sinks
+from tba.observe.stability import Stability
 from tba.types import TrajectoryGroup
 
 
@@ -47,6 +48,9 @@ class Recorder:
         self._seconds_at: dict[int, float] = {0: 0.0}
         """When each step was done: an evaluation comes later than the version it is of."""
         self._lag_sum, self._lag_max = 0.0, 0.0
+        self._stability = Stability()
+        self.best: tuple[int, float] | None = None
+        """Step and headline of the best evaluation, whose weights are kept."""
         self.steps = 0
         self.empty_steps = 0
         """Steps of which no response had weight; the optimizer did not move."""
@@ -76,6 +80,7 @@ class Recorder:
         self.steps = step
         self.responses_trained += responses
         self.empty_steps += responses == 0
+        self._stability.step(metrics)
         self._lag_sum += metrics.get("off_policy/lag_mean", 0.0)
         self._lag_max = max(self._lag_max, metrics.get("off_policy/lag_max", 0.0))
         rate = self.responses_trained / max(self.seconds, 1e-9)
@@ -117,6 +122,8 @@ class Recorder:
             "start_standard_error": dict(first.errors),
             "final_standard_error": dict(last.errors),
             "evaluated": {name: int(count) for name, count in last.counts.items()},
+            "best": None if self.best is None else {"step": self.best[0], "score": self.best[1]},
+            "stability": self._stability.summary(),
         }
 
     def curve(self) -> Curve:

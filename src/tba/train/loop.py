@@ -144,6 +144,7 @@ class Trainer:
         self.recorder.evaluation(step, metrics)
         if metrics:
             self.checkpoints.keep_best(step, next(iter(metrics.values())))
+            self.recorder.best = self.checkpoints.best
 
     def record(self, batch: Batch, result: StepResult, *, seconds: float, waited: float, publishing: float) -> None:
         """Metrics of the step just done; lag is counted against the version that was trained."""

@@ -78,7 +78,8 @@ class TrainStep:
 
     @torch.no_grad()
     def movement(self, batch: Batch, said: Forward) -> float:
-        """Mean |change of log_pi| of a response since the model said this about the batch, in nats, over a few of them."""
+        """How far log_pi of a response has moved since the model said this about the batch: |change| / sqrt(tokens) in nats,
+        mean over a few responses. (The log-prob of T tokens wanders by sqrt(T) times what each wanders by itself.)"""
         (P, K), count = batch.shape, min(len(batch.lengths), MEASURED_RESPONSES)
         responses = sorted({index * P * K // count for index in range(count)})
         change_R = torch.zeros(len(responses), device=self.policy.device)
@@ -89,7 +90,8 @@ class TrainStep:
             place = torch.tensor([responses.index(response) for response in part])
             place_N = torch.repeat_interleave(place, batch.lengths[micro_batch.responses]).to(moved_N.device)
             change_R.index_add_(0, place_N, chosen_N.float())
-        return float(change_R.abs().mean())
+        tokens_R = batch.sum_per_response(torch.ones_like(batch.log_ref_N)).flatten()[responses].clamp(min=1.0)
+        return float((change_R.abs() / tokens_R.sqrt().to(change_R.device)).mean())
 
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
         """Leave the gradients of the whole batch in the optimizer's weights; none where the loss is not finite."""

@@ -109,7 +109,10 @@ class Side:
         self.keys.append(question_key(prompt.text))
 
     def leave_out(self, held_out: Side, *, data: str, held_out_words: str) -> None:
-        """Drop the prompts whose question is on the other side too, with a warning."""
+        """Drop the prompts whose question is on the other side too, with a warning. A task of one prompt has no others to be
+        evaluated on: it keeps it."""
+        if len(set(self.keys)) == 1:
+            return
         kept = not_held_out(self.keys, set(held_out.keys), data=data, held_out=held_out_words)
         if all(kept):
             return

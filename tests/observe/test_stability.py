@@ -1,0 +1,52 @@
+"""The closing line on stability, and the advice, from hand-made summaries."""
+
+import pytest
+
+from tba.observe.stability import Stability, advice, stability_words, went_badly
+
+
+def summary(**changes):
+    whole = {
+        "final": {"accuracy": 0.60},
+        "final_standard_error": {"accuracy": 0.02},
+        "collapse": None,
+        "best": {"step": 80, "score": 0.62},
+        "stability": {"drift_nats": 0.021, "held_back": 0.1, "trained_per_generated": 1.0},
+    }
+    return whole | changes
+
+
+def test_means_are_over_the_steps_that_have_the_metric_and_the_rest_is_the_last():
+    stability = Stability()
+    stability.step({"off_policy/kl": 0.1, "tb/held_back": 0.2, "buffer/replay_ratio": 0.5, "learning_rate": 1e-4})
+    stability.step({"buffer/replay_ratio": 0.9, "learning_rate": 2e-4})
+    stability.step({"off_policy/kl": 0.3, "tb/held_back": 0.0})
+    assert stability.summary() == pytest.approx(
+        {"drift_nats": 0.2, "held_back": 0.1, "trained_per_generated": 0.9, "learning_rate": 2e-4}
+    )
+
+
+def test_one_line_tells_alarms_drift_what_was_held_back_and_reuse():
+    assert stability_words(summary()) == (
+        "stability: no alarm; the policy moved 0.021 nats between generating and training a response; "
+        "10% of the gradient was held back; each response was trained 1 times"
+    )
+    recovered = summary(collapse={"step": 40, "recovered": 60}, stability={})
+    assert stability_words(recovered) == "stability: collapse alarm at step 40, recovered by step 60"
+
+
+def test_a_run_went_badly_where_it_collapsed_or_ended_clearly_below_its_best():
+    assert not went_badly(summary())  # one standard error below
+    assert went_badly(summary(best={"step": 80, "score": 0.65}))  # two and a half
+    assert went_badly(summary(collapse={"step": 40, "recovered": None}))
+    assert not went_badly(summary(collapse={"step": 40, "recovered": 60}))
+    assert not went_badly(summary(best=None))
+
+
+def test_the_first_thing_to_change_follows_from_what_was_seen():
+    stale = summary(stability={"held_back": 0.6, "trained_per_generated": 4.0})
+    assert "max_trained_per_generated" in advice(stale, auto_rate=True, step_nats=0.06)
+    late = summary(stability={"held_back": 0.6, "trained_per_generated": 1.0})
+    assert "replay.lag=pace" in advice(late, auto_rate=True, step_nats=0.06)
+    assert "train.learning_rate" in advice(summary(), auto_rate=False, step_nats=0.06)
+    assert "train.step_nats=0.03" in advice(summary(), auto_rate=True, step_nats=0.06)
