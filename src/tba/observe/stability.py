@@ -1,4 +1,4 @@
-"""How steady a run was, in one line (alarms, drift, what was held back, reuse), and what to change first if it went badly."""
+"""How steady a run was, in one line (alarms, drift, what was held back, reuse), and what to change first if it fails."""
 
 from __future__ import annotations
 
