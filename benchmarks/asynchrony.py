@@ -51,16 +51,17 @@ def mean_and_error(values: Sequence[float]) -> str:
 
 def quickstart() -> None:
     print(
-        f"{'seed':>4} {'start':>6} {'final':>6} {'seconds':>8} {'s to 70%':>9} {'responses/s':>12} {'lag':>5}",
+        f"{'seed':>4} {'start':>6} {'final':>6} {'seconds':>8} {'s to 70%':>9} {'responses/s':>12} {'lag':>5}  last five",
         flush=True,
     )
     for seed in SEEDS:
         found = run(seed)
+        last_five = " ".join(f"{accuracy:.1%}" for _, accuracy in found["curve"][-5:])
         reached = seconds_to(found["curve"], 0.7)
         print(
             f"{seed:>4} {found['start']['accuracy']:>6.1%} {found['final']['accuracy']:>6.1%} {found['seconds']:>8.0f} "
             f"{'never' if reached is None else f'{reached:.0f}':>9} "
-            f"{found['responses_trained'] / found['seconds']:>12.0f} {found['lag']['mean']:>5.1f}",
+            f"{found['responses_trained'] / found['seconds']:>12.0f} {found['lag']['mean']:>5.1f}  {last_five}",
             flush=True,
         )
 

@@ -31,7 +31,7 @@ COLLAPSING = {
     "tb, beta 0.01, equal groups dropped": [
         TOO_HIGH, "objective.name=tb", "objective.beta=0.01", "train.equal_reward_groups=drop", "train.max_steps=200",
     ],
-    "tb, default beta": [TOO_HIGH, "objective.name=tb", "train.max_steps=200"],
+    "tb, beta 0.05": [TOO_HIGH, "objective.name=tb", "objective.beta=0.05", "train.max_steps=200"],
     "reinforce, no baseline, beta 0": [
         TOO_HIGH, "objective.name=reinforce", "objective.baseline=none", "objective.beta=0", "train.max_steps=200",
     ],

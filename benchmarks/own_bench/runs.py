@@ -163,7 +163,7 @@ def line_of(run: Run, output: Path) -> dict[str, Any]:
 
 
 MEASURED = (
-    "step_nats", "tb/held_back", "off_policy/kl", "off_policy/ess", "learning_rate", "kl", "entropy",
+    "movement", "tb/held_back", "off_policy/kl", "off_policy/ess", "learning_rate", "kl", "entropy",
     "grad_norm", "completions/mean_length", "reward",
 )  # fmt: skip
 """Metrics of training that are kept, as means over the thirds of a run."""

@@ -34,13 +34,13 @@ def test_auto_begins_at_a_tenth_of_the_guess_and_falls_to_zero_over_the_second_h
 
 @pytest.mark.parametrize("wrong_by", [0.1, 1.0, 10.0])
 def test_a_wrong_guess_is_mended_within_fifty_steps(wrong_by):
-    """A policy whose movement is proportional to the rate: .06 nats at 1e-4."""
+    """A policy whose movement is proportional to the rate: .07 at 1e-4."""
     rate = rate_of(f"train.first_learning_rate={wrong_by * 1e-4}")
     highest = 0.0
     for step in range(50):
         used = rate.at(step)
         highest = max(highest, used)
-        rate.follow(step, 0.06 * used / 1e-4)
+        rate.follow(step, 0.07 * used / 1e-4)
     assert rate.at(50) == pytest.approx(1e-4, rel=0.1)
     assert highest < 2e-4  # and no harm is done on the way
 
@@ -53,8 +53,8 @@ def test_where_nothing_moves_the_rate_stays_within_bounds():
 
 
 def test_each_response_trained_four_times_halves_the_movement():
-    assert rate_of().wanted_nats == pytest.approx(0.06)
-    assert rate_of("replay.max_trained_per_generated=4").wanted_nats == pytest.approx(0.03)
+    assert rate_of().wanted == pytest.approx(0.07)
+    assert rate_of("replay.max_trained_per_generated=4").wanted == pytest.approx(0.035)
 
 
 def test_the_rate_is_part_of_a_checkpoint():
@@ -65,7 +65,7 @@ def test_the_rate_is_part_of_a_checkpoint():
     assert again.at(5) == rate.at(5) != rate_of().at(5)
 
 
-def test_movement_is_the_mean_change_of_log_pi_per_square_root_of_tokens():
+def test_movement_is_the_mean_change_of_log_pi_in_units_of_the_root_of_the_entropy():
     model = tiny_llama()
     policy = PolicyModel(model)
     optimizer = MasterAdamW(model.parameters(), TrainConfig())
@@ -78,5 +78,5 @@ def test_movement_is_the_mean_change_of_log_pi_per_square_root_of_tokens():
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
     after = step.gradients(batch, beta=0.1).said
     change = batch.sum_per_response(after.log_pi_N) - batch.sum_per_response(before.log_pi_N)
-    want = (change.abs().flatten() / batch.lengths.sqrt()).mean()
+    want = change.abs().mean() / batch.sum_per_response(before.entropy_N).sqrt().mean()
     assert step.movement(batch, before) == pytest.approx(want.item(), rel=1e-5)

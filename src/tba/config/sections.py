@@ -195,11 +195,11 @@ class TrainConfig(Section):
     updates_per_batch: int = Field(default=1, ge=1)
     """Optimizer steps on the same batch before the next is sampled (PPO's epochs, GRPO's mu)."""
     learning_rate: Annotated[Schedule | None, Auto] = None
-    """Of AdamW: a number or a schedule; None or auto = it follows the movement of the policy (step_nats), begins low and
+    """Of AdamW: a number or a schedule; None or auto = it follows the movement of the policy (movement), begins low and
     falls to zero at the end (settle)."""
-    step_nats: float = Field(default=0.06, gt=0.0)
-    """learning_rate=auto only: the movement that the rate aims at: mean |change of log_pi| of a response by one optimizer
-    step, in nats per square root of its tokens; divided by sqrt(replay.max_trained_per_generated)."""
+    movement: float = Field(default=0.07, gt=0.0)
+    """learning_rate=auto only: what the rate aims at: the mean |change of log_pi| of a response by one optimizer step, in
+    units of the square root of its entropy; divided by sqrt(replay.max_trained_per_generated)."""
     settle: float = Field(default=0.5, ge=0.0, le=1.0)
     """learning_rate=auto only: share of the run, at its end, in which the rate falls to zero."""
     first_learning_rate: float | None = Field(default=None, gt=0.0)

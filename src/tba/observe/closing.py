@@ -64,7 +64,7 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
         )
     console.print(stability_words(summary), highlight=False)
     if went_badly(summary):
-        words = advice(summary, auto_rate=config.train.learning_rate is None, step_nats=config.train.step_nats)
+        words = advice(summary, auto_rate=config.train.learning_rate is None, movement=config.train.movement)
         console.print(words, style="bold", highlight=False)
     if summary["best"] is not None and 0 < summary["best"]["step"] < summary["steps"]:
         best, name = summary["best"], next(iter(summary["final"]))

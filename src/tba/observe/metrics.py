@@ -57,10 +57,10 @@ METRICS = (
     Metric(name="tb/max_abs_residual", unit="nats", reduction="max", meaning="Largest |log Z estimate - prompt mean|."),
     Metric(name="tb/held_back", unit="share", meaning="Gradient that objective.off_policy holds back, over tokens."),
     Metric(
-        name="step_nats",
-        unit="nats",
+        name="movement",
+        unit="sqrt(nats)",
         reduction="last",
-        meaning="Mean |change of log_pi| / sqrt(tokens) of a response by this update.",
+        meaning="Mean |change of log_pi| of a response by this update / mean sqrt of its entropy.",
     ),
     Metric(name="tb/clip_fraction", unit="share", meaning="Responses beyond objective.residual_clip."),
     Metric(name="objective/*", unit="", meaning="Of the objective; its own file says what."),

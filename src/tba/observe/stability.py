@@ -63,7 +63,7 @@ def went_badly(summary: Mapping[str, Any]) -> bool:
     return summary["final"][name] < best["score"] - FELL_ERRORS * summary["final_standard_error"].get(name, 0.0)
 
 
-def advice(summary: Mapping[str, Any], *, auto_rate: bool, step_nats: float) -> str:
+def advice(summary: Mapping[str, Any], *, auto_rate: bool, movement: float) -> str:
     """What to change first."""
     found = summary["stability"]
     if found.get("held_back", 0.0) > MUCH_HELD_BACK and found.get("trained_per_generated", 1.0) > 1.5:
@@ -74,4 +74,4 @@ def advice(summary: Mapping[str, Any], *, auto_rate: bool, step_nats: float) -> 
         )
     if not auto_rate:
         return "change first: leave train.learning_rate unset (auto), or divide it by 3."
-    return f"change first: train.step_nats={step_nats / 2:g} (half of what it was), then a higher objective.beta."
+    return f"change first: train.movement={movement / 2:g} (half of what it was), then a higher objective.beta."

@@ -121,8 +121,8 @@ class Trainer:
                 f"step {step} stopped before the optimizer moved: {error} The batch is saved in {path}. "
                 "Lower train.learning_rate, raise objective.beta, or look for extreme rewards in it."
             ) from None
-        if "step_nats" in result.metrics:
-            self.rate.follow(step, result.metrics["step_nats"])
+        if "movement" in result.metrics:
+            self.rate.follow(step, result.metrics["movement"])
         return result
 
     def publish_if_due(self) -> float:

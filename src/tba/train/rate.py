@@ -1,10 +1,11 @@
 """The learning rate of each step: a schedule that was given, or `auto`, which follows how far the policy moves.
 
-What a rate does depends on the model's size, on LoRA, on Adam's state and on the length of responses; what can be chosen
-once for all of them is the movement. After an update some responses of its batch are scored again, and their mean |change
-of log_pi| / sqrt(tokens) is compared with train.step_nats: the rate is multiplied so that the next steps come nearer to it.
-It begins at a tenth of a guess from the model's size, so that a guess ten times too high does no harm, and in the last part
-of the run (train.settle) it falls to zero, so that the noise of single steps averages out.
+What a rate does depends on the model's size, on LoRA, on Adam's state, on the length of responses and on how sure the policy
+is; what can be chosen once for all of them is the movement. After an update some responses of its batch are scored again,
+and their mean |change of log_pi|, in units of the square root of their entropy, is compared with train.movement: the rate is
+multiplied so that the next steps come nearer to it. It begins at a tenth of a guess from the model's size, so that a guess
+ten times too high does no harm, and in the last part of the run (train.settle) it falls to zero, so that the noise of single
+steps averages out.
 """
 
 from __future__ import annotations
@@ -64,18 +65,18 @@ class LearningRate:
         due = step < MEASURED_STEPS or step % MEASURED_EVERY == 0
         return self.is_auto and due and self.shape(step) >= LEAST_SHAPE
 
-    def follow(self, step: int, moved_nats: float) -> None:
-        """`moved_nats` is what `TrainStep.movement` measured of this step."""
-        wanted = self.wanted_nats * self.shape(step)
-        factor = (wanted / max(moved_nats, 1e-12)) ** GAIN
+    def follow(self, step: int, moved: float) -> None:
+        """`moved` is what `TrainStep.movement` measured of this step."""
+        wanted = self.wanted * self.shape(step)
+        factor = (wanted / max(moved, 1e-12)) ** GAIN
         rate = self.rate * min(MAX_RISE, max(MAX_FALL, factor))
         self.rate = min(FURTHEST * self.guess, max(self.guess / FURTHEST, rate))
 
     @property
-    def wanted_nats(self) -> float:
-        """train.step_nats, less where each response is trained several times: what the policy moves between generating and
+    def wanted(self) -> float:
+        """train.movement, less where each response is trained several times: what the policy moves between generating and
         training a response grows with the steps between them."""
-        return self.config.train.step_nats / math.sqrt(max(1.0, self.config.replay.max_trained_per_generated or 1.0))
+        return self.config.train.movement / math.sqrt(max(1.0, self.config.replay.max_trained_per_generated or 1.0))
 
     def state(self) -> dict[str, Any]:
         return {"rate": self.rate}

@@ -27,6 +27,8 @@ from tba.types import Batch, Forward, Loss
 
 MEASURED_RESPONSES = 32
 """Responses whose movement by an update is measured."""
+LEAST_SPREAD = 0.1
+"""Square root of an entropy of .01 nats: a policy that is sure of every token has nothing left to learn by sampling."""
 
 
 class NonFiniteLoss(RuntimeError):
@@ -71,15 +73,19 @@ class TrainStep:
         if batch.totals.responses:
             self.optimizer.step(learning_rate)
             if measure_movement:
-                metrics["step_nats"] = self.movement(batch, result.said)
+                metrics["movement"] = self.movement(batch, result.said)
         else:  # no response has weight: Adam's momentum alone would move the weights
             self.optimizer.drop_gradients()
         return replace(result, metrics=metrics)
 
     @torch.no_grad()
     def movement(self, batch: Batch, said: Forward) -> float:
-        """How far log_pi of a response has moved since the model said this about the batch: |change| / sqrt(tokens) in nats,
-        mean over a few responses. (The log-prob of T tokens wanders by sqrt(T) times what each wanders by itself.)"""
+        """How far log_pi has moved since the model said this about the batch: mean |change| of a few responses, in units of
+        the mean square root of their entropy.
+
+        Between samples of a policy the log-prob of a response varies by about the square root of its entropy. That of a sure
+        policy varies little, and the same change of log_pi means more to it.
+        """
         (P, K), count = batch.shape, min(len(batch.lengths), MEASURED_RESPONSES)
         responses = sorted({index * P * K // count for index in range(count)})
         change_R = torch.zeros(len(responses), device=self.policy.device)
@@ -90,8 +96,9 @@ class TrainStep:
             place = torch.tensor([responses.index(response) for response in part])
             place_N = torch.repeat_interleave(place, batch.lengths[micro_batch.responses]).to(moved_N.device)
             change_R.index_add_(0, place_N, chosen_N.float())
-        tokens_R = batch.sum_per_response(torch.ones_like(batch.log_ref_N)).flatten()[responses].clamp(min=1.0)
-        return float((change_R.abs() / tokens_R.sqrt().to(change_R.device)).mean())
+        assert said.entropy_N is not None
+        entropy_R = batch.sum_per_response(said.entropy_N.to(batch.log_ref_N.device)).flatten()[responses]
+        return float(change_R.abs().mean()) / max(LEAST_SPREAD, float(entropy_R.clamp(min=0.0).sqrt().mean()))
 
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
         """Leave the gradients of the whole batch in the optimizer's weights; none where the loss is not finite."""
