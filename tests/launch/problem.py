@@ -11,6 +11,8 @@ import psutil
 from builders import tiny_llama, tiny_tokenizer
 
 from tba.config import Config, load_config
+from tba.launch import evaluate_model
+from tba.observe.metrics import Evaluation
 
 REWARDS = """
 import time
@@ -73,6 +75,11 @@ def make_config(folder: Path, *overrides: str, reward: str = "sevens") -> Config
     }
     values = {"model": {"path": str(folder / "model")}, "task": task, "output": str(folder / "runs")}
     return load_config(None, [*SETTINGS, *overrides], **values)
+
+
+def scores_of(config: Config) -> dict[str, float]:
+    """What `tba evaluate` says of a run's newest checkpoint, without standard errors."""
+    return dict(Evaluation.of(evaluate_model(str(config.run_folder), [])).values)
 
 
 def children() -> list[psutil.Process]:

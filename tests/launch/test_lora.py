@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from builders import tiny_llama
-from problem import make_config
+from problem import make_config, scores_of
 from transformers import AutoModelForCausalLM
 
 from tba.config import ConfigError, LoraConfig, ModelConfig, load_config
 from tba.generate.native import NativeEngine
 from tba.generate.scoring import ReferenceScorer
-from tba.launch import evaluate_model, merge_adapter, train
+from tba.launch import merge_adapter, train
 from tba.models.canary import CanaryMismatch
 from tba.models.load import LoadedModel, adapt
 from tba.models.lora import BaseScorer, add_lora, merged
@@ -100,7 +100,7 @@ def test_an_adapter_checkpoint_loads_evaluates_and_merges(folder, tmp_path):
     checkpoint = RunFolder(config.run_folder).checkpoints / "step-6"
     assert (checkpoint / "adapter_model.safetensors").is_file()
     assert not (checkpoint / "model.safetensors").exists()
-    assert evaluate_model(str(config.run_folder), []) == summary["final"]
+    assert scores_of(config) == summary["final"]
     merge_adapter(str(config.run_folder), tmp_path / "whole")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     base = AutoModelForCausalLM.from_pretrained(folder / "model")

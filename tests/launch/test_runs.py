@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
-from problem import make_config
+from builders import tiny_llama
+from problem import make_config, scores_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config import load_config
-from tba.launch import evaluate_model, train
-from tba.launch.defaults import with_objective_defaults
+from tba.launch import train
+from tba.launch.defaults import learning_rate_for, with_objective_defaults
 from tba.launch.inputs import load_inputs
 from tba.launch.synchronous import SyncRun
 from tba.observe.files import RunFolder
@@ -30,7 +31,13 @@ def test_a_sync_run_writes_its_folder(folder):
         "best", "stability",
     ]  # fmt: skip
     assert (summary["steps"], summary["responses_trained"], summary["lag"]) == (6, 96, {"mean": 0.0, "max": 0})
-    assert load_config(run.config) == with_objective_defaults(config)
+    saved = load_config(run.config)
+    assert saved.replay.capacity_per_prompt == 100
+    assert saved.train.first_learning_rate == learning_rate_for(sum(p.numel() for p in tiny_llama().parameters()))
+    asked = with_objective_defaults(config)
+    assert saved.replay.model_copy(update={"capacity_per_prompt": None}) == asked.replay
+    assert saved.train.model_copy(update={"first_learning_rate": None}) == asked.train
+    assert saved.model_copy(update={"replay": asked.replay, "train": asked.train}) == asked
     assert [path.name for path in sorted(run.checkpoints.iterdir())] == [
         f"best-step-{summary['best']['step']}",
         "step-4",
@@ -115,7 +122,7 @@ def test_the_checkpoint_loads_with_transformers_and_evaluates(folder):
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model.generate(**tokenizer("w5 w6", return_tensors="pt"), max_new_tokens=3)
-    assert evaluate_model(str(config.run_folder), []) == summary["final"]
+    assert scores_of(config) == summary["final"]
 
 
 def test_two_searchers_and_a_trainer_for_twenty_steps(folder):

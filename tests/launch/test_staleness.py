@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from problem import make_config
+from problem import make_config, scores_of
 from transformers import AutoModelForCausalLM
 
 from tba.config import load_config
-from tba.launch import evaluate_model, train
+from tba.launch import train
 from tba.observe.files import RunFolder
 
 
@@ -25,9 +25,7 @@ def test_a_fixed_lag_is_kept_exactly_once_there_are_enough_versions(folder):
         trained = record["step"] - 1
         assert record["off_policy/lag_mean"] == record["off_policy/lag_max"] == min(trained, 3)
     assert summary["lag"]["max"] == 3
-    assert evaluate_model(str(config.run_folder), []) == summary["final"], (
-        "evaluated with current, not with old weights"
-    )
+    assert scores_of(config) == summary["final"], "evaluated with current, not with old weights"
 
 
 def test_stale_responses_are_those_of_the_old_weights(folder):
