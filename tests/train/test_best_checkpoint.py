@@ -1,0 +1,55 @@
+"""The weights of the best evaluation are kept, whenever its result arrives."""
+
+import pytest
+from builders import tiny_llama, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from tba.config import TrainConfig, load_config
+from tba.observe.files import RunFolder
+from tba.train.checkpoint import Checkpoints
+from tba.train.optim import MasterAdamW
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    model = tiny_llama()
+    folder = RunFolder.create(tmp_path / "run", overwrite=False)
+    optimizer = MasterAdamW(model.parameters(), TrainConfig())
+    return Checkpoints(folder, model, tiny_tokenizer(), optimizer, heads=[], state=dict, keep=1)
+
+
+def names(checkpoints):
+    return sorted(path.name for path in checkpoints.folder.checkpoints.iterdir())
+
+
+def test_the_best_stays_until_another_is_as_good(checkpoints):
+    checkpoints.keep_best(0, 0.3)  # the start model, of which nothing is saved
+    checkpoints.save_evaluated(10)
+    checkpoints.keep_best(12, 0.5)  # evaluated a little later than it was asked for
+    assert names(checkpoints) == ["best-step-10"]
+    AutoModelForCausalLM.from_pretrained(checkpoints.folder.checkpoints / "best-step-10")
+    checkpoints.save_evaluated(20)
+    checkpoints.save_evaluated(30)
+    checkpoints.keep_best(20, 0.4)
+    assert names(checkpoints) == ["best-step-10", "evaluated-step-30"]
+    checkpoints.keep_best(30, 0.5)
+    assert names(checkpoints) == ["best-step-30"]
+    assert checkpoints.best == (30, 0.5)
+
+
+def test_a_run_that_never_beats_its_start_keeps_no_best(checkpoints):
+    checkpoints.keep_best(0, 0.6)
+    checkpoints.save_evaluated(10)
+    checkpoints.keep_best(10, 0.5)
+    assert names(checkpoints) == []
+    assert checkpoints.best == (0, 0.6)
+
+
+def test_evaluations_are_due_every_tenth_of_a_run_unless_told_otherwise():
+    def due(*overrides):
+        config = load_config(None, ["train.max_steps=50", *overrides])
+        return [step for step in range(1, 51) if config.evaluation_due(step)]
+
+    assert due() == list(range(5, 51, 5))
+    assert due("evaluate.every=20") == [20, 40, 50]
+    assert due("evaluate.every=0") == [50]
