@@ -92,6 +92,7 @@ def test_the_embedded_task_as_an_own_problem_learns_without_tuning(folder):
     task = {"name": "own", "data": f"{folder}/words-train.jsonl", "eval_data": f"{folder}/words-eval.jsonl"}
     task["rewards"] = [{"function": f"{folder}/words.py:right"}]
     overrides = ["mode=sync", "name=words", "train.max_steps=25", "observe.progress=false", f"output={folder}/runs"]
+    overrides += ["evaluate.every=0", "evaluate.num_prompts=300"]
     summary = train(load_config(None, overrides, task=task))
     assert summary["final"]["accuracy"] > summary["start"]["accuracy"] + 0.15
 

@@ -47,7 +47,7 @@ def test_the_papers_gsm8k_learning_rate_has_the_official_shape():
 def test_an_embedded_task_trains_and_evaluates(name, tmp_path):
     small = ["train.max_steps=4", "train.responses_per_step=32", "evaluate.every=2", "observe.progress=false"]
     small += ["train.samples_per_prompt=32"] if name == "red_team_cpu" else ["task.num_train_prompts=200"]
-    small += ["train.learning_rate=3e-4"]  # auto begins lower than four steps can show
+    small += ["train.learning_rate=1e-3"]  # auto begins lower than four steps can show
     small += ["evaluate.num_prompts=40", "evaluate.samples_per_prompt=64", f"output={tmp_path}", "name=run"]
     summary = train(load_config(CONFIGS / f"{name}.yaml", small))
     assert summary["steps"] == 4
