@@ -120,6 +120,7 @@ class Bench:
         config = ReplayConfig(
             capacity=self.scenario.num_rows,
             capacity_per_prompt=self.scenario.capacity_per_prompt,
+            deduplicate=True,
             on_policy_probability=0.5,
             inverse_temperature=1.0,
         )

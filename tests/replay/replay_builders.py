@@ -47,9 +47,9 @@ class Groups:
         return TrajectoryGroup(id=f"g{self.count}", prompt=prompt(name), trajectories=tuple(members))
 
 
-def replay(*, fresh_steps=1, seed=0, reward_names=("r",), reward_weights=(1.0,), **settings):
+def replay(*, fresh_steps=1, seed=0, reward_names=("r",), reward_weights=(1.0,), deduplicate=True, **settings):
     return ReplayBuffer(
-        ReplayConfig(**settings),
+        ReplayConfig(deduplicate=deduplicate, **settings),
         fresh_steps=fresh_steps,
         seed=seed,
         reward_names=reward_names,

@@ -45,6 +45,21 @@ def test_a_run_that_never_beats_its_start_keeps_no_best(checkpoints):
     assert checkpoints.best == (0, 0.6)
 
 
+def test_without_checkpoints_the_best_step_is_still_told(checkpoints):
+    checkpoints.keep = 0
+    checkpoints.keep_best(0, 0.3)
+    checkpoints.save_evaluated(10)
+    checkpoints.keep_best(10, 0.5)
+    assert names(checkpoints) == []
+    assert checkpoints.best == (10, 0.5)
+
+
+def test_weights_whose_evaluation_never_came_do_not_outlive_the_run(checkpoints):
+    checkpoints.save_evaluated(10)
+    checkpoints.drop_unjudged()
+    assert names(checkpoints) == []
+
+
 def test_evaluations_are_due_every_tenth_of_a_run_unless_told_otherwise():
     def due(*overrides):
         config = load_config(None, ["train.max_steps=50", *overrides])

@@ -59,8 +59,9 @@ def with_objective_defaults(config: Config) -> Config:
         without = config.model.lora is not None or (beta.kind == "constant" and beta.start == 0.0)
         reset_every = 0 if without else objective.default_reset_every
     deduplicate, m, reuse = replay.deduplicate, replay.on_policy_probability, replay.max_trained_per_generated
+    # By the bench of own problems (docs/log.md); the paper's m, deduplication and annealed beta stand in its config files.
     if deduplicate is None:
-        deduplicate = False
+        deduplicate = False  # a sure policy repeats itself: groups of distinct responses only would be short
     if m is None:
         m = 1.0
     if reuse is None:

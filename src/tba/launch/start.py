@@ -58,6 +58,7 @@ def train(config: Config, functions: RewardFunctions = None, *, inputs: RunInput
             run.trainer.checkpoints.save(run.trainer.step_index)
         summary = run.recorder.finish()
     finally:
+        run.trainer.checkpoints.drop_unjudged()
         run.close()
     if run.interrupt.asked:
         raise KeyboardInterrupt

@@ -51,7 +51,7 @@ class ReplayBuffer:
         `step_values` says whether Monte-Carlo values of step prefixes are stored too; `truncated_reward` stands for the
         score of cut-off responses, None = their own."""
         self.config = config
-        self._deduplicate = config.deduplicate is not False
+        self._deduplicate = bool(config.deduplicate)
         self._capacity_per_prompt = config.capacity_per_prompt or config.capacity
         self._step_values = step_values
         self._truncated_reward = truncated_reward
@@ -145,7 +145,6 @@ class ReplayBuffer:
             chosen = self._mixed.choose(self._shelves, decks, num_prompts, samples_per_prompt, self.rng)
             used_up = np.zeros(0, np.int64)
         rows = np.concatenate([own for _, own in chosen])
-        np.add.at(self._table.times_sampled, rows, 1)
         self._counts["trained"] += len(rows)
         self._ages = step - self._table.version[rows].astype(np.int64)
         batch = make_batch(
@@ -337,7 +336,6 @@ class ReplayBuffer:
         if self.config.importance_weighted:
             table.log_importance[rows] = packed.log_importance()
         table.received[rows] = step
-        table.times_sampled[rows] = 0
         if self.config.lag == "drop":
             table.lag_version[rows] = np.where(packed.has_lag(), packed.versions, NO_LAG)
             for row, version in zip(rows.tolist(), table.lag_version[rows].tolist()):

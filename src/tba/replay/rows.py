@@ -24,7 +24,6 @@ ROW_FIELDS = [
     ("score", np.float32),
     ("log_importance", np.float32),
     ("received", np.int32),
-    ("times_sampled", np.int32),
     ("truncated", np.bool_),
 ]
 
@@ -50,7 +49,6 @@ class RowTable:
         """Clipped log of reference / behaviour probability when stored: what importance-weighted draws look at."""
         self.received = records["received"]
         """Optimizer step at which it arrived."""
-        self.times_sampled = records["times_sampled"]
         self._free = np.zeros(capacity, np.int32)
         self._num_free = 0
         self._num_touched = 0

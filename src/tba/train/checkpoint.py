@@ -63,16 +63,21 @@ class Checkpoints:
         when it was asked stands for both.
         """
         saved = self.folder.checkpoints_by_step("evaluated-step-")
-        asked = max((found for found in saved if found <= step), default=0)
+        asked = max((found for found in saved if found <= step), default=step)  # none for the start, or with keep=0
         is_best = self.best is None or score >= self.best[1]
         if is_best:
             self.best = (asked, score)
-        if is_best and asked > 0:
+        if is_best and asked in saved:
             for outdone in self.folder.checkpoints_by_step("best-step-").values():
                 shutil.rmtree(outdone)
             os.replace(saved.pop(asked), self.folder.checkpoints / f"best-step-{asked}")
         for passed in [found for found in saved if found <= asked]:
             shutil.rmtree(saved[passed])
+
+    def drop_unjudged(self) -> None:
+        """The run is over: weights whose evaluation never came are of no use."""
+        for path in self.folder.checkpoints_by_step("evaluated-step-").values():
+            shutil.rmtree(path)
 
     def _write(self, step: int, name: str) -> None:
         write_checkpoint(

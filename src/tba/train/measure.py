@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tba.objectives.groups import centred
 from tba.types import Batch
 
 
@@ -31,9 +32,8 @@ def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, flo
 def _reward_std(batch: Batch) -> Tensor:
     """[P]: standard deviation of the rewards of the responses that were sampled for each prompt."""
     sampled_PK = batch.sampled_PK.to(batch.reward_PK.dtype)
-    count_P1 = sampled_PK.sum(dim=1, keepdim=True).clamp(min=1.0)
-    mean_P1 = (sampled_PK * batch.reward_PK).sum(dim=1, keepdim=True) / count_P1
-    return ((sampled_PK * (batch.reward_PK - mean_P1).square()).sum(dim=1) / count_P1[:, 0]).sqrt()
+    squares_P = centred(batch.reward_PK, sampled_PK).square().sum(dim=1)
+    return (squares_P / sampled_PK.sum(dim=1).clamp(min=1.0)).sqrt()
 
 
 def _lags(batch: Batch, kept_PK: Tensor, step: int) -> Tensor:

@@ -80,7 +80,3 @@ class LearningRate:
 
     def state(self) -> dict[str, Any]:
         return {"rate": self.rate}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.rate = float(state["rate"])
-        assert math.isfinite(self.rate)
