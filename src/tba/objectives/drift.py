@@ -3,8 +3,8 @@
 TB's gradient pushes a response up or down by its residual and no importance weight appears. On fresh data that is safe: a
 response that the policy gives up is hardly sampled again. On stale data it is not: a wrong response that was sampled once is
 pushed down at every further visit although the policy would not produce it any more, up to r / beta nats, and what it shares
-with right ones goes down with it. (On the bench, sort_digits: exact TB ended at .43 at a lag of 3 steps, synchronously at .69,
-and at .12 with each response trained four times: docs/log.md.)
+with right ones goes down with it. (On sort_digits of the bench exact TB ended at .43 at a lag of 3 steps where the
+synchronous run had .69, and at .12 with each response trained four times: docs/log.md.)
 
 So the push of a response is measured by its drift, log_pi now - log_pi when it was generated, and ends once the policy has
 gone far enough in the push's own direction:
