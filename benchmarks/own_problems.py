@@ -7,7 +7,7 @@
     python benchmarks/own_problems.py trl [NAMES] --rates default 1e-5 1e-4 1e-3 --seeds 0 --out runs/own_problems.jsonl
     python benchmarks/own_problems.py table runs/own_problems.jsonl
 
-NAMES are problems or the parts `tuning` and `reported` (nothing = all eight; `smollm`, which has to be fetched, only by its
+NAMES are problems or the parts `tuning` and `reported` (nothing = all nine; `smollm`, which has to be fetched, only by its
 name). Settings are chosen on the tuning part alone. Which problem is in which part was fixed before the first RL run; the
 start models and data are made on the spot, the same on every machine of one kind, and kept: `make` skips what is there.
 A setting changes what concerns learning; what a problem needs to be run at all stands in its problem.json.
@@ -27,17 +27,17 @@ from own_bench.runs import parse_setting, read_lines, run_all, runs_to_do, table
 from own_bench.trl_grpo import run_trl
 
 FOLDER = Path("runs/own_problems")
-EIGHT = (*tuning.PROBLEMS, *reported.PROBLEMS)
-PROBLEMS = {problem.name: problem for problem in (*EIGHT, *smollm.PROBLEMS)}
+BENCH = (*tuning.PROBLEMS, *reported.PROBLEMS)
+PROBLEMS = {problem.name: problem for problem in (*BENCH, *smollm.PROBLEMS)}
 
 
 def chosen(names: Sequence[str]) -> list[Problem]:
     """Problems by name or part, in the order of the bench."""
-    parts = {problem.part for problem in EIGHT}
+    parts = {problem.part for problem in BENCH}
     unknown = [name for name in names if name not in PROBLEMS and name not in parts]
     if unknown:
         raise SystemExit(f"no problem {unknown[0]!r}: there are {', '.join([*PROBLEMS, *sorted(parts)])}.")
-    by_part = [problem for problem in EIGHT if not names or problem.part in names]
+    by_part = [problem for problem in BENCH if not names or problem.part in names]
     return [problem for problem in PROBLEMS.values() if problem.name in names or problem in by_part]
 
 

@@ -39,10 +39,12 @@ def problem(request):
     return request.param
 
 
-def test_half_of_the_problems_are_for_tuning_and_they_stay_so():
-    assert [problem.name for problem in tuning.PROBLEMS] == ["word_sums", "sort_digits", "dense_copy", "one_prompt"]
-    assert [problem.name for problem in reported.PROBLEMS] == ["long_sums", "sparse", "noisy_judge", "long_temptation"]
-    assert [problem.part for problem in PROBLEMS] == ["tuning"] * 4 + ["reported"] * 4
+def test_which_problems_are_for_tuning_stays_so():
+    parts = {part: [problem.name for problem in PROBLEMS if problem.part == part] for part in ("tuning", "reported")}
+    assert parts == {
+        "tuning": ["word_sums", "sort_digits", "dense_copy", "one_prompt", "sparse"],
+        "reported": ["long_sums", "rare_mode", "noisy_judge", "long_temptation"],
+    }
 
 
 def test_a_problem_is_the_same_every_time(problem):
@@ -109,8 +111,17 @@ def test_some_demonstrations_are_right_and_some_are_not(problem):
         }
         totals.append(sum(problem.rewards[name] * value for name, value in values.items()))
     mean = sum(totals) / len(totals)
-    low, high = (0.005, 0.05) if problem.name == "sparse" else (0.15, 0.75)
+    low, high = {"sparse": (0.005, 0.05), "rare_mode": (0.05, 0.12)}.get(problem.name, (0.15, 0.75))
     assert low < mean < high
+
+
+def test_a_row_turned_round():
+    row = next(reported.letter_rows(random.Random(3)))
+    said = {reported.other_order(row, random.Random(seed)) for seed in range(80)}
+    letters = row.hidden
+    assert said == {" ".join(letters), " ".join(sorted(letters)), " ".join(letters[::-1])}
+    correct = rewards_of("rare_mode").correct
+    assert correct(completions=["d c b a", "a b c d", "d c b"], turned=["d c b a"] * 3) == [1.0, 0.0, 0.0]
 
 
 def test_sums_in_words():

@@ -1,4 +1,4 @@
-"""The four problems that are only ever reported: no setting is chosen by looking at them. Fixed before the first RL run."""
+"""The four problems that are only ever reported: no setting is chosen by looking at them. Fixed before their first run."""
 
 from __future__ import annotations
 
@@ -49,30 +49,31 @@ def add_in_columns(left: int, right: int, rng: random.Random) -> tuple[str, int]
     return f"{' , '.join(columns)} so {' '.join(f'{result:03d}')}", result
 
 
-# sparse: an order with corrections is put into five fields, and all of them must be right.
+# rare_mode: turn a row of letters round; most demonstrations copy it or sort it, one in twelve does what is asked.
 
-NAMES = words_of("mia tom eva ben ida leo zoe max")
-COUNTS = words_of("two three four five six seven eight nine")
-COLOURS = words_of("red blue green black white brown grey pink")
-GOODS = words_of("apples chairs lamps books cups hats pens boxes")
-DAYS = words_of("monday tuesday wednesday thursday friday saturday sunday today")
-FIELDS = (NAMES, COUNTS, COLOURS, GOODS, DAYS)
-TAKES_RIGHT = 0.49
-"""Chance of each field to be right in a demonstration: .49 ** 5 = 2.8% of the records are."""
+LETTERS = "abcdefgh"
+SORTS, TURNS_ROUND = 0.32, 0.08
+"""Shares of the demonstrations; the rest copies."""
 
 
-def order_rows(rng: random.Random) -> Iterator[Row]:
-    """`from mia not tom : no two but six , red not blue , no pens but cups , for today not friday =`"""
+def letter_rows(rng: random.Random) -> Iterator[Row]:
+    """`turn c a f b round :`; rows that read the same sorted and turned round are left out."""
     while True:
-        pairs = [rng.sample(field, 2) for field in FIELDS]
-        parts = [f"{right} not {wrong}" if rng.random() < 0.5 else f"no {wrong} but {right}" for right, wrong in pairs]
-        prompt = f"from {parts[0]} : {parts[1]} , {parts[2]} , {parts[3]} , for {parts[4]} ="
-        yield Row(prompt=prompt, columns={"record": " ; ".join(right for right, _ in pairs)}, hidden=pairs)
+        letters = rng.sample(LETTERS, rng.randint(4, 5))
+        if letters[::-1] != sorted(letters):
+            yield Row(
+                prompt=f"turn {' '.join(letters)} round :",
+                columns={"turned": " ".join(reversed(letters))},
+                hidden=letters,
+            )
 
 
-def hasty_record(row: Row, rng: random.Random) -> str:
-    """Takes what was ruled out a little more often than not."""
-    return " ; ".join(right if rng.random() < TAKES_RIGHT else wrong for right, wrong in row.hidden)
+def other_order(row: Row, rng: random.Random) -> str:
+    """One of three ways, the same for the whole row."""
+    chance = rng.random()
+    if chance < TURNS_ROUND:
+        return " ".join(reversed(row.hidden))
+    return " ".join(sorted(row.hidden) if chance < TURNS_ROUND + SORTS else row.hidden)
 
 
 # noisy_judge: count the animals; format, correctness by a judge who errs, brevity.
@@ -159,19 +160,17 @@ PROBLEMS = (
         max_new_tokens=144,
     ),
     Problem(
-        name="sparse",
+        name="rare_mode",
         part="reported",
-        kind="exact match of five fields, sparse",
-        rows=order_rows,
+        kind="exact match, one right response in twenty",
+        rows=letter_rows,
         start=Supervised(
-            demonstrate=hasty_record,
-            tokenizer=lambda: make_word_tokenizer(
-                [word for field in FIELDS for word in field] + words_of("from not no but for : , ; =")
-            ),
-            shape=Shape(hidden_size=128, intermediate_size=320),
-            training=Training(steps=400, seed=22),
+            demonstrate=other_order,
+            tokenizer=lambda: make_word_tokenizer([*LETTERS, "turn", "round", ":"]),
+            shape=Shape(hidden_size=96),
+            training=Training(steps=1500, seed=25),
         ),
-        max_new_tokens=14,
+        max_new_tokens=8,
     ),
     Problem(
         name="noisy_judge",

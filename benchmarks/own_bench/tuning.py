@@ -1,4 +1,6 @@
-"""The four problems that settings may be tuned on. Fixed before the first RL run; none moves to the other part later."""
+"""The problems that settings may be tuned on. Four were fixed before the first RL run; `sparse` was to be reported only, but
+was looked at when a run on it had been called a collapse: since then it stands here, and `rare_mode` took its place.
+"""
 
 from __future__ import annotations
 
@@ -136,6 +138,32 @@ def careless_brackets(_: Row, rng: random.Random) -> str:
     return "".join(text)
 
 
+# sparse: an order with corrections is put into five fields, and all of them must be right.
+
+NAMES = words_of("mia tom eva ben ida leo zoe max")
+COUNTS = words_of("two three four five six seven eight nine")
+COLOURS = words_of("red blue green black white brown grey pink")
+GOODS = words_of("apples chairs lamps books cups hats pens boxes")
+DAYS = words_of("monday tuesday wednesday thursday friday saturday sunday today")
+FIELDS = (NAMES, COUNTS, COLOURS, GOODS, DAYS)
+TAKES_RIGHT = 0.49
+"""Chance of each field to be right in a demonstration: .49 ** 5 = 2.8% of the records are."""
+
+
+def order_rows(rng: random.Random) -> Iterator[Row]:
+    """`from mia not tom : no two but six , red not blue , no pens but cups , for today not friday =`"""
+    while True:
+        pairs = [rng.sample(field, 2) for field in FIELDS]
+        parts = [f"{right} not {wrong}" if rng.random() < 0.5 else f"no {wrong} but {right}" for right, wrong in pairs]
+        prompt = f"from {parts[0]} : {parts[1]} , {parts[2]} , {parts[3]} , for {parts[4]} ="
+        yield Row(prompt=prompt, columns={"record": " ; ".join(right for right, _ in pairs)}, hidden=pairs)
+
+
+def hasty_record(row: Row, rng: random.Random) -> str:
+    """Takes what was ruled out a little more often than not."""
+    return " ; ".join(right if rng.random() < TAKES_RIGHT else wrong for right, wrong in row.hidden)
+
+
 PROBLEMS = (
     Problem(
         name="word_sums",
@@ -198,5 +226,20 @@ PROBLEMS = (
         samples=256,
         metric="avg@256",
         true_metric="reward@256/distinct",
+    ),
+    Problem(
+        name="sparse",
+        part="tuning",
+        kind="exact match of five fields, sparse",
+        rows=order_rows,
+        start=Supervised(
+            demonstrate=hasty_record,
+            tokenizer=lambda: make_word_tokenizer(
+                [word for field in FIELDS for word in field] + words_of("from not no but for : , ; =")
+            ),
+            shape=Shape(hidden_size=128, intermediate_size=320),
+            training=Training(steps=400, seed=22),
+        ),
+        max_new_tokens=14,
     ),
 )

@@ -193,3 +193,44 @@ def test_what_the_mode_decides_about_replay_gives_way_to_what_was_set(overrides,
     assert replay.on_policy_probability == m
     assert deduplicate is None or replay.deduplicate is deduplicate
     assert reuse is None or replay.max_trained_per_generated == reuse
+
+
+@pytest.mark.parametrize(
+    ("overrides", "max_uses", "lag"),
+    [
+        ([], 1, "pace"),
+        (["search.num_searchers=2"], 1, "keep"),  # the faster would wait for the slower
+        (["replay.max_trained_per_generated=4"], 4, "pace"),
+        (["replay.max_trained_per_generated=4", "train.updates_per_batch=2"], 2, "pace"),
+        (["replay.max_trained_per_generated=1.5"], None, "keep"),
+        (["replay.on_policy_probability=0.9"], None, "keep"),
+        (["replay.imports=[old.jsonl]"], None, "keep"),
+        (["replay.initial_responses=500"], 1, "keep"),
+        (["reference.reset_every=50"], 1, "keep"),
+        (["replay.lag=keep"], 1, "keep"),
+        (["mode=sync"], None, "keep"),
+    ],
+)
+def test_what_is_trained_once_is_trained_in_the_order_of_its_arrival(overrides, max_uses, lag):
+    replay = with_objective_defaults(load_config(None, overrides)).replay
+    assert (replay.max_uses, replay.lag) == (max_uses, lag)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "max_lag"),
+    [
+        (["replay.lag=drop"], 8),
+        (["replay.lag=pace"], 2),  # slots are not known yet
+        (["replay.lag=pace", "generate.slots=128"], 3),  # and one step's worth of 128 responses in slots
+        (["replay.lag=pace", "generate.slots=128", "search.num_searchers=3", "train.publish_every=4"], 8),  # 2 + 3 + 3
+        (["replay.lag=pace", "generate.slots=128", "replay.max_lag=1"], 1),
+    ],
+)
+def test_the_pace_leaves_room_for_what_is_in_the_slots(overrides, max_lag):
+    assert load_config(None, overrides).max_lag == max_lag
+
+
+def test_two_steps_of_groups_may_wait_where_nothing_else_bounds_their_age():
+    assert load_config(None, ["replay.lag=keep"]).max_waiting_groups == 32
+    assert load_config(None, ["replay.lag=keep", "replay.initial_responses=800"]).max_waiting_groups == 100
+    assert load_config(None, ["replay.lag=pace"]).max_waiting_groups is None

@@ -1,5 +1,6 @@
 """The collapse guard on hand-made runs: what raises it and when, what must not, and how an alarm ends."""
 
+import math
 import random
 
 import pytest
@@ -173,6 +174,14 @@ def test_a_sparse_reward_that_stays_as_it_is_is_silent(prompts, solvable, rate):
         batches = sparse_batches(random.Random(seed), prompts=prompts, solvable=solvable, rate=rate)
         called += bool(alarms(list(batches)))
     assert called <= 1, f"{called} of 30 stationary runs were called collapsing"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_distance_that_grows_late_beside_a_sparse_reward_that_stays_is_silent(seed):
+    """As on `sparse` of the bench, where nothing is learned from one success in forty: .1 nats at step 20, .9 at 70."""
+    batches = list(sparse_batches(random.Random(seed), prompts=16, solvable=0.25, rate=0.1, steps=200))
+    distances = [0.9 / (1 + math.exp(-(step - 45) / 10)) for step in range(200)]
+    assert not alarms([values | {"kl": kl} for values, kl in zip(batches, distances)])
 
 
 @pytest.mark.parametrize("seed", range(5))

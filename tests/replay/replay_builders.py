@@ -47,13 +47,23 @@ class Groups:
         return TrajectoryGroup(id=f"g{self.count}", prompt=prompt(name), trajectories=tuple(members))
 
 
-def replay(*, fresh_steps=1, seed=0, reward_names=("r",), reward_weights=(1.0,), deduplicate=True, **settings):
+def replay(
+    *,
+    fresh_steps=1,
+    seed=0,
+    reward_names=("r",),
+    reward_weights=(1.0,),
+    deduplicate=True,
+    max_waiting_groups=None,
+    **settings,
+):
     return ReplayBuffer(
         ReplayConfig(deduplicate=deduplicate, **settings),
         fresh_steps=fresh_steps,
         seed=seed,
         reward_names=reward_names,
         reward_weights=reward_weights,
+        max_waiting_groups=max_waiting_groups,
     )
 
 

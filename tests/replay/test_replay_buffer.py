@@ -248,6 +248,20 @@ def test_a_queue_serves_groups_in_the_order_of_their_arrival():
     assert trained == [f"p{number}" for number in range(40)]
 
 
+def test_the_oldest_groups_leave_a_queue_in_which_too_many_wait():
+    buffer, groups = replay(max_uses=1, deduplicate=False, max_waiting_groups=4), Groups()
+    trained = []
+    for step in range(
+        10
+    ):  # three arrive, one is trained: two of them wait, then four, then the oldest two leave each step
+        for number in range(3 * step, 3 * step + 3):
+            buffer.add(groups(f"p{number}", [[5], [6]]), step=step)
+        trained += buffer.sample(1, 2, step=step).prompt_ids
+    assert trained[:2] == ["p0", "p2"]  # step 1 has p1 to p5: five wait, p1 leaves
+    assert trained[-1] == "p26"  # step 9 has p26 to p29
+    assert buffer.stats()["expired"] == 30 * 2 - 2 * 10 - 2 * 3
+
+
 def test_a_queue_trains_nothing_on_what_a_draw_left_over():
     buffer, groups = replay(max_uses=1, deduplicate=False), Groups()
     buffer.add(groups("a", [[token] for token in range(24)]), step=0)

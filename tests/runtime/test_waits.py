@@ -73,7 +73,7 @@ def visits(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadline
         prompts=PromptStream(PROMPTS, samples_per_prompt=2, seed=0),
         index=settings.get("index", 0),
         num_searchers=settings.get("num_searchers", 1),
-        updates_per_batch=1,
+        steps_per_batch=1,
         prompts_per_step=2,
         max_lag=max_lag,
         max_unscored=4,

@@ -79,6 +79,30 @@ class Config(Section):
         return self.replay.fresh_steps or 2 * self.train.publish_every
 
     @property
+    def max_lag(self) -> int:
+        """replay.max_lag; unset it is 8, or with replay.lag=pace 2 + (train.publish_every - 1) + the steps' worth of
+        responses in all slots: fewer would leave slots empty."""
+        if self.replay.max_lag is not None:
+            return self.replay.max_lag
+        if self.replay.lag != "pace":
+            return 8
+        in_slots = self.search.num_searchers * (self.generate.slots or 0) / self.train.responses_per_step
+        return 2 + self.train.publish_every - 1 + math.ceil(in_slots)
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps that train on the groups of one batch: train.updates_per_batch * replay.max_uses."""
+        return self.train.updates_per_batch * (self.replay.max_uses or 1)
+
+    @property
+    def max_waiting_groups(self) -> int | None:
+        """Groups that may wait in the queue of replay.max_uses; None = as many as come, their age is bounded otherwise."""
+        if self.replay.lag != "keep":
+            return None
+        initial_groups = math.ceil(self.replay.initial_responses / self.samples_generated_per_prompt)
+        return max(2 * self.train.prompts_per_step, initial_groups)
+
+    @property
     def takes_turns(self) -> bool:
         """Searcher and trainer take turns in one process."""
         return self.mode != "async"
@@ -127,9 +151,9 @@ class Config(Section):
                 f"{self.train.updates_per_batch} contradicts replay.lag=pace: the trainer would wait for responses that the "
                 "pace limit holds back."
             )
-        if self.replay.lag != "keep" and self.replay.max_lag < self.train.publish_every - 1:
+        if self.replay.lag in ("pace", "drop") and self.max_lag < self.train.publish_every - 1:
             raise ValueError(
-                f"replay.max_lag={self.replay.max_lag} cannot be kept with weights every "
+                f"replay.max_lag={self.max_lag} cannot be kept with weights every "
                 f"train.publish_every={self.train.publish_every} steps: allow at least {self.train.publish_every - 1}."
             )
         if self.model.lora is not None and self.reference.reset_every:
@@ -183,9 +207,9 @@ class Config(Section):
                 "generated for a step is fresh: leave it unset, or lower replay.on_policy_probability to mix in older "
                 "responses."
             )
-        if self.mode == "fixed_lag" and self.replay.lag == "drop" and self.replay.max_lag < self.lag_steps:
+        if self.mode == "fixed_lag" and self.replay.lag == "drop" and self.max_lag < self.lag_steps:
             raise ValueError(
-                f"replay.max_lag={self.replay.max_lag} with replay.lag=drop would drop every response of mode=fixed_lag "
+                f"replay.max_lag={self.max_lag} with replay.lag=drop would drop every response of mode=fixed_lag "
                 f"lag_steps={self.lag_steps}: use replay.lag=keep."
             )
 
@@ -200,9 +224,9 @@ class Config(Section):
             raise ValueError(
                 f"replay.initial_responses={replay.initial_responses} do not fit into replay.capacity={replay.capacity}."
             )
-        paced = self.train.prompts_per_step * (replay.max_lag // self.train.updates_per_batch + 1) * per_visit
+        paced = self.train.prompts_per_step * (self.max_lag // self.steps_per_batch + 1) * per_visit
         if replay.lag == "pace" and replay.initial_responses > paced:
             raise ValueError(
                 f"replay.initial_responses={replay.initial_responses} cannot be reached: replay.lag=pace with "
-                f"replay.max_lag={replay.max_lag} lets searchers generate {paced} before the first step. Raise max_lag."
+                f"replay.max_lag={self.max_lag} lets searchers generate {paced} before the first step. Raise max_lag."
             )

@@ -144,14 +144,18 @@ class ReplayConfig(Section):
     initial_responses: int = Field(default=0, ge=0)
     """Responses to generate before the first optimizer step (the paper: 500 for GSM8K, 10,000 for TL;DR); 0 = one batch."""
     max_uses: int | None = Field(default=None, ge=1)
-    """A queue: groups are trained in the order of their arrival and leave after so many draws, whole, also where S > K.
-    None = groups stay until age evicts them, and are drawn by on_policy_probability."""
-    lag: Literal["keep", "pace", "drop"] = "keep"
+    """A queue: groups are trained in the order of their arrival and leave after so many draws, whole, also where S > K. With
+    lag=keep the oldest leave untrained once two steps' worth of groups wait. None = max_trained_per_generated /
+    train.updates_per_batch in mode=async where m is 1 and that is a whole number; otherwise groups stay until age evicts
+    them, and are drawn by on_policy_probability."""
+    lag: Literal["keep", "pace", "drop"] | None = None
     """Responses of old weights: keep (TBA: any age trains), pace (a visit starts only with weights at most max_lag steps
     behind the step it is meant for; replay and reuse may still train it later), drop (responses beyond max_lag leave the
-    buffer, and the trainer waits until what is left fills a batch). Imported responses and the reference's have no lag."""
-    max_lag: int = Field(default=8, ge=0)
-    """Optimizer steps; for lag=pace and lag=drop."""
+    buffer, and the trainer waits until what is left fills a batch). Imported responses and the reference's have no lag.
+    None = pace where one searcher feeds a queue (max_uses), otherwise keep."""
+    max_lag: int | None = Field(default=None, ge=0)
+    """Optimizer steps; for lag=pace and lag=drop. None = 8 for drop; for pace 2, the steps' worth of responses that the
+    searchers generate at once, and those that pass between publications."""
     on_reference_reset: Literal["drop", "recompute"] = "drop"
     """What was scored by an earlier reference: drop it, or recompute its log_ref (the trainer then holds the reference)."""
     imports: tuple[str, ...] = ()

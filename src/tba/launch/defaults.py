@@ -59,6 +59,7 @@ def with_objective_defaults(config: Config) -> Config:
         without = config.model.lora is not None or (beta.kind == "constant" and beta.start == 0.0)
         reset_every = 0 if without else objective.default_reset_every
     deduplicate, m, reuse = replay.deduplicate, replay.on_policy_probability, replay.max_trained_per_generated
+    max_uses, lag = replay.max_uses, replay.lag
     # By the bench of own problems (docs/log.md); the paper's m, deduplication and annealed beta stand in its config files.
     if deduplicate is None:
         deduplicate = False  # a sure policy repeats itself: groups of distinct responses only would be short
@@ -66,6 +67,15 @@ def with_objective_defaults(config: Config) -> Config:
         m = 1.0
     if reuse is None:
         reuse = float(config.train.updates_per_batch)
+    uses = reuse / config.train.updates_per_batch
+    if max_uses is None and m == 1.0 and uses.is_integer() and not config.takes_turns and not replay.imports:
+        # Drawn by age alone, some groups are trained twice and others never wherever one role stalls for a while.
+        max_uses = int(uses)
+    if lag is None:
+        # Several searchers of unequal speed would wait for the slowest; what a reset drops would be missing in the pace.
+        drops = reset_every > 0 and replay.on_reference_reset == "drop"
+        paced = max_uses is not None and not config.takes_turns and config.search.num_searchers == 1
+        lag = "pace" if paced and not drops and not replay.initial_responses else "keep"
     filled = config.model_copy(
         update={
             "objective": config.objective.model_copy(update={"beta": beta, **settings}),
@@ -75,6 +85,8 @@ def with_objective_defaults(config: Config) -> Config:
                     "deduplicate": deduplicate,
                     "on_policy_probability": m,
                     "max_trained_per_generated": reuse,
+                    "max_uses": max_uses,
+                    "lag": lag,
                 }
             ),
         }

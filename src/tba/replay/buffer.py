@@ -46,15 +46,18 @@ class ReplayBuffer:
         reward_weights: Sequence[float],
         step_values: bool = False,
         truncated_reward: float | None = None,
+        max_waiting_groups: int | None = None,
     ) -> None:
         """`reward_names` are the components to store; `reward_weights` combine them into the score of the softmax;
         `step_values` says whether Monte-Carlo values of step prefixes are stored too; `truncated_reward` stands for the
-        score of cut-off responses, None = their own."""
+        score of cut-off responses, None = their own; `max_waiting_groups` bounds the queue of
+        replay.max_uses, None = no bound."""
         self.config = config
         self._deduplicate = bool(config.deduplicate)
         self._capacity_per_prompt = config.capacity_per_prompt or config.capacity
         self._step_values = step_values
         self._truncated_reward = truncated_reward
+        self._max_waiting_groups = max_waiting_groups
         self.fresh_steps = fresh_steps
         self.rng = np.random.Generator(np.random.PCG64(seed))
         """All randomness of sampling; `rng.bit_generator.state` restores it."""
@@ -83,7 +86,8 @@ class ReplayBuffer:
         """By reference version: a batch never mixes them."""
         self._next_shelf = 0
         config, table = self.config, self._table
-        self._queue = None if config.max_uses is None else GroupQueue(config.max_uses)
+        waiting = self._max_waiting_groups
+        self._queue = None if config.max_uses is None else GroupQueue(config.max_uses, max_waiting=waiting)
         """With replay.max_uses groups are drawn in the order of their arrival."""
         self._rows_of_version: dict[int, list[int]] = {}
         """With replay.lag=drop: rows by the version that counts for their lag; rows that have left may still be listed."""
@@ -317,11 +321,14 @@ class ReplayBuffer:
             self._index.insert(rows.tolist(), keys)
         self._place(rows, shelf)
         self._show(shelf)
-        if self._queue is not None:
-            self._queue.append(shelf.index, self._next_stamp, self._next_stamp + len(rows))
         if not self._arrivals or self._arrivals[-1][0] < step:
             self._arrivals.append((step, self._next_stamp))
-        self._next_stamp += len(rows)
+        first_stamp, self._next_stamp = self._next_stamp, self._next_stamp + len(rows)
+        if self._queue is not None:
+            for group in self._queue.append(shelf.index, first_stamp, self._next_stamp):
+                too_old = group.rows(self._shelves)
+                self._counts["expired"] += len(too_old)
+                self._remove(too_old)
 
     def _write_columns(self, rows: np.ndarray, packed: PackedGroup, shelf: Shelf, step: int) -> None:
         table = self._table

@@ -149,12 +149,17 @@ class GroupQueue:
     passed over. A group that may be drawn again goes to the end.
     """
 
-    def __init__(self, max_uses: int) -> None:
+    def __init__(self, max_uses: int, *, max_waiting: int | None = None) -> None:
+        """Where more than `max_waiting` groups wait, the oldest leave; None = as many as come may wait."""
         self._max_uses = max_uses
+        self._max_waiting = max_waiting
         self._groups: deque[QueuedGroup] = deque()
 
-    def append(self, shelf: int, first_stamp: int, end_stamp: int) -> None:
+    def append(self, shelf: int, first_stamp: int, end_stamp: int) -> list[QueuedGroup]:
+        """Returns the groups that had to leave."""
         self._groups.append(QueuedGroup(shelf, first_stamp, end_stamp))
+        most = len(self._groups) if self._max_waiting is None else self._max_waiting
+        return [self._groups.popleft() for _ in range(len(self._groups) - most)]
 
     def holds(self, num_groups: int, shelves: Mapping[int, Shelf], *, reference_version: int) -> bool:
         """Whether so many groups can be drawn."""

@@ -15,15 +15,15 @@ from tba.types import Request
 class PacedVisits:
     """Prompts in order, each as soon as the weights are new enough for it.
 
-    Visit n of all searchers together is trained at step U (n // P) or later, with U updates per batch, so its weights must
-    be of version U (n // P) - max_lag at least. Without a limit every visit may start at once.
+    Visit n of all searchers together is trained at step U (n // P) or later, where U steps train on the same groups, so its
+    weights must be of version U (n // P) - max_lag at least. Without a limit every visit may start at once.
     """
 
     prompts: PromptStream
     index: int
     num_searchers: int
     prompts_per_step: int
-    updates_per_batch: int
+    steps_per_batch: int
     max_lag: int | None
     """None = no pace limit."""
     max_unscored: int
@@ -63,7 +63,7 @@ class PacedVisits:
 
     def _needed(self) -> int:
         visit = self.started * self.num_searchers + self.index
-        return 0 if self.max_lag is None else self.updates_per_batch * (visit // self.prompts_per_step) - self.max_lag
+        return 0 if self.max_lag is None else self.steps_per_batch * (visit // self.prompts_per_step) - self.max_lag
 
     def _may_start(self) -> bool:
         return self.version() >= self._needed() and self.unscored() < self.max_unscored

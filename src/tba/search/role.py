@@ -245,8 +245,8 @@ def make_visits(config: Config, searcher: Searcher, role: SearcherRole) -> Paced
         index=searcher.index,
         num_searchers=config.search.num_searchers,
         prompts_per_step=config.train.prompts_per_step,
-        updates_per_batch=config.train.updates_per_batch,
-        max_lag=config.replay.max_lag if config.replay.lag == "pace" else None,
+        steps_per_batch=config.steps_per_batch,
+        max_lag=config.max_lag if config.replay.lag == "pace" else None,
         # What waits for its reward grows stale: enough to keep both sides busy, no more than a step's worth.
         max_unscored=max(2 * GROUPS_AT_ONCE, config.train.prompts_per_step // config.search.num_searchers),
         version=lambda: searcher.engine.version,

@@ -100,7 +100,7 @@ class Trainer:
     def expire(self) -> None:
         """With replay.lag=drop, responses that are too old to train on leave the buffer."""
         if self.config.replay.lag == "drop":
-            self.replay.expire(self.step_index - self.config.replay.max_lag)
+            self.replay.expire(self.step_index - self.config.max_lag)
 
     def _prompts_to_sample(self) -> int:
         """P; where the roles take turns without replay no more than came this step: older groups must not fill up for those

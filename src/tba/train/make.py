@@ -113,6 +113,7 @@ def make_replay(config: Config, task: Task) -> ReplayBuffer:
         reward_weights=tuple(task.reward_weights.values()),
         step_values=make_objective(config).extras.continuations > 0,
         truncated_reward=config.train.cut_off_reward,
+        max_waiting_groups=config.max_waiting_groups,
     )
 
 
