@@ -4,8 +4,8 @@
     python benchmarks/golden.py check runs/golden.json      # after the last one: bitwise the same, or the first difference
 
 Twenty synchronous steps of three objectives and twenty with a fixed lag of one step, on the embedded task: a digest of every
-generated token in order, and loss, gradient norm, entropy and KL of each step as they are logged. Numbers depend on the machine
-and on torch's version, so the file is made where it is used and not committed.
+generated token in order, and loss, gradient norm, entropy and KL of each step as they are logged. Numbers depend on the
+machine and on torch's version, so the file is made where it is used and not committed.
 """
 
 from __future__ import annotations
