@@ -8,7 +8,7 @@ from problem import make_config, write_problem
 from tba.evaluate.make import make_evaluator
 from tba.evaluate.rewards import reward_metrics
 from tba.launch.defaults import with_defaults
-from tba.launch.inputs import load_inputs
+from tba.launch.run import load_inputs
 from tba.search.make import make_search_engine
 from tba.tasks.base import RewardFailed
 from tba.tasks.rewards import DirectRewards

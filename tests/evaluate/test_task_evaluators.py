@@ -8,7 +8,7 @@ from tba.evaluate.diversity import effective_modes
 from tba.evaluate.make import make_evaluator
 from tba.generate.engine import make_scorer
 from tba.launch.defaults import with_defaults
-from tba.launch.inputs import load_inputs
+from tba.launch.run import load_inputs
 from tba.launch.start import evaluate_model
 from tba.launch.start import train as run_training
 from tba.search.make import make_search_engine

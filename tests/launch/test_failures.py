@@ -13,8 +13,8 @@ from problem import SETTINGS, children, make_config, wait_for
 
 from tba.launch import train
 from tba.observe.files import RunFolder
+from tba.runtime.board import WaitedTooLong
 from tba.runtime.processes import RoleDied
-from tba.runtime.waiting import WaitedTooLong
 
 ENDLESS = "train.max_steps=1000000"
 

@@ -5,7 +5,7 @@ import torch
 
 from tba.config import TrainConfig
 from tba.models.heads import LogZ
-from tba.train.optim import MasterAdamW
+from tba.train.optimizer import MasterAdamW
 
 RATE = 0.5
 

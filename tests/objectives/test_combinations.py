@@ -4,8 +4,7 @@ import pytest
 
 from tba.config import ConfigError, load_config
 from tba.launch.defaults import with_objective_defaults
-from tba.objectives.make import make_objective
-from tba.objectives.registry import OBJECTIVES
+from tba.objectives.registry import OBJECTIVES, make_objective
 
 
 def config(*overrides: str):

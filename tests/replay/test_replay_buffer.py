@@ -8,9 +8,9 @@ import torch
 from replay_builders import Groups, contents, prompt, replay, responses, trajectory
 
 from tba.config import ReplayConfig, TrainConfig
-from tba.objectives.groups import leave_one_out
+from tba.objectives.terms import leave_one_out
 from tba.replay import ReplayBuffer, ReplayEmpty, packing
-from tba.train.rewards import combine
+from tba.train.target import combine
 from tba.types import TrajectoryGroup
 
 

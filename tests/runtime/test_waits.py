@@ -3,12 +3,9 @@
 import numpy as np
 import pytest
 
-from tba.runtime.board import Board
-from tba.runtime.group_channel import WindowedSender
-from tba.runtime.messages import Acknowledge
-from tba.runtime.waiting import WaitedTooLong, wait_until
-from tba.search.pace import PacedVisits
-from tba.search.prompts import PromptStream
+from tba.runtime.board import Board, WaitedTooLong, wait_until
+from tba.runtime.link import Acknowledge, WindowedSender
+from tba.search.prompts import PacedVisits, PromptStream
 from tba.types import Prompt, TrajectoryGroup
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=np.array([1], np.int32), text=str(i)) for i in range(8)]

@@ -9,8 +9,7 @@ from builders import tiny_llama
 from tba.generate.native import NativeEngine
 from tba.models.weights import make_weights
 from tba.runtime.board import Board
-from tba.runtime.link import Link
-from tba.runtime.messages import Evaluate, Evaluated
+from tba.runtime.link import Evaluate, Evaluated, Link
 from tba.runtime.weight_slots import WeightSlots
 from tba.search.role import SearcherRole, WeightLoader
 

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from tba.config import TrainConfig, load_config
 from tba.observe.files import RunFolder
 from tba.train.checkpoint import Checkpoints
-from tba.train.optim import MasterAdamW
+from tba.train.optimizer import MasterAdamW
 
 
 @pytest.fixture

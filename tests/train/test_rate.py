@@ -9,8 +9,7 @@ from tba.launch.defaults import with_objective_defaults
 from tba.models.policy import PolicyModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.train.collate import Budget
-from tba.train.optim import MasterAdamW
-from tba.train.rate import LearningRate
+from tba.train.optimizer import LearningRate, MasterAdamW
 from tba.train.step import TrainStep
 
 
@@ -70,12 +69,12 @@ def test_movement_is_the_mean_change_of_log_pi_in_units_of_the_root_of_the_entro
     optimizer = MasterAdamW(model.parameters(), TrainConfig())
     step = TrainStep(policy, TrajectoryBalance(), optimizer, budget=Budget(max_tokens=60), temperature=1.0)
     batch = ragged_batch(3, 4)
-    before = step.gradients(batch, beta=0.1).said
+    before = step.gradients(batch, beta=0.1).outputs
     optimizer.drop_gradients()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    after = step.gradients(batch, beta=0.1).said
+    after = step.gradients(batch, beta=0.1).outputs
     change = batch.sum_per_response(after.log_pi_N) - batch.sum_per_response(before.log_pi_N)
     want = change.abs().mean() / batch.sum_per_response(before.entropy_N).sqrt().mean()
     assert step.movement(batch, before) == pytest.approx(want.item(), rel=1e-5)

@@ -17,7 +17,7 @@ from tba.models.policy import PolicyModel
 from tba.objectives.registry import OBJECTIVES
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.train.collate import Budget
-from tba.train.optim import MasterAdamW
+from tba.train.optimizer import MasterAdamW
 from tba.train.step import NonFiniteLoss, TrainStep
 
 P, K = 3, 4
@@ -148,22 +148,22 @@ def test_log_z_starts_at_the_vargrad_estimate_of_a_batch_by_the_live_policy(resp
     batch.weight_PK[0, 1] = 0.0
     step.restart_log_z()
     result = step.gradients(batch, beta=beta)
-    gap_PK = batch.sum_per_response(batch.log_ref_N - result.said.log_pi_N)
+    gap_PK = batch.sum_per_response(batch.log_ref_N - result.outputs.log_pi_N)
     estimates = (gap_PK + batch.reward_PK / beta)[batch.weight_PK > 0]
     assert len(estimates) == P * K - 1
-    assert result.said.log_z_P.tolist() == pytest.approx([estimates.mean().item()] * P, rel=1e-5)
+    assert result.outputs.log_z_P.tolist() == pytest.approx([estimates.mean().item()] * P, rel=1e-5)
 
 
 def test_a_restarted_log_z_starts_at_the_next_batch_and_adams_moments_with_it():
     step, first, second = heads_step("tb_learned_z", Budget(max_tokens=10_000)), ragged_batch(P, K), ragged_batch(P, K)
     second = replace(second, reward_PK=second.reward_PK + 9.0)  # at beta .1: log Z is 90 nats higher
     step.restart_log_z()
-    started = step(first, beta=0.1, learning_rate=0.0).said.log_z_P[0].item()
+    started = step(first, beta=0.1, learning_rate=0.0).outputs.log_z_P[0].item()
     for _ in range(3):
-        stayed = step(second, beta=0.1, learning_rate=0.0).said.log_z_P[0].item()
+        stayed = step(second, beta=0.1, learning_rate=0.0).outputs.log_z_P[0].item()
     assert abs(stayed - started) < 5.0, "it learns on from where it was: 1 nat a step at this rate"
     step.restart_log_z()
-    again = step(second, beta=0.1, learning_rate=0.0).said.log_z_P
+    again = step(second, beta=0.1, learning_rate=0.0).outputs.log_z_P
     assert again.tolist() == pytest.approx([started + 90.0] * P, rel=1e-4)
     counted = {int(step.optimizer.adam.state[p]["step"]) for p in step.policy.log_z.parameters()}
     assert counted == {1}

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 from tba.config import Config
-from tba.launch.inputs import RunInputs, load_inputs
+from tba.launch.run import RunInputs, load_inputs
 
 
 class WarmInputs:

@@ -6,14 +6,13 @@ import time
 from dataclasses import dataclass
 
 from tba.config import Config
-from tba.launch.inputs import RunInputs
-from tba.launch.interrupt import Interrupt
+from tba.launch.run import Interrupt, RunInputs
 from tba.models.load import adapt
 from tba.models.weights import make_weights
 from tba.observe.files import RunFolder, write_json
 from tba.observe.recorder import Recorder
+from tba.runtime.board import POLL_SECONDS, WaitedTooLong
 from tba.runtime.local import LocalRuntime
-from tba.runtime.waiting import POLL_SECONDS, WaitedTooLong
 from tba.search.role import run_searcher
 from tba.search.scoring import group_texts
 from tba.train.gate import Interrupted

@@ -6,7 +6,7 @@ import torch
 
 from tba.config import Config, Schedule
 from tba.models.load import LoadedModel
-from tba.objectives.make import make_objective
+from tba.objectives.registry import make_objective
 
 ANCHOR_PARAMETERS, ANCHOR_RATE = 0.314e6, 2e-4
 """The shipped model's size and a rate that it learns at."""
@@ -26,6 +26,9 @@ MOST_SLOTS = {"cpu": 128, "cuda": 256}
 MOST_TOKENS = {"cpu": 4_096, "cuda": 32_768}
 KEPT_PER_HIDDEN, KEPT_PER_INNER = 20, 6
 """Numbers kept per token and layer for the backward pass, for each hidden unit and each unit of the MLP."""
+
+LEAST_ROOM, STEPS_OF_ROOM = 100, 4
+"""Responses of a prompt that replay has room for, at least (the paper's number), and in steps' worth of its visits."""
 
 
 def learning_rate_for(num_parameters: int, *, lora: bool = False) -> float:
@@ -93,6 +96,21 @@ def with_objective_defaults(config: Config) -> Config:
     )
     make_objective(filled)  # what was filled in must fit too
     return filled
+
+
+def with_room(config: Config, *, num_prompts: int) -> Config:
+    """The config with replay.capacity_per_prompt filled in: where there are fewer prompts than a step takes, what a step
+    generates for one of them must fit."""
+    visits = -(-config.train.prompts_per_step // num_prompts)
+    needed, room = visits * config.samples_generated_per_prompt, config.replay.capacity_per_prompt
+    if room is not None and room < needed:
+        raise ValueError(
+            f"replay.capacity_per_prompt={room} cannot hold a step: with {num_prompts} prompts one is visited {visits} "
+            f"times for the {config.train.prompts_per_step} of a step, {needed} responses. Raise it, or "
+            "train.samples_per_prompt."
+        )
+    room = max(LEAST_ROOM, STEPS_OF_ROOM * needed) if room is None else room
+    return config.model_copy(update={"replay": config.replay.model_copy(update={"capacity_per_prompt": room})})
 
 
 def slots_for(loaded: LoadedModel, max_new_tokens: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from tba.config import Config
 from tba.generate.engine import make_scorer, stop_ids_of
-from tba.launch.inputs import RunInputs
+from tba.launch.run import RunInputs
 from tba.observe.files import RunFolder
 from tba.replay.importing import import_responses
 from tba.tasks.base import RewardFailed

@@ -15,9 +15,9 @@ from tba.config import Config, ModelConfig, dump_config, load_config
 from tba.evaluate.make import make_evaluator
 from tba.generate.engine import Scorer, make_scorer
 from tba.launch.asynchronous import AsyncRun
-from tba.launch.defaults import with_defaults, with_objective_defaults
+from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.imports import import_groups
-from tba.launch.inputs import RewardFunctions, RunInputs, load_inputs, with_room
+from tba.launch.run import RewardFunctions, RunInputs, load_inputs
 from tba.launch.synchronous import SyncRun
 from tba.models.load import load_model
 from tba.models.lora import base_of, is_adapter

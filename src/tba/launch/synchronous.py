@@ -9,8 +9,7 @@ from tba.config import Config
 from tba.evaluate.base import Evaluator
 from tba.evaluate.make import make_evaluator
 from tba.generate.engine import Engine
-from tba.launch.inputs import RunInputs
-from tba.launch.interrupt import Interrupt
+from tba.launch.run import Interrupt, RunInputs
 from tba.models.load import adapt
 from tba.models.weights import make_weights
 from tba.observe.files import RunFolder

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tba.objectives.base import Coupling, Needs, Objective
-from tba.objectives.groups import mean_where
+from tba.objectives.terms import mean_where
 from tba.types import Batch, Forward, Loss
 
 

@@ -1,15 +1,23 @@
-"""objective.name -> objective. A new objective is one file, one line here and one test."""
+"""From a config to its objective. A new objective is one file, one line in OBJECTIVES and one test.
+
+Combinations of settings that make no sense are refused with an error before a model loads.
+"""
 
 from __future__ import annotations
 
-from tba.objectives.base import Objective
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from tba.config import Config, ConfigError, Schedule
+from tba.objectives.base import Needs, Objective
 from tba.objectives.dpo import OnlineDPO
-from tba.objectives.grpo import GRPO, DrGRPO
-from tba.objectives.policy_gradient import RLOO, ProximalRLOO, Reinforce
-from tba.objectives.ppo import PPO
+from tba.objectives.policy_gradient import GRPO, RLOO, DrGRPO, ProximalRLOO, Reinforce
+from tba.objectives.ppo import PPO, VinePPO
 from tba.objectives.tba_prime import TBAPrime
 from tba.objectives.trajectory_balance import Kimi, LearnedLogZ, TrajectoryBalance
-from tba.objectives.vineppo import VinePPO
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "tb": TrajectoryBalance,
@@ -25,3 +33,133 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "vineppo": VinePPO,
     "online_dpo": OnlineDPO,
 }
+
+
+Check = tuple[bool, str]
+"""Whether a refusal applies, and its words."""
+
+
+def make_objective(config: Config) -> Objective:
+    """The objective of objective.name with its settings, checked against the rest of the config."""
+    kind = objective_class(config.objective.name)
+    try:
+        objective = kind.make(config)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(config, kind, problem) for problem in error.errors())) from None
+    problems = refusals(config, objective.all_needs, default_beta=kind.default_beta)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return objective
+
+
+def objective_class(name: str) -> type[Objective]:
+    if name not in OBJECTIVES:
+        close = difflib.get_close_matches(name, list(OBJECTIVES), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(OBJECTIVES)}."
+        raise ConfigError(f"objective.name={name} is unknown: {hint}")
+    return OBJECTIVES[name]
+
+
+def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
+    """What in the config contradicts the objective; empty = nothing."""
+    name, replay, train, generate = config.objective.name, config.replay, config.train, config.generate
+    first, last = _ends(config.objective.beta or Schedule(start=default_beta))
+    truncates = generate.top_p < 1 or generate.top_k > 0 or generate.min_new_tokens > 0
+    explore = config.search.explore
+    explores = explore.probability > 0 or truncates
+    checks: list[Check] = [
+        (
+            needs.positive_beta and min(first, last) <= 0,
+            f"objective.beta must stay above 0 for {name}, got start={first}, end={last}: set objective.beta.end.",
+        ),
+        (
+            not needs.positive_beta and min(first, last) < 0,
+            f"objective.beta must not be negative, got start={first}, end={last}.",
+        ),
+        (
+            needs.group and train.samples_per_prompt < 2,
+            f"train.samples_per_prompt must be at least 2 for {name}, got {train.samples_per_prompt}: with one sample a "
+            "response has nothing to be compared with and nothing is learned.",
+        ),
+        (
+            (needs.behaviour or needs.own_samples) and bool(replay.imports),
+            f"replay.imports cannot be used with {name}: it needs responses whose sampling probabilities are known, and "
+            "imported text has none. Use tb, kimi or online_dpo.",
+        ),
+        (
+            needs.multiplicities and replay.deduplicate is True,
+            f"replay.deduplicate=true biases {name}: its estimate needs every response as often as it was sampled. Leave "
+            "replay.deduplicate unset.",
+        ),
+        (
+            needs.own_samples and explores,
+            f"{name} takes every response for a sample of the policy itself, so search.explore, generate.top_p, "
+            "generate.top_k and generate.min_new_tokens must be off: use proximal_rloo, whose ratio accounts for it, or tb.",
+        ),
+        (
+            (needs.own_samples or (needs.policy and max(first, last) > 0)) and explore.reference_share > 0,
+            f"search.explore.reference_share={explore.reference_share:g} cannot be used with {name}: it needs the "
+            "log-probs of the policy itself. Use tb, or set it to 0.",
+        ),
+        (
+            needs.all_responses and train.truncated == "drop",
+            f"train.truncated=drop biases {name}: a value is the mean over all continuations, and responses that happen to "
+            "end are better than it on average. Set train.truncated=keep or penalise.",
+        ),
+        *_shaping(config, needs),
+        *_resets(config, has_reference=max(first, last) > 0),
+    ]
+    return [message for applies, message in checks if applies]
+
+
+def _shaping(config: Config, needs: Needs) -> Iterator[Check]:
+    objective = config.objective
+    for key, schedule in (
+        ("reference_weight", objective.reference_weight),
+        ("target_temperature", objective.target_temperature),
+    ):
+        if schedule is not None:
+            first, last = _ends(schedule)
+            yield (
+                not needs.target,
+                f"objective.{key} cannot be used with {objective.name}, whose target is not shaped: use tb or tb_learned_z.",
+            )
+            yield min(first, last) <= 0, f"objective.{key} must stay above 0, got start={first}, end={last}."
+
+
+def _resets(config: Config, *, has_reference: bool) -> Iterator[Check]:
+    name, replay, every = config.objective.name, config.replay, config.reference.reset_every or 0
+    yield (
+        every > 0 and not has_reference,
+        f"reference.reset_every={every} has no effect: with objective.beta=0 {name} has no reference. Set objective.beta, "
+        "or reference.reset_every=0.",
+    )
+    yield (
+        every > 0 and replay.lag == "pace" and replay.on_reference_reset == "drop",
+        f"reference.reset_every={every} with replay.lag=pace: what a reset drops would be missing in the pace, and both "
+        "sides could wait for each other. Set replay.on_reference_reset=recompute.",
+    )
+    yield (
+        every % config.train.updates_per_batch != 0,
+        f"reference.reset_every={every} falls between the train.updates_per_batch={config.train.updates_per_batch} updates "
+        "of a batch: make it a multiple.",
+    )
+
+
+def _ends(beta: Schedule) -> tuple[float, float]:
+    end = beta.start if beta.kind == "constant" else (0.0 if beta.end is None else beta.end)
+    return beta.start, end
+
+
+def _explain(config: Config, kind: type[Objective], problem: Mapping[str, Any]) -> str:
+    name = str(problem["loc"][0]) if problem["loc"] else ""
+    if problem["type"] == "extra_forbidden":
+        known = list(kind.model_fields)
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean objective.{close[0]}?" if close else _takes(config.objective.name, known)
+        return f"unknown key objective.{name} for objective.name={config.objective.name}: {hint}"
+    return f"objective.{name}: {problem['msg']}, got {problem['input']!r}."
+
+
+def _takes(name: str, known: list[str]) -> str:
+    return f"{name} takes {', '.join(['beta', *known])}."

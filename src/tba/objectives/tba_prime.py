@@ -19,8 +19,7 @@ from typing_extensions import Self
 
 from tba.config import Config
 from tba.objectives.base import Coupling, Needs, Objective
-from tba.objectives.groups import centred, mean_where
-from tba.objectives.ratios import ratios, token_log_ratios
+from tba.objectives.terms import centred, mean_where, ratios, token_log_ratios
 from tba.types import Batch, Forward, Loss
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tba.objectives.base import Coupling, Extras, Needs, Objective
 from tba.objectives.drift import OffPolicyRule, gradient_share
-from tba.objectives.groups import mean_where, prompt_mean
+from tba.objectives.terms import mean_where, prompt_mean
 from tba.types import Batch, Forward, Loss
 
 
@@ -39,18 +39,32 @@ def trajectory_balance_loss(
     reward_PK: Tensor,
     *,
     beta: float,
+    log_z_P1: Tensor | None = None,
     weight_PK: Tensor | None = None,
     num_responses: int | None = None,
+    residual_clip: float | None = None,
 ) -> Tensor:
-    """Spread of the log-partition estimates around their prompt's mean (VarGrad): the paper's loss value.
+    """The mean squared residual: the paper's loss value, and the function that training calls.
 
-    A response of weight 0 counts neither in the mean nor in the loss. `num_responses` is the global normaliser when the
-    arguments are part of a step.
+    `log_z_P1` is log Z of each prompt; None = the VarGrad estimate, the mean of what its responses tell, without gradient. A
+    response of weight 0 counts neither in that mean nor in the loss. `num_responses` is the global normaliser when the
+    arguments are part of a step. Beyond |residual| = residual_clip / beta the loss grows linearly (Huber).
     """
     weight_PK = torch.ones_like(log_pi_PK) if weight_PK is None else weight_PK
     log_z_PK = log_z_estimates(log_pi_PK, log_ref_PK, reward_PK, beta=beta)
-    residual_PK = weight_PK * (log_z_PK - prompt_mean(log_z_PK.detach(), weight_PK))
-    return residual_PK.square().sum() / (num_responses or max(1, int(weight_PK.sum())))
+    if log_z_P1 is None:
+        log_z_P1 = prompt_mean(log_z_PK.detach(), weight_PK)
+    residual_PK = residuals(log_z_PK, log_z_P1, weight_PK)
+    squared_PK = residual_PK.square()
+    if residual_clip is not None:
+        limit, size_PK = residual_clip / beta, residual_PK.abs()
+        squared_PK = torch.where(size_PK > limit, limit * (2 * size_PK - limit), squared_PK)
+    return squared_PK.sum() / (max(1, int(weight_PK.sum())) if num_responses is None else num_responses)
+
+
+def residuals(log_z_PK: Tensor, log_z_P1: Tensor, weight_PK: Tensor) -> Tensor:
+    """What each response tells of log Z less log Z; 0 for a response without weight, whose numbers may be unknown (NaN)."""
+    return torch.where(weight_PK > 0, log_z_PK - log_z_P1, torch.zeros_like(log_z_PK))
 
 
 class TrajectoryBalance(Objective):
@@ -83,12 +97,9 @@ class TrajectoryBalance(Objective):
         share_N = gradient_share(
             batch, log_pi_N.detach(), log_z_PK > log_z_P1, rule=self.off_policy, max_drift=self.max_drift
         )
-        bounded_N = torch.lerp(
-            log_pi_N.detach(), log_pi_N, share_N.to(log_pi_N.dtype)
-        )  # the same number, less gradient
-        loss = _squared_residuals(
-            batch, _estimates(batch, bounded_N, beta=beta), log_z_P1, beta=beta, clip=self.residual_clip
-        )
+        # The same number with less gradient: a response that is held back keeps its place in the loss and in log Z.
+        bounded_N = torch.lerp(log_pi_N.detach(), log_pi_N, share_N.to(log_pi_N.dtype))
+        loss = _loss(batch, bounded_N, log_z_P1, beta=beta, residual_clip=self.residual_clip)
         held_back = 1.0 - mean_where(share_N, batch.kept_N)
         return replace(loss, metrics={**loss.metrics, "tb/held_back": held_back})
 
@@ -113,9 +124,7 @@ class LearnedLogZ(Objective):
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert forward.log_z_P is not None
-        return _squared_residuals(
-            batch, _estimates(batch, forward.log_pi_N, beta=beta), forward.log_z_P[:, None], beta=beta
-        )
+        return _loss(batch, forward.log_pi_N, forward.log_z_P[:, None], beta=beta)
 
 
 class Kimi(Objective):
@@ -127,7 +136,7 @@ class Kimi(Objective):
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         log_z_P1 = prompt_mean(batch.reward_PK, batch.weight_PK) / beta
-        return _squared_residuals(batch, _estimates(batch, forward.log_pi_N, beta=beta), log_z_P1, beta=beta)
+        return _loss(batch, forward.log_pi_N, log_z_P1, beta=beta)
 
 
 def _estimates(batch: Batch, log_pi_N: Tensor, *, beta: float) -> Tensor:
@@ -135,23 +144,26 @@ def _estimates(batch: Batch, log_pi_N: Tensor, *, beta: float) -> Tensor:
     return log_z_estimates(log_pi_PK, batch.sum_per_response(batch.log_ref_N), batch.reward_PK, beta=beta)
 
 
-def _squared_residuals(
-    batch: Batch, log_z_PK: Tensor, log_z_P1: Tensor, *, beta: float, clip: float | None = None
-) -> Loss:
-    """(beta / 2) x mean residual^2, or of its Huber continuation beyond |residual| = clip / beta."""
+def _loss(batch: Batch, log_pi_N: Tensor, log_z_P1: Tensor, *, beta: float, residual_clip: float | None = None) -> Loss:
+    """(beta / 2) x the loss of a batch, with what is logged about its residuals."""
+    loss = trajectory_balance_loss(
+        batch.sum_per_response(log_pi_N),
+        batch.sum_per_response(batch.log_ref_N),
+        batch.reward_PK,
+        beta=beta,
+        log_z_P1=log_z_P1,
+        weight_PK=batch.weight_PK,
+        num_responses=max(1, batch.totals.responses),
+        residual_clip=residual_clip,
+    )
     kept_PK = batch.weight_PK > 0
-    residual_PK = torch.where(kept_PK, log_z_PK - log_z_P1, torch.zeros_like(log_z_PK))
-    squared_PK, clipped_PK = residual_PK.square(), torch.zeros_like(kept_PK)
-    if clip is not None:
-        limit, size_PK = clip / beta, residual_PK.abs()
-        clipped_PK = size_PK > limit
-        squared_PK = torch.where(clipped_PK, limit * (2 * size_PK - limit), squared_PK)
-    loss = squared_PK.sum() / max(1, batch.totals.responses)
+    size_PK = residuals(_estimates(batch, log_pi_N.detach(), beta=beta), log_z_P1.detach(), batch.weight_PK).abs()
+    clipped_PK = size_PK > (torch.inf if residual_clip is None else residual_clip / beta)
     metrics = {
         "tb/loss": loss.detach(),
         "tb/log_z": mean_where(log_z_P1, kept_PK.any(dim=1, keepdim=True)),
-        "tb/log_z_std": mean_where(residual_PK.square(), kept_PK).sqrt(),
-        "tb/max_abs_residual": residual_PK.detach().abs().max(),
+        "tb/log_z_std": mean_where(size_PK.square(), kept_PK).sqrt(),
+        "tb/max_abs_residual": size_PK.max(),
         "tb/clip_fraction": mean_where(clipped_PK, kept_PK),
     }
     return Loss(value=0.5 * beta * loss, metrics=metrics)

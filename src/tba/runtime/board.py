@@ -1,15 +1,49 @@
-"""Numbers that all roles see at once, in shared memory: who is where, who waits for whom.
+"""Numbers that all roles see at once, in shared memory: who is where, who waits for whom, and the one way to wait.
 
 Each number has one writer. Reading never waits; a reader may see one number newer than another.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from tba.runtime.memory import SharedMemory
+
+class SharedMemory:
+    """Bytes that a process and the children it hands `fd` to see alike."""
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        self.fd = fd
+        self.num_bytes = num_bytes
+        self._map = mmap.mmap(fd, num_bytes)
+
+    @classmethod
+    def create(cls, num_bytes: int) -> SharedMemory:
+        """New zeroed memory, in RAM where the system has /dev/shm with room for it."""
+        folder = Path("/dev/shm")
+        room = os.statvfs(folder) if folder.is_dir() else None
+        in_ram = room is not None and room.f_bavail * room.f_frsize > 2 * num_bytes
+        with tempfile.TemporaryFile(dir=folder if in_ram else None) as file:
+            file.truncate(num_bytes)
+            return cls(os.dup(file.fileno()), num_bytes)
+
+    def array(self, dtype: np.dtype | type, *, offset: int = 0, count: int = -1) -> np.ndarray:
+        """A view of part of the memory."""
+        return np.frombuffer(self._map, dtype=dtype, offset=offset, count=count)
+
+    def close(self) -> None:
+        """Give up the descriptor, once; views that are still in use keep the mapping alive."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
 
 Wait = Literal["none", "first_fill", "replay_ratio", "pace", "channel_full"]
 WAITS: tuple[Wait, ...] = ("none", "first_fill", "replay_ratio", "pace", "channel_full")
@@ -69,3 +103,30 @@ class Row:
     @property
     def wait(self) -> Wait:
         return WAITS[int(self["wait"])]
+
+
+POLL_SECONDS = 0.002
+
+
+class WaitedTooLong(RuntimeError):
+    """A deadline passed; the message names who waited, for what, and what to look at."""
+
+
+def wait_until(
+    ready: Callable[[], bool], *, name: Wait, row: Row, deadline_seconds: float, explain: Callable[[], str]
+) -> float:
+    """Poll until ready; returns the seconds waited. `explain` words the error when the deadline passes."""
+    if ready():
+        return 0.0
+    started = time.monotonic()
+    row["wait"] = WAITS.index(name)
+    try:
+        while not ready():
+            if time.monotonic() - started > deadline_seconds:
+                raise WaitedTooLong(f"{explain()} (waited {deadline_seconds:g} s: {name})")
+            time.sleep(POLL_SECONDS)
+    finally:
+        seconds = time.monotonic() - started
+        row["wait"] = 0
+        row["wait_seconds"] += seconds
+    return seconds

@@ -16,8 +16,7 @@ from tba.config import RuntimeConfig
 from tba.observe.progress import RoleStatus
 from tba.runtime.board import Board, Wait
 from tba.runtime.channels import LocalWeights, WeightPublisher
-from tba.runtime.link import Failed
-from tba.runtime.messages import EVALUATES, Acknowledge, Evaluate, Evaluated, Stop
+from tba.runtime.link import EVALUATES, Acknowledge, Evaluate, Evaluated, Failed, Stop
 from tba.runtime.processes import RoleDied, RoleProcess, last_lines, stop_all
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup, Weights

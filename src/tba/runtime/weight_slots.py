@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tba.models.canary import CANARY_TOKENS
 from tba.models.weights import checksum, verify
-from tba.runtime.memory import SharedMemory
+from tba.runtime.board import SharedMemory
 from tba.types import Weights
 
 _ALIGNMENT = 64

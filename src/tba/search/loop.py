@@ -9,9 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tba.generate.engine import Engine
 from tba.runtime.channels import GroupSender
-from tba.search.difficulty import Difficulty
-from tba.search.prompts import PromptStream
-from tba.search.reference_samples import ReferenceSamples
+from tba.search.exploration import ReferenceSamples
+from tba.search.prompts import Difficulty, PromptStream
 from tba.search.scoring import GroupScorer, texts_of
 from tba.search.values import StepValues, lost_without_values
 from tba.tasks.base import Outcome, RewardFailed

@@ -11,13 +11,11 @@ from tba.generate.adapted import AdaptedEngine
 from tba.generate.engine import Engine, Scorer, make_engine, make_scorer
 from tba.generate.settings import training_sampling
 from tba.models.load import LoadedModel
-from tba.objectives.make import make_objective
+from tba.objectives.registry import make_objective
 from tba.runtime.channels import GroupSender
-from tba.search.difficulty import Difficulty
-from tba.search.exploration import explore
+from tba.search.exploration import ReferenceSamples, explore
 from tba.search.loop import Searcher
-from tba.search.prompts import PromptStream
-from tba.search.reference_samples import ReferenceSamples
+from tba.search.prompts import Difficulty, PromptStream
 from tba.search.scoring import FailureCount, GroupScorer
 from tba.search.values import StepValues
 from tba.tasks.base import Task

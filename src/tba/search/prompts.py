@@ -1,11 +1,16 @@
-"""Which prompt comes next: shards, seeded order, and a cursor that can be saved."""
+"""Which prompt is visited next, and when: shards, a seeded order with a cursor that can be saved, prompts that teach nothing
+and are skipped, and the pace limit that keeps the lag within replay.max_lag.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from tba.runtime.board import Row, wait_until
 from tba.types import Prompt, Request
 
 
@@ -74,3 +79,97 @@ class PromptStream:
             return list(range(len(self._indices)))
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
         return torch.randperm(len(self._indices), generator=generator).tolist()
+
+
+class Difficulty:
+    """Counts, per prompt, visits in a row on which all samples were solved, or none was.
+
+    A prompt beyond its limit is skipped every other epoch: it is visited again, in case the policy has changed.
+    """
+
+    def __init__(self, *, skip_solved_after: int | None = None, skip_unsolved_after: int | None = None) -> None:
+        self._limits = {True: skip_solved_after, False: skip_unsolved_after}
+        self._streaks: dict[str, tuple[bool, int]] = {}
+        self._rested: set[str] = set()
+        self.skipped: dict[str, int] = defaultdict(int)
+        """By reason: `solved`, `unsolved`."""
+
+    def record(self, prompt_id: str, solved: list[bool]) -> None:
+        if not solved or any(solved) != all(solved):
+            self._streaks.pop(prompt_id, None)
+            return
+        kind, count = self._streaks.get(prompt_id, (solved[0], 0))
+        self._streaks[prompt_id] = (solved[0], count + 1 if kind == solved[0] else 1)
+
+    def skips(self, prompt_id: str) -> bool:
+        """Whether to pass over this visit; the one after it is made."""
+        kind, count = self._streaks.get(prompt_id, (False, 0))
+        limit = self._limits[kind]
+        if limit is None or count < limit or prompt_id in self._rested:
+            self._rested.discard(prompt_id)
+            return False
+        self._rested.add(prompt_id)
+        self.skipped["solved" if kind else "unsolved"] += 1
+        return True
+
+
+@dataclass
+class PacedVisits:
+    """Prompts in order, each as soon as the weights are new enough for it.
+
+    Visit n of all searchers together is trained at step U (n // P) or later, where U steps train on the same groups, so its
+    weights must be of version U (n // P) - max_lag at least. Without a limit every visit may start at once.
+    """
+
+    prompts: PromptStream
+    index: int
+    num_searchers: int
+    prompts_per_step: int
+    steps_per_batch: int
+    max_lag: int | None
+    """None = no pace limit."""
+    max_unscored: int
+    """Visits that may wait for their rewards: a slow reward slows the searcher down instead of filling its memory."""
+    version: Callable[[], int]
+    """Of the weights in use."""
+    generated: Callable[[], int]
+    """Visits of this searcher whose responses are complete."""
+    unscored: Callable[[], int]
+    """Visits that wait for their rewards."""
+    tick: Callable[[], None]
+    """Handles messages and loads newer weights."""
+    row: Row
+    deadline_seconds: float
+    started: int = 0
+
+    def __iter__(self) -> Iterator[Request | None]:
+        return self
+
+    def __next__(self) -> Request | None:
+        """None = nothing may start now, but responses are still running."""
+        if not self._may_start():
+            if self.started > self.generated():
+                return None
+            wait_until(
+                self._may_start_after_tick,
+                name="pace",
+                row=self.row,
+                deadline_seconds=self.deadline_seconds,
+                explain=lambda: (
+                    f"searcher {self.index} has weights of version {self.version()}, waited for version "
+                    f"{self._needed()} from the trainer, and has {self.unscored()} groups without rewards yet"
+                ),
+            )
+        self.started += 1
+        return next(self.prompts)
+
+    def _needed(self) -> int:
+        visit = self.started * self.num_searchers + self.index
+        return 0 if self.max_lag is None else self.steps_per_batch * (visit // self.prompts_per_step) - self.max_lag
+
+    def _may_start(self) -> bool:
+        return self.version() >= self._needed() and self.unscored() < self.max_unscored
+
+    def _may_start_after_tick(self) -> bool:
+        self.tick()
+        return self._may_start()

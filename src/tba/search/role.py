@@ -17,11 +17,8 @@ from tba.evaluate.make import make_evaluator
 from tba.generate.engine import Engine
 from tba.models.canary import CANARY_TOKENS, CanaryCheck, canary_tokens
 from tba.models.load import adapt, load_model
-from tba.runtime.board import Board, Row
-from tba.runtime.group_channel import WindowedSender
-from tba.runtime.link import Link
-from tba.runtime.memory import SharedMemory
-from tba.runtime.messages import EVALUATES, Acknowledge, Evaluate, Evaluated, Stop
+from tba.runtime.board import Board, Row, SharedMemory
+from tba.runtime.link import EVALUATES, Acknowledge, Evaluate, Evaluated, Link, Stop, WindowedSender
 from tba.runtime.weight_slots import SlotsHandle, WeightSlots
 from tba.search.loop import GROUPS_AT_ONCE, Searcher
 from tba.search.make import (
@@ -32,7 +29,7 @@ from tba.search.make import (
     make_start_scorer,
     make_step_values,
 )
-from tba.search.pace import PacedVisits
+from tba.search.prompts import PacedVisits
 from tba.tasks.make import make_task_for
 from tba.tasks.rewards import Rewards, make_rewards
 

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from tba.config import Config, RewardConfig
+from tba.runtime.board import POLL_SECONDS
 from tba.runtime.link import Failed
 from tba.runtime.processes import RoleProcess
-from tba.runtime.waiting import POLL_SECONDS
 from tba.tasks.base import Outcome, RewardFailed, Task
 from tba.tasks.own.reward_worker import READY, reward_worker
 from tba.types import Completion, Prompt

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.observe.files import RunFolder, write_json
-from tba.train.optim import MasterAdamW
+from tba.train.optimizer import MasterAdamW
 
 
 @dataclass

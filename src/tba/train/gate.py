@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from tba.config import Config
 from tba.replay.buffer import ReplayBuffer
-from tba.runtime.board import Row
-from tba.runtime.waiting import wait_until
+from tba.runtime.board import Row, wait_until
 
 
 class Interrupted(Exception):

@@ -18,11 +18,10 @@ from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
 from tba.train.health import Health
 from tba.train.measure import batch_metrics, watched_metrics
-from tba.train.rate import LearningRate
+from tba.train.optimizer import LearningRate
 from tba.train.reference import ReferenceResets
-from tba.train.rewards import combine
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
-from tba.train.target import shape_target
+from tba.train.target import combine, shape_target
 from tba.types import TOKEN_FIELDS, Batch
 
 
@@ -148,7 +147,7 @@ class Trainer:
 
     def record(self, batch: Batch, result: StepResult, *, seconds: float, waited: float, publishing: float) -> None:
         """Metrics of the step just done; lag is counted against the version that was trained."""
-        trained, log_pi_N = self.step_index - 1, result.said.log_pi_N.cpu()
+        trained, log_pi_N = self.step_index - 1, result.outputs.log_pi_N.cpu()
         metrics = {
             **result.metrics,
             **batch_metrics(batch, log_pi_N, step=trained),
@@ -174,7 +173,7 @@ class Trainer:
 
 def with_old_values(batch: Batch, result: StepResult) -> Batch:
     """The batch with the critic's values of its first update, for further updates on it."""
-    values_N = result.said.values_N
+    values_N = result.outputs.values_N
     if values_N is None or batch.old_values_N is not None:
         return batch
     return replace(batch, old_values_N=values_N.cpu())

@@ -11,7 +11,7 @@ from tba.models.heads import make_critic, make_log_z
 from tba.models.load import LoadedModel
 from tba.models.policy import PolicyModel
 from tba.objectives.base import Objective
-from tba.objectives.make import make_objective
+from tba.objectives.registry import make_objective
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.runtime.board import Row
@@ -22,8 +22,7 @@ from tba.train.collate import Budget
 from tba.train.gate import Gate
 from tba.train.health import Health
 from tba.train.loop import Trainer
-from tba.train.optim import MasterAdamW
-from tba.train.rate import LearningRate
+from tba.train.optimizer import LearningRate, MasterAdamW
 from tba.train.reference import ReferenceResets
 from tba.train.step import TrainStep
 

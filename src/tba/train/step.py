@@ -22,7 +22,7 @@ from tba.models.policy import PolicyModel
 from tba.objectives.base import Objective
 from tba.observe.metrics import reduce_metrics
 from tba.train.collate import Budget, MicroBatch, pack_responses, split_responses, split_whole_prompts
-from tba.train.optim import MasterAdamW
+from tba.train.optimizer import MasterAdamW
 from tba.types import Batch, Forward, Loss
 
 MEASURED_RESPONSES = 32
@@ -37,16 +37,16 @@ class NonFiniteLoss(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepResult:
-    """What a step did: metrics, and what the model said about the batch before the update."""
+    """StepResult(metrics={"loss": 0.31, "grad_norm": 1.2}, outputs=Forward(...))"""
 
     metrics: Mapping[str, float]
-    said: Forward
-    """Of the whole batch, without gradients."""
+    outputs: Forward
+    """Outputs of the model for the whole batch before the update, without gradients."""
 
     @property
     def entropy(self) -> float:
         """Mean over tokens."""
-        return float(self.said.entropy_N.mean()) if self.said.entropy_N is not None else 0.0
+        return float(self.outputs.entropy_N.mean()) if self.outputs.entropy_N is not None else 0.0
 
 
 class TrainStep:
@@ -73,14 +73,14 @@ class TrainStep:
         if batch.totals.responses:
             self.optimizer.step(learning_rate)
             if measure_movement:
-                metrics["movement"] = self.movement(batch, result.said)
+                metrics["movement"] = self.movement(batch, result.outputs)
         else:  # no response has weight: Adam's momentum alone would move the weights
             self.optimizer.drop_gradients()
         return replace(result, metrics=metrics)
 
     @torch.no_grad()
-    def movement(self, batch: Batch, said: Forward) -> float:
-        """How far log_pi has moved since the model said this about the batch: mean |change| of a few responses, in units of
+    def movement(self, batch: Batch, outputs: Forward) -> float:
+        """How far log_pi has moved since these outputs of the batch: mean |change| of a few responses, in units of
         the mean square root of their entropy.
 
         Between samples of a policy the log-prob of a response varies by about the square root of its entropy. That of a sure
@@ -91,13 +91,13 @@ class TrainStep:
         change_R = torch.zeros(len(responses), device=self.policy.device)
         for part in split_responses(batch, self.budget, responses):
             micro_batch = self._pack(batch, part)
-            moved_N = self._forward(micro_batch).log_pi_N - said.log_pi_N[micro_batch.tokens_N]
+            moved_N = self._forward(micro_batch).log_pi_N - outputs.log_pi_N[micro_batch.tokens_N]
             chosen_N = torch.where(batch.loss_mask_N.to(moved_N.device)[micro_batch.tokens_N], moved_N, 0.0)
             place = torch.tensor([responses.index(response) for response in part])
             place_N = torch.repeat_interleave(place, batch.lengths[micro_batch.responses]).to(moved_N.device)
             change_R.index_add_(0, place_N, chosen_N.float())
-        assert said.entropy_N is not None
-        entropy_R = batch.sum_per_response(said.entropy_N.to(batch.log_ref_N.device)).flatten()[responses]
+        assert outputs.entropy_N is not None
+        entropy_R = batch.sum_per_response(outputs.entropy_N.to(batch.log_ref_N.device)).flatten()[responses]
         return float(change_R.abs().mean()) / max(LEAST_SPREAD, float(entropy_R.clamp(min=0.0).sqrt().mean()))
 
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
@@ -121,7 +121,7 @@ class TrainStep:
             self.optimizer.forget(self.policy.log_z.parameters())
 
     def _one_pass(self, host: Batch, batch: Batch, parts: list[list[int]], *, beta: float) -> StepResult:
-        K, losses, said = batch.shape[1], [], Said(batch)
+        K, losses, outputs = batch.shape[1], [], GatheredOutputs(batch)
         responses = [[prompt * K + k for prompt in prompts for k in range(K)] for prompts in parts]
         packed = [(batch.take(prompts), self._pack(host, own)) for prompts, own in zip(parts, responses)]
         while packed:  # not `for`: the masks that a layout makes when it is used go with it
@@ -130,34 +130,36 @@ class TrainStep:
             loss = self.objective(part, forward, beta=beta)
             self._backward(loss.value)
             losses.append((loss, part.shape[0]))
-            said.add(forward, tokens_N=micro_batch.tokens_N, prompts=micro_batch.prompts)
-        return _result(losses, said.forward)
+            outputs.add(forward, tokens_N=micro_batch.tokens_N, prompts=micro_batch.prompts)
+        return _result(losses, outputs.forward)
 
     def _two_passes(self, host: Batch, batch: Batch, parts: list[list[int]], *, beta: float) -> StepResult:
         micro_batches = [self._pack(host, responses) for responses in parts]
-        said = self._say(batch, micro_batches)
-        leaves = said.with_gradients()
+        outputs = self._gather(batch, micro_batches)
+        leaves = outputs.with_gradients()
         loss = self.objective(batch, leaves, beta=beta)
         coefficients = _coefficients(loss.value, leaves)
         for micro_batch in micro_batches:
             self._backward(_weighted_sum(self._forward(micro_batch), coefficients, micro_batch))
-        return _result([(loss, batch.shape[0])], said.forward)
+        return _result([(loss, batch.shape[0])], outputs.forward)
 
     def _vargrad_log_z(self, host: Batch, batch: Batch, *, beta: float) -> float:
         """Mean over the batch of log ref + r / beta - log pi, by the policy as it is now.
 
         It costs a forward pass, but only where a learned log Z starts, and the policies that generated may be many.
         """
-        said = self._say(batch, [self._pack(host, responses) for responses in split_responses(batch, self.budget)])
-        gap_PK = batch.sum_per_response(batch.log_ref_N - said.forward.log_pi_N)
+        outputs = self._gather(
+            batch, [self._pack(host, responses) for responses in split_responses(batch, self.budget)]
+        )
+        gap_PK = batch.sum_per_response(batch.log_ref_N - outputs.forward.log_pi_N)
         return float((gap_PK + batch.reward_PK / beta)[batch.weight_PK > 0].mean())
 
     @torch.no_grad()
-    def _say(self, batch: Batch, micro_batches: list[MicroBatch]) -> Said:
-        said = Said(batch)
+    def _gather(self, batch: Batch, micro_batches: list[MicroBatch]) -> GatheredOutputs:
+        outputs = GatheredOutputs(batch)
         for micro_batch in micro_batches:
-            said.add(self._forward(micro_batch), tokens_N=micro_batch.tokens_N, prompts=micro_batch.prompts)
-        return said
+            outputs.add(self._forward(micro_batch), tokens_N=micro_batch.tokens_N, prompts=micro_batch.prompts)
+        return outputs
 
     def _pack(self, batch: Batch, responses: list[int]) -> MicroBatch:
         share = self.budget.share_prompts
@@ -171,8 +173,8 @@ class TrainStep:
         self.optimizer.accumulate()
 
 
-class Said:
-    """What the model said about a batch, put together from its micro-batches."""
+class GatheredOutputs:
+    """Outputs of the model for a whole batch, put together from its micro-batches."""
 
     def __init__(self, batch: Batch) -> None:
         self._shapes = {"log_pi_N": len(batch.token_ids_N), "entropy_N": len(batch.token_ids_N)}
@@ -202,7 +204,7 @@ TRAINED = ("log_pi_N", "values_N", "log_z_P")
 
 
 def _coefficients(value: Tensor, leaves: Forward) -> dict[str, Tensor]:
-    """d value / d each number the model said."""
+    """d value / d each number the model outputs."""
     tensors = {name: getattr(leaves, name) for name in TRAINED if getattr(leaves, name) is not None}
     gradients = torch.autograd.grad(value, list(tensors.values()), allow_unused=True)
     return {name: gradient for name, gradient in zip(tensors, gradients) if gradient is not None}
@@ -220,7 +222,7 @@ def _weighted_sum(forward: Forward, coefficients: Mapping[str, Tensor], micro_ba
     return total
 
 
-def _result(losses: list[tuple[Loss, int]], said: Forward) -> StepResult:
+def _result(losses: list[tuple[Loss, int]], outputs: Forward) -> StepResult:
     found = _read([{**loss.metrics, "loss": loss.value} for loss, _ in losses])
     for numbers in found:
         if not math.isfinite(numbers["loss"]):
@@ -229,7 +231,7 @@ def _result(losses: list[tuple[Loss, int]], said: Forward) -> StepResult:
         ({name: number for name, number in numbers.items() if not math.isnan(number)}, weight)
         for numbers, (_, weight) in zip(found, losses)
     ]
-    return StepResult(metrics=reduce_metrics(parts), said=said)
+    return StepResult(metrics=reduce_metrics(parts), outputs=outputs)
 
 
 def _read(metrics: list[dict[str, float | Tensor]]) -> list[dict[str, float]]:
