@@ -52,7 +52,7 @@ def is_handed(frame: FrameType) -> bool:
 
 
 LEFT_OUT = ("evaluate/", "observe/", "config/", "models/", "kernels/", "launch/", "tasks/", "types.py")
-ASYNCHRONOUS_ONLY = ("runtime/link.py", "runtime/link.py")
+ASYNCHRONOUS_ONLY = ("runtime/link.py",)
 
 
 def follower(files: dict[str, None]) -> Callable[[FrameType, str, Any], None]:

@@ -1,4 +1,4 @@
-"""What every run is made from (the model, the task, reward functions that came as Python objects), and how it is interrupted."""
+"""What every run is made from (the model, the task, reward functions given as Python objects), and how it is interrupted."""
 
 from __future__ import annotations
 
