@@ -37,7 +37,8 @@ class Health:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """`metrics` are of all sampled responses. Returns them as guard/*, with guard/alarm."""
-        if (step - 1) % self.config.train.updates_per_batch == 0:  # the same batch again is no news
+        # The same groups again are no news: their noise from step to step looks far too small.
+        if (step - 1) % self.config.steps_per_batch == 0:
             self._heed(step, self.guard.step(step, metrics))
         self._drop_outlived(step)
         if step >= self.config.train.max_steps:
@@ -90,7 +91,7 @@ class Health:
         """An older healthy checkpoint goes once a younger one can no longer turn out to be of a collapse."""
         if self.guard.suspects:
             return
-        proven_after = (RECENT + PERSISTENCE) * self.config.train.updates_per_batch
+        proven_after = (RECENT + PERSISTENCE) * self.config.steps_per_batch
         proven = [saved for saved in self._saved if saved + proven_after <= step]
         self._drop(proven[:-1])
 
