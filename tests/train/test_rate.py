@@ -9,6 +9,7 @@ from tba.launch.defaults import with_objective_defaults
 from tba.models.policy import PolicyModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.train.collate import Budget
+from tba.train.measure import agreement
 from tba.train.optimizer import LearningRate, MasterAdamW
 from tba.train.step import TrainStep
 
@@ -33,13 +34,13 @@ def test_auto_begins_at_a_tenth_of_the_guess_and_falls_to_zero_over_the_second_h
 
 @pytest.mark.parametrize("wrong_by", [0.1, 1.0, 10.0])
 def test_a_wrong_guess_is_mended_within_fifty_steps(wrong_by):
-    """A policy whose movement is proportional to the rate: .07 at 1e-4."""
+    """A policy whose movement is proportional to the rate: .1 at 1e-4."""
     rate = rate_of(f"train.first_learning_rate={wrong_by * 1e-4}")
     highest = 0.0
     for step in range(50):
         used = rate.at(step)
         highest = max(highest, used)
-        rate.follow(step, 0.07 * used / 1e-4)
+        rate.follow(step, {"movement": 0.1 * used / 1e-4})
     assert rate.at(50) == pytest.approx(1e-4, rel=0.1)
     assert highest < 2e-4  # and no harm is done on the way
 
@@ -47,20 +48,58 @@ def test_a_wrong_guess_is_mended_within_fifty_steps(wrong_by):
 def test_where_nothing_moves_the_rate_stays_within_bounds():
     rate = rate_of()
     for step in range(90):
-        rate.follow(step, 0.0)
+        rate.follow(step, {"movement": 0.0})
     assert rate.rate == pytest.approx(30 * 1e-4)
 
 
 def test_each_response_trained_four_times_halves_the_movement():
-    assert rate_of().wanted == pytest.approx(0.07)
-    assert rate_of("replay.max_trained_per_generated=4").wanted == pytest.approx(0.035)
+    assert rate_of().wanted == pytest.approx(0.1)
+    assert rate_of("replay.max_trained_per_generated=4").wanted == pytest.approx(0.05)
+
+
+def test_the_movement_follows_the_share_of_signal_in_recent_updates():
+    rate = rate_of()
+    rate.follow(0, {"off_policy/agreement": 0.43})  # .1 + (.43 - .1) / 33 = .11
+    assert rate.wanted == pytest.approx(0.11)
+    for step in range(1, 500):
+        rate.follow(step, {"off_policy/agreement": -0.05})
+    assert rate.wanted == pytest.approx(0.02)  # nothing but noise: a fifth
+    for step in range(500, 1000):
+        rate.follow(step, {"off_policy/agreement": 0.8})
+    assert rate.wanted == pytest.approx(0.3)  # three times at most
+
+
+@pytest.mark.parametrize(
+    "setting", ["replay.max_trained_per_generated=4", "mode=sync", "replay.on_policy_probability=0.5"]
+)
+def test_responses_that_were_trained_on_before_are_no_test_of_updates(setting):
+    rate = rate_of(setting)
+    before = rate.wanted
+    rate.follow(0, {"off_policy/agreement": 0.9})
+    assert rate.wanted == before
+
+
+def test_agreement_is_the_correlation_of_rewards_and_drift_within_prompts():
+    # Prompt 0: rewards 1, 0 -> +-.5, drift .3, .1 -> +-.1. Prompt 1: rewards 0, 1 -> -+.5, drift 2.2, 2.0 -> +-.1.
+    # Prompt 2 has one response that is known: it is compared with nothing.
+    reward = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    drift = torch.tensor([[0.3, 0.1], [2.2, 2.0], [0.7, torch.nan]])
+    known = torch.isfinite(drift)
+    assert agreement(reward, drift, known) == pytest.approx(0.0, abs=1e-6)
+    assert agreement(reward[:1], drift[:1], known[:1]) == pytest.approx(1.0)
+    assert agreement(reward[1:2], drift[1:2], known[1:2]) == pytest.approx(-1.0)
+    # Prompts 0 and 1 with twice the drift in prompt 0: (.5 x .2 x 2 - .5 x .1 x 2) / sqrt(4 x .25 x (2 x .04 + 2 x .01))
+    wider = torch.tensor([[0.5, 0.1], [2.2, 2.0]])
+    assert agreement(reward[:2], wider, known[:2]) == pytest.approx(0.1 / 0.1**0.5)
+    assert agreement(torch.ones(2, 2), wider, known[:2]) is None
 
 
 def test_the_rate_is_part_of_a_checkpoint():
     rate = rate_of()
     for step in range(5):
-        rate.follow(step, 0.01)
-    assert rate.state() == {"rate": rate.at(5)} != rate_of().state()
+        rate.follow(step, {"movement": 0.01, "off_policy/agreement": 0.2})
+    assert rate.state() == {"rate": rate.at(5), "agreement": rate.agreement} != rate_of().state()
+    assert rate.agreement > rate_of().agreement
 
 
 def test_movement_is_the_mean_change_of_log_pi_in_units_of_the_root_of_the_entropy():

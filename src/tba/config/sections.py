@@ -201,9 +201,10 @@ class TrainConfig(Section):
     learning_rate: Annotated[Schedule | None, Auto] = None
     """Of AdamW: a number or a schedule; None or auto = it follows the movement of the policy (movement), begins low and
     falls to zero at the end (settle)."""
-    movement: float = Field(default=0.07, gt=0.0)
+    movement: float = Field(default=0.1, gt=0.0)
     """learning_rate=auto only: what the rate aims at: the mean |change of log_pi| of a response by one optimizer step, in
-    units of the square root of its entropy; divided by sqrt(replay.max_trained_per_generated)."""
+    units of the square root of its entropy; times the measured share of signal in recent updates over .1 (between .2 and 3)
+    where each response is trained once; divided by sqrt(replay.max_trained_per_generated)."""
     settle: float = Field(default=0.5, ge=0.0, le=1.0)
     """learning_rate=auto only: share of the run, at its end, in which the rate falls to zero."""
     first_learning_rate: float | None = Field(default=None, gt=0.0)

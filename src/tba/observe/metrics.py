@@ -39,6 +39,11 @@ METRICS = (
     Metric(name="reward", unit="reward", meaning="Mean combined reward of the trained responses."),
     Metric(name="rewards/*/mean", unit="reward", meaning="Mean of one component, not-applicable values left out."),
     Metric(name="reward_std", unit="reward", meaning="Standard deviation within a prompt, mean over prompts."),
+    Metric(
+        name="off_policy/agreement",
+        unit="correlation",
+        meaning="Rewards with the policy's drift since generation, within prompts: the share of signal in recent updates.",
+    ),
     Metric(name="frac_reward_zero_std", unit="share", meaning="Prompts whose responses all have the same reward."),
     Metric(name="kl", unit="nats per response", meaning="Mean log_pi - log_ref of the trained responses."),
     Metric(name="entropy", unit="nats per token", meaning="Entropy of the policy at the trained tokens."),

@@ -65,10 +65,13 @@ class Trainer:
         started = time.perf_counter()
         batch = self.sample() if self.batch is None or self.needs_batch else self.batch
         result = self.optimize(batch)
+        measured = {**result.metrics, **batch_metrics(batch, result.outputs.log_pi_N.cpu(), step=self.step_index)}
+        self.rate.follow(self.step_index, measured)
         self.batch = with_old_values(batch, result)
         self.step_index += 1
         publishing = self.publish_if_due()
-        self.record(batch, result, seconds=time.perf_counter() - started, waited=waited, publishing=publishing)
+        times = {"step": time.perf_counter() - started, "wait_for_batch": waited, "publish_weights": publishing}
+        self.record(batch, result, measured, times)
         return result
 
     @property
@@ -120,8 +123,6 @@ class Trainer:
                 f"step {step} stopped before the optimizer moved: {error} The batch is saved in {path}. "
                 "Lower train.learning_rate, raise objective.beta, or look for extreme rewards in it."
             ) from None
-        if "movement" in result.metrics:
-            self.rate.follow(step, result.metrics["movement"])
         return result
 
     def publish_if_due(self) -> float:
@@ -145,26 +146,25 @@ class Trainer:
             self.checkpoints.keep_best(step, next(iter(metrics.values())))
             self.recorder.best = self.checkpoints.best
 
-    def record(self, batch: Batch, result: StepResult, *, seconds: float, waited: float, publishing: float) -> None:
-        """Metrics of the step just done; lag is counted against the version that was trained."""
-        trained, log_pi_N = self.step_index - 1, result.outputs.log_pi_N.cpu()
+    def record(
+        self, batch: Batch, result: StepResult, measured: Mapping[str, float], times: Mapping[str, float]
+    ) -> None:
+        """Metrics of the step just done; schedules and lag are those of the version that was trained."""
+        trained = self.step_index - 1
         metrics = {
-            **result.metrics,
-            **batch_metrics(batch, log_pi_N, step=trained),
+            **measured,
             "entropy": result.entropy,
             "beta": self.config.beta_at(trained),
             "reference_weight": self.config.reference_weight_at(trained),
             "target_temperature": self.config.target_temperature_at(trained),
-            "time/step": seconds,
-            "time/wait_for_batch": waited,
+            **{f"time/{name}": seconds for name, seconds in times.items()},
             "empty_step": float(batch.totals.responses == 0),
-            "time/publish_weights": publishing,
             **{f"buffer/{name}": value for name, value in self.replay.stats().items()},
         }
         if self.references is not None:
             metrics["reference_version"] = float(self.references.version)
         if self.health is not None:
-            watched = {**watched_metrics(batch, log_pi_N), "entropy": result.entropy}
+            watched = {**watched_metrics(batch, result.outputs.log_pi_N.cpu()), "entropy": result.entropy}
             metrics |= self.health.step(self.step_index, watched)
         self.recorder.step(self.step_index, metrics, responses=batch.totals.responses)
         if self.health is not None:

@@ -8,6 +8,9 @@ from torch import Tensor
 from tba.objectives.terms import centred
 from tba.types import Batch
 
+LEAST_SIZE = 1e-4
+"""Below this size drift is the rounding of an engine, or all rewards of every prompt are the same."""
+
 
 def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, float]:
     """Metrics of a batch (on the CPU) given log_pi before the update; responses without weight are left out."""
@@ -64,9 +67,24 @@ def _drift(batch: Batch, log_pi_PK: Tensor, kept_PK: Tensor) -> dict[str, float]
     known_PK = kept_PK & torch.isfinite(behaviour_PK) & torch.isfinite(policy_PK)
     if not known_PK.any():
         return {}
+    moved = agreement(batch.reward_PK, log_pi_PK - policy_PK, known_PK)
     log_ratio = (log_pi_PK - behaviour_PK)[known_PK]
     ratio = torch.exp(log_ratio - log_ratio.max())
     return {
         "off_policy/ess": float(ratio.sum().square() / ratio.square().sum() / len(ratio)),
         "off_policy/kl": float((policy_PK - log_pi_PK)[known_PK].mean()),
+        **({} if moved is None else {"off_policy/agreement": moved}),
     }
+
+
+def agreement(reward_PK: Tensor, drift_PK: Tensor, known_PK: Tensor) -> float | None:
+    """Correlation, within prompts, of the rewards with the drift log_pi now - log_pi when generated; None without drift.
+
+    Responses that have not been trained on yet are an unseen test of the last updates: where those were signal, the policy
+    has already moved towards the better of them; where they were noise, it has moved at random.
+    """
+    weight_PK = known_PK.to(drift_PK.dtype)
+    moved_PK = centred(torch.where(known_PK, drift_PK, torch.zeros_like(drift_PK)), weight_PK)
+    better_PK = centred(reward_PK.to(drift_PK.dtype), weight_PK)
+    size = float((moved_PK.square().sum() * better_PK.square().sum()).sqrt())
+    return float((moved_PK * better_PK).sum()) / size if size > LEAST_SIZE else None

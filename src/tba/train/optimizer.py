@@ -3,7 +3,10 @@
 What a rate does depends on the size of the model, on LoRA, on the state of Adam, on the length of responses and on how sure
 the policy is; what can be chosen once for all of them is the movement. After an update some responses of its batch are
 scored again, and their mean |change of log_pi|, in units of the square root of their entropy, is compared with
-train.movement: the rate is multiplied so that the next steps come nearer to it. It begins at a tenth of a guess from the
+train.movement: the rate is multiplied so that the next steps come nearer to it. How far a step should move depends on how
+much of it is signal, and that can be measured for nothing: on responses that are not trained on yet, the drift of the policy
+since they were generated is the work of other updates, and its correlation with their rewards is the share of signal in it.
+The movement asked for follows that agreement. The rate begins at a tenth of a guess from the
 size of the model, so that a guess ten times too high does no harm, and in the last part of the run (train.settle) it falls
 to zero, so that the noise of single steps averages out.
 """
@@ -11,7 +14,7 @@ to zero, so that the noise of single steps averages out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +122,10 @@ GAIN = 0.3
 """Exponent of the correction: the movement of a few responses is a noisy measure."""
 FURTHEST = 30.0
 """The rate stays within this factor of the guess: where nothing is left to learn there is no movement to follow."""
+USUAL_AGREEMENT, AGREEMENT_STEPS = 0.1, 33
+"""What is assumed at first, and the steps that the mean goes over: of one batch of 128 responses it is known to .09."""
+LEAST_SHARE, MOST_SHARE = 0.2, 3.0
+"""Bounds of what the agreement multiplies train.movement by."""
 LEAST_SHAPE = 0.2
 """Below this share of its height the rate only falls: movements become too small to measure well."""
 MEASURED_STEPS, MEASURED_EVERY = 40, 4
@@ -133,6 +140,8 @@ class LearningRate:
     config: Config
     rate: float = field(init=False)
     """Of `auto` before it falls at the end."""
+    agreement: float = field(init=False, default=USUAL_AGREEMENT)
+    """Mean over the last steps of the correlation between the policy's drift and the rewards of unseen responses."""
 
     def __post_init__(self) -> None:
         self.rate = FIRST_SHARE * self.guess
@@ -160,8 +169,14 @@ class LearningRate:
         due = step < MEASURED_STEPS or step % MEASURED_EVERY == 0
         return self.is_auto and due and self.shape(step) >= LEAST_SHAPE
 
-    def follow(self, step: int, moved: float) -> None:
-        """`moved` is what `TrainStep.movement` measured of this step."""
+    def follow(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes what was measured of this step: `off_policy/agreement`, and now and then `movement`."""
+        if "off_policy/agreement" in metrics and self.is_auto and self.sees_each_response_once:
+            self.agreement += (metrics["off_policy/agreement"] - self.agreement) / AGREEMENT_STEPS
+        if "movement" in metrics:
+            self._correct(step, metrics["movement"])
+
+    def _correct(self, step: int, moved: float) -> None:
         wanted = self.wanted * self.shape(step)
         factor = (wanted / max(moved, 1e-12)) ** GAIN
         rate = self.rate * min(MAX_RISE, max(MAX_FALL, factor))
@@ -169,9 +184,20 @@ class LearningRate:
 
     @property
     def wanted(self) -> float:
-        """train.movement, less where each response is trained several times: what the policy moves between generating and
-        training a response grows with the steps between them."""
-        return self.config.train.movement / math.sqrt(max(1.0, self.config.replay.max_trained_per_generated or 1.0))
+        """train.movement, in proportion to the agreement, and less where each response is trained several times: what the
+        policy moves between generating and training a response grows with the steps between them.
+
+        A step of length m gains m x agreement and loses by its noise in proportion to m^2: the best m is in proportion to
+        the agreement.
+        """
+        share = min(MOST_SHARE, max(LEAST_SHARE, self.agreement / USUAL_AGREEMENT))
+        trained = max(1.0, self.config.replay.max_trained_per_generated or 1.0)
+        return share * self.config.train.movement / math.sqrt(trained)
+
+    @property
+    def sees_each_response_once(self) -> bool:
+        """Whether responses are unseen when they are trained on: only then their drift is a test of earlier updates."""
+        return self.config.replay.max_uses == 1 and self.config.train.updates_per_batch == 1
 
     def state(self) -> dict[str, Any]:
-        return {"rate": self.rate}
+        return {"rate": self.rate, "agreement": self.agreement}
