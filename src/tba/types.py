@@ -150,6 +150,21 @@ class TrajectoryGroup:
         return min(trajectory.completion.version for trajectory in self.trajectories)
 
 
+@dataclass
+class ResponseCounts:
+    """Responses of a run so far, counted by the trainer alone: limits, metrics and the summary read them here."""
+
+    generated: int = 0
+    """Responses received from searchers, those lost to failing rewards included."""
+    trained: int = 0
+    """Responses with weight in the batches of all optimizer steps; one that is trained twice counts twice."""
+
+    @property
+    def ratio(self) -> float:
+        """Trained / generated, which replay.max_trained_per_generated bounds."""
+        return self.trained / max(1, self.generated)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Totals:
     """Normalisers of the whole step, which every micro-batch of it carries.

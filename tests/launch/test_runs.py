@@ -57,7 +57,7 @@ def test_before_the_first_step_policy_and_reference_agree_on_every_response(fold
         run.searcher.step(4)
         run.trainer.receive()
         batch = run.trainer.sample()
-        log_pi_N = run.trainer.train_step.gradients(batch, beta=0.1).said.log_pi_N
+        log_pi_N = run.trainer.train_step.gradients(batch, beta=0.1).outputs.log_pi_N
     finally:
         run.close()
     for other_N in (batch.log_ref_N, batch.policy_N, batch.behaviour_N):

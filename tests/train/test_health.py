@@ -9,6 +9,7 @@ from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder
 from tba.train.checkpoint import Checkpoints
 from tba.train.health import Collapsed, Health
+from tba.types import ResponseCounts
 
 WELL = {
     "completions/mean_length": 200.0,
@@ -33,7 +34,7 @@ def make_health(tmp_path):
     def make(*overrides: str) -> Health:
         config = load_config(None, ["train.max_steps=1000", "observe.progress=false", *overrides])
         folder = RunFolder.create(tmp_path / f"run-{len(recorders)}", overwrite=False)
-        recorders.append(Recorder(config, folder, decode=lambda group: [], reward_weights={}))
+        recorders.append(Recorder(config, folder, decode=lambda group: [], reward_weights={}, counts=ResponseCounts()))
         parts = {"model": None, "tokenizer": None, "optimizer": None, "heads": (), "state": dict}
         return Health(config, recorders[-1], EmptyCheckpoints(folder, **parts, keep=config.train.keep_checkpoints))
 

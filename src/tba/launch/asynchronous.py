@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from tba.config import Config
 from tba.launch.run import Interrupt, RunInputs
@@ -15,9 +16,10 @@ from tba.runtime.board import POLL_SECONDS, WaitedTooLong
 from tba.runtime.local import LocalRuntime
 from tba.search.role import run_searcher
 from tba.search.scoring import group_texts
-from tba.train.gate import Interrupted
+from tba.train.gate import Gate, Interrupted
 from tba.train.loop import Trainer
-from tba.train.make import make_gate, make_trainer
+from tba.train.make import make_learner, make_trainer
+from tba.types import ResponseCounts
 
 STATUS_SECONDS = 1.0
 """Between two writes of status.json."""
@@ -40,19 +42,21 @@ class AsyncRun:
         loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
         adapt(loaded, config.model, seed=config.seed)
         weights = make_weights(loaded.model, version=0)
+        learner, counts = make_learner(config, loaded), ResponseCounts()
         runtime = LocalRuntime(
             config.runtime,
             num_searchers=config.search.num_searchers,
             tensors=weights.tensors,
             dtype=loaded.model.dtype,
-            canary=lambda published: trainer.train_step.policy.canary(published.tensors),
+            canary=lambda published: learner.train_step.policy.canary(published.tensors),
             reference_resets=bool(config.reference.reset_every),
         )
         recorder = Recorder(
             config,
             folder,
-            decode=lambda group: group_texts(loaded.tokenizer, group),
+            decode=partial(group_texts, loaded.tokenizer),
             reward_weights=task.reward_weights,
+            counts=counts,
             roles=runtime.statuses,
             more_metrics=runtime.metrics,
         )
@@ -60,18 +64,14 @@ class AsyncRun:
             config,
             loaded,
             task,
+            learner,
             runtime,
             runtime,
             recorder,
+            counts=counts,
             reference_publisher=runtime.reference_publisher,
             cursors=runtime.cursors,
-        )
-        trainer.gate = make_gate(
-            config,
-            trainer,
-            runtime.board.trainer,
-            num_train_prompts=len(task.prompts("train")),
-            asked_to_stop=lambda: interrupt.asked,
+            gate=Gate(config, runtime.board.trainer, len(task.prompts("train")), lambda: interrupt.asked),
         )
         evaluated = task.prompts(config.evaluate.split)
         run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0)

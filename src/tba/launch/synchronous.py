@@ -27,7 +27,8 @@ from tba.search.make import (
 from tba.search.scoring import group_texts
 from tba.tasks.rewards import make_rewards
 from tba.train.loop import Trainer
-from tba.train.make import make_trainer
+from tba.train.make import make_learner, make_trainer
+from tba.types import ResponseCounts
 
 MAX_EMPTY_SEARCHES = 20
 """Searches in a row that may bring nothing to train on."""
@@ -73,19 +74,23 @@ class SyncRun:
         # Before the trainer changes the model: the start model may be copied here.
         start = partial(make_start_scorer, config, loaded, searcher)
         evaluator = make_evaluator(config, loaded, task, rewards, start=start)
+        counts = ResponseCounts()
         recorder = Recorder(
             config,
             folder,
-            decode=lambda group: group_texts(loaded.tokenizer, group),
+            decode=partial(group_texts, loaded.tokenizer),
             reward_weights=task.reward_weights,
+            counts=counts,
         )
         trainer = make_trainer(
             config,
             loaded,
             task,
+            make_learner(config, loaded),
             groups,
             LaggedWeights(engine.load, lag=config.lag_steps) if lags else LocalWeights(engine.load),
             recorder,
+            counts=counts,
             reference_publisher=LocalWeights(searcher.load_reference),
             cursors=lambda: [searcher.prompts.cursor],
         )
@@ -121,7 +126,7 @@ class SyncRun:
             self.searcher.step(self.config.train.prompts_per_step)
             self.trainer.receive()
             empty = 0 if self.trainer.received else empty + 1
-            if self.trainer.received and self.recorder.responses_generated >= self.config.replay.initial_responses:
+            if self.trainer.received and self.trainer.counts.generated >= self.config.replay.initial_responses:
                 self.trainer.expire()
                 self.trainer.step()
                 return

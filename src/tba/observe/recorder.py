@@ -14,7 +14,7 @@ from tba.observe.progress import Progress, RoleStatus
 from tba.observe.samples import SampleLog
 from tba.observe.sinks import make_sinks
 from tba.observe.stability import Stability
-from tba.types import TrajectoryGroup
+from tba.types import ResponseCounts, TrajectoryGroup
 
 
 class Recorder:
@@ -27,13 +27,15 @@ class Recorder:
         *,
         decode: Callable[[TrajectoryGroup], list[str]],
         reward_weights: Mapping[str, float],
+        counts: ResponseCounts,
         roles: Callable[[], Sequence[RoleStatus]] = list,
         more_metrics: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`reward_weights` are the task's, `roles` says who does what, for the display; `more_metrics` adds numbers of the
-        runtime to every record."""
+        """`reward_weights` are the task's; `counts` are kept by the trainer; `roles` says who does what, for the display;
+        `more_metrics` adds numbers of the runtime to every record."""
         self.config = config
         self.folder = folder
+        self._counts = counts
         self._decode = decode
         self._more_metrics = more_metrics
         self._sinks = make_sinks(config, folder)
@@ -54,8 +56,6 @@ class Recorder:
         self.steps = 0
         self.empty_steps = 0
         """Steps of which no response had weight; the optimizer did not move."""
-        self.responses_generated = 0
-        self.responses_trained = 0
         self.evaluations: list[tuple[int, Mapping[str, float]]] = []
         self.collapse: Mapping[str, Any] | None = None
         """The guard's last alarm."""
@@ -66,7 +66,6 @@ class Recorder:
             self._first_step_at = time.perf_counter()
 
     def group_received(self, step: int, group: TrajectoryGroup) -> None:
-        self.responses_generated += group.num_generated
         due = bool(group.trajectories) and (
             self._last_sample is None or step - self._last_sample >= self.config.observe.samples_every
         )
@@ -74,16 +73,15 @@ class Recorder:
             self._last_sample = step
             self._samples.write(step, group, self._decode(group))
 
-    def step(self, step: int, metrics: Mapping[str, float], *, responses: int) -> None:
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._last_step_at = time.perf_counter()
         self._seconds_at[step] = self.seconds
         self.steps = step
-        self.responses_trained += responses
-        self.empty_steps += responses == 0
+        self.empty_steps += metrics.get("empty_step", 0.0) > 0
         self._stability.step(metrics)
         self._lag_sum += metrics.get("off_policy/lag_mean", 0.0)
         self._lag_max = max(self._lag_max, metrics.get("off_policy/lag_max", 0.0))
-        rate = self.responses_trained / max(self.seconds, 1e-9)
+        rate = self._counts.trained / max(self.seconds, 1e-9)
         metrics = {"seconds": self.seconds, **metrics, "perf/responses_per_second": rate, **self._more_metrics()}
         if step % self.config.observe.log_every == 0:
             self._sinks.write(step, metrics)
@@ -109,8 +107,8 @@ class Recorder:
             "seed": self.config.seed,
             "steps": self.steps,
             "seconds": round(self.seconds, 2),
-            "responses_generated": self.responses_generated,
-            "responses_trained": self.responses_trained,
+            "responses_generated": self._counts.generated,
+            "responses_trained": self._counts.trained,
             "start": dict(first.values),
             "final": dict(last.values),
             "lag": {

@@ -5,66 +5,76 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from tba.config import Config
 from tba.replay.buffer import ReplayBuffer
 from tba.runtime.board import Row, wait_until
+from tba.types import ResponseCounts
 
 
 class Interrupted(Exception):
     """Training was asked to end while it waited."""
 
 
-@dataclass
+class Feed(Protocol):
+    """What the gate asks of a trainer."""
+
+    replay: ReplayBuffer
+    counts: ResponseCounts
+    lost: int
+    """Visits since the last step of which every response was lost: nothing more will come of them."""
+
+    def receive(self) -> None:
+        """Take in the groups that have arrived."""
+        ...
+
+    def expire(self) -> None:
+        """Remove the responses that are too old to train on."""
+        ...
+
+
+@dataclass(frozen=True)
 class Gate:
     """Lets the trainer step when there is enough to train on; takes in groups while it waits."""
 
     config: Config
-    replay: ReplayBuffer
-    receive: Callable[[], None]
-    expire: Callable[[], None]
-    """Removes the responses that are too old to train on."""
     row: Row
-    generated: Callable[[], int]
-    """Responses received so far, those lost to failing rewards included."""
-    trained: Callable[[], int]
-    lost_prompts: Callable[[], int]
-    """Visits since the last step of which every response was lost: nothing more will come of them."""
     num_train_prompts: int
     """A task may have fewer prompts than a step takes; they then repeat within a step."""
     asked_to_stop: Callable[[], bool]
 
-    def wait(self) -> float:
+    def wait(self, feed: Feed) -> float:
         """Returns the seconds waited."""
-        first = self.trained() == 0
+        first = feed.counts.trained == 0
         runtime = self.config.runtime
         return wait_until(
-            self._ready,
-            name="replay_ratio" if self._full_batch() and not first else "first_fill",
+            lambda: self._ready(feed),
+            name="replay_ratio" if self._full_batch(feed) and not first else "first_fill",
             row=self.row,
             deadline_seconds=runtime.start_seconds if first else runtime.wait_seconds,
-            explain=self._explain,
+            explain=lambda: self._explain(feed),
         )
 
-    def _ready(self) -> bool:
-        self.receive()
-        self.expire()
+    def _ready(self, feed: Feed) -> bool:
+        feed.receive()
+        feed.expire()
         if self.asked_to_stop():
             raise Interrupted
-        return self._within_ratio() and self._full_batch() and self._first_fill()
+        return self._within_ratio(feed) and self._full_batch(feed) and self._first_fill(feed)
 
-    def _within_ratio(self) -> bool:
+    def _within_ratio(self, feed: Feed) -> bool:
         train = self.config.train
-        wanted = self.trained() + train.responses_per_step * train.updates_per_batch
-        return wanted <= self._reuse * self.generated()
+        wanted = feed.counts.trained + train.responses_per_step * train.updates_per_batch
+        return wanted <= self._reuse * feed.counts.generated
 
-    def _full_batch(self) -> bool:
-        return self.replay.can_fill(
-            self.config.train.prompts_per_step, prompts_of_task=self.num_train_prompts, lost=self.lost_prompts()
+    def _full_batch(self, feed: Feed) -> bool:
+        return feed.replay.can_fill(
+            self.config.train.prompts_per_step, prompts_of_task=self.num_train_prompts, lost=feed.lost
         )
 
-    def _first_fill(self) -> bool:
-        return self.generated() >= self.config.replay.initial_responses
+    def _first_fill(self, feed: Feed) -> bool:
+        return feed.counts.generated >= self.config.replay.initial_responses
 
     @property
     def _reuse(self) -> float:
@@ -72,17 +82,17 @@ class Gate:
         assert reuse is not None, "filled in by tba.launch.defaults"
         return reuse
 
-    def _explain(self) -> str:
+    def _explain(self, feed: Feed) -> str:
         lacking = []
-        if not self._full_batch():
+        if not self._full_batch(feed):
             wanted = min(self.config.train.prompts_per_step, self.num_train_prompts)
-            lacking.append(f"{wanted} prompts and has {self.replay.num_prompts}")
-        if not self._first_fill():
+            lacking.append(f"{wanted} prompts and has {feed.replay.num_prompts}")
+        if not self._first_fill(feed):
             wanted = self.config.replay.initial_responses
-            lacking.append(f"replay.initial_responses={wanted} and has {self.generated()}")
-        if not self._within_ratio():
+            lacking.append(f"replay.initial_responses={wanted} and has {feed.counts.generated}")
+        if not self._within_ratio(feed):
             lacking.append(
-                f"new responses, having trained {self.trained()} of {self.generated()} generated "
+                f"new responses, having trained {feed.counts.trained} of {feed.counts.generated} generated "
                 f"(replay.max_trained_per_generated={self._reuse:g})"
             )
         return (

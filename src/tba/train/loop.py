@@ -22,7 +22,7 @@ from tba.train.optimizer import LearningRate
 from tba.train.reference import ReferenceResets
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.train.target import combine, shape_target
-from tba.types import TOKEN_FIELDS, Batch
+from tba.types import TOKEN_FIELDS, Batch, ResponseCounts
 
 
 @dataclass
@@ -42,6 +42,7 @@ class Trainer:
     reward_weights: Mapping[str, float]
     checkpoints: Checkpoints
     rate: LearningRate
+    counts: ResponseCounts
     references: ReferenceResets | None = None
     """Makes the policy the reference now and then; None = it never does."""
     health: Health | None = None
@@ -60,7 +61,7 @@ class Trainer:
     def step(self) -> StepResult:
         """One optimizer step on what the buffer holds."""
         self.receive()
-        waited = self.gate.wait() if self.gate is not None and self.needs_batch else 0.0
+        waited = self.gate.wait(self) if self.gate is not None and self.needs_batch else 0.0
         self.recorder.training_starts()
         started = time.perf_counter()
         batch = self.sample() if self.batch is None or self.needs_batch else self.batch
@@ -68,6 +69,7 @@ class Trainer:
         measured = {**result.metrics, **batch_metrics(batch, result.outputs.log_pi_N.cpu(), step=self.step_index)}
         self.rate.follow(self.step_index, measured)
         self.batch = with_old_values(batch, result)
+        self.counts.trained += batch.totals.responses
         self.step_index += 1
         publishing = self.publish_if_due()
         times = {"step": time.perf_counter() - started, "wait_for_batch": waited, "publish_weights": publishing}
@@ -90,6 +92,7 @@ class Trainer:
         for group in groups:
             admitted = self.references.admit(group) if self.references is not None else group
             self.replay.add(admitted, step=self.step_index)
+            self.counts.generated += group.num_generated
             self.recorder.group_received(self.step_index, group)
         self.receiver.acknowledge(groups)
 
@@ -160,13 +163,16 @@ class Trainer:
             **{f"time/{name}": seconds for name, seconds in times.items()},
             "empty_step": float(batch.totals.responses == 0),
             **{f"buffer/{name}": value for name, value in self.replay.stats().items()},
+            "buffer/generated": float(self.counts.generated),
+            "buffer/trained": float(self.counts.trained),
+            "buffer/replay_ratio": self.counts.ratio,
         }
         if self.references is not None:
             metrics["reference_version"] = float(self.references.version)
         if self.health is not None:
             watched = {**watched_metrics(batch, result.outputs.log_pi_N.cpu()), "entropy": result.entropy}
             metrics |= self.health.step(self.step_index, watched)
-        self.recorder.step(self.step_index, metrics, responses=batch.totals.responses)
+        self.recorder.step(self.step_index, metrics)
         if self.health is not None:
             self.health.stop_if_asked()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tba.config import Config
 from tba.generate.engine import Scorer, make_scorer
@@ -14,7 +15,6 @@ from tba.objectives.base import Objective
 from tba.objectives.registry import make_objective
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
-from tba.runtime.board import Row
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.tasks.base import Task
 from tba.train.checkpoint import Checkpoints
@@ -25,26 +25,46 @@ from tba.train.loop import Trainer
 from tba.train.optimizer import LearningRate, MasterAdamW
 from tba.train.reference import ReferenceResets
 from tba.train.step import TrainStep
+from tba.types import ResponseCounts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """What takes the loaded model for its own: from here on its weights change with every step.
+
+    Learner(train_step=..., rescorer=None)
+    """
+
+    train_step: TrainStep
+    rescorer: Scorer | None
+    """A copy of the reference, where stored log_ref is recomputed at resets."""
+
+
+def make_learner(config: Config, loaded: LoadedModel) -> Learner:
+    rescorer = make_rescorer(config, loaded)  # copies the model before packed attention changes its forward pass
+    return Learner(train_step=make_train_step(config, loaded), rescorer=rescorer)
 
 
 def make_trainer(
     config: Config,
     loaded: LoadedModel,
     task: Task,
+    learner: Learner,
     receiver: GroupReceiver,
     publisher: WeightPublisher,
     recorder: Recorder,
     *,
+    counts: ResponseCounts,
     reference_publisher: WeightPublisher | None = None,
     cursors: Callable[[], list[int]],
+    gate: Gate | None = None,
 ) -> Trainer:
-    """The trainer takes the loaded model for its own: from here on it changes with every step.
+    """Make a trainer around a learner.
 
     `reference_publisher` is needed with reference.reset_every; `cursors` tells how far each searcher has come in its
-    prompts, for checkpoints.
+    prompts, for checkpoints; `gate` makes an asynchronous trainer wait for data.
     """
-    rescorer = make_rescorer(config, loaded)  # copies the model before packed attention changes its forward pass
-    train_step, rate = make_train_step(config, loaded), LearningRate(config)
+    train_step, rate = learner.train_step, LearningRate(config)
     checkpoints = Checkpoints(
         folder=recorder.folder,
         model=loaded.model,
@@ -59,13 +79,17 @@ def make_trainer(
         config=config,
         train_step=train_step,
         replay=replay,
-        references=make_references(config, replay, reference_publisher, rescorer, on_reset=train_step.restart_log_z),
+        references=make_references(
+            config, replay, reference_publisher, learner.rescorer, on_reset=train_step.restart_log_z
+        ),
         receiver=receiver,
         publisher=publisher,
         recorder=recorder,
         reward_weights=task.reward_weights,
         checkpoints=checkpoints,
         rate=rate,
+        counts=counts,
+        gate=gate,
         health=Health(config, recorder, checkpoints) if config.observe.on_collapse != "off" else None,
     )
 
@@ -141,23 +165,4 @@ def make_references(
         temperature=config.generate.temperature,
         scorer=rescorer,
         on_reset=on_reset,
-    )
-
-
-def make_gate(
-    config: Config, trainer: Trainer, row: Row, *, num_train_prompts: int, asked_to_stop: Callable[[], bool]
-) -> Gate:
-    """The waits of an asynchronous trainer."""
-    recorder = trainer.recorder
-    return Gate(
-        config=config,
-        replay=trainer.replay,
-        receive=trainer.receive,
-        expire=trainer.expire,
-        row=row,
-        generated=lambda: recorder.responses_generated,
-        trained=lambda: recorder.responses_trained,
-        lost_prompts=lambda: trainer.lost,
-        num_train_prompts=num_train_prompts,
-        asked_to_stop=asked_to_stop,
     )
