@@ -65,6 +65,7 @@ class ReplayBuffer:
         self.reward_names = tuple(reward_names)
         self._reward_weights = np.array(reward_weights, np.float64)
         self._group_ids: set[str] = set()
+        """Ids of all groups that ever came, so that one that is sent again is ignored."""
         self._next_arrival = 0
         """Arrival number that the next stored response will have."""
         self._first_arrivals: deque[tuple[int, int]] = deque()
@@ -117,6 +118,7 @@ class ReplayBuffer:
     @property
     def num_prompts(self) -> int:
         """Number of prompts with a stored response."""
+        # Under two references at a time a prompt has two entries.
         if len(self._draws) <= 1:
             return len(self._entries)
         return len({prompt_id for prompt_id, _ in self._entry_of})
@@ -180,6 +182,7 @@ class ReplayBuffer:
         if self._queue is not None:
             wanted = max(1, num_prompts - lost)
             return self._queue.holds(wanted, self._entries, reference_version=max(self._draws))
+        # A lost visit brings no response: waiting for its prompt would never end.
         return self.num_prompts + lost >= min(num_prompts, prompts_of_task)
 
     def expire(self, oldest_version: int) -> int:
@@ -201,6 +204,7 @@ class ReplayBuffer:
         self._oldest_reference = max(version_below, self._oldest_reference or 0)
         entries = [entry for entry in self._entries.values() if entry.reference_version < version_below]
         removed = sum(entry.num_rows for entry in entries)
+        # Mostly everything goes: beginning anew gives all memory back, and touches no row.
         if removed == len(self):
             self._clear()
         else:
@@ -266,6 +270,7 @@ class ReplayBuffer:
             keep[distinct] = True
             keys = [token_key(ids[response], entry.index) for response in distinct]
             self._counts["duplicates"] += len(packed) - len(distinct)
+        # A group larger than a capacity would evict its own responses; the last of them stay, as of equal ones.
         most = min(self.config.capacity, self._capacity_per_prompt)
         too_many = max(0, int(keep.sum()) - most)
         keep[np.flatnonzero(keep)[:too_many]] = False
@@ -294,7 +299,7 @@ class ReplayBuffer:
         ]
 
     def _evict(self, rows: Iterable[int], keep: PromptEntry) -> None:
-        evicted = np.fromiter(rows, np.int64)
+        evicted = np.fromiter(rows, np.int64)  # collected first: the order may not change while it is walked through
         self._counts["evicted"] += len(evicted)
         self._remove(evicted, keep=keep)
 
@@ -325,6 +330,7 @@ class ReplayBuffer:
 
     def _store(self, packed: PackedGroup, keys: list[int], entry: PromptEntry, step: int) -> None:
         rows = self._table.allocate(len(packed))
+        # Columns come before `_append`: the selector makes its sums from the scores.
         self._token_store.write(rows, packed.records, packed.lengths)
         self._write_columns(rows, packed, entry)
         self._order.append(rows)
@@ -361,6 +367,7 @@ class ReplayBuffer:
 
     def _append(self, rows: np.ndarray, entry: PromptEntry) -> None:
         """List rows in their entry; the selector's sums follow."""
+        # Compacting moves rows to other positions, and the columns and the selector must follow.
         compacted = entry.needs_compacting(len(rows))
         if compacted:
             moved = entry.compact(len(rows))
@@ -396,6 +403,7 @@ class ReplayBuffer:
     ) -> tuple[list[tuple[PromptEntry, np.ndarray]], np.ndarray]:
         """The oldest groups with at most K of their responses, and all rows that have been used as often as they may be."""
         drawn = queue.draw(num_prompts, self._entries, reference_version=reference_version)
+        # A random choice, not the first K: what is trained must not depend on a response's place in its group.
         chosen = [(entry, self.rng.permutation(rows)[:samples_per_prompt]) for entry, rows, _ in drawn]
         used_up = [rows for _, rows, last in drawn if last]
         return chosen, np.concatenate(used_up) if used_up else np.zeros(0, np.int64)

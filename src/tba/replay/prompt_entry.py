@@ -62,15 +62,17 @@ class PromptEntry:
 
     def positions(self, first: int, last: int) -> np.ndarray:
         """Positions of the sequence numbers `first` to `last` - 1."""
-        return np.arange(first, last) & (self.size - 1)
+        return np.arange(first, last) & (self.size - 1)  # the remainder, because the size is a power of two
 
     def rows(self, first: int | None = None) -> np.ndarray:
         """Rows from a sequence number on (default: all), oldest first."""
         rows = self.ring[self.positions(self.head if first is None else first, self.tail)]
+        # Mostly no position in between is free, and nothing has to be searched for.
         return rows if self.num_rows == self.tail - self.head else rows[rows != FREE]
 
     def first_since(self, arrival: int) -> int:
         """Smallest sequence number that arrived at `arrival` or later."""
+        # Bisection by hand: np.searchsorted would need the ring unrolled, which costs as much as the ring is long.
         low, high, mask, arrivals = self.head, self.tail, self.size - 1, self.arrivals.data
         while low < high:
             middle = (low + high) // 2
@@ -116,6 +118,7 @@ class PromptEntry:
         positions = self.positions(self.head, self.tail)
         positions = positions[self.ring[positions] != FREE]
         rows, arrivals = self.ring[positions], self.arrivals[positions]
+        # From the smallest size on: a prompt that has lost most of its rows gives memory back.
         size = SMALLEST_RING
         while self.num_rows + count > MAX_FILL * size:
             size *= 2

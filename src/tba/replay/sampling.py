@@ -95,7 +95,8 @@ class MixedSelector:
             # Where the fresh prompts are all in the batch already, any other takes the place: a batch stays full.
             order = [(draws.fresh, True), (draws.all, False)] if wants_fresh else [(draws.all, False)]
             found = self._first(order, used, rng)
-            if found is None:  # every prompt is in the batch already
+            if found is None:
+                # Every prompt is in the batch equally often: from here on each may come once more.
                 used.clear()
                 found = self._first(order, used, rng)
             assert found is not None, "there is at least one prompt to draw"
@@ -142,6 +143,7 @@ class MixedSelector:
     def _mixed_rows(self, entry: PromptEntry, count: int, *, since: int, rng: np.random.Generator) -> np.ndarray:
         """Fresh rows as far as there are enough, then uniform ones, then others; none twice."""
         first = entry.first_since(since)
+        # Few fresh ones are not repeated: old ones take their places.
         num_fresh = min(_rounded(self._on_policy_probability * count, rng), len(entry.rows(first)))
         num_uniform = _rounded(self._uniform_share * (count - num_fresh), rng)
         rows = draw_uniformly(entry, first, num_fresh, rng)
@@ -184,6 +186,7 @@ class FreshSelector:
 
     def choose(self, entry: PromptEntry, count: int, *, since: int, rng: np.random.Generator) -> np.ndarray:
         """`count` rows whose arrival number is `since` or larger; rows of the whole entry where those have left."""
+        # A fresh prompt may have lost its fresh rows again, by expiry.
         first = entry.first_since(since)
         return draw_uniformly(entry, first if len(entry.rows(first)) else entry.head, count, rng)
 
@@ -237,7 +240,7 @@ class SoftmaxSelector:
 
     def insert(self, entry: PromptEntry, positions: np.ndarray, rows: np.ndarray) -> None:
         logits = self._logits(rows)
-        # A weight far above the scale would overflow; scaled anew, it is 1 and the others shrink.
+        # A new entry has no tree yet. A weight far above the scale would overflow; scaled anew, it is 1 and others shrink.
         if entry.tree < 0 or logits.max() > entry.log_scale + MAX_LOG_WEIGHT:
             self.rebuild(entry)
         else:
@@ -259,6 +262,7 @@ class SoftmaxSelector:
         if entry.tree_size != entry.size:
             self._release(entry)
             entry.tree, entry.tree_size = self._trees.allocate(entry.size), entry.size
+        # Free positions keep weight 0 and are never drawn.
         positions = np.flatnonzero(entry.ring != FREE)
         logits = self._logits(entry.ring[positions])
         entry.log_scale = float(logits.max())
@@ -279,7 +283,7 @@ class SoftmaxSelector:
 
     def _distinct(self, entry: PromptEntry, drawn: list[int], count: int, rng: np.random.Generator) -> list[int]:
         """`count` distinct positions, the drawn ones first; all that hold a row where there are fewer."""
-        if entry.num_rows <= count:
+        if entry.num_rows <= count:  # also ends draws that could never find `count` distinct rows
             return np.flatnonzero(entry.ring != FREE).tolist()
         chosen = _first_distinct(drawn, count)
         return chosen if len(chosen) == count else self._complete(entry, chosen, count, rng)
@@ -310,6 +314,7 @@ class SoftmaxSelector:
 
     def _draw(self, entries: Sequence[PromptEntry], count: int, rng: np.random.Generator) -> list[list[int]]:
         """Positions with replacement, `count` per entry; trees of one size in one pass."""
+        # Uniforms come in one call, in the order of the entries: how trees are grouped by size does not change the draws.
         trees, sizes = np.array([(entry.tree, entry.tree_size) for entry in entries]).T
         uniforms, positions = rng.random((len(entries), count)), np.empty((len(entries), count), np.int64)
         for size in set(sizes.tolist()):

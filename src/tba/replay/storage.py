@@ -109,6 +109,7 @@ class TokenStore:
 
     def free(self, rows: np.ndarray) -> None:
         """Give up the tokens of rows, none of which is named twice."""
+        # np.add.at, because several rows may lie in one segment: `+=` would count one of them.
         np.add.at(self._dead, self.segment[rows], self.length[rows])
         self.dead_tokens += int(self.length[rows].sum())
         self.segment[rows] = 0
@@ -130,6 +131,7 @@ class TokenStore:
     def _open_segment(self, *, at_least: int) -> None:
         """Begin a segment. A response longer than 1/16 segment gets a larger one, so that what is left unused at a
         segment's end stays a small share of it."""
+        # Numbers start at 1, because 0 stands for a free row; without free ones, those in use are 1, 2, ... without a gap.
         number = self._free_numbers.pop() if self._free_numbers else len(self._segments) + 1
         if number >= len(self._dead):
             self._dead = np.concatenate([self._dead, np.zeros_like(self._dead)])
@@ -156,7 +158,7 @@ class TokenStore:
         rows = candidates[self.segment[candidates] == number]
         lengths = self.length[rows]
         tokens = np.repeat(self.offset[rows] - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
-        records = self._segments[number].records[tokens]
+        records = self._segments[number].records[tokens]  # a copy: the segment is given back before it is written
         self.used_tokens -= self._segments.pop(number).used
         self._free_numbers.append(number)
         self.dead_tokens -= int(self._dead[number])

@@ -65,6 +65,7 @@ class SumTrees:
 
     def totals(self, bases: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
         """Sum of the weights of each tree; sizes may differ."""
+        # Bases and levels are multiples of 16, so that the children of the root are one line of `_blocks`.
         roots = [(base + level_starts(size)[0][0]) // FANOUT for base, size in zip(bases, sizes)]
         return self._blocks[roots].sum(axis=1)
 
@@ -85,6 +86,7 @@ class SumTrees:
         starts, _ = level_starts(size)
         nodes = self._nodes
         nodes[bases + leaves] = weights
+        # Leaves that share a parent both write its sum, which is the same: all their weights are set before.
         parents = leaves
         for level in range(len(starts) - 1, 0, -1):
             parents = parents // FANOUT
