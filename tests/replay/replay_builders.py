@@ -78,10 +78,10 @@ def contents(buffer):
     """Everything stored, oldest first: (prompt, reference version, tokens, reward)."""
     stored = []
     for row in buffer._order:
-        shelf = buffer._shelves[int(buffer._table.shelf[row])]
-        assert shelf.ring[buffer._table.slot[row]] == row
-        tokens = tuple(buffer._arena.stored_ids(row).tolist())
-        stored.append((shelf.prompt_id, shelf.reference_version, tokens, float(buffer._table.score[row])))
+        entry = buffer._entries[int(buffer._table.entry[row])]
+        assert entry.ring[buffer._table.position[row]] == row
+        tokens = tuple(buffer._token_store.stored_ids(row).tolist())
+        stored.append((entry.prompt_id, entry.reference_version, tokens, float(buffer._table.score[row])))
     return stored
 
 
@@ -109,9 +109,9 @@ class SlowReplay:
         if fresh:
             self._trim(fresh[0][:2])
 
-    def _trim(self, shelf):
-        while sum(row[:2] == shelf for row in self.rows) > self.capacity_per_prompt:
-            self.rows.remove(next(row for row in self.rows if row[:2] == shelf))
+    def _trim(self, entry):
+        while sum(row[:2] == entry for row in self.rows) > self.capacity_per_prompt:
+            self.rows.remove(next(row for row in self.rows if row[:2] == entry))
         self.rows = self.rows[-self.capacity :]
 
     def fresh(self, reference, *, step, fresh_steps, P):

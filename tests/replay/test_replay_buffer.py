@@ -9,7 +9,7 @@ from replay_builders import Groups, contents, prompt, replay, responses, traject
 
 from tba.config import ReplayConfig, TrainConfig
 from tba.objectives.terms import leave_one_out
-from tba.replay import ReplayBuffer, ReplayEmpty, packing
+from tba.replay import ReplayBuffer, ReplayEmpty, batching
 from tba.train.target import combine
 from tba.types import TrajectoryGroup
 
@@ -58,7 +58,7 @@ def test_without_deduplication_copies_stay():
 
 
 def test_responses_with_the_same_hash_but_other_tokens_are_told_apart(monkeypatch):
-    monkeypatch.setattr("tba.replay.buffer.token_key", lambda ids, shelf: 42)
+    monkeypatch.setattr("tba.replay.buffer.token_key", lambda ids, entry: 42)
     buffer, group = replay(), Groups()
     buffer.add(group("a", [[1], [2], [3]]), step=0)
     buffer.add(group("a", [[2]]), step=0)
@@ -220,7 +220,7 @@ def test_the_same_seed_samples_the_same_and_the_generator_state_resumes_it():
 
 def test_not_applicable_and_infinite_rewards_give_finite_scores():
     rewards = np.array([[np.nan, np.nan], [np.inf, 1.0], [-np.inf, np.nan], [np.inf, -np.inf]], np.float32)
-    score = packing.combine_rewards(rewards, np.array([1.0, 1.0]))
+    score = batching.combine_rewards(rewards, np.array([1.0, 1.0]))
     largest = np.finfo(np.float32).max
     assert score.tolist() == [0.0, largest, -largest, 0.0]
 
@@ -356,7 +356,7 @@ def test_recomputing_the_reference_rewrites_log_ref_and_nothing_else():
     assert torch.equal(after.behaviour_N, -(after.token_ids_N + 0.25).float())
     assert sorted(after.token_ids_N.tolist()) == sorted(before.token_ids_N.tolist())
     buffer.add(group("a", [[12]], reference=4), step=1)
-    assert buffer.num_prompts == 2, "the prompt keeps its shelf"
+    assert buffer.num_prompts == 2, "the prompt keeps its entry"
 
 
 def test_step_values_are_stored_where_the_objective_needs_them():

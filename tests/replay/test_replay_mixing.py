@@ -10,7 +10,7 @@ from test_replay_sampling import assert_frequencies, drawn_responses, one_prompt
 
 from tba.config import ReplayConfig
 from tba.replay import ReplayBuffer
-from tba.replay.packing import LOG_IMPORTANCE, pack_group
+from tba.replay.batching import LOG_IMPORTANCE, pack_group
 from tba.types import TrajectoryGroup
 
 
@@ -57,7 +57,7 @@ def test_a_uniform_share_of_the_old_ones_ignores_the_reward():
     assert low / 500 == pytest.approx(2 * 17 / 21, abs=5 * math.sqrt(2 * 17 / 21 * 4 / 21 / 500))
 
 
-def test_a_uniform_share_of_old_prompt_slots():
+def test_a_uniform_share_of_the_places_for_old_prompts():
     buffer = one_prompt([0.0, 1.0], inverse_temperature=100.0, uniform_share=0.5)
     # the softmax always takes the better one: 1/2 + 1/4
     assert_frequencies(drawn_responses(buffer, 1, 2000), {((0,),): 0.25, ((1,),): 0.75})
@@ -105,31 +105,31 @@ def test_few_fresh_responses_are_not_repeated_while_old_ones_are_left():
         assert (100,) in drawn
 
 
-def test_a_wide_shelf_without_a_fresh_share():
-    """Wider than what is looked at one by one."""
+def test_a_prompt_of_many_responses_without_a_fresh_share():
+    """There are more positions than are looked at one by one."""
     buffer, group = replay(mix="responses", on_policy_probability=0.0, capacity_per_prompt=5000), Groups()
     buffer.add(group("a", [[i, j] for i in range(50) for j in range(40)]), step=0)
     assert len(set(responses(buffer.sample(1, 16, step=5))[0])) == 16
 
 
 @pytest.mark.parametrize("mix", ["prompts", "responses"])
-def test_slots_of_one_prompt_share_one_draw(mix):
+def test_places_of_one_prompt_share_one_draw(mix):
     buffer = replay(mix=mix, on_policy_probability=1.0, fresh_steps=10)
     buffer.add(Groups()("a", [[i] for i in range(32)]), step=0)
     drawn = [tokens for own in responses(buffer.sample(4, 8, step=0)) for tokens in own]
     assert sorted(drawn) == [(i,) for i in range(32)]
-    twice = responses(buffer.sample(5, 8, step=0))  # 40 of 32: repeats, but not inside a slot
+    twice = responses(buffer.sample(5, 8, step=0))  # 40 of 32: repeats, but not inside a place
     assert all(len(set(own)) == 8 for own in twice)
 
 
-def test_old_prompts_are_visited_again_by_a_share_of_the_slots():
+def test_old_prompts_are_visited_again_by_a_share_of_the_places():
     buffer, group = replay(mix="responses", on_policy_probability=0.5), Groups()
     for i in range(30):
         buffer.add(group(f"old{i}", [[1], [2]]), step=0)
     for i in range(10):
         buffer.add(group(f"new{i}", [[1], [2]]), step=5)
     names = Counter(buffer.sample(1, 2, step=5).prompt_ids[0][:3] for _ in range(2000))
-    # half the slots take a fresh prompt, the others any of 40, 30 of them old
+    # half the places take a fresh prompt, the others any of 40, 30 of them old
     assert abs(names["old"] - 750) < 5 * math.sqrt(2000 * 0.375 * 0.625)
 
 

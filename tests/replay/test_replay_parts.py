@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from tba.replay.arena import Arena, pack_tokens, unpack_ids
-from tba.replay.decks import Deck
-from tba.replay.forest import SumForest, level_starts
-from tba.replay.rows import AgeOrder, TokenIndex
-from tba.replay.shelf import Shelf
+from tba.replay.draws import DrawWithoutReplacement
+from tba.replay.prompt_entry import PromptEntry
+from tba.replay.storage import AgeOrder, TokenIndex, TokenStore, pack_tokens, unpack_ids
+from tba.replay.sum_trees import SumTrees, level_starts
 
 
 def records(*tokens):
@@ -31,24 +30,24 @@ def test_unknown_log_probs_stay_nan():
     assert np.isnan(packed.view(np.float32)[0]).tolist()[2:] == [True, True]
 
 
-def test_the_arena_gives_the_deadest_segment_back_and_keeps_the_rows_readable():
-    arena = Arena(10, segment_tokens=4)
+def test_the_token_store_gives_back_the_segment_with_most_dead_tokens_and_keeps_the_rows_readable():
+    store = TokenStore(10, segment_tokens=4)
     # segments of 4: rows 0 and 1 fill the first, rows 2 and 3 the second
-    arena.write(np.arange(4), records(*range(8)), np.array([2, 2, 2, 2]))
-    arena.free(np.array([0]))
-    arena.free(np.array([2]))
-    assert (arena.used_tokens, arena.dead_tokens, arena.num_compactions) == (8, 4, 0)
-    arena.write(np.array([4]), records(8, 9), np.array([2]))
-    arena.free(np.array([4]))
+    store.write(np.arange(4), records(*range(8)), np.array([2, 2, 2, 2]))
+    store.free(np.array([0]))
+    store.free(np.array([2]))
+    assert (store.used_tokens, store.dead_tokens, store.num_compactions) == (8, 4, 0)
+    store.write(np.array([4]), records(8, 9), np.array([2]))
+    store.free(np.array([4]))
     # 6 dead are more than a segment: the third, all dead, goes first, or one of the half dead; 4 dead may stay
-    assert arena.dead_tokens <= 4
-    assert arena.read(np.array([3, 1]))[:, 0].tolist() == [6, 7, 2, 3]
+    assert store.dead_tokens <= 4
+    assert store.read(np.array([3, 1]))[:, 0].tolist() == [6, 7, 2, 3]
 
 
 def test_a_response_longer_than_a_segment_gets_one_of_its_own():
-    arena = Arena(2, segment_tokens=4)
-    arena.write(np.array([1]), records(*range(100)), np.array([100]))
-    assert arena.read(np.array([1]))[:, 0].tolist() == list(range(100))
+    store = TokenStore(2, segment_tokens=4)
+    store.write(np.array([1]), records(*range(100)), np.array([100]))
+    assert store.read(np.array([1]))[:, 0].tolist() == list(range(100))
 
 
 def test_a_tree_has_a_level_for_every_factor_of_sixteen():
@@ -61,58 +60,58 @@ def test_a_tree_has_a_level_for_every_factor_of_sixteen():
 def test_a_descent_finds_the_leaf_whose_cumulative_weight_contains_the_target(size):
     rng = np.random.default_rng(0)
     weights = rng.integers(0, 3, size).astype(np.float64)  # whole numbers: sums are exact
-    forest = SumForest()
-    other, base = forest.allocate(16), forest.allocate(size)
-    forest.rebuild(other, np.ones(16))
-    forest.rebuild(base, np.zeros(size))
-    forest.set(base, size, np.arange(size), weights)
-    assert forest.totals([base], [size]) == weights.sum()
+    trees = SumTrees()
+    other, base = trees.allocate(16), trees.allocate(size)
+    trees.rebuild(other, np.ones(16))
+    trees.rebuild(base, np.zeros(size))
+    trees.set(base, size, np.arange(size), weights)
+    assert trees.totals([base], [size]) == weights.sum()
     uniforms = rng.random(200)
     expected = np.searchsorted(np.cumsum(weights), uniforms * weights.sum(), side="right")
-    np.testing.assert_array_equal(forest.descend(np.full(200, base), size, uniforms), expected)
-    assert forest.totals([other], [16]) == 16
+    np.testing.assert_array_equal(trees.descend(np.full(200, base), size, uniforms), expected)
+    assert trees.totals([other], [16]) == 16
 
 
 def test_a_descent_never_ends_at_a_leaf_of_weight_zero():
-    forest, rng = SumForest(), np.random.default_rng(1)
-    base = forest.allocate(256)
+    trees, rng = SumTrees(), np.random.default_rng(1)
+    base = trees.allocate(256)
     uniforms = np.concatenate([[0.0, np.nextafter(1.0, 0.0)], rng.random(50)])
     for scale in (1e-300, 1e-7, 1.0, 1e80):
         weights = np.where(rng.random(256) < 0.9, 0.0, rng.random(256) * scale)
-        forest.rebuild(base, weights)
-        assert (weights[forest.descend(np.full(52, base), 256, uniforms)] > 0).all()
+        trees.rebuild(base, weights)
+        assert (weights[trees.descend(np.full(52, base), 256, uniforms)] > 0).all()
 
 
 def test_removed_trees_are_used_again():
-    forest = SumForest()
-    base = forest.allocate(64)
-    forest.release(base, 64)
-    assert forest.allocate(64) == base
+    trees = SumTrees()
+    base = trees.allocate(64)
+    trees.release(base, 64)
+    assert trees.allocate(64) == base
 
 
-def test_a_deck_deals_every_card_once_and_returns_one_that_was_skipped():
-    deck, rng = Deck(), np.random.default_rng(0)
-    for card in range(5):
-        deck.put(card)
-    first = [deck.draw(rng, exclude=set()) for _ in range(3)]
+def test_every_prompt_is_drawn_once_and_one_that_was_skipped_keeps_its_turn():
+    draws, rng = DrawWithoutReplacement(), np.random.default_rng(0)
+    for prompt in range(5):
+        draws.put(prompt)
+    first = [draws.draw(rng, exclude=set()) for _ in range(3)]
     assert len(set(first)) == 3
     left = set(range(5)) - set(first)
     skipped = left.pop()
-    assert deck.draw(rng, exclude={skipped}) == left.pop()
-    assert deck.draw(rng, exclude=set()) == skipped
-    assert deck.draw(rng, exclude={0, 1, 2, 3, 4, 5}) is None
+    assert draws.draw(rng, exclude={skipped}) == left.pop()
+    assert draws.draw(rng, exclude=set()) == skipped
+    assert draws.draw(rng, exclude={0, 1, 2, 3, 4, 5}) is None
 
 
-def test_a_deck_with_cards_removed_deals_the_others():
-    deck, rng = Deck(), np.random.default_rng(0)
-    for card in range(6):
-        deck.put(card)
-    drawn = deck.draw(rng, exclude=set())
-    deck.remove(drawn)
-    gone = next(card for card in range(6) if card != drawn)
-    deck.remove(gone)
-    assert {deck.draw(rng, exclude=set()) for _ in range(4)} == set(range(6)) - {drawn, gone}
-    assert len(deck) == 4
+def test_after_a_removal_the_other_prompts_are_drawn():
+    draws, rng = DrawWithoutReplacement(), np.random.default_rng(0)
+    for prompt in range(6):
+        draws.put(prompt)
+    drawn = draws.draw(rng, exclude=set())
+    draws.remove(drawn)
+    gone = next(prompt for prompt in range(6) if prompt != drawn)
+    draws.remove(gone)
+    assert {draws.draw(rng, exclude=set()) for _ in range(4)} == set(range(6)) - {drawn, gone}
+    assert len(draws) == 4
 
 
 def test_age_order_survives_removals_at_both_ends_and_in_the_middle():
@@ -138,17 +137,17 @@ def test_the_token_index_finds_rows_of_one_bucket_apart():
     assert list(index.find(8)) == []
 
 
-def test_a_shelf_grows_with_its_rows_and_shrinks_when_tidied():
-    shelf = Shelf(0, "a", np.array([1], np.int32), 0)
+def test_a_prompt_entry_grows_with_its_rows_and_shrinks_when_compacted():
+    entry = PromptEntry(0, "a", np.array([1], np.int32), 0)
     for start in range(0, 100, 10):
-        if shelf.needs_tidying(10):
-            shelf.tidy(10)
-        shelf.append(np.arange(start, start + 10), first_stamp=start)
-    assert shelf.size == 128
-    assert shelf.oldest(3) == [0, 1, 2]
-    assert shelf.rows(shelf.position_since(97)).tolist() == [97, 98, 99]
-    for slot in np.flatnonzero(shelf.ring >= 5).tolist():
-        shelf.discard(slot)
-    assert shelf.needs_tidying(1)
-    assert shelf.tidy(1).tolist() == [0, 1, 2, 3, 4]
-    assert (shelf.size, shelf.head, shelf.tail, shelf.live) == (16, 0, 5, 5)
+        if entry.needs_compacting(10):
+            entry.compact(10)
+        entry.append(np.arange(start, start + 10), first_arrival=start)
+    assert entry.size == 128
+    assert entry.oldest(3) == [0, 1, 2]
+    assert entry.rows(entry.first_since(97)).tolist() == [97, 98, 99]
+    for position in np.flatnonzero(entry.ring >= 5).tolist():
+        entry.discard(position)
+    assert entry.needs_compacting(1)
+    assert entry.compact(1).tolist() == [0, 1, 2, 3, 4]
+    assert (entry.size, entry.head, entry.tail, entry.num_rows) == (16, 0, 5, 5)

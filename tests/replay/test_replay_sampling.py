@@ -29,18 +29,18 @@ def one_prompt(scores, **settings):
     return buffer
 
 
-def test_a_share_m_of_the_slots_is_fresh():
+def test_a_share_m_of_the_places_is_fresh():
     buffer, group = replay(on_policy_probability=0.7), Groups()
     for i in range(10):
         buffer.add(group(f"old{i}", [[1]]), step=0)
     for i in range(10):
         buffer.add(group(f"new{i}", [[1]]), step=5)
     names = Counter(buffer.sample(1, 1, step=5).prompt_ids[0][:3] for _ in range(4000))
-    # fresh slots draw a new prompt, the others one of 20, half of them new: 0.7 + 0.3 / 2 = 0.85
+    # fresh places draw a new prompt, the others one of 20, half of them new: 0.7 + 0.3 / 2 = 0.85
     assert abs(names["new"] - 3400) < 5 * math.sqrt(4000 * 0.85 * 0.15)
 
 
-def test_fresh_slots_draw_the_newest_responses_and_the_others_draw_all():
+def test_fresh_places_draw_the_newest_responses_and_the_others_draw_all():
     for m, expected in ((1.0, {((2,),): 1.0}), (0.0, {((1,),): 0.5, ((2,),): 0.5})):
         buffer, group = replay(on_policy_probability=m), Groups()
         buffer.add(group("a", [[1]]), step=0)
@@ -200,14 +200,14 @@ def test_of_fewer_than_k_each_is_drawn_once(settings):
 
 
 @pytest.mark.parametrize(("inverse_temperature", "high_share"), [(0.0, 0.5), (1.0, 0.75)])
-def test_the_law_holds_for_many_responses_of_one_prompt_with_holes(inverse_temperature, high_share):
+def test_the_law_holds_for_many_responses_of_one_prompt_with_free_positions(inverse_temperature, high_share):
     buffer, group = (
         replay(on_policy_probability=0.0, inverse_temperature=inverse_temperature, capacity_per_prompt=5000),
         Groups(),
     )
     scores = [math.log(3) * (i % 2) for i in range(4000)]
     buffer.add(group("a", [[i] for i in range(4000)], rewards=scores), step=0)
-    buffer.add(group("a", [[i] for i in range(1000, 2000)], rewards=scores[1000:2000]), step=0)  # leaves 1000 holes
+    buffer.add(group("a", [[i] for i in range(1000, 2000)], rewards=scores[1000:2000]), step=0)  # frees 1000 positions
     drawn = np.array([responses(buffer.sample(1, 20, step=0))[0] for _ in range(300)])[:, :, 0]
     assert all(len(set(row)) == 20 for row in drawn.tolist())
     high = int((drawn % 2 == 1).sum())

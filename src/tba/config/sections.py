@@ -133,7 +133,7 @@ class ReplayConfig(Section):
     """Old responses are also drawn ~ reference / behaviour probability when they were generated (within exp(-12) and
     exp(0.5)): what the policy says too often does not fill the draw, and rare finds come back."""
     uniform_share: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of the old responses (mix=prompts: of the old prompt slots) that is drawn uniformly all the same; matters where
+    """Share of the old responses (mix=prompts: of the old prompts) that is drawn uniformly all the same; matters where
     the others are not, by inverse_temperature or importance_weighted."""
     deduplicate: bool | None = None
     """True = of two responses to a prompt with the same tokens the newer wins (the paper). None = no: a response counts as

@@ -1,10 +1,25 @@
-"""replay.imports: existing responses that a run starts from."""
+"""Existing responses that a run starts from (replay.imports): trajectory balance learns from data of any origin.
+
+One JSON object per line:
+
+    {"prompt": "2+2=", "completion": " 4"}
+    {"id": "train-17", "completion_ids": [9, 4, 2], "rewards": {"exact_match": 1.0}}
+    {"prompt": [{"role": "user", "content": "2+2="}], "completion": "4"}
+
+A line is matched to a prompt of the task by `id`, or else by `prompt` as the data has it. Text is tokenised and closed with
+EOS; `completion_ids` are taken as they are, and count as cut off when they do not end with EOS. Rewards are computed unless
+given, reference log-probs always. Nobody knows how likely these responses were when they were made: behaviour and policy
+log-probs are NaN.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,14 +27,23 @@ from tba.config import Config
 from tba.generate.engine import make_scorer, stop_ids_of
 from tba.launch.run import RunInputs
 from tba.observe.files import RunFolder
-from tba.replay.importing import import_responses
 from tba.tasks.base import RewardFailed
 from tba.tasks.rewards import FinishedGroup, make_rewards, score_all
-from tba.types import Completion, Prompt, TrajectoryGroup
+from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
+
+RewardScorer = Callable[[list[Prompt], list[str]], Sequence[Mapping[str, float]]]
+"""Prompts and response texts, one for one -> reward components of each response, NaN = not applicable."""
+ReferenceScorer = Callable[[list[np.ndarray], list[np.ndarray]], Sequence[np.ndarray]]
+"""Prompt ids and response ids, one for one -> log-probs of the response tokens at the training temperature."""
+SHOWN_PROBLEMS = 5
+"""Number of bad lines that an error names; of the others it gives the count."""
+START_VERSION = 0
+"""Version of the weights, and of the reference, that imported responses are stored with: those that the run starts from."""
 
 
 def import_groups(config: Config, inputs: RunInputs, folder: RunFolder) -> list[TrajectoryGroup]:
-    """The responses of every file of replay.imports, with rewards and reference log-probs of the model as it is now."""
+    """The responses of every file of replay.imports, with rewards and reference log-probs of the model as it is now: the
+    caller imports before the first optimizer step, while the model is still the reference."""
     if not config.replay.imports:
         return []
     loaded, task = inputs.loaded, inputs.task
@@ -27,9 +51,11 @@ def import_groups(config: Config, inputs: RunInputs, folder: RunFolder) -> list[
     reference = make_scorer(loaded.model, max_length=loaded.context)
     rewards = make_rewards(task, config, log=folder.logs / "rewards-import.log", functions=inputs.functions)
 
-    def score_rewards(prompts: list[Prompt], texts: list[str]) -> Sequence[Mapping[str, float]]:
-        groups = [_as_group(prompt, text, loaded.tokenizer.encode(text, add_special_tokens=False), eos_id)
-                  for prompt, text in zip(prompts, texts)]  # fmt: skip
+    def score_rewards(prompts: list[Prompt], texts: list[str]) -> list[Mapping[str, float]]:
+        groups = []
+        for prompt, text in zip(prompts, texts):
+            ids = np.array([*loaded.tokenizer.encode(text, add_special_tokens=False), eos_id], np.int32)
+            groups.append(FinishedGroup(prompt=prompt, completions=[_completion(prompt, ids)], texts=[text]))
         return [_components(group, outcomes[0]) for group, outcomes in zip(groups, score_all(rewards, groups))]
 
     found: list[TrajectoryGroup] = []
@@ -50,22 +76,187 @@ def import_groups(config: Config, inputs: RunInputs, folder: RunFolder) -> list[
     return found
 
 
-def _as_group(prompt: Prompt, text: str, token_ids: list[int], eos_id: int) -> FinishedGroup:
-    """One finished response, as a reward sees it."""
-    unknown = np.full(len(token_ids) + 1, np.nan, np.float32)
-    completion = Completion(
-        prompt_id=prompt.id,
-        sample_index=0,
-        token_ids=np.array([*token_ids, eos_id], np.int32),
-        behaviour_log_probs=unknown,
-        policy_log_probs=unknown,
-        version_spans=((0, 0),),
-        finish="stop",
-    )
-    return FinishedGroup(prompt=prompt, completions=[completion], texts=[text])
-
-
 def _components(group: FinishedGroup, outcome: Mapping[str, float | None] | RewardFailed) -> Mapping[str, float]:
     if isinstance(outcome, RewardFailed):
         raise ValueError(f"replay.imports: the reward of a response to prompt {group.prompt.id!r} failed: {outcome}.")
     return {name: math.nan if value is None else value for name, value in outcome.items()}
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ImportedResponse:
+    """ImportedResponse(prompt=prompt, text=" 4", token_ids=np.array([9, 2]), finished=True, rewards={"exact_match": 1.0})"""
+
+    prompt: Prompt
+    text: str
+    token_ids: np.ndarray
+    """Token ids of the response, int32 [T]."""
+    finished: bool
+    """Whether the response ends with EOS; otherwise it counts as cut off."""
+    rewards: Mapping[str, float] | None
+    """Reward components that the file gives, None = they are to be computed."""
+
+
+def import_responses(
+    path: Path,
+    *,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    eos_id: int,
+    score_rewards: RewardScorer,
+    score_reference: ReferenceScorer,
+) -> list[TrajectoryGroup]:
+    """The responses of one file, one group per prompt, in the order of the file. Bad lines are an error that lists them;
+    nothing is half imported."""
+    responses = _read(path, PromptFinder(prompts), tokenizer, eos_id)
+    rewards = _complete_rewards(responses, score_rewards)
+    log_refs = score_reference([r.prompt.token_ids for r in responses], [r.token_ids for r in responses])
+    by_prompt: dict[str, list[Trajectory]] = {}
+    for response, components, log_ref in zip(responses, rewards, log_refs, strict=True):
+        members = by_prompt.setdefault(response.prompt.id, [])
+        members.append(_trajectory(response, components, log_ref, sample_index=len(members)))
+    prompt_of = {response.prompt.id: response.prompt for response in responses}
+    return [
+        TrajectoryGroup(id=f"import:{path}:{prompt_id}", prompt=prompt_of[prompt_id], trajectories=tuple(members))
+        for prompt_id, members in by_prompt.items()
+    ]
+
+
+class PromptFinder:
+    """The task's prompts by id and by text; of prompts with the same text, the first."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._by_id = {prompt.id: prompt for prompt in prompts}
+        self._by_text = {self._key(prompt.text): prompt for prompt in reversed(prompts)}
+
+    def find(self, line: Mapping[str, Any]) -> Prompt:
+        """The prompt that a line of the file names."""
+        if "id" in line:
+            prompt = self._by_id.get(str(line["id"]))
+        elif "prompt" in line:
+            prompt = self._by_text.get(self._key(line["prompt"]))
+        else:
+            raise ValueError("has neither `id` nor `prompt`")
+        if prompt is None:
+            named = f"id {line['id']!r}" if "id" in line else f"prompt {str(line['prompt'])[:60]!r}"
+            raise ValueError(f"{named} is none of the task's {len(self._by_id)} prompts")
+        return prompt
+
+    @staticmethod
+    def _key(text: Any) -> str:
+        """Text, or a list of chat messages, as a string: a list is no key of a dict."""
+        return json.dumps(text, sort_keys=True)
+
+
+def _read(path: Path, finder: PromptFinder, tokenizer: Tokenizer, eos_id: int) -> list[ImportedResponse]:
+    if not path.is_file():
+        raise ValueError(f"replay.imports: {path} does not exist.")
+    responses: list[ImportedResponse] = []
+    problems: list[str] = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                if line.strip():
+                    responses.append(_parse(line, finder, tokenizer, eos_id))
+            except ValueError as error:
+                problems.append(f"line {number} {error}")
+    if problems:
+        shown = "\n".join(f"  {problem}" for problem in problems[:SHOWN_PROBLEMS])
+        raise ValueError(
+            f"replay.imports: {path} has {len(problems)} bad lines, so nothing was imported. The first:\n{shown}"
+        )
+    if not responses:
+        raise ValueError(f"replay.imports: {path} holds no responses.")
+    return responses
+
+
+def _parse(text: str, finder: PromptFinder, tokenizer: Tokenizer, eos_id: int) -> ImportedResponse:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    if not isinstance(line, dict):
+        raise ValueError(f"is a {type(line).__name__}, not an object")
+    if ("completion" in line) == ("completion_ids" in line):
+        raise ValueError("needs either `completion` or `completion_ids`")
+    prompt = finder.find(line)
+    ids = _tokens(line, tokenizer, eos_id)
+    return ImportedResponse(
+        prompt=prompt,
+        text=line["completion"] if "completion" in line else tokenizer.decode(ids, skip_special_tokens=True),
+        token_ids=np.array(ids, np.int32),
+        finished=ids[-1] == eos_id,
+        rewards=_given_rewards(line),
+    )
+
+
+def _tokens(line: Mapping[str, Any], tokenizer: Tokenizer, eos_id: int) -> list[int]:
+    if "completion" in line:
+        if not isinstance(line["completion"], str):
+            raise ValueError(f"`completion` is a {type(line['completion']).__name__}, not text")
+        ids = tokenizer.encode(line["completion"], add_special_tokens=False)
+        return ids if ids and ids[-1] == eos_id else [*ids, eos_id]
+    ids = line["completion_ids"]
+    # `type(i) is int`, because True and False are integers to isinstance.
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < len(tokenizer) for i in ids):
+        raise ValueError(f"`completion_ids` must be a non-empty list of integers from 0 to {len(tokenizer) - 1}")
+    return ids
+
+
+def _given_rewards(line: Mapping[str, Any]) -> Mapping[str, float] | None:
+    """The rewards that a line gives, null = not applicable; None where it gives none."""
+    given = line.get("rewards")
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise ValueError("`rewards` must be an object of numbers by name")
+    rewards = {name: math.nan if value is None else value for name, value in given.items()}
+    if not all(isinstance(value, (int, float)) for value in rewards.values()):
+        raise ValueError("`rewards` must be an object of numbers by name")
+    return {name: float(value) for name, value in rewards.items()}
+
+
+def _complete_rewards(responses: list[ImportedResponse], score_rewards: RewardScorer) -> list[Mapping[str, float]]:
+    """The rewards of each response: those given, and those that are missing, computed in one call."""
+    missing = [r for r in responses if r.rewards is None]
+    scores = score_rewards([r.prompt for r in missing], [r.text for r in missing]) if missing else []
+    if len(scores) != len(missing):
+        raise ValueError(f"score_rewards returned {len(scores)} results for {len(missing)} responses.")
+    computed = iter(scores)
+    return [r.rewards if r.rewards is not None else next(computed) for r in responses]
+
+
+def _trajectory(
+    response: ImportedResponse, rewards: Mapping[str, float], log_ref: np.ndarray, *, sample_index: int
+) -> Trajectory:
+    completion = _completion(response.prompt, response.token_ids, sample_index=sample_index, finished=response.finished)
+    return Trajectory(
+        completion=completion,
+        rewards=rewards,
+        log_ref=np.asarray(log_ref, np.float32),
+        reference_version=START_VERSION,
+        loss_mask=np.ones(len(completion.token_ids), np.bool_),
+    )
+
+
+def _completion(prompt: Prompt, token_ids: np.ndarray, *, sample_index: int = 0, finished: bool = True) -> Completion:
+    # NaN is also what tells the buffer that no policy generated the response, so that it has no lag.
+    unknown = np.full(len(token_ids), np.nan, np.float32)
+    return Completion(
+        prompt_id=prompt.id,
+        sample_index=sample_index,
+        token_ids=token_ids,
+        behaviour_log_probs=unknown,
+        policy_log_probs=unknown,
+        version_spans=((0, START_VERSION),),
+        finish="stop" if finished else "length",
+    )

@@ -1,4 +1,8 @@
-"""From what arrives to columns, and from columns to what is trained on."""
+"""Between the types that others see and what is stored: a TrajectoryGroup becomes the columns of its responses, and sampled
+rows become the Batch that is trained on.
+
+Axis letters: P prompts, K places per prompt, R responses of a group, C reward components, N tokens of responses end to end.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.replay.arena import BEHAVIOUR, ID, LOG_REF, POLICY, STEP_VALUE, WIDTH, Arena, pack_tokens, unpack_ids
-from tba.replay.rows import RowTable
-from tba.replay.shelf import Shelf
+from tba.replay import storage
+from tba.replay.prompt_entry import PromptEntry
+from tba.replay.storage import RowTable, TokenStore
 from tba.types import NO_ROW, Batch, Totals, Trajectory, TrajectoryGroup, total_reward
 
 LARGEST_SCORE = float(np.finfo(np.float32).max)
+"""Largest absolute value of a score: an infinite one would make the softmax of its prompt NaN."""
 LOG_IMPORTANCE = (-12.0, 0.5)
-"""Range of the log of reference / behaviour probability: a response that the policy hardly ever says must not be drawn
-again and again, one that it says too often still now and then."""
+"""Range that the log of reference / behaviour probability is clipped to. A response that the policy hardly ever says must
+not be drawn again and again; one that it says too often is still drawn now and then."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,39 +31,40 @@ class PackedGroup:
     """The columns of a group of R responses with N tokens in all."""
 
     records: np.ndarray
-    """int32 [N, 4 or 5], see arena.py."""
+    """Token records, int32 [N, 4 or 5], as storage.py describes them."""
     lengths: np.ndarray
-    """int64 [R]"""
+    """Number of tokens of each response, int64 [R]."""
     versions: np.ndarray
+    """Version of the weights that generated each response, int64 [R]."""
     truncated: np.ndarray
+    """Whether each response was cut off at the length limit, bool [R]."""
     rewards: np.ndarray
-    """float32 [R, components], NaN = not applicable."""
+    """Reward components, float32 [R, C], NaN = not applicable."""
     reference_version: int
+    """Version of the reference that scored all of them."""
 
     def __len__(self) -> int:
+        """Number of responses."""
         return len(self.lengths)
 
     def stored_ids(self) -> list[np.ndarray]:
-        """By response, as `Arena.stored_ids` returns them."""
-        ids = np.ascontiguousarray(self.records[:, ID])
+        """Token ids of each response, as TokenStore.stored_ids returns them."""
+        ids = np.ascontiguousarray(self.records[:, storage.ID])
         ends = np.cumsum(self.lengths).tolist()
         return [ids[start:end] for start, end in zip([0, *ends], ends)]
 
     def has_lag(self) -> np.ndarray:
-        """bool [R]: whether the policy of some version generated it, which its known log-probs tell."""
-        starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
-        return np.isfinite(np.add.reduceat(self.records.view(np.float32)[:, POLICY], starts))
+        """Whether the policy of some version generated each response, bool [R]. Its log-probs are known only then."""
+        return np.isfinite(self._sums(self._floats(storage.POLICY)))
 
     def log_importance(self) -> np.ndarray:
-        """float32 [R]: clipped log of reference / behaviour probability of each response; 0 where that is unknown."""
-        floats = self.records.view(np.float32)
-        per_token = floats[:, LOG_REF].astype(np.float64) - floats[:, BEHAVIOUR]
-        starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
-        known = np.nan_to_num(np.add.reduceat(per_token, starts), nan=0.0)
+        """Clipped log of reference / behaviour probability of each response, float32 [R]; 0 where that is unknown."""
+        per_token = self._floats(storage.LOG_REF).astype(np.float64) - self._floats(storage.BEHAVIOUR)
+        known = np.nan_to_num(self._sums(per_token), nan=0.0)
         return known.clip(*LOG_IMPORTANCE).astype(np.float32)
 
     def take(self, keep: np.ndarray) -> PackedGroup:
-        """Some of the responses, in order."""
+        """The responses where `keep`, bool [R], is true, in order."""
         return PackedGroup(
             records=self.records[np.repeat(keep, self.lengths)],
             lengths=self.lengths[keep],
@@ -68,9 +74,18 @@ class PackedGroup:
             reference_version=self.reference_version,
         )
 
+    def _floats(self, column: int) -> np.ndarray:
+        return self.records.view(np.float32)[:, column]
+
+    def _sums(self, per_token: np.ndarray) -> np.ndarray:
+        """Sum over the tokens of each response; NaN where one of them is."""
+        starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
+        return np.add.reduceat(per_token, starts)
+
 
 def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_values: bool = False) -> PackedGroup:
-    """Check and flatten a group; it holds at least one trajectory. `step_values` are kept if asked for."""
+    """Check a group, which holds at least one trajectory, and flatten it into columns. `step_values` says whether the
+    Monte-Carlo values of its responses are kept."""
     trajectories, completions = group.trajectories, [t.completion for t in group.trajectories]
     known = set(reward_names)
     for trajectory in trajectories:
@@ -80,7 +95,7 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_valu
         raise ValueError(
             f"group {group.id} mixes reference versions {sorted(reference_versions)}: send one group for each."
         )
-    records = pack_tokens(
+    records = storage.pack_tokens(
         np.concatenate([c.token_ids for c in completions]),
         np.concatenate([t.loss_mask for t in trajectories]),
         np.concatenate([t.log_ref for t in trajectories]),
@@ -88,6 +103,7 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_valu
         np.concatenate([c.policy_log_probs for c in completions]),
         np.concatenate([_step_values(t, group.id) for t in trajectories]) if step_values else None,
     )
+    # A reward beyond float32 becomes infinite here, without a warning; combine_rewards makes its score finite again.
     with np.errstate(over="ignore"):
         rewards = np.array([[t.rewards.get(name, np.nan) for name in reward_names] for t in trajectories], np.float32)
     return PackedGroup(
@@ -98,16 +114,6 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_valu
         rewards=rewards.reshape(len(trajectories), len(reward_names)),
         reference_version=reference_versions.pop(),
     )
-
-
-def _step_values(trajectory: Trajectory, group_id: str) -> np.ndarray:
-    values = trajectory.step_values
-    if values is None or len(values) != len(trajectory.loss_mask) or not np.isfinite(values[0]):
-        raise ValueError(
-            f"group {group_id}: sample {trajectory.completion.sample_index} has no Monte-Carlo values of its steps, which "
-            "the objective needs (one per token, NaN inside a step)."
-        )
-    return values
 
 
 def _check(trajectory: Trajectory, group_id: str, reward_names: set[str]) -> None:
@@ -127,45 +133,56 @@ def _check(trajectory: Trajectory, group_id: str, reward_names: set[str]) -> Non
         raise ValueError(f"group {group_id} has rewards {unknown}; the buffer knows {sorted(reward_names)}.")
 
 
+def _step_values(trajectory: Trajectory, group_id: str) -> np.ndarray:
+    values = trajectory.step_values
+    if values is None or len(values) != len(trajectory.loss_mask) or not np.isfinite(values[0]):
+        raise ValueError(
+            f"group {group_id}: sample {trajectory.completion.sample_index} has no Monte-Carlo values of its steps, which "
+            "the objective needs (one per token, NaN inside a step)."
+        )
+    return values
+
+
 def combine_rewards(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """[R, components] -> finite float32 [R]: the weighted sum, not-applicable components left out."""
+    """Reward components [R, C] -> finite float32 [R]: the weighted sum, components that do not apply left out."""
     score = total_reward(rewards.astype(np.float64).clip(-LARGEST_SCORE, LARGEST_SCORE).T, weights.tolist())
     return score.clip(-LARGEST_SCORE, LARGEST_SCORE).astype(np.float32)
 
 
-def token_key(stored_ids: np.ndarray, shelf: int) -> int:
-    """64 bits from the tokens and the shelf, the same in every process."""
+def token_key(stored_ids: np.ndarray, entry: int) -> int:
+    """64 bits made from the tokens and the index of their prompt entry, the same in every process."""
     digest = int.from_bytes(blake2b(stored_ids.tobytes(), digest_size=8).digest(), "little")
-    return (digest + shelf * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    # The multiplier, 2^64 over the golden ratio, spreads the small indices of entries over all bits (Fibonacci hashing).
+    return (digest + entry * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
 
 
 def make_batch(
-    chosen: Sequence[tuple[Shelf, np.ndarray]],
+    chosen: Sequence[tuple[PromptEntry, np.ndarray]],
     samples_per_prompt: int,
     *,
     table: RowTable,
-    arena: Arena,
+    token_store: TokenStore,
     reward_names: Sequence[str],
 ) -> Batch:
     """Tensors of the sampled rows, at least one and at most K of each prompt. Places beyond a prompt's rows repeat its first
     response with weight 0, which costs nothing: equal responses are computed once."""
-    shelves, K = [shelf for shelf, _ in chosen], samples_per_prompt
+    entries, K = [entry for entry, _ in chosen], samples_per_prompt
     real_PK = np.arange(K) < np.array([len(rows) for _, rows in chosen])[:, None]
     rows_PK = np.stack([np.concatenate([rows, np.repeat(rows[:1], K - len(rows))]) for _, rows in chosen])
-    records, lengths = arena.read(rows_PK.ravel()), arena.length[rows_PK.ravel()]
-    ids_N, loss_mask_N = unpack_ids(records)
+    records, lengths = token_store.read(rows_PK.ravel()), token_store.length[rows_PK.ravel()]
+    ids_N, loss_mask_N = storage.unpack_ids(records)
     floats = records.view(np.float32)
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    has_step_values = floats.shape[1] > storage.WIDTH
     return Batch(
-        prompt_ids=tuple(shelf.prompt_id for shelf in shelves),
-        prompt_tokens=_prompt_tokens(shelves),
+        prompt_ids=tuple(entry.prompt_id for entry in entries),
+        prompt_tokens=_prompt_tokens(entries),
         token_ids_N=torch.from_numpy(ids_N),
-        offsets=torch.from_numpy(offsets),
+        offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])),
         loss_mask_N=torch.from_numpy(loss_mask_N),
-        log_ref_N=_tensor(floats[:, LOG_REF], np.float32),
-        behaviour_N=_tensor(floats[:, BEHAVIOUR], np.float32),
-        policy_N=_tensor(floats[:, POLICY], np.float32),
-        step_values_N=_tensor(floats[:, STEP_VALUE], np.float32) if floats.shape[1] > WIDTH else None,
+        log_ref_N=_tensor(floats[:, storage.LOG_REF], np.float32),
+        behaviour_N=_tensor(floats[:, storage.BEHAVIOUR], np.float32),
+        policy_N=_tensor(floats[:, storage.POLICY], np.float32),
+        step_values_N=_tensor(floats[:, storage.STEP_VALUE], np.float32) if has_step_values else None,
         rewards=_components(table.rewards[rows_PK], reward_names),
         reward_PK=_tensor(table.score[rows_PK], np.float32),
         weight_PK=_tensor(real_PK, np.float32),
@@ -173,17 +190,18 @@ def make_batch(
         truncated_PK=_tensor(table.truncated[rows_PK], np.bool_),
         rows_PK=_tensor(np.where(real_PK, rows_PK, NO_ROW), np.int64),
         totals=Totals(
-            prompts=len(shelves),
+            prompts=len(entries),
             responses=int(real_PK.sum()),
+            # Tokens of the repeats have no part in the loss, so they do not count in its normalisation either.
             tokens=int((loss_mask_N & np.repeat(real_PK.ravel(), lengths)).sum()),
         ),
     )
 
 
-def _prompt_tokens(shelves: Sequence[Shelf]) -> tuple[Tensor, ...]:
+def _prompt_tokens(entries: Sequence[PromptEntry]) -> tuple[Tensor, ...]:
     """Views of one tensor: one conversion instead of P."""
-    tokens = _tensor(np.concatenate([shelf.prompt_tokens for shelf in shelves]), np.int64)
-    return torch.split(tokens, [len(shelf.prompt_tokens) for shelf in shelves])
+    tokens = _tensor(np.concatenate([entry.prompt_tokens for entry in entries]), np.int64)
+    return torch.split(tokens, [len(entry.prompt_tokens) for entry in entries])
 
 
 def _components(rewards_PKC: np.ndarray, reward_names: Sequence[str]) -> Mapping[str, Tensor]:
@@ -191,5 +209,5 @@ def _components(rewards_PKC: np.ndarray, reward_names: Sequence[str]) -> Mapping
 
 
 def _tensor(values: np.ndarray, dtype: type) -> Tensor:
-    """A fresh copy, contiguous."""
+    """A contiguous copy, so that training cannot write into what is stored."""
     return torch.from_numpy(np.array(values, dtype=dtype, order="C"))

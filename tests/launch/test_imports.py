@@ -4,9 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from replay_builders import replay, responses
 
-from tba.replay import import_responses
+from tba.config import ReplayConfig
+from tba.launch.imports import import_responses
+from tba.replay import ReplayBuffer
 from tba.types import Prompt
 
 EOS = 0
@@ -45,7 +46,7 @@ def importer(tmp_path):
     def score_reference(prompt_ids, response_ids):
         return [np.full(len(ids), -float(len(prompt)), np.float32) for prompt, ids in zip(prompt_ids, response_ids)]
 
-    def run(*rows, version=0):
+    def run(*rows):
         path = tmp_path / "responses.jsonl"
         path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
         return import_responses(
@@ -55,7 +56,6 @@ def importer(tmp_path):
             eos_id=EOS,
             score_rewards=score_rewards,
             score_reference=score_reference,
-            version=version,
         )
 
     run.scored = scored
@@ -84,10 +84,14 @@ def test_responses_are_matched_tokenised_scored_and_grouped_by_prompt(importer):
 
 
 def test_imported_groups_can_be_sampled(importer):
-    buffer = replay(on_policy_probability=0.0)
+    config = ReplayConfig(on_policy_probability=0.0)
+    buffer = ReplayBuffer(config, fresh_steps=1, seed=0, reward_names=("r",), reward_weights=(1.0,))
     for group in importer({"prompt": "first", "completion": "ab"}, {"prompt": "first", "completion": "c"}):
         buffer.add(group, step=0)
-    assert sorted(responses(buffer.sample(1, 2, step=0))[0]) == [(1, 2, EOS), (3, EOS)]
+    batch = buffer.sample(1, 2, step=0)
+    first, second, end = batch.offsets.tolist()
+    drawn = [batch.token_ids_N[first:second].tolist(), batch.token_ids_N[second:end].tolist()]
+    assert sorted(drawn) == [[1, 2, EOS], [3, EOS]]
 
 
 def test_a_text_that_ends_with_eos_gets_no_second_one(importer):
