@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tba.compare.results import CellResult, Estimate, Results
-from tba.observe.closing import SHARES
+from tba.observe.summary import SHARES
 
 TITLES = {
     "seconds": "Seconds of training",

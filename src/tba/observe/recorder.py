@@ -7,18 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tba.config import Config
-from tba.observe.closing import Curve
-from tba.observe.files import RunFolder, write_json
+from tba.observe.files import RunFolder, SampleLog, make_sinks, write_json
 from tba.observe.metrics import Evaluation
 from tba.observe.progress import Progress, RoleStatus
-from tba.observe.samples import SampleLog
-from tba.observe.sinks import make_sinks
-from tba.observe.stability import Stability
+from tba.observe.summary import Curve, Stability
 from tba.types import TrajectoryGroup
 
 
 class Recorder:
-    """Takes events of the loops; writes metrics.jsonl, samples.jsonl, the progress line and summary.json."""
+    """Takes the events of the loops and writes metrics.jsonl, samples.jsonl, the display and summary.json."""
 
     def __init__(
         self,
@@ -30,8 +27,8 @@ class Recorder:
         roles: Callable[[], Sequence[RoleStatus]] = list,
         more_metrics: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`reward_weights` are the task's, `roles` says who does what, for the display; `more_metrics` adds numbers of the
-        runtime to every record."""
+        """`reward_weights` are the task's; `roles` says what each role does, for the display; `more_metrics` adds numbers of
+        the runtime to every record."""
         self.config = config
         self.folder = folder
         self._decode = decode
@@ -46,22 +43,22 @@ class Recorder:
         self._first_step_at: float | None = None
         self._last_step_at = 0.0
         self._seconds_at: dict[int, float] = {0: 0.0}
-        """When each step was done: an evaluation comes later than the version it is of."""
+        """Time at which each step was done: an evaluation arrives later than the weights that it is of."""
         self._lag_sum, self._lag_max = 0.0, 0.0
         self._stability = Stability()
         self.best: tuple[int, float] | None = None
-        """Step and headline of the best evaluation, whose weights are kept."""
+        """Step and first metric of the best evaluation, whose weights are kept."""
         self.steps = 0
         self.empty_steps = 0
-        """Steps of which no response had weight; the optimizer did not move."""
+        """Number of steps in which no response had weight, so that the optimizer did not move."""
         self.responses_generated = 0
         self.responses_trained = 0
         self.evaluations: list[tuple[int, Mapping[str, float]]] = []
         self.collapse: Mapping[str, Any] | None = None
-        """The guard's last alarm."""
+        """The collapse guard's last alarm; None = there was none."""
 
     def training_starts(self) -> None:
-        """The clock of `seconds` starts with the first optimizer step."""
+        """Start the clock of `seconds`; only the first call does."""
         if self._first_step_at is None:
             self._first_step_at = time.perf_counter()
 
@@ -98,7 +95,7 @@ class Recorder:
 
     @property
     def seconds(self) -> float:
-        """From the first optimizer step to the last."""
+        """Time from the first optimizer step to the last."""
         return 0.0 if self._first_step_at is None else self._last_step_at - self._first_step_at
 
     def summary(self) -> dict[str, Any]:
@@ -127,19 +124,19 @@ class Recorder:
         }
 
     def curve(self) -> Curve:
-        """Of the evaluations' first metric."""
+        """The evaluations' first metric over the steps."""
         name = next(iter(self.evaluations[0][1]), "") if self.evaluations else ""
         return Curve(name, [(step, metrics[name]) for step, metrics in self.evaluations if name in metrics])
 
     def finish(self) -> dict[str, Any]:
-        """Write summary.json and close everything."""
+        """Write summary.json, close everything and return the summary."""
         summary = self.summary()
         write_json(self.folder.summary, summary)
         self.close()
         return summary
 
     def close(self) -> None:
-        """May be called more than once."""
+        """Close the display and the sinks; may be called more than once."""
         if not self._closed:
             self._closed = True
             self._progress.close()
