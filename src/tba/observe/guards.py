@@ -195,7 +195,8 @@ class View:
     @property
     def reward_risen(self) -> bool:
         """Whether the reward is above the usual and not on its way down from its best. Being above the best is not
-        asked: where responses become concise at once, the best has followed the reward long before the usual length has followed the length."""
+        asked: where responses become concise at once, the best has followed the reward long before the usual length has
+        followed the length."""
         return self.now[REWARD] > self.usual[REWARD] + RISEN_NOISE * self.reward_noise and not self.reward_fell_a_little
 
     def reward_fell(self, *, by: float, share: float) -> bool:
@@ -276,8 +277,9 @@ def _counting_noise(values: Sequence[float]) -> float:
     """Standard deviation around a slow trend, by the mean square of the differences of neighbours.
 
     A mean of n rewards of 0 or 1 is a count over n. Where most batches count none, most differences are 0 and so is the
-    robust estimate, though the count's own standard deviation sqrt(p (1 - p) / n) is many times the mean p. The mean square has
-    that expectation however rare the successes are, and grows where they come in bursts, as from one prompt's responses.
+    robust estimate, though the count's own standard deviation sqrt(p (1 - p) / n) is many times the mean p. The mean
+    square has that expectation however rare the successes are, and grows where they come in bursts, as from one prompt's
+    responses.
     """
     squares = [(after - before) ** 2 for before, after in pairwise(values)]
     return math.sqrt(statistics.fmean(squares) / 2.0)
