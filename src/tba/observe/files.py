@@ -1,4 +1,4 @@
-"""What a run writes: its folder, whole files in one move, metrics to their sinks, samples to samples.jsonl."""
+"""Where a run writes: its folder, whole files in one move, and the sinks of its metrics."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from tba.config import Config
 from tba.observe.metrics import metric
-from tba.types import Trajectory, TrajectoryGroup, total_reward
 
 
 class RunFolder:
@@ -161,47 +159,3 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleLog:
-    """The file samples.jsonl: what the policy was asked, what it answered and what it got, of a group's best and its worst
-    response by the reward that is trained on."""
-
-    path: Path
-    reward_weights: Mapping[str, float]
-    """Factors of the reward components in the sum."""
-    cut_off_reward: float | None = None
-    """What training gives a response that was cut off; None = the reward that it got."""
-
-    def write(self, step: int, group: TrajectoryGroup, texts: list[str]) -> None:
-        rewards = [self._reward(trajectory) for trajectory in group.trajectories]
-        chosen = sorted({rewards.index(max(rewards)), rewards.index(min(rewards))})
-        record = {
-            "step": step,
-            "prompt_id": group.prompt.id,
-            "version": group.version,
-            "prompt": group.prompt.text,
-            "responses": [
-                {
-                    "text": texts[i],
-                    "reward": _null_for_nan(rewards[i]),
-                    "rewards": {name: _null_for_nan(value) for name, value in group.trajectories[i].rewards.items()},
-                    "tokens": len(group.trajectories[i].completion.token_ids),
-                    "finish": group.trajectories[i].completion.finish,
-                }
-                for i in chosen
-            ],
-        }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-    def _reward(self, trajectory: Trajectory) -> float:
-        if self.cut_off_reward is not None and trajectory.completion.finish == "length":
-            return self.cut_off_reward
-        names, values = list(trajectory.rewards), list(trajectory.rewards.values())
-        return float(total_reward(values, [self.reward_weights[name] for name in names]))
-
-
-def _null_for_nan(value: float) -> float | None:
-    return None if math.isnan(value) else value
