@@ -4,6 +4,7 @@ tba train configs/arithmetic.yaml train.max_steps=100
 tba evaluate runs/arithmetic-tb-seed0 --task arithmetic
 tba prepare arithmetic --output prepared
 tba compare STUDY.yaml --quick
+tba config
 """
 
 from __future__ import annotations
@@ -177,6 +178,19 @@ def merge(
     from tba.launch import merge_adapter
 
     typer.echo(json.dumps(merge_adapter(adapter, output)))
+
+
+@app.command()
+def config() -> None:
+    """Print every setting with its type, default and meaning, as Markdown."""
+    from tba.config.reference import ObjectiveEntry, reference
+    from tba.objectives.registry import OBJECTIVES
+
+    entries = [
+        ObjectiveEntry(name=name, settings=kind, beta=kind.default_beta, reset_every=kind.default_reset_every)
+        for name, kind in OBJECTIVES.items()
+    ]
+    typer.echo(reference(entries), nl=False)
 
 
 @app.command()

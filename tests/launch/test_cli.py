@@ -4,14 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 from problem import SETTINGS
 from typer.testing import CliRunner
 
+import tba as tba_package
 from tba.cli import app, main, resolve
 from tba.config import ConfigError
+from tba.launch.doctor import EXTRAS
 from tba.tasks.preference.task import start_model_path
 
 RUNNER = CliRunner()
@@ -141,6 +144,12 @@ def test_doctor_names_what_the_machine_has():
     assert result.exit_code == 0
     for word in ("python", "torch", "transformers", "cores", "memory", "disk", "gpu", "wandb"):
         assert word in result.stdout
+
+
+def test_doctor_names_only_packages_that_the_program_can_use():
+    sources = "\n".join(path.read_text() for path in Path(tba_package.__file__).parent.rglob("*.py"))
+    for name in EXTRAS:
+        assert f"import {name}" in sources or f"from {name}" in sources or f"torch.utils.{name}" in sources, name
 
 
 def test_a_reward_model_is_trained_on_pairs(tmp_path):
