@@ -45,10 +45,12 @@ def number(text: str) -> float:
 
 
 def count_option(text: str) -> Any:
+    """An option with a whole number. The parser is ours, because typer's own message leaves the value out."""
     return typer.Option(parser=whole_number, metavar="INTEGER", help=text)
 
 
 def number_option(text: str) -> Any:
+    """An option with a number."""
     return typer.Option(parser=number, metavar="NUMBER", help=text)
 
 
@@ -68,6 +70,7 @@ app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=F
 
 @app.callback(invoke_without_command=True)
 def show_help_without_a_command(context: typer.Context) -> None:
+    # Not no_args_is_help: whether that prints, raises or exits with 0 depends on typer's version.
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(2)

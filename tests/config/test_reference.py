@@ -30,7 +30,7 @@ def test_the_document_is_what_the_schema_says_now():
     assert DOCUMENT.read_text(encoding="utf-8") == result.stdout, "run `tba config > docs/configuration.md`"
 
 
-@pytest.mark.parametrize(("key", "info"), all_fields(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(("key", "info"), list(all_fields()), ids=lambda value: value if isinstance(value, str) else "")
 def test_every_setting_is_explained_and_a_default_of_none_says_what_it_means(key, info):
     assert info.description, f"{key} has no text under it"
     assert f"`{key}`" in DOCUMENT.read_text(encoding="utf-8")

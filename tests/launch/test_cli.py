@@ -88,6 +88,7 @@ def test_so_are_those_that_come_later(arguments, message, monkeypatch, capsys, t
         (["evaluate"], "tba evaluate: MODEL_OR_RUN is missing: write `tba evaluate MODEL_OR_RUN`"),
         (["compare"], "tba compare: STUDY.yaml is missing: write `tba compare STUDY.yaml`"),
         (["merge", "run"], "tba merge: OUTPUT is missing: write `tba merge ADAPTER_OR_RUN OUTPUT`"),
+        (["prepare"], "tba prepare: WHAT is missing: write `tba prepare WHAT`."),
         (["doctor", "x"], "See `tba doctor --help`."),
     ],
 )
