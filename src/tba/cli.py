@@ -4,38 +4,89 @@ tba train configs/arithmetic.yaml train.max_steps=100
 tba evaluate runs/arithmetic-tb-seed0 --task arithmetic
 tba prepare arithmetic --output prepared
 tba compare STUDY.yaml --quick
+tba config
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
+from typer.core import TyperGroup
 
-from tba.config import Config, ConfigError, dump_config, load_config
+from tba.config import Config, ConfigError, dump_config, load_config, settings_by_name
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""Base class of all errors in how a command was called. Typer exports none but BadParameter, and whether its base class is
+click's or typer's own copy of it depends on typer's version; an error of the other one would go by uncaught."""
 
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="CONFIG.yaml and section.key=value overrides, in any order.")
-]
+
+def whole_number(text: str) -> int:
+    """Value of an option that counts something."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number: write one, for example 100.") from None
+
+
+def number(text: str) -> float:
+    """Value of an option that measures something."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number: write one, for example 0.5 or 1e-5.") from None
+
+
+def count_option(text: str) -> Any:
+    """An option with a whole number. The parser is ours, because typer's own message leaves the value out."""
+    return typer.Option(parser=whole_number, metavar="INTEGER", help=text)
+
+
+def number_option(text: str) -> Any:
+    """An option with a number."""
+    return typer.Option(parser=number, metavar="NUMBER", help=text)
+
+
+class Commands(TyperGroup):
+    """The commands of `tba`; a wrong one is answered with the nearest and the list of all."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and self.get_command(ctx, args[0]) is None:
+            known = self.list_commands(ctx)
+            hint = nearest(args[0], {name: name for name in known})
+            raise typer.BadParameter(f"there is no command {args[0]}{hint} Commands are {', '.join(known)}.", ctx)
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+
+@app.callback(invoke_without_command=True)
+def show_help_without_a_command(context: typer.Context) -> None:
+    # Not no_args_is_help: whether that prints, raises or exits with 0 depends on typer's version.
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
 
 
 @app.command()
 def train(
-    arguments: Overrides = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="CONFIG.yaml and section.key=value overrides, in any order.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Folder or hub name; same as model.path=...")] = None,
     data: Annotated[str | None, typer.Option(help="JSONL with a `prompt` column: your own problem.")] = None,
     reward: Annotated[
         list[str] | None, typer.Option(help="file.py:function, TRL's signature; may be repeated.")
     ] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Same as train.max_steps=...")] = None,
+    max_steps: Annotated[int | None, count_option("Same as train.max_steps=...")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
 ) -> None:
     """Train a policy: tba train CONFIG.yaml key=value ... or tba train --model M --data D --reward R."""
@@ -58,8 +109,8 @@ def evaluate(
     target: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A run folder, a model folder or a hub name.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value overrides.")] = None,
     task: Annotated[str | None, typer.Option(help="Task; a run folder knows its own.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Held-out prompts.")] = None,
-    samples: Annotated[int | None, typer.Option(help="k of pass@k and avg@k; 0 = greedy accuracy only.")] = None,
+    num_prompts: Annotated[int | None, count_option("Held-out prompts.")] = None,
+    samples: Annotated[int | None, count_option("k of pass@k and avg@k; 0 = greedy accuracy only.")] = None,
 ) -> None:
     """The task's metrics on held-out prompts: greedy accuracy (pass@k and avg@k with --samples k), win rate, or success."""
     from tba.launch import evaluate_model
@@ -77,7 +128,7 @@ def compare(
     output: Annotated[Path, typer.Option(help="Folder of study folders.")] = Path("runs/studies"),
     quick: Annotated[bool, typer.Option("--quick", help="The study's `quick` section: an answer in minutes.")] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed runs once more.")] = False,
-    wait_seconds: Annotated[float, typer.Option(help="For runs that other processes of the study have.")] = 3600.0,
+    wait_seconds: Annotated[float, number_option("For runs that other processes of the study have.")] = 3600.0,
     show_list: Annotated[bool, typer.Option("--list", help="Print every run with its state and stop.")] = False,
 ) -> None:
     """A grid of training runs, then one table. Resumes; started several times, the processes share the runs."""
@@ -100,8 +151,8 @@ def prepare(
     ] = None,
     pairs: Annotated[Path | None, typer.Option(help="reward_model: JSONL with `prompt`, `chosen`, `rejected`.")] = None,
     held_out: Annotated[Path | None, typer.Option(help="reward_model: pairs to measure on; else a tenth.")] = None,
-    learning_rate: Annotated[float, typer.Option(help="reward_model: highest learning rate.")] = 1e-5,
-    epochs: Annotated[int, typer.Option(help="reward_model: passes over the pairs.")] = 1,
+    learning_rate: Annotated[float, number_option("reward_model: highest learning rate.")] = 1e-5,
+    epochs: Annotated[int, count_option("reward_model: passes over the pairs.")] = 1,
 ) -> None:
     """Make an embedded task's data and models again, or train a reward model on your preference pairs."""
     if what != "reward_model":
@@ -130,6 +181,19 @@ def merge(
     from tba.launch import merge_adapter
 
     typer.echo(json.dumps(merge_adapter(adapter, output)))
+
+
+@app.command()
+def config() -> None:
+    """Print every setting with its type, default and meaning, as Markdown."""
+    from tba.config.reference import ObjectiveEntry, reference
+    from tba.objectives.registry import OBJECTIVES
+
+    entries = [
+        ObjectiveEntry(name=name, settings=kind, beta=kind.default_beta, reset_every=kind.default_reset_every)
+        for name, kind in OBJECTIVES.items()
+    ]
+    typer.echo(reference(entries), nl=False)
 
 
 @app.command()
@@ -165,13 +229,53 @@ def main() -> None:
     """Entry point: errors the user can mend are printed without a traceback (TBA_TRACEBACK=1 shows it), exit status 2."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
-        status = app(standalone_mode=False)  # 130 after Ctrl-C
-    except click.ClickException as error:
-        error.show()
-        raise SystemExit(error.exit_code) from None
+        # By name, because `python -m tba` would be called that in messages. The status is 130 after Ctrl-C.
+        status = app(standalone_mode=False, prog_name="tba")
+    except UsageError as error:
+        typer.echo(usage_message(error), err=True)
+        raise SystemExit(2) from None
     except (ConfigError, ValueError, FileNotFoundError, FileExistsError, RuntimeError) as error:
         if os.environ.get("TBA_TRACEBACK"):
             raise
         typer.echo(f"tba: {error}", err=True)
         raise SystemExit(2) from None
     raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def usage_message(error: Any) -> str:
+    """One line about a wrong call: what is wrong, the value, what is allowed, and what to write instead."""
+    context, option, parameter = error.ctx, getattr(error, "option_name", None), getattr(error, "param", None)
+    command = context.command_path if context is not None else "tba"
+    if option is not None and context is not None and option not in option_names(context):
+        return f"{command}: {unknown_option(option, context)}"
+    if hasattr(error, "param_type"):  # only where a required argument or option was left out
+        needed = [argument_name(other) for other in context.command.params if other.required]
+        return f"{command}: {argument_name(parameter)} is missing: write `{' '.join([command, *needed])}`."
+    if parameter is not None:
+        return f"{command}: {parameter.opts[0]}: {error.message}"
+    return f"{command}: {error.message.rstrip('.')}. See `{command} --help`."
+
+
+def unknown_option(option: str, context: Any) -> str:
+    """What to write instead of an option that does not exist: the nearest option or setting, then all that is allowed."""
+    options = option_names(context)
+    choices, also = {name: name for name in options}, ""
+    if any(parameter.name in ("arguments", "overrides") for parameter in context.command.params):
+        settings = {f"--{name.replace('_', '-')}": f"{key}=..." for name, key in settings_by_name().items()}
+        choices, also = settings | choices, "; settings are written section.key=value"
+    return f"there is no option {option}{nearest(option, choices)} Options are {', '.join(options)}{also}."
+
+
+def argument_name(parameter: Any) -> str:
+    return parameter.metavar or parameter.name.upper()
+
+
+def option_names(context: Any) -> list[str]:
+    own = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+    return [*own, "--help"]
+
+
+def nearest(word: str, known: Mapping[str, str]) -> str:
+    """`: did you mean train?`, or a full stop where no known word resembles it; `known` maps words to what to write."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f": did you mean {known[close[0]]}?" if close else "."

@@ -9,9 +9,8 @@ from typing import Any
 import yaml
 
 from tba.compare import compare
-from tba.compare.plan import Cell, Plan, make_plan
-from tba.compare.records import write_done
 from tba.compare.results import Results
+from tba.compare.runs import Cell, Plan, make_plan, write_done
 from tba.compare.study import make_study
 
 BASE = {

@@ -8,8 +8,7 @@ import sys
 import pytest
 from studies import plan_study, run_study
 
-from tba.compare.claims import Claims, process_started, read_holder
-from tba.compare.records import state_of
+from tba.compare.runs import Claims, process_started, read_holder, state_of
 
 
 def write_claim(path, *, pid: int, process_started: int | None) -> None:

@@ -2,7 +2,7 @@
 
 from studies import plan_study, write_run
 
-from tba.compare.pareto import frontier, save_pareto
+from tba.compare.plot import frontier, save_pareto
 from tba.compare.results import gather
 from tba.compare.study import Pareto
 from tba.compare.table import final_grid, tables_of

@@ -7,11 +7,10 @@ import pytest
 from studies import TUNE, plan_study, write_run
 
 from tba.compare.plot import save_plot
-from tba.compare.records import write_failed
-from tba.compare.results import Estimate, as_json, estimate, gather
-from tba.compare.start import show_results
+from tba.compare.results import Estimate, as_json, choose_value, estimate, gather, tuned_values
+from tba.compare.runner import show_results
+from tba.compare.runs import write_failed
 from tba.compare.table import as_markdown, metric_grid, tuning_grid
-from tba.compare.tuning import choose_value, tuned_values
 
 
 def test_the_standard_error_divides_by_n_minus_1_and_by_n():

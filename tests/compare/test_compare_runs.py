@@ -8,7 +8,7 @@ from studies import TUNE, plan_study, run_study, write_study
 from typer.testing import CliRunner
 
 from tba.cli import app
-from tba.compare.records import read_steps
+from tba.compare.runs import read_steps
 from tba.config import ConfigError
 from tba.launch import train
 from tba.models.load import resolve_path

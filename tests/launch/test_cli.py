@@ -4,14 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 from problem import SETTINGS
 from typer.testing import CliRunner
 
+import tba as tba_package
 from tba.cli import app, main, resolve
 from tba.config import ConfigError
+from tba.launch.doctor import EXTRAS
 from tba.tasks.preference.task import start_model_path
 
 RUNNER = CliRunner()
@@ -68,6 +71,55 @@ def test_so_are_those_that_come_later(arguments, message, monkeypatch, capsys, t
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--run-name", "x"], "tba train: there is no option --run-name: did you mean name=...?"),
+        (["train", "--max-step", "3"], "tba train: there is no option --max-step: did you mean --max-steps?"),
+        (["train", "--learning-rate", "1"], "no option --learning-rate: did you mean train.learning_rate=...?"),
+        (["doctor", "--verbose"], "tba doctor: there is no option --verbose. Options are --help."),
+        (["--version"], "tba: there is no option --version. Options are --help."),
+        (["trian"], "tba: there is no command trian: did you mean train? Commands are train, evaluate, compare"),
+        (["frobnicate"], "tba: there is no command frobnicate. Commands are train, evaluate, compare"),
+        (["train", "--max-steps", "x"], "tba train: --max-steps: 'x' is not a whole number"),
+        (["train", "--max-steps"], "Option '--max-steps' requires an argument"),
+        (["evaluate", "runs/x", "--samples", "2.5"], "tba evaluate: --samples: '2.5' is not a whole number"),
+        (["compare", "s.yaml", "--wait-seconds", "soon"], "tba compare: --wait-seconds: 'soon' is not a number"),
+        (["evaluate"], "tba evaluate: MODEL_OR_RUN is missing: write `tba evaluate MODEL_OR_RUN`"),
+        (["compare"], "tba compare: STUDY.yaml is missing: write `tba compare STUDY.yaml`"),
+        (["merge", "run"], "tba merge: OUTPUT is missing: write `tba merge ADAPTER_OR_RUN OUTPUT`"),
+        (["prepare"], "tba prepare: WHAT is missing: write `tba prepare WHAT`."),
+        (["doctor", "x"], "See `tba doctor --help`."),
+    ],
+)
+def test_a_wrong_call_is_one_line_and_exit_status_2(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tba", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert message in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert printed.out == ""
+
+
+def test_without_a_command_the_help_is_shown_with_exit_status_2(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tba"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "evaluate" in capsys.readouterr().out
+
+
+def test_numbers_given_as_options_arrive_as_numbers():
+    result = RUNNER.invoke(app, ["train", "--max-steps", "7", "--dry-run"])
+    assert yaml.safe_load(result.stdout)["train"]["max_steps"] == 7
+    with pytest.raises(ConfigError, match="study file"):  # --wait-seconds and its default were accepted
+        RUNNER.invoke(app, ["compare", "nowhere.yaml", "--wait-seconds", "1e3"], catch_exceptions=False)
+    with pytest.raises(ConfigError, match="study file"):
+        RUNNER.invoke(app, ["compare", "nowhere.yaml"], catch_exceptions=False)
+
+
 def test_train_and_evaluate_from_the_command_line(folder):
     options = [
         "--model",
@@ -93,6 +145,12 @@ def test_doctor_names_what_the_machine_has():
     assert result.exit_code == 0
     for word in ("python", "torch", "transformers", "cores", "memory", "disk", "gpu", "wandb"):
         assert word in result.stdout
+
+
+def test_doctor_names_only_packages_that_the_program_can_use():
+    sources = "\n".join(path.read_text() for path in Path(tba_package.__file__).parent.rglob("*.py"))
+    for name in EXTRAS:
+        assert f"import {name}" in sources or f"from {name}" in sources or f"torch.utils.{name}" in sources, name
 
 
 def test_a_reward_model_is_trained_on_pairs(tmp_path):

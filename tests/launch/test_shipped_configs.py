@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.compare.plan import make_plan
+from tba.compare.runs import make_plan
 from tba.compare.study import load_study
 from tba.config import load_config
 from tba.launch.defaults import with_objective_defaults

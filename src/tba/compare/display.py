@@ -13,18 +13,17 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from tba.compare.claims import read_holder
-from tba.compare.plan import Cell, Plan
 from tba.compare.results import gather
+from tba.compare.runs import Cell, Plan, read_holder
 from tba.compare.table import metric_grid, metric_title, rich_table
 from tba.observe.files import RunFolder
 
 TAIL_BYTES = 65_536
-"""Enough for the last lines of metrics.jsonl."""
+"""Number of bytes read from the end of metrics.jsonl, enough for its last lines."""
 
 
 class Display:
-    """Use as a context: the live table goes with it."""
+    """The display of a study, used as a context: the live table is removed at its end."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -49,7 +48,7 @@ class Display:
             self._live = None
 
     def update(self, open_cells: Sequence[Cell]) -> None:
-        """Between runs: reading all results while a run goes on would slow it down."""
+        """Read the results anew; called between runs, because it would slow a running one down."""
         self._left = [*open_cells, *not_yet_tuned(self._plan, open_cells)]
         if self._live is not None:
             self._results = gather(self._plan, measures=False)
@@ -93,24 +92,24 @@ class Display:
 
 
 class Speed:
-    """How long runs take, to say how long the rest will."""
+    """Measures how long runs take, to say how long the rest will."""
 
     def __init__(self) -> None:
         self._started_at = 0.0
         self._seconds_per_step: dict[str, list[float]] = {}
-        """By column: an asynchronous run is faster than one with a lag of 0."""
+        """Measured times by column: an asynchronous run is faster than one with a lag of 0."""
 
     def start(self) -> None:
         self._started_at = time.monotonic()
 
     def add(self, cell: Cell) -> float:
-        """The run just finished; returns its seconds."""
+        """Note the end of a run, and return how many seconds it took."""
         seconds = time.monotonic() - self._started_at
         self._seconds_per_step.setdefault(cell.column, []).append(seconds / cell.config.train.max_steps)
         return seconds
 
     def seconds_for(self, cells: Sequence[Cell]) -> float | None:
-        """None = no run is finished yet."""
+        """Expected time for these runs; None = no run is finished yet."""
         known = self._seconds_per_step
         if not known:
             return None
@@ -126,7 +125,7 @@ def not_yet_tuned(plan: Plan, open_cells: Sequence[Cell]) -> list[Cell]:
 
 
 def running_text(cell: Cell | None) -> str:
-    """`runs/tb/0/seed-1: step 120/500, reward 0.731`"""
+    """How far a run is: `runs/tb/0/seed-1: step 120/500, reward 0.731`."""
     if cell is None:
         return ""
     step, reward = last_step(cell)

@@ -1,4 +1,5 @@
-"""The picture of a study: the metric by column, and against how far off-policy the data was measured to be."""
+"""The pictures of a study: its metric by column and by how far off-policy the data was measured to be, and the Pareto
+picture of two metrics that pull against each other."""
 
 from __future__ import annotations
 
@@ -10,20 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from tba.compare.results import CellResult, Results
-from tba.compare.table import metric_title, scale_of, seeds_text
+from tba.compare.study import Pareto
+from tba.compare.table import metric_title, scale_for, scale_of, seeds_text, titled
 
 MARKERS = "osD^vP*Xh<>p"
 DODGE = 0.04
-"""Between rows, in columns: error bars that lie on each other cannot be read."""
+"""Distance between rows, in columns: error bars that lie on each other cannot be read."""
 
 LABEL_WIDTH, LABEL_HEIGHT = 24.0, 18.0
-"""Pixels within which a second label of the same text says nothing."""
+"""Distance in pixels within which a second label of the same text is left out."""
 KL_NOISE = 1e-5
 """Nats per response that rounding alone can make."""
 
+Point = tuple[float, float]
+"""x and y of a run or a mean in the Pareto picture."""
+
 
 def save_plot(results: Results, path: Path) -> None:
-    """Write the PNG in one move."""
+    """Draw the metric by column and by measured off-policy KL, and write the PNG in one move."""
     with new_figure(path, width=12) as figure:
         by_column, by_kl = figure.subplots(1, 2, sharey=True)
         _draw_columns(by_column, results)
@@ -33,20 +38,61 @@ def save_plot(results: Results, path: Path) -> None:
         figure.suptitle(f"{results.study.name}: mean ± standard error over {seeds_text(results)}")
 
 
-@contextmanager
-def new_figure(path: Path, *, width: float) -> Iterator[Any]:
-    """A figure to draw on, written as PNG in one move at the end."""
-    import matplotlib
+def save_pareto(results: Results, pareto: Pareto, path: Path) -> None:
+    """Draw every run as a point, means with error bars and their frontier, and write the PNG in one move."""
+    with new_figure(path, width=8) as figure:
+        axes = figure.subplots()
+        means = _draw_points(axes, results, pareto)
+        line = frontier(means, less_x=pareto.x_better == "less")
+        axes.plot(
+            [x for x, _ in line], [y for _, y in line], color="0.4", linewidth=1, linestyle="--", label="frontier"
+        )
+        axes.set(xlabel=titled(pareto.x, scale_for(pareto.x)), ylabel=titled(pareto.y, scale_for(pareto.y)))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8, frameon=False)
+        figure.suptitle(f"{results.study.name}: runs, and means ± standard error over {seeds_text(results)}")
 
-    matplotlib.use("Agg")  # no display needed
-    from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(width, 5.2), layout="constrained")
-        yield figure
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        figure.savefig(temporary, dpi=150, format="png")
-        os.replace(temporary, path)
+def frontier(points: Sequence[Point], *, less_x: bool) -> list[Point]:
+    """The points that no other beats in both, from left to right; more y is better, and less x or more x.
+
+    frontier([(1, 5), (2, 4), (3, 7)], less_x=True) == [(1, 5), (3, 7)]
+    """
+    best: list[Point] = []
+    for x, y in sorted(set(points), key=lambda point: (point[0] if less_x else -point[0], -point[1])):
+        if not best or y > best[-1][1]:
+            best.append((x, y))
+    return sorted(best)
+
+
+def _draw_points(axes: Any, results: Results, pareto: Pareto) -> list[Point]:
+    """Draw every cell, and return the means."""
+    several, means = len(results.study.columns) > 1, []
+    named: set[str] = set()
+    x_scale, y_scale = scale_for(pareto.x), scale_for(pareto.y)
+    for index, row in enumerate(results.study.rows):
+        for column in results.study.columns:
+            cell = results.cells[row, column]
+            x, y = cell.final(pareto.x), cell.final(pareto.y)
+            if x.mean is None or y.mean is None:
+                continue
+            finals = [final for final in cell.finals.values() if pareto.x in final and pareto.y in final]
+            runs = [(final[pareto.x], final[pareto.y]) for final in finals]
+            xs, ys = [x_scale * a for a, _ in runs], [y_scale * b for _, b in runs]
+            axes.scatter(xs, ys, color=f"C{index % 10}", s=14, alpha=0.4)
+            mean = (x_scale * x.mean, y_scale * y.mean)
+            axes.errorbar(
+                *mean,
+                xerr=x_scale * (x.error or 0.0),
+                yerr=y_scale * (y.error or 0.0),
+                label=None if row in named else row,
+                **style(index),
+            )
+            if several:
+                axes.annotate(column, mean, xytext=(5, 4), textcoords="offset points", fontsize=8, alpha=0.8)
+            means.append(mean)
+            named.add(row)
+    return means
 
 
 def _draw_columns(axes: Any, results: Results) -> None:
@@ -87,7 +133,7 @@ def _draw_kl(axes: Any, results: Results) -> None:
 
 
 def _label(axes: Any, labels: Sequence[tuple[str, tuple[float, float]]]) -> None:
-    """Names beside their points; equal ones that would lie on top of each other once."""
+    """Write names beside their points; of equal ones that would lie on top of each other, one."""
     placed: list[tuple[str, Any]] = []
     for name, point in labels:
         x, y = axes.transData.transform(point)
@@ -106,7 +152,7 @@ def _is_number(column: str) -> bool:
 
 
 def _scale_kl(axes: Any, all_kl: Sequence[float]) -> None:
-    """Logarithmic; where some are 0 but for rounding (no lag), linear around 0."""
+    """Make the KL axis logarithmic; linear around 0 where some are 0 but for rounding (no lag)."""
     above_noise = [kl for kl in all_kl if kl > KL_NOISE]
     if all_kl and min(all_kl) > 0:
         axes.set_xscale("log")
@@ -127,3 +173,19 @@ def _means(cells: Sequence[CellResult], scale: float) -> list[float]:
 
 def _errors(cells: Sequence[CellResult], scale: float) -> list[float]:
     return [scale * (cell.metric.error or 0.0) for cell in cells]
+
+
+@contextmanager
+def new_figure(path: Path, *, width: float) -> Iterator[Any]:
+    """A figure to draw on, written as PNG in one move at the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(width, 5.2), layout="constrained")
+        yield figure
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        figure.savefig(temporary, dpi=150, format="png")
+        os.replace(temporary, path)

@@ -1,24 +1,29 @@
-"""What came out: mean and standard error of every cell of the grid, from the run folders alone."""
+"""What came out of a study, from the run folders alone: mean and standard error of every cell, and the tuned values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tba.compare.host import commit_hash, cpu_count
-from tba.compare.plan import Cell, Plan
-from tba.compare.records import read_metric, read_record, read_steps, read_summary, state_of
+from tba.compare.runs import Cell, Plan, read_metric, read_record, read_steps, read_summary, state_of
 from tba.compare.study import Study
-from tba.compare.tuning import tuned_values, tuning_table
 from tba.observe.metrics import standard_error
 
 LAST_SHARE = 0.1
 """Share of the steps at a run's end that its final KL and response length are means over."""
 MEASURES = ("seconds", "responses_generated", "off_policy_kl", "lag", "kl", "response_length")
-"""What is reported of a run besides the metric."""
+"""Measures reported of a run besides the metric."""
+GIT_SECONDS = 10.0
+"""Deadline for git to say the commit."""
+
+Scores = Mapping[float, Sequence[float | None]]
+"""Metric of the tuning runs by tuned value, one per tuning column; None = the run failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +41,11 @@ class CellResult:
     """All seeds of a row in a column. CellResult(values={0: 0.87, 1: 0.88}, failures={2: "NonFiniteLoss: ..."}, ...)"""
 
     values: Mapping[int, float]
-    """The metric by seed, of finished runs."""
+    """The study's metric by seed, of finished runs."""
     failures: Mapping[int, str]
+    """Error messages by seed, of failed runs."""
     measures: Mapping[str, Estimate]
+    """MEASURES over the finished runs, by name."""
     finals: Mapping[int, Mapping[str, float]]
     """All metrics of the last evaluation, by seed."""
 
@@ -47,7 +54,7 @@ class CellResult:
         return estimate(self.values.values())
 
     def final(self, name: str) -> Estimate:
-        """Of any metric of the last evaluation."""
+        """Mean and standard error of any metric of the last evaluation."""
         return estimate(metrics.get(name) for metrics in self.finals.values())
 
 
@@ -57,13 +64,13 @@ class Results:
 
     study: Study
     cells: Mapping[tuple[str, str], CellResult]
-    """By row and column."""
+    """Results by row and column."""
     tuned: Mapping[str, float | None]
-    """By row, where it is known."""
+    """Tuned value by row, where it is known; None = nothing is tuned."""
     tuning: Mapping[str, Any]
     """Everything tried, as in results.json."""
     commits: Sequence[str]
-    """Of the code that made the runs."""
+    """Commits of the code that made the runs."""
 
 
 def gather(plan: Plan, *, measures: bool = True) -> Results:
@@ -150,3 +157,76 @@ def _commits(cells: Iterable[Cell]) -> list[str]:
 
 def _mean_of(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return estimate(step.get(name) for step in steps).mean
+
+
+def choose_value(scores: Scores) -> float:
+    """The value with the best mean; a failed run is worse than any number, of equal values the smaller one is taken."""
+
+    def rank(value: float) -> tuple[int, float, float]:
+        found = [score for score in scores[value] if score is not None]
+        return len(scores[value]) - len(found), -fmean(found) if found else 0.0, value
+
+    return min(scores, key=rank)
+
+
+def read_scores(plan: Plan, row: str) -> Scores:
+    """Scores of a row whose tuning runs are all done or failed."""
+    scores: dict[float, list[float | None]] = {}
+    for cell in plan.tuning[row]:
+        assert cell.value is not None
+        done = state_of(cell) == "done"
+        scores.setdefault(cell.value, []).append(read_metric(cell, plan.study.tuning_metric) if done else None)
+    return scores
+
+
+def tuned_values(plan: Plan, is_settled: Callable[[Cell], bool]) -> dict[str, float | None]:
+    """Tuned value by row, for the rows whose tuning is finished; None = nothing is tuned."""
+    return {
+        row: choose_value(read_scores(plan, row)) if plan.study.tune is not None else None
+        for row, cells in plan.tuning.items()
+        if all(is_settled(cell) for cell in cells)
+    }
+
+
+def tuning_table(plan: Plan, tuned: Mapping[str, float | None]) -> dict[str, Any]:
+    """All tuned values that were tried, for results.json; empty where nothing is tuned."""
+    tune = plan.study.tune
+    if tune is None:
+        return {}
+    rows = {
+        row: {
+            "chosen": value,
+            "tried": [_tried(v, scores, tune.columns) for v, scores in read_scores(plan, row).items()],
+        }
+        for row, value in tuned.items()
+    }
+    return {
+        "key": tune.key,
+        "metric": plan.study.tuning_metric,
+        "seed": tune.seed,
+        "overrides": dict(tune.overrides),
+        "rows": rows,
+    }
+
+
+def _tried(value: float, scores: Sequence[float | None], columns: Sequence[str]) -> dict[str, Any]:
+    found = [score for score in scores if score is not None]
+    mean = fmean(found) if len(found) == len(scores) else None
+    return {"value": value, "mean": mean, "by_column": dict(zip(columns, scores))}
+
+
+def commit_hash() -> str | None:
+    """Commit of the package's own repository, with `-dirty` where files were changed since; None = no git, or not in one."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def cpu_count() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

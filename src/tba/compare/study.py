@@ -32,7 +32,7 @@ Label = Annotated[str, BeforeValidator(str)]
 Overrides = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
 """Settings as in a config file, nested or dotted: {train: {max_steps: 5}} or {train.max_steps: 5}."""
 
-NOT_YOURS = {
+SET_BY_STUDY = {
     "name": "run folders are named by row, column and seed",
     "output": "it is the option --output",
     "overwrite": "a run is replaced when its config has changed",
@@ -47,37 +47,42 @@ class Tune(Section):
     key: str
     """Dotted config key, for example train.learning_rate."""
     values: tuple[int | float, ...] = Field(min_length=1)
+    """Values to try."""
     columns: tuple[Label, ...] = Field(min_length=1)
-    """A row's value is the one with the best mean over these."""
+    """Columns of the tuning runs; a row's value is the one with the best mean over them."""
     metric: str | None = None
     """Key of `final` that decides; None = the study's metric. Where two metrics pull against each other, take what the
     methods themselves maximise: regularised_reward."""
     seed: int = Field(default=100, ge=0)
-    """Not one of the study's seeds, or the tuned runs would be reported too."""
+    """Seed of the tuning runs; not one of the study's seeds, or the tuned runs would be reported too."""
     overrides: Overrides = Field(default_factory=dict)
-    """Of tuning runs only; evaluate.split: validation keeps the reported problems unseen."""
+    """Settings of the tuning runs only; evaluate.split: validation keeps the reported problems unseen."""
 
 
 class Quick(Section):
     """What `--quick` changes; what is missing stays as in the study."""
 
     seeds: tuple[int, ...] | None = Field(default=None, min_length=1)
+    """Seeds of the reported runs."""
     rows: tuple[Label, ...] | None = Field(default=None, min_length=1)
+    """Rows that are run."""
     columns: tuple[Label, ...] | None = Field(default=None, min_length=1)
+    """Columns that are run."""
     tune_values: tuple[int | float, ...] = ()
-    """Empty = no tuning: the value of base, row or column is used."""
+    """Values to try; empty = no tuning, the value of base, row or column is used."""
     overrides: Overrides = Field(default_factory=dict)
-    """Win over those of base, rows, columns and tune."""
+    """Settings that win over those of base, rows, columns and tune."""
 
 
 class Pareto(Section):
     """A picture of two metrics that pull against each other: Pareto(x="kl", y="win_rate")"""
 
     x: str
-    """Keys of the summary's `final`."""
+    """Metric to the right, a key of the summary's `final`."""
     y: str
-    """More is better."""
+    """Metric upwards, a key of the summary's `final`; more is better."""
     x_better: Literal["less", "more"] = "less"
+    """Whether less or more of x is better."""
 
 
 class Study(Section):
@@ -86,18 +91,23 @@ class Study(Section):
     name: str = Field(pattern=r"^\w[\w.-]*$")
     """Name of the study's folder."""
     base: Overrides = Field(default_factory=dict)
-    """Shared by every run; rows win over it, columns over rows."""
+    """Settings of every run; rows win over them, columns over rows."""
     rows: dict[Label, Overrides] = Field(min_length=1)
+    """What is compared: settings by name of the row."""
     columns: dict[Label, Overrides] = Field(min_length=1)
+    """Conditions of the comparison: settings by name of the column."""
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    """Seeds with which every row is run in every column."""
     metric: str = "accuracy"
-    """Key of the summary's `final`; more is better."""
+    """Metric of the table, a key of the summary's `final`; more is better."""
     also: tuple[str, ...] = ()
-    """Further keys of `final`: a table each."""
+    """Further keys of `final`, for a table each."""
     pareto: Pareto | None = None
-    """Draws pareto.png: a point per run, means with error bars, the frontier."""
+    """Picture pareto.png: a point per run, means with error bars, the frontier; None = no such picture."""
     tune: Tune | None = None
+    """Setting that is tuned for every row before its runs; None = nothing is tuned."""
     quick: Quick | None = None
+    """What `--quick` changes; None = the study has no quick form."""
 
     @model_validator(mode="after")
     def _check(self) -> Study:
@@ -200,8 +210,8 @@ def folder_name(label: str) -> str:
 
 def _check_overrides(name: str, overrides: Mapping[str, Any]) -> None:
     for key in flatten(overrides):
-        if key in NOT_YOURS:
-            raise ValueError(f"{name} sets {key}, which the study sets itself: {NOT_YOURS[key]}.")
+        if key in SET_BY_STUDY:
+            raise ValueError(f"{name} sets {key}, which the study sets itself: {SET_BY_STUDY[key]}.")
 
 
 def _check_folders(name: str, labels: Iterable[str]) -> None:

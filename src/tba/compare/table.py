@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tba.compare.results import CellResult, Estimate, Results
-from tba.observe.closing import SHARES
+from tba.observe.summary import SHARES
 
 TITLES = {
     "seconds": "Seconds of training",
@@ -18,18 +18,19 @@ TITLES = {
     "kl": "KL to the reference at the end, nats per response",
     "response_length": "Response length at the end, tokens",
 }
-"""Headings of the tables behind the metric's."""
+"""Headings of the tables that follow the metric's, by measure."""
 
 Grid = list[list[str]]
-"""Header and rows."""
+"""A table as text: the header, then the rows."""
 
 
 def scale_of(results: Results) -> float:
+    """Factor for reading of the study's metric."""
     return scale_for(results.study.metric)
 
 
 def scale_for(metric: str) -> float:
-    """100 for shares, else 1."""
+    """Factor for reading: 100 for metrics that are shares, else 1."""
     return 100.0 if metric.startswith(SHARES) else 1.0
 
 
@@ -42,7 +43,7 @@ def titled(metric: str, scale: float) -> str:
 
 
 def metric_text(cell: CellResult, *, num_seeds: int, scale: float) -> str:
-    """`87.1 ± 0.4 (2/3)`; without the count once all seeds are there."""
+    """A cell of the table: `87.1 ± 0.4 (2/3)`, without the count once all seeds are there."""
     notes = [f"{len(cell.values)}/{num_seeds}"] if len(cell.values) < num_seeds else []
     notes += [f"{len(cell.failures)} failed"] if cell.failures else []
     number = estimate_text(cell.metric, digits="{:.1f}" if scale == 100.0 else "{:.4g}", scale=scale)
@@ -71,7 +72,7 @@ def final_grid(results: Results, name: str) -> Grid:
 
 
 def tuning_grid(results: Results) -> Grid:
-    """One column per value tried, mean metric in the cells, the chosen one marked."""
+    """The tuning as a table: one column per value tried with its mean metric, the chosen value last."""
     rows: Mapping[str, dict] = results.tuning.get("rows", {})
     scale = scale_for(results.study.tuning_metric)
     values = dict.fromkeys(tried["value"] for row in rows.values() for tried in row["tried"])
@@ -101,7 +102,7 @@ def rich_table(grid: Grid) -> Table:
 
 
 def tables_of(results: Results, *, measures: bool) -> list[tuple[str, Grid]]:
-    """(title, grid) of what there is to report, the metric first; `measures` adds all that was measured besides."""
+    """Titles and grids of all there is to report, the metric first; `measures` adds all that was measured besides."""
     tables = [(f"{metric_title(results)}: mean ± standard error over {seeds_text(results)}", metric_grid(results))]
     tables += [(_also_title(results, name), final_grid(results, name)) for name in results.study.also]
     tables += [(title, measure_grid(results, name)) for name, title in TITLES.items() if measures]
@@ -115,7 +116,7 @@ def tables_of(results: Results, *, measures: bool) -> list[tuple[str, Grid]]:
 
 
 def _also_title(results: Results, name: str) -> str:
-    """A name that no run knows is likely a typo: then the title says what there is."""
+    """Title of the table of one of `also`; a name that no run has is likely a typo, so it then says what there is."""
     finals = [final for cell in results.cells.values() for final in cell.finals.values()]
     known = sorted({key for final in finals for key in final})
     if known and name not in known:

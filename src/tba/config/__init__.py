@@ -1,6 +1,6 @@
 """Settings: pydantic models, YAML files, dotted overrides."""
 
-from tba.config.files import ConfigError, dump_config, load_config, merge
+from tba.config.files import ConfigError, dump_config, load_config, merge, settings_by_name
 from tba.config.root import Config
 from tba.config.schedule import Schedule
 from tba.config.sections import (
@@ -42,4 +42,5 @@ __all__ = [
     "dump_config",
     "load_config",
     "merge",
+    "settings_by_name",
 ]

@@ -114,12 +114,13 @@ def _unknown_key(location: list[str]) -> str:
     section = _section_at(location[:-1])
     known = list(section.model_fields) if section is not None else []
     prefix = ".".join(location[:-1])
-    elsewhere = _keys_named(location[-1])
+    settings = settings_by_name()
+    elsewhere = difflib.get_close_matches(location[-1], settings, n=1, cutoff=0.7)
     close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-    if close and not any(key.endswith(f".{location[-1]}") for key in elsewhere):
+    if close and location[-1] not in elsewhere:
         return f"unknown key {'.'.join(location)}: did you mean {'.'.join([*location[:-1], close[0]])}?"
-    if elsewhere:
-        return f"unknown key {'.'.join(location)}: did you mean {elsewhere[0]}?"
+    if elsewhere:  # `max_steps` at the top level means train.max_steps
+        return f"unknown key {'.'.join(location)}: did you mean {settings[elsewhere[0]]}?"
     return f"unknown key {'.'.join(location)}: {prefix or 'the config'} takes {', '.join(known)}."
 
 
@@ -138,11 +139,14 @@ def _section_type(annotation: Any) -> type[BaseModel] | None:
     return next((found for found in map(_section_type, get_args(annotation)) if found is not None), None)
 
 
-def _keys_named(name: str) -> list[str]:
-    """Full keys whose last part resembles `name`: `max_steps` at the top level means train.max_steps."""
-    keys: dict[str, str] = {}
-    for section_name, info in Config.model_fields.items():
-        section = _section_type(info.annotation)
+def settings_by_name() -> dict[str, str]:
+    """Full key of every setting by its last part: {"seed": "seed", "max_steps": "train.max_steps", ...}
+
+    Of several settings with one last part it is the first: `name` means the run's, not task.name.
+    """
+    sections = {name: _section_type(info.annotation) for name, info in Config.model_fields.items()}
+    keys = {name: name for name, section in sections.items() if section is None}
+    for name, section in sections.items():
         for field in section.model_fields if section is not None else ():
-            keys.setdefault(field, f"{section_name}.{field}")
-    return [keys[found] for found in difflib.get_close_matches(name, list(keys), n=1, cutoff=0.7)]
+            keys.setdefault(field, f"{name}.{field}")
+    return keys

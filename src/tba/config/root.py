@@ -25,21 +25,21 @@ from tba.config.task import TaskConfig
 
 
 class Config(Section):
-    """A whole run. `tba train CONFIG.yaml key.sub=value ... --dry-run` prints it resolved."""
+    """The whole config of a run. `tba train CONFIG.yaml key.sub=value ... --dry-run` prints it resolved."""
 
     name: str | None = None
-    """Name of the run folder; None = task, objective and seed."""
+    """Name of the run folder; None = it is made of task, objective and seed."""
     output: Path = Path("runs")
-    """Folder of run folders."""
+    """Folder that run folders are made in."""
     overwrite: bool = False
-    """True replaces a finished run of the same name."""
+    """Whether a run folder of the same name is replaced; False = it is an error."""
     seed: int = Field(default=0, ge=0)
-    """Of prompt order, sampling and replay."""
+    """Seed of prompt order, sampling and replay."""
     mode: Literal["async", "sync", "fixed_lag"] = "async"
-    """async = searchers and trainer in processes of their own, no barrier; sync = they take turns in one, lag 0; fixed_lag
-    = they take turns, the searcher with weights exactly lag_steps old (for studies of staleness)."""
+    """How searchers and trainer run: async = in processes of their own, without a barrier; sync = by turns in one
+    process, lag 0; fixed_lag = by turns, the searcher with weights exactly lag_steps old (for studies of staleness)."""
     lag_steps: int = Field(default=1, ge=1)
-    """mode=fixed_lag only: optimizer steps between the weights that generate and those that train."""
+    """Number of optimizer steps between the weights that generate and those that train, in mode=fixed_lag."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     generate: GenerateConfig = GenerateConfig()
@@ -67,21 +67,21 @@ class Config(Section):
 
     @property
     def reference_samples_per_prompt(self) -> int:
-        """Of these, how many the reference generates."""
+        """Number of the responses of a visit that the reference generates."""
         return round(self.search.explore.reference_share * self.samples_generated_per_prompt)
 
     @property
     def fresh_steps(self) -> int:
-        """replay.fresh_steps, or twice the publication interval; 1 where the roles take turns: only what was generated for
-        this step is fresh."""
+        """Number of optimizer steps for which a group is fresh: replay.fresh_steps, or twice the publication interval;
+        1 where the roles take turns, because only what was generated for the step is fresh there."""
         if self.takes_turns:
             return 1
         return self.replay.fresh_steps or 2 * self.train.publish_every
 
     @property
     def max_lag(self) -> int:
-        """replay.max_lag; unset it is 8, or with replay.lag=pace 2 + (train.publish_every - 1) + the steps' worth of
-        responses in all slots: fewer would leave slots empty."""
+        """Largest lag: replay.max_lag; unset it is 8, or with replay.lag=pace 2 + (train.publish_every - 1) + the
+        optimizer steps that all KV slots hold the responses of: fewer would leave slots empty."""
         if self.replay.max_lag is not None:
             return self.replay.max_lag
         if self.replay.lag != "pace":
@@ -91,12 +91,14 @@ class Config(Section):
 
     @property
     def steps_per_batch(self) -> int:
-        """Optimizer steps that train on the groups of one batch: train.updates_per_batch * replay.max_uses."""
+        """Number of optimizer steps that train on the groups of one batch: train.updates_per_batch *
+        replay.max_uses."""
         return self.train.updates_per_batch * (self.replay.max_uses or 1)
 
     @property
     def max_waiting_groups(self) -> int | None:
-        """Groups that may wait in the queue of replay.max_uses; None = as many as come, their age is bounded otherwise."""
+        """Number of groups that may wait in the queue of replay.max_uses; None = as many as come, where their age is
+        bounded otherwise."""
         if self.replay.lag != "keep":
             return None
         initial_groups = math.ceil(self.replay.initial_responses / self.samples_generated_per_prompt)
@@ -104,7 +106,7 @@ class Config(Section):
 
     @property
     def takes_turns(self) -> bool:
-        """Searcher and trainer take turns in one process."""
+        """Whether searcher and trainer take turns in one process."""
         return self.mode != "async"
 
     def evaluation_due(self, step: int) -> bool:
@@ -126,7 +128,7 @@ class Config(Section):
         return 1.0 if temperature is None else temperature.at(step, max_steps=self.train.max_steps)
 
     def learning_rate_at(self, step: int) -> float:
-        """Of a schedule that was given; that of train.learning_rate=auto is the trainer's state."""
+        """Learning rate of a schedule that was given; that of train.learning_rate=auto is the trainer's state."""
         assert self.train.learning_rate is not None
         return self.train.learning_rate.at(step, max_steps=self.train.max_steps)
 
@@ -191,7 +193,7 @@ class Config(Section):
         return self
 
     def _check_turns(self) -> None:
-        """What cannot be kept where searcher and trainer take turns."""
+        """Refuse what cannot be kept where searcher and trainer take turns."""
         if not self.takes_turns:
             return
         reuse, updates = self.replay.max_trained_per_generated, self.train.updates_per_batch

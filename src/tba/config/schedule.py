@@ -14,20 +14,22 @@ class Schedule(Section):
     """A number that changes with the step. A bare number in YAML is a constant: `beta: 0.05`."""
 
     kind: Literal["constant", "linear", "reciprocal", "cosine", "wsd"] = "constant"
-    """constant; linear or cosine from `start` to `end` over `steps`; reciprocal = 1 / value is linear, so that the weight
-    1 / beta of the reward grows evenly; wsd = warm-up, stable, then cosine decay to `end`."""
+    """Shape of the schedule: constant; linear or cosine from `start` to `end` over `steps`; reciprocal = 1 / value is
+    linear, so that the weight 1 / beta of the reward grows evenly; wsd = warm-up, stable, then cosine decay to
+    `end`."""
     start: float
     """Value at the first step after warm-up."""
     end: float | None = None
-    """Value at the end; None = `start` for constant, 0 otherwise."""
+    """Value at the end; None = `start` for a constant schedule, 0 otherwise."""
     steps: int | None = Field(default=None, ge=1)
-    """Steps over which it runs, then constant; None = train.max_steps."""
+    """Number of optimizer steps over which the value changes, constant after them; None = train.max_steps."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up from start / warmup_steps."""
+    """Number of optimizer steps of linear warm-up from start / warmup_steps."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """wsd only: length of the final decay; None = a fifth of `steps`."""
+    """Number of optimizer steps of the final decay of a wsd schedule; None = a fifth of `steps`."""
     end_from_step: int | None = Field(default=None, ge=0)
-    """From this step on (0 is the first) the value is `end`, however far it has come; None = it goes there evenly."""
+    """Optimizer step (0 is the first) from which on the value is `end`, however far it has come; None = it goes there
+    evenly."""
 
     @model_validator(mode="before")
     @classmethod

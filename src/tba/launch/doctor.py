@@ -1,4 +1,4 @@
-"""`tba doctor`: what this machine has, and what it lacks for what."""
+"""`tba doctor`: what this machine has, which optional packages are missing, and what each of them is for."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from tba.runtime.mps import why_no_mps
 EXTRAS = {
     "wandb": "W&B logging (observe.sinks=[wandb])",
     "tensorboard": "TensorBoard logging (observe.sinks=[tensorboard])",
-    "peft": "LoRA",
-    "math_verify": "the MATH grader",
-    "vllm": "the vLLM engine",
-    "ray": "clusters",
+    "peft": "LoRA (model.lora)",
+    "math_verify": "the grader of task.name=math",
 }
-"""Optional packages and what each is for."""
+"""What each optional package is for, by the name it is imported by."""
 
 
 def examine() -> list[tuple[str, str]]:
-    """(what, finding) pairs, in reading order."""
+    """Findings about this machine with their names, in reading order."""
     findings = [("python", platform.python_version())]
     findings += [(name, importlib.metadata.version(name)) for name in ("torch", "transformers")]
     findings += [("cores", _cores()), ("memory", _memory()), ("disk here", _disk()), ("gpu", _gpus()), ("mps", _mps())]

@@ -21,8 +21,8 @@ from tba.launch.run import RewardFunctions, RunInputs, load_inputs
 from tba.launch.synchronous import SyncRun
 from tba.models.load import load_model
 from tba.models.lora import base_of, is_adapter
-from tba.observe.closing import show_summary
 from tba.observe.files import RunFolder, write_atomic
+from tba.observe.summary import show_summary
 from tba.runtime.mps import start_mps
 from tba.search.make import make_search_engine
 from tba.tasks.rewards import make_rewards

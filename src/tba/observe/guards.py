@@ -23,37 +23,39 @@ ENTROPY, REWARD, KL = "entropy", "reward", "kl"
 WATCHED = (LENGTH, CLIPPED, ENTROPY, REWARD, KL)
 
 RECENT = 8
-"""Batches in the present."""
+"""Number of batches whose mean is the present."""
 PAST = 80
-"""Healthy batches in the past, at most."""
+"""Most healthy batches that the past holds."""
 FIRST_PAST = 16
-"""Healthy batches before anything is judged."""
+"""Number of healthy batches before anything is judged."""
 SETTLED_PAST = 40
-"""Healthy batches before small signs are: KL starts at 0 and has no usual value yet, and stale data make some runs dip at
-first."""
+"""Number of healthy batches before small signs are judged: KL starts at 0 and has no usual value yet, and stale data make
+some runs dip at first."""
 PERSISTENCE = 3
-"""Steps in a row that a rule is broken before it is an alarm."""
+"""Number of steps in a row that a rule must be broken to raise an alarm."""
 RECOVERY = 10
-"""Steps in a row without a broken rule that end an alarm."""
+"""Number of steps in a row without a broken rule that end an alarm."""
 
 SHORT, LONG = 1 / 3, 3.0
-"""Share of the past length."""
+"""Length, as a factor of the past one, below or above which responses have shrunk or grown."""
 MOSTLY_CLIPPED, CLIPPED_RISE = 0.5, 0.25
-"""Share of cut-off responses, and how much of it must be new."""
+"""Share of cut-off responses that is too many, and the part of it that must be new."""
 FLAT, WILD = 1 / 5, 3.0
-"""Share of the past entropy."""
+"""Entropy, as a factor of the past one, below or above which it counts as a sign."""
 KL_NATS = 0.5
-"""Beyond the usual distance to the reference, at least."""
+"""Distance to the reference, in nats beyond the usual one, that is the least to count."""
 KL_TIMES, KL_NOISE = 1.5, 4.0
-"""Beyond the usual distance, as a factor and in noise of one batch; beside a fall of the reward."""
+"""Distance to the reference that counts beside a fall of the reward: as a factor of the usual one, in noise of one batch."""
 KL_TIMES_HIGHEST = 1.1
-"""Beyond the highest of the past: with stale weights distance and reward may swing, again and again as far."""
+"""Distance to the reference that counts, as a factor of the highest of the past: with stale weights distance and reward may
+swing, again and again as far."""
 FALLEN_NOISE, FALLEN_SHARE = 1.5, 0.05
-"""A fall of the reward that counts beside another sign: in noise of one batch, and as a share of its best."""
+"""Fall of the reward that counts beside another sign: in noise of one batch, and as a share of its best."""
 RISEN_NOISE = 0.5
-"""A rise of the reward that makes short or cut-off responses its price."""
+"""Rise of the reward, in noise of one batch, with which short or cut-off responses are no sign."""
 FAR_NOISE, FAR_SHARE, FIRST_FAR_SHARE = 3.0, 0.25, 0.5
-"""A fall of the reward that counts alone; the last share before the past is settled."""
+"""Fall of the reward that counts alone: in noise of one batch, as a share of its best, and that share before the past is
+settled."""
 
 MEND = "Lower train.learning_rate or raise objective.beta, which pulls back to the reference"
 KEEP = "keep groups of equal rewards (train.equal_reward_groups=keep), in trajectory balance they pull back too"
@@ -68,45 +70,48 @@ ADVICE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Breach:
-    """Breach(rule="short", metric="completions/mean_length", value=8.1, healthy=27.5, words="mean length is 8.1 ...")"""
+    """A rule that is broken now.
+
+    Breach(rule="short", metric="completions/mean_length", value=8.1, healthy=27.5, words="mean length is 8.1 ...")
+    """
 
     rule: str
     metric: str
     value: float
     """Mean of the last RECENT batches."""
     healthy: float
-    """Median of the past; of the reward its best."""
+    """Median of the past; for the reward, its best."""
     words: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm(Breach):
-    """A breach that lasted. Its words are whole sentences, with what to try."""
+    """A breach that lasted. Its `words` are whole sentences that end with what to try."""
 
     step: int
-    """When it was raised."""
+    """Step at which the alarm was raised."""
     since: int
-    """First step of the batches that broke the rule: what was saved before it is not of the collapse."""
+    """First step of the batches that broke the rule: a checkpoint from before it is not of the collapse."""
 
 
 class CollapseGuard:
-    """Takes the metrics of every batch; says when the run is collapsing, and for how long."""
+    """Watches the metrics of every batch and raises an alarm while the run is collapsing."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, Mapping[str, float]]] = deque()
         self._past: deque[Mapping[str, float]] = deque(maxlen=PAST)
         self._streaks: dict[str, Streak] = {}
-        """Rules that are broken now."""
+        """How long each rule has been broken, of those that are broken now."""
         self._quiet = 0
         self._alarm: Alarm | None = None
 
     @property
     def suspects(self) -> bool:
-        """A rule is broken now, or an alarm lasts: nothing to save as healthy."""
+        """Whether a rule is broken now or an alarm lasts; the weights are then not saved as healthy."""
         return bool(self._streaks) or self._alarm is not None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
-        """The alarm that lasts after this step, the same object while it does; None = healthy."""
+        """Take a step's metrics. Returns the alarm that lasts after it, the same object while it does; None = healthy."""
         values = {name: metrics[name] for name in WATCHED if math.isfinite(metrics.get(name, math.nan))}
         if len(values) == len(WATCHED):  # a step without responses says nothing
             self._recent.append((step, values))
@@ -154,20 +159,21 @@ class View:
     """The present beside the past, as the rules see it."""
 
     now: Mapping[str, float]
-    """Mean of the recent batches."""
+    """Mean of the recent batches, by metric."""
     usual: Mapping[str, float]
-    """Median of the past."""
+    """Median of the past, by metric."""
     reward_noise: float
-    """Standard deviation of one batch's mean reward, from neighbours: a trend is not noise. Of most batches; where most are
-    equal, of all."""
+    """Standard deviation of one batch's mean reward, from neighbours: a trend is not noise. It is that of
+    most batches, or of all where most are equal."""
     widest_reward_noise: float
-    """The same with the rare batches that stand out, at least reward_noise: what a fall without another sign must exceed."""
+    """Standard deviation of one batch's mean reward with the rare batches that stand out, at least reward_noise: what a fall
+    without another sign must exceed."""
     kl_noise: float
     """Standard deviation of one batch's KL, from neighbours."""
     settled: bool
-    """The past is long enough for small signs."""
+    """Whether the past is long enough to judge small signs."""
     best_reward: float
-    """Best mean of 2 RECENT neighbours in the past: not one lucky draw of prompts."""
+    """Best mean of 2 RECENT neighbours in the past: one lucky draw of prompts must not set it."""
     highest_kl: float
     """Highest mean of RECENT neighbours in the past."""
 
@@ -188,12 +194,13 @@ class View:
 
     @property
     def reward_risen(self) -> bool:
-        """Above the usual, and not on the way down from its best. Not above the best alone: where responses become concise
-        at once, the best has followed the reward long before the usual length has followed the length."""
+        """Whether the reward is above the usual and not on its way down from its best. Being above the best is not
+        asked: where responses become concise at once, the best has followed the reward long before the usual length has
+        followed the length."""
         return self.now[REWARD] > self.usual[REWARD] + RISEN_NOISE * self.reward_noise and not self.reward_fell_a_little
 
     def reward_fell(self, *, by: float, share: float) -> bool:
-        """By more than so much, and so much of its best."""
+        """Whether the reward is below its best by more than `by` and by more than `share` of the best."""
         return self.best_reward - self.now[REWARD] > max(by, share * abs(self.best_reward))
 
     @property
@@ -257,27 +264,28 @@ def _reward(view: View) -> Breach | None:
 
 
 RULES = (_short, _clipped, _entropy, _kl, _reward)
-"""The first that lasts gives the alarm its words."""
+"""Rules in order: the first that stays broken gives the alarm its words."""
 
 
 def _usual_noise(values: Sequence[float]) -> float:
-    """Robust standard deviation around a slow trend; the steps between neighbours are sqrt(2) times as wide."""
-    steps = [abs(after - before) for before, after in pairwise(values)]
-    return statistics.median(steps) * 1.4826 / math.sqrt(2.0)
+    """Robust standard deviation around a slow trend; differences of neighbours are sqrt(2) times as wide."""
+    differences = [abs(after - before) for before, after in pairwise(values)]
+    return statistics.median(differences) * 1.4826 / math.sqrt(2.0)
 
 
 def _counting_noise(values: Sequence[float]) -> float:
-    """Standard deviation around a slow trend, by the mean square of the steps between neighbours.
+    """Standard deviation around a slow trend, by the mean square of the differences of neighbours.
 
-    A mean of n rewards of 0 or 1 is a count over n. Where most batches count none, most steps are 0 and so is the robust
-    estimate, though the count's own standard deviation sqrt(p (1 - p) / n) is many times the mean p. The mean square has
-    that expectation however rare the successes are, and grows where they come in bursts, as from one prompt's responses.
+    A mean of n rewards of 0 or 1 is a count over n. Where most batches count none, most differences are 0 and so is the
+    robust estimate, though the count's own standard deviation sqrt(p (1 - p) / n) is many times the mean p. The mean
+    square has that expectation however rare the successes are, and grows where they come in bursts, as from one prompt's
+    responses.
     """
     squares = [(after - before) ** 2 for before, after in pairwise(values)]
     return math.sqrt(statistics.fmean(squares) / 2.0)
 
 
 def _highest_mean(values: Sequence[float], width: int) -> float:
-    """Highest mean of `width` neighbours, of all where there are fewer."""
+    """Highest mean of `width` neighbours, or of all where there are fewer."""
     width = min(width, len(values))
     return max(statistics.fmean(values[start : start + width]) for start in range(len(values) - width + 1))

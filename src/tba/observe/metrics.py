@@ -16,14 +16,17 @@ from typing import Literal
 
 Reduction = Literal["mean", "rms", "sum", "max", "last"]
 STANDARD_ERROR = "_standard_error"
-"""An evaluation's `accuracy_standard_error` belongs to its `accuracy`."""
+"""Ending of the name of a standard error: an evaluation's `accuracy_standard_error` belongs to its `accuracy`."""
 COUNT = "num_"
-"""An evaluation's `num_prompts` says what its means are over."""
+"""Beginning of the name of a count: an evaluation's `num_prompts` says what its means are over."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """Metric(name="kl", unit="nats per response", reduction="mean", meaning="...")"""
+    """A metric that the program may write.
+
+    Metric(name="kl", unit="nats per response", reduction="mean", meaning="...")
+    """
 
     name: str
     unit: str
@@ -35,40 +38,40 @@ METRICS = (
     Metric(
         name="loss", unit="reward", reduction="sum", meaning="What is back-propagated; for TB (beta / 2) x tb/loss."
     ),
-    Metric(name="seconds", unit="seconds", reduction="last", meaning="Since the first optimizer step began."),
+    Metric(name="seconds", unit="seconds", reduction="last", meaning="Time since the first optimizer step began."),
     Metric(name="reward", unit="reward", meaning="Mean combined reward of the trained responses."),
     Metric(name="rewards/*/mean", unit="reward", meaning="Mean of one component, not-applicable values left out."),
     Metric(name="reward_std", unit="reward", meaning="Standard deviation within a prompt, mean over prompts."),
     Metric(
         name="off_policy/agreement",
         unit="correlation",
-        meaning="Rewards with the policy's drift since generation, within prompts: the share of signal in recent updates.",
+        meaning="Rewards with the drift of log_pi since generation, within prompts: the signal in recent updates.",
     ),
-    Metric(name="frac_reward_zero_std", unit="share", meaning="Prompts whose responses all have the same reward."),
+    Metric(name="frac_reward_zero_std", unit="share", meaning="Share of prompts with one reward for all responses."),
     Metric(name="kl", unit="nats per response", meaning="Mean log_pi - log_ref of the trained responses."),
     Metric(name="entropy", unit="nats per token", meaning="Entropy of the policy at the trained tokens."),
     Metric(name="reference_weight", unit="", reduction="last", meaning="w of TB's target: log pi_ref counts w times."),
     Metric(
         name="target_temperature", unit="", reduction="last", meaning="tau of TB's target: all of it is divided by tau."
     ),
-    Metric(name="grad_norm", unit="reward", reduction="last", meaning="Before clipping."),
-    Metric(name="learning_rate", unit="", reduction="last", meaning="Of this step."),
-    Metric(name="beta", unit="reward per nat", reduction="last", meaning="Of this step."),
-    Metric(name="completions/mean_length", unit="tokens", meaning="Of the trained responses."),
-    Metric(name="completions/clipped_ratio", unit="share", meaning="Responses cut off at the length limit."),
+    Metric(name="grad_norm", unit="reward", reduction="last", meaning="Norm of the gradient before clipping."),
+    Metric(name="learning_rate", unit="", reduction="last", meaning="Learning rate of this step."),
+    Metric(name="beta", unit="reward per nat", reduction="last", meaning="Beta of this step."),
+    Metric(name="completions/mean_length", unit="tokens", meaning="Mean length of the trained responses."),
+    Metric(name="completions/clipped_ratio", unit="share", meaning="Share of responses cut off at the length limit."),
     Metric(name="tb/loss", unit="nats^2", reduction="sum", meaning="The paper's VarGrad loss."),
     Metric(name="tb/log_z", unit="nats", meaning="Mean estimate of log Z."),
     Metric(name="tb/log_z_std", unit="nats", reduction="rms", meaning="Root mean square residual."),
     Metric(name="tb/max_abs_residual", unit="nats", reduction="max", meaning="Largest |log Z estimate - prompt mean|."),
-    Metric(name="tb/held_back", unit="share", meaning="Gradient that objective.off_policy holds back, over tokens."),
+    Metric(name="tb/held_back", unit="share", meaning="Share of the gradient that objective.off_policy holds back."),
     Metric(
         name="movement",
         unit="sqrt(nats)",
         reduction="last",
         meaning="Mean |change of log_pi| of a response by this update / mean sqrt of its entropy.",
     ),
-    Metric(name="tb/clip_fraction", unit="share", meaning="Responses beyond objective.residual_clip."),
-    Metric(name="objective/*", unit="", meaning="Of the objective; its own file says what."),
+    Metric(name="tb/clip_fraction", unit="share", meaning="Share of responses beyond objective.residual_clip."),
+    Metric(name="objective/*", unit="", meaning="A number of the objective; its own file says which."),
     Metric(
         name="reference_version",
         unit="steps",
@@ -89,12 +92,21 @@ METRICS = (
     Metric(name="searcher/*/*", unit="", reduction="last", meaning="State of one searcher."),
     Metric(name="search/*", unit="", reduction="last", meaning="All searchers together."),
     Metric(name="time/*", unit="seconds", reduction="sum", meaning="Wall-clock time of a part of the step."),
-    Metric(name="perf/*", unit="per second", reduction="last", meaning="Rates since the first step."),
-    Metric(name="guard/alarm", unit="0 or 1", reduction="last", meaning="1 while the collapse guard says so."),
+    Metric(name="perf/*", unit="per second", reduction="last", meaning="Rate since the first step."),
     Metric(
-        name="guard/*", unit="", meaning="What the guard watches: of all sampled responses, weight in the loss or not."
+        name="guard/alarm", unit="0 or 1", reduction="last", meaning="1 while an alarm of the collapse guard lasts."
     ),
-    Metric(name="eval/*/*", unit="", reduction="last", meaning="On the prompts of evaluate.split."),
+    Metric(
+        name="guard/*",
+        unit="",
+        meaning="A number the collapse guard watches, over all sampled responses, with weight or not.",
+    ),
+    Metric(
+        name="eval/*/*",
+        unit="",
+        reduction="last",
+        meaning="A metric of an evaluation, on the prompts of evaluate.split.",
+    ),
 )
 
 
@@ -146,7 +158,7 @@ def metric(name: str) -> Metric:
 
 
 def reduce_metrics(parts: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
-    """Put (metrics, weight) of the parts of one step together by each metric's own rule."""
+    """Put (metrics, weight) of the parts of one optimizer step together by each metric's own rule."""
     names = dict.fromkeys(name for metrics, _ in parts for name in metrics)
     return {
         name: _reduce(name, [(metrics[name], weight) for metrics, weight in parts if name in metrics]) for name in names

@@ -12,27 +12,30 @@ from rich.live import Live
 from rich.table import Table
 
 from tba.config import Config
-from tba.observe.closing import shown
 from tba.observe.metrics import Evaluation
+from tba.observe.summary import shown
 
 REFRESH_PER_SECOND = 4
 LINE_SECONDS = 10.0
-"""Between lines where there is no terminal."""
+"""Time between two lines where there is no terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleStatus:
-    """RoleStatus(name="searcher-0", doing="waits: pace", waited_share=0.12, responses_per_second=410.0)"""
+    """What a role does now, for the display.
+
+    RoleStatus(name="searcher-0", doing="waits: pace", waited_share=0.12, responses_per_second=410.0)
+    """
 
     name: str
     doing: str
     waited_share: float
-    """Of the time since the roles were made."""
+    """Share of the time since the roles were made that this one waited."""
     responses_per_second: float
 
 
 class Progress:
-    """A live table on a terminal, a line now and then elsewhere, nothing with observe.progress=false."""
+    """The live display: a table on a terminal, a line now and then elsewhere, nothing with observe.progress=false."""
 
     def __init__(self, config: Config, roles: Callable[[], Sequence[RoleStatus]] = list) -> None:
         self._config = config
@@ -98,7 +101,7 @@ class Progress:
         return table
 
     def _headline(self) -> tuple[str, str]:
-        """The evaluations' first metric, at the start and in the last three."""
+        """Name of the evaluations' first metric, and its values at the start and in the last three."""
         name = next(iter(self._evaluations[0][1]), "evaluation") if self._evaluations else "evaluation"
         found = [(step, metrics[name]) for step, metrics in self._evaluations if name in metrics]
         words = [f"{shown(name, value)} (step {step})" for step, value in [*found[:1], *found[1:][-3:]]]

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tba.config import Config
-from tba.observe.closing import Curve
-from tba.observe.files import RunFolder, write_json
+from tba.observe.files import RunFolder, make_sinks, write_json
 from tba.observe.metrics import Evaluation
 from tba.observe.progress import Progress, RoleStatus
-from tba.observe.samples import SampleLog
-from tba.observe.sinks import make_sinks
-from tba.observe.stability import Stability
-from tba.types import ResponseCounts, TrajectoryGroup
+from tba.observe.summary import Curve, Stability
+from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
 
 
 class Recorder:
-    """Takes events of the loops; writes metrics.jsonl, samples.jsonl, the progress line and summary.json."""
+    """Takes the events of the loops and writes metrics.jsonl, samples.jsonl, the display and summary.json."""
 
     def __init__(
         self,
@@ -48,20 +49,20 @@ class Recorder:
         self._first_step_at: float | None = None
         self._last_step_at = 0.0
         self._seconds_at: dict[int, float] = {0: 0.0}
-        """When each step was done: an evaluation comes later than the version it is of."""
+        """Time at which each step was done: an evaluation arrives later than the weights that it is of."""
         self._lag_sum, self._lag_max = 0.0, 0.0
         self._stability = Stability()
         self.best: tuple[int, float] | None = None
-        """Step and headline of the best evaluation, whose weights are kept."""
+        """Step and first metric of the best evaluation, whose weights are kept."""
         self.steps = 0
         self.empty_steps = 0
-        """Steps of which no response had weight; the optimizer did not move."""
+        """Number of steps in which no response had weight, so that the optimizer did not move."""
         self.evaluations: list[tuple[int, Mapping[str, float]]] = []
         self.collapse: Mapping[str, Any] | None = None
-        """The guard's last alarm."""
+        """The collapse guard's last alarm; None = there was none."""
 
     def training_starts(self) -> None:
-        """The clock of `seconds` starts with the first optimizer step."""
+        """Start the clock of `seconds`; only the first call does."""
         if self._first_step_at is None:
             self._first_step_at = time.perf_counter()
 
@@ -96,7 +97,7 @@ class Recorder:
 
     @property
     def seconds(self) -> float:
-        """From the first optimizer step to the last."""
+        """Time from the first optimizer step to the last."""
         return 0.0 if self._first_step_at is None else self._last_step_at - self._first_step_at
 
     def summary(self) -> dict[str, Any]:
@@ -125,20 +126,64 @@ class Recorder:
         }
 
     def curve(self) -> Curve:
-        """Of the evaluations' first metric."""
+        """The evaluations' first metric over the steps."""
         name = next(iter(self.evaluations[0][1]), "") if self.evaluations else ""
         return Curve(name, [(step, metrics[name]) for step, metrics in self.evaluations if name in metrics])
 
     def finish(self) -> dict[str, Any]:
-        """Write summary.json and close everything."""
+        """Write summary.json, close everything and return the summary."""
         summary = self.summary()
         write_json(self.folder.summary, summary)
         self.close()
         return summary
 
     def close(self) -> None:
-        """May be called more than once."""
+        """Close the display and the sinks; may be called more than once."""
         if not self._closed:
             self._closed = True
             self._progress.close()
             self._sinks.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleLog:
+    """The file samples.jsonl: what the policy was asked, what it answered and what it got, of a group's best and its worst
+    response by the reward that is trained on."""
+
+    path: Path
+    reward_weights: Mapping[str, float]
+    """Factors of the reward components in the sum."""
+    cut_off_reward: float | None = None
+    """What training gives a response that was cut off; None = the reward that it got."""
+
+    def write(self, step: int, group: TrajectoryGroup, texts: list[str]) -> None:
+        rewards = [self._reward(trajectory) for trajectory in group.trajectories]
+        chosen = sorted({rewards.index(max(rewards)), rewards.index(min(rewards))})
+        record = {
+            "step": step,
+            "prompt_id": group.prompt.id,
+            "version": group.version,
+            "prompt": group.prompt.text,
+            "responses": [
+                {
+                    "text": texts[i],
+                    "reward": _null_for_nan(rewards[i]),
+                    "rewards": {name: _null_for_nan(value) for name, value in group.trajectories[i].rewards.items()},
+                    "tokens": len(group.trajectories[i].completion.token_ids),
+                    "finish": group.trajectories[i].completion.finish,
+                }
+                for i in chosen
+            ],
+        }
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def _reward(self, trajectory: Trajectory) -> float:
+        if self.cut_off_reward is not None and trajectory.completion.finish == "length":
+            return self.cut_off_reward
+        names, values = list(trajectory.rewards), list(trajectory.rewards.values())
+        return float(total_reward(values, [self.reward_weights[name] for name in names]))
+
+
+def _null_for_nan(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,8 +1,8 @@
-"""The closing line on stability, and the advice, from hand-made summaries."""
+"""What a finished run shows: the line on stability and the advice, from hand-made summaries; the curve in characters."""
 
 import pytest
 
-from tba.observe.stability import Stability, advice, stability_words, went_badly
+from tba.observe.summary import Curve, Stability, advice, shown, stability_line, text_plot, went_badly
 
 
 def summary(**changes):
@@ -27,12 +27,12 @@ def test_means_are_over_the_steps_that_have_the_metric_and_the_rest_is_the_last(
 
 
 def test_one_line_tells_alarms_drift_what_was_held_back_and_reuse():
-    assert stability_words(summary()) == (
+    assert stability_line(summary()) == (
         "stability: no alarm; the policy moved 0.021 nats between generating and training a response; "
         "10% of the gradient was held back; each response was trained 1 times"
     )
     recovered = summary(collapse={"step": 40, "recovered": 60}, stability={})
-    assert stability_words(recovered) == "stability: collapse alarm at step 40, recovered by step 60"
+    assert stability_line(recovered) == "stability: collapse alarm at step 40, recovered by step 60"
 
 
 def test_a_run_went_badly_where_it_collapsed_or_ended_clearly_below_its_best():
@@ -50,3 +50,16 @@ def test_the_first_thing_to_change_follows_from_what_was_seen():
     assert "replay.lag=pace" in advice(late, auto_rate=True, movement=0.06)
     assert "train.learning_rate" in advice(summary(), auto_rate=False, movement=0.06)
     assert "train.movement=0.03" in advice(summary(), auto_rate=True, movement=0.06)
+
+
+def test_the_text_plot_has_its_first_point_low_and_its_last_high():
+    lines = text_plot(Curve("accuracy", [(0, 0.1), (50, 0.3), (100, 0.5)])).splitlines()
+    assert lines[0].strip().startswith("50.0%")
+    assert lines[0].endswith("*")
+    assert lines[9].strip().startswith("10.0% |*")
+
+
+def test_shares_are_shown_in_percent_and_the_rest_as_numbers():
+    assert shown("win_rate_greedy", 0.625) == "62.5%"
+    assert shown("pass@8", 0.5) == "50.0%"
+    assert shown("kl", 3.14159) == "3.14"

@@ -1,0 +1,150 @@
+"""The reference of all settings as Markdown, from the schema itself: `tba config > docs/configuration.md`."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from tba.config.base import Section
+from tba.config.root import Config
+from tba.config.schedule import Schedule
+
+INTRODUCTION = """# Configuration
+
+Every setting of a run. In a YAML file settings stand under their section (`train: {max_steps: 100}`), on the command line
+they are written `train.max_steps=100`; `tba train CONFIG.yaml ... --dry-run` prints what comes out. A default of None means
+that the value is decided when the run starts; the text of the setting says by what, and the run's config.yaml shows it.
+
+Made by `tba config > docs/configuration.md` from the schema in `src/tba/config`; a test keeps it current."""
+
+NAMES: dict[Any, str] = {int: "int", float: "float", bool: "bool", str: "text", Path: "path", type(None): "None"}
+"""Names of plain types, as a user of YAML would say them."""
+SIGNS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
+"""Limits of numbers, as pydantic stores them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveEntry:
+    """An objective's own settings, which the config layer does not know.
+
+    ObjectiveEntry(name="grpo", settings=GRPO, beta=0.04, reset_every=0)
+    """
+
+    name: str
+    settings: type[BaseModel]
+    beta: float
+    """Value of objective.beta where it is None."""
+    reset_every: int
+    """Value of reference.reset_every where it is None."""
+
+
+def reference(objectives: Sequence[ObjectiveEntry]) -> str:
+    """The whole document: the run's own settings, every section with its inner ones, schedules, and each objective's."""
+    parts = [INTRODUCTION, *_section("", Config)]
+    parts += ["## Schedules", _sentence(Schedule), _table("", Schedule)]
+    parts += ["## Settings of the objectives", "They are keys of `objective`, beside those above."]
+    for entry in objectives:
+        parts += list(_objective(entry))
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _section(key: str, section: type[BaseModel]) -> Iterator[str]:
+    yield f"## {key}" if key else "## The run"
+    yield _sentence(section)
+    if any(inner_section(info.annotation) is None for info in section.model_fields.values()):
+        yield _table(key, section)
+    for name, info in section.model_fields.items():
+        inner = inner_section(info.annotation)
+        if inner is not None:
+            yield from _section(f"{key}.{name}" if key else name, inner)
+
+
+def _objective(entry: ObjectiveEntry) -> Iterator[str]:
+    yield f"### {entry.name}"
+    reset = f"reset every {entry.reset_every} optimizer steps" if entry.reset_every else "never reset"
+    defaults = f"By default `objective.beta` is {entry.beta:g} and the reference is {reset}."
+    yield f"{_sentence(entry.settings)} {defaults}".strip()
+    if entry.settings.model_fields:
+        yield _table("objective", entry.settings)
+
+
+def _table(key: str, section: type[BaseModel]) -> str:
+    """One line per setting; inner sections have headings of their own, and stand here only where they may be None."""
+    lines = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for name, info in section.model_fields.items():
+        if inner_section(info.annotation) is None or info.default is None or info.default == ():
+            cells = (
+                f"`{key}.{name}`" if key else f"`{name}`",
+                type_text(info),
+                default_text(info),
+                _flat(info.description),
+            )
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def inner_section(annotation: Any) -> type[Section] | None:
+    """The section that a field holds, alone, in a list or as one that may be None; schedules are values."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return None if annotation is Schedule else annotation
+    return next((found for found in map(inner_section, get_args(annotation)) if found is not None), None)
+
+
+def type_text(info: FieldInfo) -> str:
+    """The type of a field with its limits: `int >= 1 or None`."""
+    limits = [f"{SIGNS[type(limit)]} {_limit(limit):g}" for limit in info.metadata if type(limit) in SIGNS]
+    text = _type(info.annotation)
+    if not limits:
+        return text
+    # The limits are those of the number, not of the None beside it.
+    return f"{text.removesuffix(' or None')} {', '.join(limits)}" + (" or None" if text.endswith(" or None") else "")
+
+
+def default_text(info: FieldInfo) -> str:
+    """The default as it would be written in YAML."""
+    if info.is_required():
+        return "required"
+    default = info.get_default(call_default_factory=True)
+    if isinstance(default, tuple):
+        return f"`[{', '.join(map(str, default))}]`"
+    if isinstance(default, bool):
+        return f"`{str(default).lower()}`"
+    return f"`{default}`"
+
+
+def _type(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is Schedule:
+        return "float or [schedule](#schedules)"
+    if annotation in NAMES:
+        return NAMES[annotation]
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_type, arguments))
+    if origin is tuple:
+        return (
+            f"list of {_type(arguments[0])}" if arguments[-1] is Ellipsis else f"[{', '.join(map(_type, arguments))}]"
+        )
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "section"
+    return str(annotation)
+
+
+def _limit(limit: Any) -> float:
+    return next(getattr(limit, name) for name in ("ge", "gt", "le", "lt") if hasattr(limit, name))
+
+
+def _sentence(section: type[BaseModel]) -> str:
+    return _flat((section.__doc__ or "").split("\n\n")[0])
+
+
+def _flat(text: str | None) -> str:
+    return " ".join((text or "").split())

@@ -1,0 +1,176 @@
+"""What a finished run shows: a before/after table, how steady it was, what to change first if it went badly, its curve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tba.config import Config
+
+PLOT_WIDTH, PLOT_HEIGHT = 60, 10
+SHARES = ("accuracy", "pass@", "avg@", "win_rate", "success", "cut_off", "distinct")
+"""Beginnings of the names of metrics that are shares, which are shown in percent."""
+MEANS = {"drift_nats": "off_policy/kl", "held_back": "tb/held_back"}
+"""Metrics whose mean over the steps goes into the summary, by their name there."""
+LASTS = {"trained_per_generated": "buffer/replay_ratio", "learning_rate": "learning_rate"}
+"""Metrics whose last value goes into the summary, by their name there."""
+MUCH_HELD_BACK = 0.4
+"""Share of the gradient held back above which most responses are too old when they are trained."""
+FELL_ERRORS = 2.0
+"""Standard errors by which the final score lies below the best one before it counts as lost."""
+
+
+def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, config: Config) -> None:
+    """Print the results of a finished run, and save the curve as a picture in its folder."""
+    console = Console()
+    table = Table(title=f"{summary['task']}, {summary['objective']}, seed {summary['seed']}", title_justify="left")
+    for column in ("", "before", "after"):
+        table.add_column(column)
+    for name, after in summary["final"].items():
+        before = shown(name, summary["start"].get(name, float("nan")), summary["start_standard_error"].get(name))
+        table.add_row(name, before, shown(name, after, summary["final_standard_error"].get(name)))
+    console.print(table)
+    if summary["evaluated"]:
+        counts = ", ".join(f"{count} {name.removeprefix('num_')}" for name, count in summary["evaluated"].items())
+        console.print(f"means over {counts}, with their standard errors", highlight=False)
+    console.print(
+        f"{summary['steps']} steps in {summary['seconds']:.0f} s; {summary['responses_trained']} responses trained of "
+        f"{summary['responses_generated']} generated; lag mean {summary['lag']['mean']:.1f}, max {summary['lag']['max']}",
+        highlight=False,
+    )
+    if summary["empty_steps"]:
+        console.print(
+            f"{summary['empty_steps']} steps moved no weights: train.truncated or train.equal_reward_groups left nothing of "
+            "their batches",
+            style="bold red",
+            highlight=False,
+        )
+    if summary["collapse"] is not None:
+        console.print(
+            f"step {summary['collapse']['step']}: {summary['collapse']['words']}", style="bold red", markup=False
+        )
+    console.print(stability_line(summary), highlight=False)
+    if went_badly(summary):
+        words = advice(summary, auto_rate=config.train.learning_rate is None, movement=config.train.movement)
+        console.print(words, style="bold", highlight=False)
+    if summary["best"] is not None and 0 < summary["best"]["step"] < summary["steps"]:
+        best, name = summary["best"], next(iter(summary["final"]))
+        console.print(
+            f"best {name}: {shown(name, best['score'])} at step {best['step']}, kept in "
+            f"checkpoints/best-step-{best['step']} (the table is of the last weights)",
+            highlight=False,
+        )
+    if len(curve.points) > 2:
+        console.print(text_plot(curve), highlight=False)
+        save_plot(curve, folder / f"{curve.name}.png", title=f"{summary['task']}: {curve.name}")
+    console.print(f"run folder: {folder}", highlight=False)
+
+
+def shown(name: str, value: float, error: float | None = None) -> str:
+    """A metric's value for reading, with its standard error where that is given: shares in percent."""
+    is_share = name.startswith(SHARES)
+    spread = "" if error is None else f" ± {100 * error:.1f}" if is_share else f" ± {error:.2g}"
+    return (f"{value:.1%}" if is_share else f"{value:.3g}") + spread
+
+
+@dataclass
+class Stability:
+    """How steady a run is: means and last values of a few metrics, gathered step by step."""
+
+    _sums: dict[str, float] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
+    _lasts: dict[str, float] = field(default_factory=dict)
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        for name, metric in MEANS.items():
+            if metric in metrics:
+                self._sums[name] = self._sums.get(name, 0.0) + metrics[metric]
+                self._counts[name] = self._counts.get(name, 0) + 1
+        self._lasts |= {name: metrics[metric] for name, metric in LASTS.items() if metric in metrics}
+
+    def summary(self) -> dict[str, float]:
+        """{"drift_nats": 0.02, "held_back": 0.1, "trained_per_generated": 1.0, "learning_rate": 3e-06}"""
+        means = {name: self._sums[name] / self._counts[name] for name in self._sums}
+        return {name: float(f"{value:.4g}") for name, value in (means | self._lasts).items()}
+
+
+def stability_line(summary: Mapping[str, Any]) -> str:
+    """One line about a run from its summary.json."""
+    found, collapse = summary["stability"], summary["collapse"]
+    parts = ["no alarm" if collapse is None else f"collapse alarm at step {collapse['step']}"]
+    if collapse is not None and collapse.get("recovered"):
+        parts[0] += f", recovered by step {collapse['recovered']}"
+    if "drift_nats" in found:
+        parts.append(f"the policy moved {found['drift_nats']:.2g} nats between generating and training a response")
+    if "held_back" in found:
+        parts.append(f"{found['held_back']:.0%} of the gradient was held back")
+    if "trained_per_generated" in found:
+        parts.append(f"each response was trained {found['trained_per_generated']:.2g} times")
+    return f"stability: {'; '.join(parts)}"
+
+
+def went_badly(summary: Mapping[str, Any]) -> bool:
+    """Whether a run ended in a collapse that lasts, or with a final score clearly below its best one."""
+    collapse, best = summary["collapse"], summary["best"]
+    if collapse is not None and not collapse.get("recovered"):
+        return True
+    name = next(iter(summary["final"]), None)
+    if best is None or name is None:
+        return False
+    return summary["final"][name] < best["score"] - FELL_ERRORS * summary["final_standard_error"].get(name, 0.0)
+
+
+def advice(summary: Mapping[str, Any], *, auto_rate: bool, movement: float) -> str:
+    """The setting to change first after a run that went badly; the summary says which."""
+    found = summary["stability"]
+    if found.get("held_back", 0.0) > MUCH_HELD_BACK and found.get("trained_per_generated", 1.0) > 1.5:
+        return "change first: lower replay.max_trained_per_generated, responses are too old when they are trained."
+    if found.get("held_back", 0.0) > MUCH_HELD_BACK:
+        return (
+            "change first: replay.lag=pace replay.max_lag=1 (or fewer searchers), responses are too old when trained."
+        )
+    if not auto_rate:
+        return "change first: leave train.learning_rate unset (auto), or divide it by 3."
+    return f"change first: train.movement={movement / 2:g} (half of what it was), then a higher objective.beta."
+
+
+@dataclass(frozen=True)
+class Curve:
+    """An evaluation metric over steps: Curve("accuracy", [(0, 0.37), (50, 0.61)])"""
+
+    name: str
+    points: Sequence[tuple[int, float]]
+
+
+def text_plot(curve: Curve) -> str:
+    """The curve drawn in characters, steps to the right, the metric upwards."""
+    last = max(step for step, _ in curve.points) or 1
+    low, high = min(value for _, value in curve.points), max(value for _, value in curve.points)
+    grid = [[" "] * PLOT_WIDTH for _ in range(PLOT_HEIGHT)]
+    for step, value in curve.points:
+        column = round((PLOT_WIDTH - 1) * step / last)
+        row = round((PLOT_HEIGHT - 1) * (value - low) / max(high - low, 1e-9))
+        grid[PLOT_HEIGHT - 1 - row][column] = "*"
+    top, bottom = (f"{shown(curve.name, value):>7} |" for value in (high, low))
+    labels = [top, *["        |"] * (PLOT_HEIGHT - 2), bottom]
+    lines = [label + "".join(row) for label, row in zip(labels, grid)]
+    return "\n".join([*lines, "        +" + "-" * PLOT_WIDTH, f"         0{'steps ':>{PLOT_WIDTH - 8}}{last:>6}"])
+
+
+def save_plot(curve: Curve, path: Path, *, title: str) -> None:
+    """Write the curve as a PNG."""
+    from matplotlib.figure import Figure  # slow to import, needed once, at the end
+
+    figure = Figure(figsize=(6, 3.5))
+    axes = figure.subplots()
+    steps, values = zip(*curve.points)
+    axes.plot(steps, values, marker="o", markersize=3)
+    axes.set(xlabel="optimizer steps", ylabel=curve.name, title=title)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)

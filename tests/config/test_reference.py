@@ -1,0 +1,75 @@
+"""docs/configuration.md: made from the schema, complete, and current."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import Field
+from typer.testing import CliRunner
+
+from tba.cli import app
+from tba.config import Config, Schedule
+from tba.config.base import Section
+from tba.config.reference import ObjectiveEntry, default_text, inner_section, reference, type_text
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def all_fields(section=Config, prefix=""):
+    """(key, field) of every setting, by a walk of its own."""
+    for name, info in section.model_fields.items():
+        inner = inner_section(info.annotation)
+        if inner is None:
+            yield f"{prefix}{name}", info
+        else:
+            yield from all_fields(inner, f"{prefix}{name}.")
+
+
+def test_the_document_is_what_the_schema_says_now():
+    result = CliRunner().invoke(app, ["config"])
+    assert result.exit_code == 0
+    assert DOCUMENT.read_text(encoding="utf-8") == result.stdout, "run `tba config > docs/configuration.md`"
+
+
+@pytest.mark.parametrize(("key", "info"), list(all_fields()), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_setting_is_explained_and_a_default_of_none_says_what_it_means(key, info):
+    assert info.description, f"{key} has no text under it"
+    assert f"`{key}`" in DOCUMENT.read_text(encoding="utf-8")
+    if not info.is_required() and info.default is None:
+        assert "None" in info.description, key
+
+
+class Example(Section):
+    """Settings for the tests below."""
+
+    count: int | None = Field(default=None, ge=1)
+    """Number of things; None = as many as there are."""
+    share: float = Field(default=0.5, ge=0.0, lt=1.0)
+    """Share | of things."""
+    rate: Schedule | None = None
+    """Rate; None = by itself."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Two numbers."""
+    names: tuple[str, ...] = ()
+    """Names."""
+    fast: bool = False
+    """Whether it is fast."""
+
+
+def test_types_and_defaults_are_written_as_a_user_would():
+    found = {name: (type_text(info), default_text(info)) for name, info in Example.model_fields.items()}
+    assert found == {
+        "count": ("int >= 1 or None", "`None`"),
+        "share": ("float >= 0, < 1", "`0.5`"),
+        "rate": ("float or [schedule](#schedules) or None", "`None`"),
+        "betas": ("[float, float]", "`[0.9, 0.999]`"),
+        "names": ("list of text", "`[]`"),
+        "fast": ("bool", "`false`"),
+    }
+
+
+def test_an_objectives_own_settings_and_defaults_are_listed():
+    text = reference([ObjectiveEntry(name="example", settings=Example, beta=0.25, reset_every=50)])
+    assert (
+        "Settings for the tests below. By default `objective.beta` is 0.25 and the reference is reset every 50" in text
+    )
+    assert "| `objective.share` | float >= 0, < 1 | `0.5` | Share \\| of things. |" in text

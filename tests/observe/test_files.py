@@ -1,0 +1,56 @@
+"""Where a run writes: sinks get the same numbers, no file is seen half written, no foreign folder is replaced."""
+
+import json
+import math
+
+import pytest
+
+from tba.observe.files import JsonlSink, RunFolder, write_json
+
+
+def test_jsonl_lines_are_valid_json_also_for_nan(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.write(3, {"reward": math.nan, "loss": 0.5})
+    sink.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 3, "reward": None, "loss": 0.5}
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+    pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from tba.observe.files import TensorBoardSink
+
+    sink = TensorBoardSink(tmp_path)
+    sink.write(3, {"reward": 0.5})
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(3, 0.5)]
+
+
+def test_a_missing_logger_is_named_before_training(tmp_path, monkeypatch):
+    import sys
+
+    from tba.config import load_config
+    from tba.observe.files import make_sinks
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    folder = RunFolder.create(tmp_path / "run", overwrite=False)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        make_sinks(load_config(None, ["observe.sinks=[wandb]"]), folder)
+
+
+def test_writes_leave_no_partial_file(tmp_path):
+    write_json(tmp_path / "a.json", {"x": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a.json", {"x": object()})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_folder_that_is_no_run_is_never_replaced(tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="is not a run folder"):
+        RunFolder.create(tmp_path, overwrite=True)
+    assert (tmp_path / "precious.txt").exists()
