@@ -36,7 +36,7 @@ class FusedSlotAttention:
         return self.cache.keys[layer], self.cache.values[layer]
 
     def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
-        from tba.kernels.decode import attend
+        from tba.kernels.attention import attend
 
         return attend(
             query_NHD,
@@ -111,7 +111,7 @@ class FusedDecode:
 
     def _step(self, slots: int) -> None:
         """One decode step, pure work on static tensors."""
-        from tba.kernels.choose import choose_tokens
+        from tba.kernels.logits import choose_tokens
 
         decoder, positions = self.decoder, self.state.column("positions", slots)
         x = decoder._embed(self.state.column("ids", slots), positions)

@@ -25,7 +25,7 @@ from tba.generate.transfer import OnItsWay, on_device
 from tba.models.decoder import DecoderSpec
 
 if TYPE_CHECKING:  # Triton is there only where CUDA is
-    from tba.kernels.choose import Columns
+    from tba.kernels.logits import Columns
 
 KEY_STEP = 16
 """Attention runs over a multiple of this many keys: few distinct shapes, and faster matrix kernels."""
@@ -197,7 +197,7 @@ class SlotState:
 
     def columns(self, num_slots: int) -> Columns:
         """Views for the kernels that choose tokens."""
-        from tba.kernels.choose import Columns
+        from tba.kernels.logits import Columns
 
         names = (
             "ids",

@@ -197,7 +197,7 @@ _packed_flash.register_autograd(_gradients, setup_context=_keep)
 def _merge_parts(own: Tensor, own_sums: Tensor, root: Tensor, root_sums: Tensor, out: Tensor, sums: Tensor) -> None:
     """Write the attention over the own and the root's keys to `out` [T, H, D], its log-sums to `sums` [H, T]."""
     if out.is_cuda and importlib.util.find_spec("triton") is not None:
-        from tba.kernels.merge import merge
+        from tba.kernels.attention import merge
 
         merge(own, own_sums, root, root_sums, out, sums)
         return

@@ -29,7 +29,7 @@ def chosen_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """-> (log-prob of each target [M], entropy of each distribution [M] without gradient), both fp32."""
     if hidden_MD.is_cuda and bias_V is None and softcap is None and importlib.util.find_spec("triton") is not None:
-        from tba.kernels.logprobs import chosen_log_probs as fused
+        from tba.kernels.logits import chosen_log_probs as fused
 
         return fused(hidden_MD, head_VD, targets_M, temperature=temperature, logits_at_once=LOGITS_PER_CHUNK_CUDA)
     rows = max(1, LOGITS_PER_CHUNK // head_VD.shape[0])
