@@ -14,7 +14,7 @@ from tiny_models import make_prompt, make_tiny_model, make_weights_of, plain_log
 
 from tba.generate.fused import FusedDecode
 from tba.generate.native import NativeEngine
-from tba.models.logprobs import _log_probs_of_chunk
+from tba.models.policy import _log_probs_of_chunk
 from tba.types import Prompt, Request, Sampling
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for CUDA.")

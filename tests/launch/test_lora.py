@@ -13,11 +13,10 @@ from tba.config import ConfigError, LoraConfig, ModelConfig, load_config
 from tba.generate.native import NativeEngine
 from tba.generate.scoring import ReferenceScorer
 from tba.launch import merge_adapter, train
-from tba.models.canary import CanaryMismatch
 from tba.models.load import LoadedModel, adapt
 from tba.models.lora import BaseScorer, add_lora, merged
 from tba.models.policy import PolicyModel
-from tba.models.weights import make_weights
+from tba.models.weights import CanaryMismatch, make_weights
 from tba.observe.files import RunFolder
 from tba.runtime.weight_slots import WeightSlots
 from tba.search.role import WeightLoader

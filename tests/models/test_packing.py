@@ -105,7 +105,7 @@ def test_entropy_is_that_of_the_whole_distribution():
 
 
 def test_chunked_log_probs_have_the_same_gradients(monkeypatch):
-    from tba.models import logprobs
+    from tba.models import policy
 
     generator = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(10, 4, generator=generator), torch.randn(6, 4, generator=generator)
@@ -113,12 +113,12 @@ def test_chunked_log_probs_have_the_same_gradients(monkeypatch):
 
     def gradient() -> tuple[torch.Tensor, torch.Tensor]:
         leaf = hidden.clone().requires_grad_()
-        values, _ = logprobs.chosen_log_probs(leaf, head, targets, temperature=0.5)
+        values, _ = policy.chosen_log_probs(leaf, head, targets, temperature=0.5)
         (values * torch.arange(10)).sum().backward()
         return values.detach(), leaf.grad
 
     whole = gradient()
-    monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", 18)  # 3 rows a chunk
+    monkeypatch.setattr(policy, "LOGITS_PER_CHUNK", 18)  # 3 rows a chunk
     chunked = gradient()
     assert torch.allclose(whole[0], chunked[0], atol=1e-6)
     assert torch.allclose(whole[1], chunked[1], atol=1e-6)

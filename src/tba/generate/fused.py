@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tba.generate.sampling import Needs
 from tba.generate.slots import SlotCache, SlotState
-from tba.models.decoder import Decoder, DecoderSpec
-from tba.models.fused_pass import FusedPass
+from tba.models.decoder import Decoder, FusedPass
+from tba.models.decoder_spec import DecoderSpec
 
 logger = logging.getLogger("tba.generate")
 

@@ -33,10 +33,9 @@ from tba.generate.sampling import Needs, sample
 from tba.generate.scoring import ReferenceScorer
 from tba.generate.slots import Look, Prefilled, SlotAttention, SlotCache, SlotState
 from tba.generate.transfer import on_device
-from tba.models.decoder import Decoder
+from tba.models.decoder import Decoder, why_not_fused
 from tba.models.decoder_attention import CausalAttention
 from tba.models.families import make_decoder
-from tba.models.fused_pass import why_not_fused
 from tba.types import Completion, Request, Sampling, Weights
 
 logger = logging.getLogger("tba.generate")

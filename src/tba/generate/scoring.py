@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from tba.generate.batching import length_batches, padded
 from tba.generate.sampling import token_log_probs
-from tba.models.decoder import Decoder, DecoderSpec
+from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention, SharedPrefixAttention
+from tba.models.decoder_spec import DecoderSpec
 from tba.models.families import make_decoder
-from tba.models.logprobs import chosen_log_probs
 from tba.models.packed_attention import PackedLayout, attend_packed
 from tba.models.packing import pack
+from tba.models.policy import chosen_log_probs
 from tba.types import Weights
 
 LOGITS_AT_ONCE = 2**24

@@ -22,7 +22,7 @@ from tba.generate.batching import padded
 from tba.generate.responses import Response
 from tba.generate.sampling import Sampled, SamplingState, response_key
 from tba.generate.transfer import OnItsWay, on_device
-from tba.models.decoder import DecoderSpec
+from tba.models.decoder_spec import DecoderSpec
 
 if TYPE_CHECKING:  # Triton is there only where CUDA is
     from tba.kernels.logits import Columns

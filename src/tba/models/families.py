@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tba.models.decoder import ACTIVATIONS, Decoder, DecoderSpec, UnsupportedModel
-from tba.models.decoder_check import check_decoder
-from tba.models.decoder_weights import DecoderWeights, Layer, Linear, Norm, Placement
+from tba.models.decoder import ACTIVATIONS, Decoder, UnsupportedModel, check_decoder
+from tba.models.decoder_spec import DecoderSpec, DecoderWeights, Layer, Linear, Norm, Placement
 
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 """Rotary types whose angles change with the length of the sequence: keys in a cache would go stale."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from tba.models.decoder_attention import additive, softcapped_attention
 from tba.models.flash_attention import FlashPlan, can_use_flash, flash_attention
 
 NAME = "tba_packed"
@@ -217,22 +218,9 @@ def _attend(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
     else:
-        out = _softcapped_attention(q, k, v, mask, scaling, softcap)
+        scale = scaling if scaling is not None else q.shape[-1] ** -0.5
+        out = softcapped_attention(q, k, v, None if mask is None else additive(mask), scale=scale, cap=softcap)
     return out.transpose(1, 2).flatten(0, 1)
-
-
-def _softcapped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, softcap: float
-) -> Tensor:
-    """Gemma 2: logits are squashed by tanh before the mask; no fused kernel does this everywhere."""
-    repeats = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    scores = q @ k.transpose(-1, -2) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
-    scores = softcap * torch.tanh(scores / softcap)
-    if mask is None:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return torch.softmax(scores.float(), dim=-1).to(v.dtype) @ v
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:

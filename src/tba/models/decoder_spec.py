@@ -1,4 +1,9 @@
-"""The static tensors of a decoder, and how named tensors of a transformers state dict are copied into them."""
+"""What a decoder is made of: the spec that says how its family computes, and its static tensors.
+
+A frozen `DecoderSpec` says how a family differs (norms, positions, biases, windows, caps). `DecoderWeights` holds the
+matrices and norms, and which named tensor of a transformers state dict fills which part of them. Weights are copied in
+place, so their addresses never change and a captured CUDA graph stays valid.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,59 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """How one model computes: everything but its weights.
+
+    DecoderSpec(family="llama", vocab_size=512, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_size=384,
+                windows=(None,) * 5, query_scales=(32**-0.5,) * 5, rotary_kinds=("all",) * 5, rotary_dim=32)
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_size: int
+    windows: tuple[int | None, ...]
+    """Per layer: a token sees this many tokens, itself included; None = all before it."""
+    query_scales: tuple[float, ...]
+    """Per layer: factor of query x key."""
+    rotary_kinds: tuple[str, ...]
+    """Per layer: which rotation table; "" = none (learned positions)."""
+    rotary_dim: int = 0
+    """Leading dimensions of a head that are rotated; 0 = learned positions."""
+    norm: str = "rms"
+    """rms or layer."""
+    norm_epsilon: float = 1e-6
+    norm_offset: float = 0.0
+    """Added to rms weights when they are loaded: Gemma stores w and means 1 + w."""
+    activation: str = "silu"
+    gated: bool = True
+    """MLP is down(act(gate) * up) instead of down(act(up))."""
+    post_norms: bool = False
+    """Gemma 2 and 3 also norm the output of attention and MLP."""
+    query_key_norm: bool = False
+    parallel_residual: bool = False
+    """GPT-NeoX: attention and MLP both read the layer's input."""
+    embedding_scale: float = 1.0
+    attention_cap: float | None = None
+    """Scores become cap * tanh(score / cap); None = off."""
+    logit_cap: float | None = None
+    tied: bool = False
+    """The head is the embedding matrix."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.num_heads // self.num_kv_heads
 
 
 @dataclass(kw_only=True, eq=False)
