@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny_models import by_key, make_requests, make_tiny_model, make_weights_of, plain_log_probs
 
-from tba.generate.batching import length_batches
 from tba.generate.native import NativeEngine
+from tba.models.packing import length_batches
 from tba.types import Request, Sampling
 
 LENGTHS = (3, 8, 1, 5, 12, 4, 7)

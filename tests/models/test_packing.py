@@ -14,7 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tba.models.packing import pack
+from tba.models.packing import pack, split_by_budget
 from tba.models.policy import PolicyModel
 
 SHAPE = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -152,3 +152,31 @@ def test_equal_responses_are_computed_once_with_the_gradient_of_all():
         gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters()]))
         assert len(packed.input_ids_T) == (2 + 2 + 1 if share else 3 * (2 + 2) + (2 + 1))
     assert torch.allclose(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+
+
+def test_batches_are_filled_in_order_up_to_the_budget_and_what_exceeds_it_runs_alone():
+    # 3 + 4 = 7 of 8, then 9 alone, then 2 + 6 = 8 of 8, then 1
+    assert split_by_budget([3, 4, 9, 2, 6, 1], max_tokens=8, cost=lambda batch, item: item) == [
+        [3, 4],
+        [9],
+        [2, 6],
+        [1],
+    ]
+    assert split_by_budget([], max_tokens=8, cost=lambda batch, item: item) == []
+
+
+def test_a_prompt_is_paid_once_per_batch_and_again_in_the_next():
+    # (prompt, length of the response); a prompt has 4 tokens: 4 + 3 + 3 = 10, then 4 + 5 = 9 (5 without it would still not fit)
+    pairs = [("a", 3), ("a", 3), ("a", 5), ("b", 1)]
+
+    def cost(batch, pair):
+        return pair[1] + (0 if batch and batch[-1][0] == pair[0] else 4)
+
+    assert split_by_budget(pairs, max_tokens=10, cost=cost) == [pairs[:2], pairs[2:3], pairs[3:]]
+
+
+def test_an_item_may_be_refused_for_another_reason_than_tokens():
+    batches = split_by_budget(
+        range(5), max_tokens=100, cost=lambda batch, item: 1, joins=lambda batch, item: len(batch) < 2
+    )
+    assert batches == [[0, 1], [2, 3], [4]]

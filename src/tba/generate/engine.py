@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from tba.config import GenerateConfig
 from tba.generate.fallback import TransformersEngine, TransformersScorer
 from tba.generate.native import NativeEngine
-from tba.generate.scoring import ReferenceScorer
+from tba.generate.scoring import LoraReferenceScorer, ReferenceScorer
 from tba.models.decoder import UnsupportedModel
-from tba.models.lora import BaseScorer, has_lora
+from tba.models.lora import has_lora, merged
 from tba.types import Completion, Request, Sampling, Weights
 
 logger = logging.getLogger("tba.generate")
@@ -149,7 +149,7 @@ def make_scorer(
     parameter = next(model.parameters())
     budget = token_budget or SCORED_TOKENS[parameter.device.type]
     if has_lora(model):
-        return BaseScorer(model, token_budget=budget)
+        return LoraReferenceScorer(model, token_budget=budget)
     try:
         return ReferenceScorer(
             model, max_length=max_length, token_budget=budget, dtype=parameter.dtype, device=parameter.device
@@ -159,3 +159,45 @@ def make_scorer(
             "the native decoder cannot score with this model: %s. Using its own forward pass, slower.", reason
         )
         return TransformersScorer(copy.deepcopy(model).requires_grad_(False))
+
+
+class LoraEngine:
+    """An engine that merges each adapter into the weights it decodes with, so decoding costs no more than without LoRA.
+
+    `model` is the base with an adapter in it: its weights and its scale are what an arriving adapter is merged with.
+    """
+
+    def __init__(self, engine: Engine, model: PreTrainedModel) -> None:
+        self._engine = engine
+        self._model = model
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    @property
+    def vocabulary(self) -> int:
+        return self._engine.vocabulary
+
+    def load(self, weights: Weights) -> None:
+        self._engine.load(merged(self._model, weights))
+
+    def generate(
+        self,
+        requests: Iterable[Request | None],
+        *,
+        samples_per_prompt: int,
+        sampling: Sampling,
+        between_steps: Callable[[], None] | None = None,
+    ) -> Iterator[Completion]:
+        return self._engine.generate(
+            requests, samples_per_prompt=samples_per_prompt, sampling=sampling, between_steps=between_steps
+        )
+
+    def score(
+        self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
+    ) -> list[np.ndarray]:
+        return self._engine.score(prompt_ids, response_ids, temperature)
+
+    def sibling(self) -> Engine:
+        return self._engine.sibling()

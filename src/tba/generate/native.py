@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from tba.generate.backlog import Admission, Backlog
-from tba.generate.batching import length_batches, padded
 from tba.generate.fused import STEPS_AHEAD, STEPS_PER_LOOK, FusedDecode
 from tba.generate.harvest import Harvest
 from tba.generate.loading import InPlaceLoad
@@ -32,10 +31,10 @@ from tba.generate.running import Running
 from tba.generate.sampling import Needs, sample
 from tba.generate.scoring import ReferenceScorer
 from tba.generate.slots import Look, Prefilled, SlotAttention, SlotCache, SlotState
-from tba.generate.transfer import on_device
 from tba.models.decoder import Decoder, why_not_fused
 from tba.models.decoder_attention import CausalAttention
 from tba.models.families import make_decoder
+from tba.models.packing import length_batches, on_device, padded
 from tba.types import Completion, Request, Sampling, Weights
 
 logger = logging.getLogger("tba.generate")

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tba.config import Config
 from tba.types import Sampling
 
 
@@ -41,6 +42,18 @@ def _signed(value: int) -> int:
 GAMMA = _signed(0x9E3779B97F4A7C15)
 MIX_1 = _signed(0xBF58476D1CE4E5B9)
 MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def training_sampling(config: Config) -> Sampling:
+    """How searchers sample: the tempered policy, truncated only where generate.top_p or generate.top_k asks for it."""
+    generate = config.generate
+    return Sampling(
+        max_new_tokens=generate.max_new_tokens,
+        min_new_tokens=generate.min_new_tokens,
+        temperature=generate.temperature,
+        top_p=generate.top_p,
+        top_k=generate.top_k,
+    )
 
 
 def response_key(seed: int, prompt_id: str, sample_index: int) -> int:

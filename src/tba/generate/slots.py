@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tba.generate.batching import padded
 from tba.generate.responses import Response
 from tba.generate.sampling import Sampled, SamplingState, response_key
-from tba.generate.transfer import OnItsWay, on_device
+from tba.generate.transfer import OnItsWay
 from tba.models.decoder_spec import DecoderSpec
+from tba.models.packing import on_device, padded
 
 if TYPE_CHECKING:  # Triton is there only where CUDA is
     from tba.kernels.logits import Columns

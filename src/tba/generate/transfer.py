@@ -7,11 +7,6 @@ import torch
 from torch import Tensor
 
 
-def on_device(table: Tensor, device: torch.device) -> Tensor:
-    """A table made on the host; the device's queue is not waited for."""
-    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
-
-
 class OnItsWay:
     """Tables on their way to the host: as they are when the device comes to it."""
 
