@@ -22,8 +22,8 @@ from tiny_models import (
 
 from tba.config import GenerateConfig
 from tba.generate.engine import make_engine, make_scorer, stop_ids_of
-from tba.generate.fallback import TransformersEngine, TransformersScorer
-from tba.generate.native import NativeEngine
+from tba.generate.native.engine import NativeEngine
+from tba.generate.transformers_engine import TransformersEngine, TransformersScorer
 from tba.types import Request, Sampling
 
 STOPS = [2, 3, 4]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_models import by_key, make_requests, make_tiny_model, make_weights_of, plain_log_probs
 
-from tba.generate.native import NativeEngine
+from tba.generate.native.engine import NativeEngine
 from tba.models.packing import length_batches
 from tba.types import Request, Sampling
 
@@ -63,7 +63,7 @@ def test_a_free_slot_is_refilled_before_the_next_step():
         requests,
         samples_per_prompt=3,
         sampling=Sampling(max_new_tokens=20),
-        between_steps=lambda: busy.append(engine._running.count),
+        between_steps=lambda: busy.append(engine._slots.count),
     )
     steps_at_completion = [len(busy) for _ in stream]
     assert len(steps_at_completion) == 24
@@ -74,8 +74,8 @@ def test_a_free_slot_is_refilled_before_the_next_step():
 
 def test_a_prompt_is_prefilled_once_for_all_its_samples():
     engine, rows = make(slots=2), []
-    prefill = engine._prefill_batch
-    engine._prefill_batch = lambda batch: (rows.extend(batch), prefill(batch))[1]
+    prefill = engine._prefill.batch
+    engine._prefill.batch = lambda batch, version: (rows.extend(batch), prefill(batch, version))[1]
     generated(engine, make_requests(4, 6), samples=7)
     assert sorted(len(row) for row in rows) == [3, 5]
 
@@ -117,7 +117,7 @@ def test_draining_starts_nothing_new_until_the_weights_are_in():
     engine, started = make(slots=3, update="drain"), []
 
     def between_steps():
-        started.append((engine._running.count, engine.version))
+        started.append((engine._slots.count, engine.version))
         if len(started) == 2:
             engine.load(make_weights_of(make_tiny_model("llama", seed=1), 6))
 

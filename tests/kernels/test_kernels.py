@@ -12,8 +12,8 @@ import torch
 from builders import tiny_llama
 from tiny_models import make_prompt, make_tiny_model, make_weights_of, plain_log_probs
 
-from tba.generate.fused import FusedDecode
-from tba.generate.native import NativeEngine
+from tba.generate.native.cuda_graphs import FusedDecode
+from tba.generate.native.engine import NativeEngine
 from tba.models.policy import _log_probs_of_chunk
 from tba.types import Prompt, Request, Sampling
 

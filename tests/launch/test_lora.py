@@ -10,7 +10,7 @@ from problem import make_config, scores_of
 from transformers import AutoModelForCausalLM
 
 from tba.config import ConfigError, LoraConfig, ModelConfig, load_config
-from tba.generate.native import NativeEngine
+from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import LoraReferenceScorer, ReferenceScorer
 from tba.launch import merge_adapter, train
 from tba.models.load import LoadedModel, adapt

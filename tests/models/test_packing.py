@@ -166,7 +166,7 @@ def test_batches_are_filled_in_order_up_to_the_budget_and_what_exceeds_it_runs_a
 
 
 def test_a_prompt_is_paid_once_per_batch_and_again_in_the_next():
-    # (prompt, length of the response); a prompt has 4 tokens: 4 + 3 + 3 = 10, then 4 + 5 = 9 (5 without it would still not fit)
+    # (prompt, length of the response); a prompt has 4 tokens: 4 + 3 + 3 = 10, then 4 + 5 = 9
     pairs = [("a", 3), ("a", 3), ("a", 5), ("b", 1)]
 
     def cost(batch, pair):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from builders import tiny_llama
 
-from tba.generate.native import NativeEngine
+from tba.generate.native.engine import NativeEngine
 from tba.models.policy import PolicyModel
 from tba.models.weights import CanaryMismatch, ChecksumMismatch, make_weights
 from tba.runtime.weight_slots import WeightSlots

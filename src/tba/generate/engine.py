@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tba.config import GenerateConfig
-from tba.generate.fallback import TransformersEngine, TransformersScorer
-from tba.generate.native import NativeEngine
+from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import LoraReferenceScorer, ReferenceScorer
+from tba.generate.transformers_engine import TransformersEngine, TransformersScorer
 from tba.models.decoder import UnsupportedModel
 from tba.models.lora import has_lora, merged
 from tba.types import Completion, Request, Sampling, Weights

@@ -76,8 +76,8 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-class Needs(NamedTuple):
-    """What at least one response of the batch asks for; the rest is skipped. All False is plain sampling at T = 1."""
+class SamplingNeeds(NamedTuple):
+    """What at least one response of a batch asks of sampling; the rest is skipped. All False is plain sampling at T = 1."""
 
     temperature: bool = False
     """Some temperature is not 1."""
@@ -89,9 +89,9 @@ class Needs(NamedTuple):
     """Some response is still shorter than its min_new_tokens."""
 
 
-def needs_of(sampling: Sampling) -> Needs:
+def sampling_needs(sampling: Sampling) -> SamplingNeeds:
     """What one response asks for during its whole life (`forbidden` ends before)."""
-    return Needs(
+    return SamplingNeeds(
         temperature=sampling.temperature != 1.0 and not sampling.greedy,
         policy=sampling.training_temperature != sampling.temperature or sampling.greedy,
         truncation=(sampling.top_p < 1.0 or sampling.top_k > 0) and not sampling.greedy,
@@ -102,7 +102,7 @@ def needs_of(sampling: Sampling) -> Needs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingState:
-    """Per-response settings as tensors [B]; views of the slots, so that nothing is copied per step."""
+    """Per-response settings as tensors [B]; views of the slots, so that nothing is copied per decode step."""
 
     key: Tensor
     """int64"""
@@ -119,15 +119,15 @@ class SamplingState:
     min_new_tokens: Tensor
 
 
-class Sampled(NamedTuple):
-    """tokens int64 [B], log-probs float32 [B]."""
+class SampledTokens(NamedTuple):
+    """The chosen tokens, int64 [B], with their behaviour and policy log-probs, float32 [B]."""
 
     tokens: Tensor
     behaviour: Tensor
     policy: Tensor
 
 
-def sample(logits_BV: Tensor, state: SamplingState, stop_ids: Tensor, needs: Needs) -> Sampled:
+def sample(logits_BV: Tensor, state: SamplingState, stop_ids: Tensor, needs: SamplingNeeds) -> SampledTokens:
     """Choose a token per response. Pure tensor code; `needs` only skips what would change nothing."""
     behaviour_BV = logits_BV
     if needs.forbidden:
@@ -146,8 +146,8 @@ def sample(logits_BV: Tensor, state: SamplingState, stop_ids: Tensor, needs: Nee
     if needs.greedy:
         behaviour = torch.where(state.greedy.bool(), 0.0, behaviour)
     if not (needs.policy or needs.truncation or needs.forbidden):
-        return Sampled(tokens, behaviour, behaviour)
-    return Sampled(tokens, behaviour, token_log_probs(logits_BV, tokens, state.policy_temperature))
+        return SampledTokens(tokens, behaviour, behaviour)
+    return SampledTokens(tokens, behaviour, token_log_probs(logits_BV, tokens, state.policy_temperature))
 
 
 def token_log_probs(logits_BV: Tensor, tokens_B: Tensor, temperature_B: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class Decoder:
 
     def hidden(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Final hidden states, normed, ready for `logits` -> [N, hidden]."""
-        x = self._embed(ids_N, positions_N)
+        x = self.embed(ids_N, positions_N)
         if self.fused_pass is not None:
             return self.fused_pass.hidden(x, positions_N, attend)
         rotations = self._rotations_at(positions_N)
@@ -77,7 +77,7 @@ class Decoder:
 
     def store_only(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> None:
         """Keys and values of every layer, nothing else: the last layer's attention and MLP are never computed."""
-        x = self._embed(ids_N, positions_N)
+        x = self.embed(ids_N, positions_N)
         if self.fused_pass is not None:
             return self.fused_pass.store_only(x, positions_N, attend)
         rotations = self._rotations_at(positions_N)
@@ -93,7 +93,7 @@ class Decoder:
         cap = self.spec.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _embed(self, ids_N: Tensor, positions_N: Tensor) -> Tensor:
+    def embed(self, ids_N: Tensor, positions_N: Tensor) -> Tensor:
         x = F.embedding(ids_N, self.weights.embedding)
         if self.spec.embedding_scale != 1.0:
             x = x * self._embedding_scale
@@ -220,7 +220,7 @@ class FusedPass:
         spec, layer = self.spec, self.weights.layers[index]
         qkv = layer.qkv(self._add_norm(x, delta, layer.attention_norm))
         if isinstance(attend, AttendInPlace):
-            keys, values = attend.room(index, x.device)
+            keys, values = attend.storage(index, x.device)
         else:
             keys, values = qkv.new_empty(2, x.shape[0], spec.num_kv_heads, spec.head_dim)
         query = rotate_and_store(
@@ -248,7 +248,7 @@ class FusedPass:
 
 
 def check_decoder(model: nn.Module, decoder: Decoder, max_length: int) -> None:
-    """With the pass that serves; a fused one that fails, or is wrong, makes room for the plain one, in words."""
+    """Check the pass that would serve; a fused one that fails, or is wrong, is replaced by the plain one, with a warning."""
     try:
         _check_against(model, decoder, max_length)
     except Exception as error:  # a kernel may fail to compile in as many ways as there are drivers

@@ -33,7 +33,7 @@ class Attend(Protocol):
 class AttendInPlace(Protocol):
     """An `Attend` whose tensors the kernel writes at once, instead of handing over keys and values to be copied."""
 
-    def room(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def storage(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where this layer's keys and values go: [N, K, D], or slots [S, K, L, D], both alike."""
 
     def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class CausalAttention:
         assert self._tables is not None, "nothing is stored yet"
         return self._tables[1].transpose(2, 3)
 
-    def room(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def storage(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where the keys and values [N, K, D] of a layer lie; who fills it needs no `store`."""
         spec = self.spec
         if self._tables is None:
@@ -138,7 +138,7 @@ class CausalAttention:
         return keys, values
 
     def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
-        keys, values = self.room(layer, key_NKD.device)
+        keys, values = self.storage(layer, key_NKD.device)
         keys.copy_(key_NKD)
         values.copy_(value_NKD)
 

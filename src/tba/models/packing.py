@@ -173,7 +173,7 @@ def length_batches(lengths: Sequence[int], *, token_budget: int, max_padding: fl
     rising = [max(1, lengths[index]) for index in order]
     ends = [0, *accumulate(rising)]
 
-    # Ranks instead of indices: lengths rise with the rank, so the newest item of a batch is its longest, to which the rest is
+    # Ranks instead of indices: lengths rise with the rank, so the newest item of a batch is its longest, to which all are
     # padded, and the real tokens of a batch are a difference of sums.
     def padded_tokens(batch: Sequence[int], rank: int) -> int:
         return (len(batch) + 1) * rising[rank] - (len(batch) * rising[batch[-1]] if batch else 0)

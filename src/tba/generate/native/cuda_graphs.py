@@ -1,52 +1,31 @@
-"""Decoding on CUDA: a step in few kernels, captured in CUDA graphs, several steps before the host looks.
+"""CUDA graphs: decode steps over the slots, and the loading of new weights, captured once and replayed.
 
-Every kernel reads positions and stop flags on the device, so one graph per number of slots serves all lengths, and a slot
-that is done stands still until the host takes its response. New weights are copied into the tensors the graphs read:
-nothing is captured again.
+A decode step is few kernels; several are run before the host takes a snapshot of the slots. Every kernel reads positions and
+stop flags on the device, so one graph per number of slots serves all lengths, and a slot that is done stands still until the
+host takes its response. New weights are copied into the tensors the graphs read: nothing is captured again.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tba.generate.sampling import Needs
-from tba.generate.slots import SlotCache, SlotState
+from tba.generate.native.kv_cache import FusedSlotAttention, SlotCache
+from tba.generate.native.slots import SlotState
+from tba.generate.sampling import SamplingNeeds
 from tba.models.decoder import Decoder, FusedPass
-from tba.models.decoder_spec import DecoderSpec
 
 logger = logging.getLogger("tba.generate")
 
-STEPS_PER_LOOK = 8
-"""Decode steps between two looks of the host: a finished slot idles half of them on average, a look costs about as much."""
-STEPS_AHEAD = 4
-"""The same where the next steps are under way as the host looks: nothing waits for it, but a finished slot idles longer."""
-
-
-class FusedSlotAttention:
-    """One token per slot: written at the slot's position, seeing what lies before. All on the device, for a graph."""
-
-    def __init__(self, spec: DecoderSpec, cache: SlotCache, positions: Tensor) -> None:
-        self.spec, self.cache, self.positions = spec, cache, positions
-
-    def room(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        return self.cache.keys[layer], self.cache.values[layer]
-
-    def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
-        from tba.kernels.attention import attend
-
-        return attend(
-            query_NHD,
-            self.cache.keys[layer],
-            self.cache.values[layer],
-            self.positions,
-            scale=self.spec.query_scales[layer],
-            cap=self.spec.attention_cap,
-            window=self.spec.windows[layer],
-        )
+DECODE_STEPS_PER_SNAPSHOT = 8
+"""Decode steps between two snapshots: a finished slot idles half of them on average, a snapshot costs about as much."""
+DECODE_STEPS_AHEAD = 4
+"""Decode steps between two snapshots where the next ones run while the host reads: nothing waits, but a finished slot idles
+longer."""
 
 
 class FusedDecode:
@@ -62,22 +41,22 @@ class FusedDecode:
         self._captures = decoder.device.type == "cuda"
 
     @staticmethod
-    def serves(needs: Needs) -> bool:
-        """Truncation and forbidden tokens take the plain step."""
+    def serves(needs: SamplingNeeds) -> bool:
+        """Whether the kernels can choose these tokens; truncation and forbidden tokens take the plain decode step."""
         return not (needs.truncation or needs.forbidden)
 
     @torch.inference_mode()
-    def run(self, count: int, *, steps: int) -> None:
-        """`steps` tokens for each of the first `count` slots that is not done."""
+    def run(self, count: int, *, decode_steps: int) -> None:
+        """`decode_steps` tokens for each of the first `count` slots that is not done."""
         slots = self._bucket(count)
         self._forget_if_moved()
-        for _ in range(steps):
+        for _ in range(decode_steps):
             if self._captures and slots not in self._graphs and slots in self._warm:
                 self._capture(slots)
             if slots in self._graphs:
                 self._graphs[slots].replay()
             else:
-                self._step(slots)
+                self._decode_step(slots)
                 self._warm.add(slots)
 
     def _bucket(self, count: int) -> int:
@@ -97,24 +76,53 @@ class FusedDecode:
             self._addresses = addresses
 
     def _capture(self, slots: int) -> None:
-        """A graph for this number of slots; where memory is too short for it, steps go on kernel by kernel, in words."""
+        """A graph for this number of slots; without memory for one, decoding goes on kernel by kernel, with a warning."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph):
-                self._step(slots)
+                self._decode_step(slots)
         except torch.OutOfMemoryError as error:
             self._captures = False
             logger.warning("decoding without CUDA graphs from now on, slower: %.300s", error)
         else:
             self._graphs[slots] = graph
 
-    def _step(self, slots: int) -> None:
-        """One decode step, pure work on static tensors."""
+    def _decode_step(self, slots: int) -> None:
+        """One decode step: work on static tensors only, so that it can be captured."""
         from tba.kernels.logits import choose_tokens
 
         decoder, positions = self.decoder, self.state.column("positions", slots)
-        x = decoder._embed(self.state.column("ids", slots), positions)
+        x = decoder.embed(self.state.column("ids", slots), positions)
         hidden = self.fused_pass.hidden(x, positions, FusedSlotAttention(decoder.spec, self.cache, positions))
         logits = F.linear(hidden, decoder.weights.head)
         choose_tokens(logits, self.state.columns(slots), self.is_stop_V, cap=decoder.spec.logit_cap)
+
+
+class InPlaceLoader:
+    """Copies named tensors into a decoder. On CUDA the hundreds of small copies and rearrangements become one graph once
+    the tensors come from the same addresses as the time before, as they do from a searcher's private copy."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._addresses: tuple[int, ...] = ()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.no_grad()
+    def __call__(self, tensors: Mapping[str, Tensor]) -> None:
+        addresses = tuple(tensor.data_ptr() for tensor in tensors.values())
+        on_cuda = self._decoder.device.type == "cuda" and all(tensor.is_cuda for tensor in tensors.values())
+        if not on_cuda or addresses != self._addresses:
+            self._addresses, self._graph = addresses, None
+            self._decoder.load(tensors)
+            return
+        if self._graph is None:
+            self._graph = self._capture(tensors)
+        self._graph.replay()
+
+    def _capture(self, tensors: Mapping[str, Tensor]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            self._decoder.load(tensors)
+        return graph

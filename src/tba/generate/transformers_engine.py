@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tba.generate.responses import Response, checked_requests, finished_at_once, responses_of, sequence_of
-from tba.generate.sampling import Needs, SamplingState, needs_of, response_key, sample, token_log_probs
+from tba.generate.sampling import SamplingNeeds, SamplingState, response_key, sample, sampling_needs, token_log_probs
 from tba.types import Completion, Request, Sampling, Weights
 
 
@@ -150,8 +150,8 @@ class _Group:
         for row in self.open_rows:
             self.responses[row].open_span(len(self.columns), version)
 
-    def needs(self) -> Needs:
-        return needs_of(self.sampling)._replace(forbidden=len(self.columns) < self.sampling.min_new_tokens)
+    def needs(self) -> SamplingNeeds:
+        return sampling_needs(self.sampling)._replace(forbidden=len(self.columns) < self.sampling.min_new_tokens)
 
     def sampling_state(self) -> SamplingState:
         sampling, like = self.sampling, self.keys
