@@ -247,7 +247,7 @@ def make_bloom():
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_an_unknown_family_falls_back_to_transformers_in_words(caplog):
+def test_an_unknown_family_falls_back_to_transformers_with_a_warning(caplog):
     model = make_bloom()
     with caplog.at_level(logging.WARNING, logger="tba.generate"):
         engine = make("native", model)

@@ -8,7 +8,6 @@ import torch
 from tiny_models import by_key, make_requests, make_tiny_model, make_weights_of, plain_log_probs
 
 from tba.generate.native.engine import NativeEngine
-from tba.models.packing import length_batches
 from tba.types import Request, Sampling
 
 LENGTHS = (3, 8, 1, 5, 12, 4, 7)
@@ -134,11 +133,3 @@ def test_the_cpu_cache_stays_fp32_when_matrices_are_bf16():
     engine = make(make_tiny_model("llama", spread=3.0), slots=2, dtype=torch.bfloat16)
     assert engine.decoder.weights.embedding.dtype == torch.bfloat16
     assert engine.cache.keys.dtype == torch.float32
-
-
-def test_batches_hold_similar_lengths_within_the_budget():
-    assert length_batches([3, 9, 3], token_budget=512) == [[0, 2, 1]]
-    assert length_batches([10, 10, 10], token_budget=20) == [[0, 1], [2]]
-    assert length_batches([50], token_budget=20) == [[0]]
-    # 1 x 900 with 8 x 100 would be 8100 padded tokens for 1700 real ones
-    assert length_batches([900, *[100] * 8], token_budget=10_000) == [[1, 2, 3, 4, 5, 6, 7, 8], [0]]

@@ -14,7 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tba.models.packing import pack, split_by_budget
+from tba.models.packing import length_batches, pack, split_by_budget
 from tba.models.policy import PolicyModel
 
 SHAPE = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -124,7 +124,7 @@ def test_chunked_log_probs_have_the_same_gradients(monkeypatch):
     assert torch.allclose(whole[1], chunked[1], atol=1e-6)
 
 
-def test_a_model_that_scales_its_logits_is_trained_the_slow_way_in_words(caplog):
+def test_a_model_that_scales_its_logits_is_trained_the_slow_way_with_a_warning(caplog):
     from transformers import GraniteConfig
 
     torch.manual_seed(0)
@@ -180,3 +180,11 @@ def test_an_item_may_be_refused_for_another_reason_than_tokens():
         range(5), max_tokens=100, cost=lambda batch, item: 1, joins=lambda batch, item: len(batch) < 2
     )
     assert batches == [[0, 1], [2, 3], [4]]
+
+
+def test_batches_hold_similar_lengths_within_the_budget():
+    assert length_batches([3, 9, 3], token_budget=512) == [[0, 2, 1]]
+    assert length_batches([10, 10, 10], token_budget=20) == [[0, 1], [2]]
+    assert length_batches([50], token_budget=20) == [[0]]
+    # 1 x 900 with 8 x 100 would be 8100 padded tokens for 1700 real ones
+    assert length_batches([900, *[100] * 8], token_budget=10_000) == [[1, 2, 3, 4, 5, 6, 7, 8], [0]]

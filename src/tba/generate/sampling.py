@@ -80,13 +80,13 @@ class SamplingNeeds(NamedTuple):
     """What at least one response of a batch asks of sampling; the rest is skipped. All False is plain sampling at T = 1."""
 
     temperature: bool = False
-    """Some temperature is not 1."""
+    """Whether some temperature is not 1."""
     policy: bool = False
-    """Some policy temperature is not the temperature."""
+    """Whether some policy temperature is not the temperature."""
     truncation: bool = False
     greedy: bool = False
     forbidden: bool = False
-    """Some response is still shorter than its min_new_tokens."""
+    """Whether some response is still shorter than its min_new_tokens."""
 
 
 def sampling_needs(sampling: Sampling) -> SamplingNeeds:
@@ -102,10 +102,10 @@ def sampling_needs(sampling: Sampling) -> SamplingNeeds:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingState:
-    """Per-response settings as tensors [B]; views of the slots, so that nothing is copied per decode step."""
+    """Sampling settings of each response, as tensors [B]; views of the slots, so that nothing is copied per decode step."""
 
     key: Tensor
-    """int64"""
+    """int64, key of the random numbers."""
     position: Tensor
     """int64, number of response tokens so far."""
     temperature: Tensor
@@ -178,7 +178,7 @@ def _forbid_stops(logits_BV: Tensor, state: SamplingState, stop_ids: Tensor) -> 
 
 
 def _kept(probs_BV: Tensor, state: SamplingState) -> Tensor:
-    """bool [B, V]: what top_k and then top_p leave."""
+    """Tokens that top_k and then top_p leave -> bool [B, V]."""
     size = probs_BV.shape[1]
     ordered_BV, ids_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
     limit_B = torch.where(state.top_k > 0, state.top_k, size)
@@ -187,5 +187,5 @@ def _kept(probs_BV: Tensor, state: SamplingState) -> Tensor:
     mass_BV = ordered_BV.cumsum(dim=-1)
     before_BV = mass_BV - ordered_BV
     in_top_p = (before_BV < state.top_p[:, None] * mass_BV[:, -1:]) | (state.top_p >= 1.0)[:, None]
-    in_top_p[:, 0] = True
+    in_top_p[:, 0] = True  # at least one, also where top_p x mass rounds to 0
     return torch.zeros_like(in_top_p).scatter(1, ids_BV, in_top_k & in_top_p)

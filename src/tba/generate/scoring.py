@@ -27,11 +27,14 @@ from tba.models.policy import PolicyModel, chosen_log_probs
 from tba.types import Weights
 
 LOGITS_AT_ONCE = 2**24
-"""Most numbers in one matrix of logits (64 MB)."""
+"""Most numbers in one matrix of logits (64 MB in fp32)."""
 
 
 class ReferenceScorer:
-    """`ReferenceScorer(model, max_length=512).score(prompts, responses, temperature=1.0)`."""
+    """Scores with a copy of the model in the native decoder, or with a decoder as it is.
+
+    ReferenceScorer(model, max_length=512).score(prompts, responses, temperature=1.0)
+    """
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class ReferenceScorer:
         self._packed = self.decoder.device.type == "cuda" if packed is None else packed
 
     def load(self, weights: Weights) -> None:
-        """Another reference of the same shape (a reference reset)."""
+        """Replace the frozen model by another of the same shape (a reference reset)."""
         self.decoder.load(weights.tensors)
 
     @torch.inference_mode()
@@ -78,7 +81,7 @@ class ReferenceScorer:
 
     @property
     def _attention_dtype(self) -> torch.dtype:
-        """On CUDA the decoder's own, which the fast kernels want."""
+        """Dtype of queries, keys and values: on CUDA the decoder's own, which the fast kernels want."""
         return torch.float32 if self.decoder.device.type == "cpu" else self.decoder.dtype
 
     def _score_packed(
@@ -164,7 +167,7 @@ class ReferenceScorer:
 
 
 class PackedAttention:
-    """Packed sequences, as training lays them out: roots, and branches that continue them."""
+    """Attention over packed sequences, as training lays them out: roots, and branches that continue them."""
 
     def __init__(self, spec: DecoderSpec, layout: PackedLayout, dtype: torch.dtype) -> None:
         self.spec, self.layout, self.dtype = spec, layout, dtype

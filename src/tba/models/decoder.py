@@ -52,14 +52,14 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self.rotations = rotations
-        """Kind -> complex64 [positions, rotary_dim / 2]: cos + i sin, scaling included."""
+        """Rotation tables by kind, complex64 [positions, rotary_dim / 2]: cos + i sin, scaling included."""
         self.activation = ACTIVATIONS[spec.activation]
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         # As in transformers, the factor is rounded to the dtype of the matrix first.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype, device=self.device)
         self.fused_pass = make_fused_pass(spec, weights, rotations)
-        """None = the plain pass."""
+        """The pass that serves instead of the plain one; None = the plain one serves."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy named tensors of a transformers state dict over the weights, in place."""
@@ -94,6 +94,7 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def embed(self, ids_N: Tensor, positions_N: Tensor) -> Tensor:
+        """The residual stream before the first layer, fp32 [N, E]."""
         x = F.embedding(ids_N, self.weights.embedding)
         if self.spec.embedding_scale != 1.0:
             x = x * self._embedding_scale
@@ -111,6 +112,7 @@ class Decoder:
         layer = self.weights.layers[index]
         query = self._query(index, layer.attention_norm(x), rotation, attend)
         attended = attend.attend(index, query).to(self.dtype)
+        # x is changed in place below: a parallel MLP reads it as it came into the layer.
         mlp_input = layer.mlp_norm(x) if self.spec.parallel_residual else None
         self._add(x, layer.output, attended, layer.attention_post_norm)
         inner = self._inner(layer, layer.mlp_norm(x) if mlp_input is None else mlp_input)
@@ -156,7 +158,7 @@ def rotate(heads_NHD: Tensor, rotation: Tensor) -> Tensor:
 
 
 def why_not_fused(spec: DecoderSpec) -> str | None:
-    """What keeps a family, or this installation, from the fused kernels; None = nothing."""
+    """The reason why a family, or this installation, cannot use the fused kernels; None = it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     if spec.norm != "rms":
@@ -171,7 +173,7 @@ def why_not_fused(spec: DecoderSpec) -> str | None:
 
 
 def make_fused_pass(spec: DecoderSpec, weights: DecoderWeights, rotations: Mapping[str, Tensor]) -> FusedPass | None:
-    """None = the plain pass serves: on a CPU, without Triton, or for a family that computes otherwise."""
+    """The fused pass of a decoder; None on a CPU, without Triton, or for a family that computes otherwise."""
     serves = weights.embedding.is_cuda and why_not_fused(spec) is None
     return FusedPass(spec, weights, rotations) if serves else None
 

@@ -34,7 +34,7 @@ class AttendInPlace(Protocol):
     """An `Attend` whose tensors the kernel writes at once, instead of handing over keys and values to be copied."""
 
     def storage(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where this layer's keys and values go: [N, K, D], or slots [S, K, L, D], both alike."""
+        """The tensors that this layer's keys and values are written to: [N, K, D], or slots [S, K, L, D], both alike."""
 
     def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
         """Attention over what is stored -> [N, H * D]."""
@@ -82,7 +82,7 @@ def _fused_attention(
 
 
 def additive(seen: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """0 where a key is seen, -inf elsewhere: made once, it saves every layer the conversion."""
+    """A mask to add to scores: 0 where a key is seen, -inf elsewhere. Made once, it saves every layer the conversion."""
     return torch.zeros(seen.shape, device=seen.device, dtype=dtype).masked_fill_(~seen, float("-inf"))
 
 
@@ -106,7 +106,7 @@ class CausalAttention:
         keep: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`dtype` of queries, keys and values: on CUDA the engine's own, which the fast kernels want."""
+        """`dtype` is that of queries, keys and values: on CUDA the engine's own, which the fast kernels want."""
         self.spec = spec
         self.dtype = dtype
         self.shape = (num_rows, num_columns)
@@ -128,7 +128,7 @@ class CausalAttention:
         return self._tables[1].transpose(2, 3)
 
     def storage(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the keys and values [N, K, D] of a layer lie; who fills it needs no `store`."""
+        """The tensors [N, K, D] of a layer's keys and values; a pass that fills them needs no `store`."""
         spec = self.spec
         if self._tables is None:
             shape = (spec.num_layers if self.keep else 1, *self.shape, spec.num_kv_heads, spec.head_dim)

@@ -32,32 +32,32 @@ class DecoderSpec:
     head_dim: int
     mlp_size: int
     windows: tuple[int | None, ...]
-    """Per layer: a token sees this many tokens, itself included; None = all before it."""
+    """Number of tokens that a token sees, itself included, by layer; None = all before it."""
     query_scales: tuple[float, ...]
-    """Per layer: factor of query x key."""
+    """Factor of query x key, by layer."""
     rotary_kinds: tuple[str, ...]
-    """Per layer: which rotation table; "" = none (learned positions)."""
+    """Name of the rotation table, by layer; "" = none (learned positions)."""
     rotary_dim: int = 0
-    """Leading dimensions of a head that are rotated; 0 = learned positions."""
+    """Number of leading dimensions of a head that are rotated; 0 = learned positions."""
     norm: str = "rms"
-    """rms or layer."""
+    """Kind of norm: rms or layer."""
     norm_epsilon: float = 1e-6
     norm_offset: float = 0.0
-    """Added to rms weights when they are loaded: Gemma stores w and means 1 + w."""
+    """Number added to rms weights when they are loaded: Gemma stores w and means 1 + w."""
     activation: str = "silu"
     gated: bool = True
-    """MLP is down(act(gate) * up) instead of down(act(up))."""
+    """Whether the MLP is down(act(gate) * up) instead of down(act(up))."""
     post_norms: bool = False
-    """Gemma 2 and 3 also norm the output of attention and MLP."""
+    """Whether the output of attention and MLP is normed too, as in Gemma 2 and 3."""
     query_key_norm: bool = False
     parallel_residual: bool = False
-    """GPT-NeoX: attention and MLP both read the layer's input."""
+    """Whether attention and MLP both read the layer's input, as in GPT-NeoX."""
     embedding_scale: float = 1.0
     attention_cap: float | None = None
-    """Scores become cap * tanh(score / cap); None = off."""
+    """Cap of attention scores, which become cap * tanh(score / cap); None = off."""
     logit_cap: float | None = None
     tied: bool = False
-    """The head is the embedding matrix."""
+    """Whether the head is the embedding matrix."""
 
     @property
     def num_layers(self) -> int:
@@ -65,13 +65,13 @@ class DecoderSpec:
 
     @property
     def group(self) -> int:
-        """Query heads per key/value head."""
+        """Number of query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
 
 
 @dataclass(kw_only=True, eq=False)
 class Linear:
-    """weight [out, in] and bias [out] or None."""
+    """A linear map with weight [out, in] and bias [out] or None."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -127,9 +127,9 @@ class Placement:
     target: Tensor
     """A view of a static tensor."""
     shape: tuple[int, ...]
-    """Of the named tensor."""
+    """Shape of the named tensor."""
     arrange: Callable[[Tensor], Tensor]
-    """Named tensor -> values of the target."""
+    """Function from the named tensor to the values of the target."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -146,7 +146,7 @@ class DecoderWeights:
     """[positions, hidden], learned; None = rotary."""
     placements: Mapping[str, Placement]
     ignored: frozenset[str]
-    """Names that may come and carry nothing new: the head of tied embeddings, buffers."""
+    """Names that a bundle may hold without being used: the head of tied embeddings, buffers."""
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:

@@ -122,7 +122,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def compile_layers(model: PreTrainedModel) -> bool:
-    """Compile in place, for any number of tokens. False, in words, where that is not possible; nothing is changed then."""
+    """Compile the layers in place, for any number of tokens; False, with a warning and nothing changed, where that fails."""
     if next(model.parameters()).device.type != "cuda":
         logger.warning("train.compile has no effect without CUDA.")
         return False

@@ -42,7 +42,7 @@ class PackedLayout:
     branch_roots: Sequence[int] = ()
     device: torch.device
     longest: int = field(init=False)
-    """Most tokens that a token may see, itself included."""
+    """Largest number of tokens that a token may see, itself included."""
     flash_plan: FlashPlan = field(init=False)
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 

@@ -34,7 +34,7 @@ logger = logging.getLogger("tba.models")
 LOGITS_PER_CHUNK = 2**25
 """Logits held at once (128 MiB in fp32); beyond it chunks are recomputed in the backward pass."""
 LOGITS_PER_CHUNK_CUDA = 2**30
-"""The same on a GPU (2 GiB in bf16)."""
+"""Logits held at once on a GPU (2 GiB in bf16)."""
 SMALLEST_SQUARE = 1e-12
 """Added to the mean square of a hidden state before it is divided by: only a state of zeros notices."""
 
@@ -43,7 +43,7 @@ class PolicyModel:
     """Computes log_pi of packed responses, with gradients where they are enabled.
 
     Packed attention needs a model that goes through transformers' attention interface. That is checked once, against
-    the model's own plain forward pass; a model that fails it is computed one sequence at a time, in words.
+    the model's own plain forward pass; a model that fails it is computed one sequence at a time, with a warning.
     """
 
     def __init__(self, model: PreTrainedModel, *, critic: Critic | None = None, log_z: LogZ | None = None) -> None:
@@ -94,7 +94,7 @@ class PolicyModel:
 
     @property
     def heads(self) -> list[nn.Module]:
-        """What is trained beside the model."""
+        """The modules that are trained beside the model."""
         return [head for head in (self.critic, self.log_z) if head is not None]
 
     def _hidden(self, trunk: nn.Module, packed: PackedTokens) -> Tensor:
@@ -206,7 +206,8 @@ class LogZ(nn.Module):
     def start_at(self, log_z: float) -> None:
         """Give every prompt this log Z; what was learned before is forgotten.
 
-        Begin near the truth: at beta .005 log Z is in the hundreds, and the head would take as many steps to get there.
+        Begin near the truth: at beta .005 log Z is in the hundreds, and the head would take as many optimizer steps to
+        get there.
         """
         self._zero()
         self.start.fill_(log_z)
@@ -224,7 +225,7 @@ class LogZ(nn.Module):
 
 
 def make_critic(model: PreTrainedModel, *, separate: bool) -> Critic:
-    """On the model's trunk, or on a copy of it."""
+    """A critic on the model's trunk, or on a copy of it."""
     parameter = next(model.parameters())
     trunk = copy.deepcopy(model.base_model) if separate else None
     return Critic(_hidden_size(model), trunk=trunk).to(parameter.device)

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from tba.types import Weights
 
 _ROW = 4096
+"""Number of int32 values summed before they are weighted."""
 CANARY_TOKENS = 64
 """Number of teacher-forced tokens of the canary."""
 SAFETY_FACTOR = 5.0
-"""Tolerance = this x the gap at version 0, where both sides surely hold the same weights."""
+"""Tolerance divided by the gap at version 0, where both sides surely hold the same weights."""
 SMALLEST_GAP = 1e-5
-"""Gap assumed at least at version 0: two fp32 implementations may agree by luck."""
+"""Least gap assumed at version 0, in nats per token: two fp32 implementations may agree by luck."""
 LARGEST_FIRST_GAP = 0.1
-"""A larger gap at the first version is no rounding: the engine computes something else."""
+"""Largest gap at version 0, in nats per token, that may be rounding: beyond it the engine computes something else."""
 
 
 class ChecksumMismatch(RuntimeError):
@@ -80,7 +81,7 @@ class CanaryCheck:
 
     def __init__(self) -> None:
         self.tolerance = 0.0
-        """Nats per token; set at the first check."""
+        """Largest gap allowed, in nats per token; set at the first check."""
 
     def check(self, *, published: np.ndarray, computed: np.ndarray, version: int) -> float:
         """Raise unless `computed` is the canary of the published weights; returns the gap."""

@@ -29,7 +29,7 @@ longer."""
 
 
 class FusedDecode:
-    """Runs decode steps of a decoder over the slots' static tensors."""
+    """Runs decode steps of a decoder over the slots' static tensors, from captured graphs once kernels are compiled."""
 
     def __init__(self, decoder: Decoder, cache: SlotCache, state: SlotState, is_stop_V: Tensor) -> None:
         self.decoder, self.cache, self.state, self.is_stop_V = decoder, cache, state, is_stop_V
@@ -60,12 +60,12 @@ class FusedDecode:
                 self._warm.add(slots)
 
     def _bucket(self, count: int) -> int:
-        """Powers of two up to 64, then multiples of 64: few graphs, little waste."""
+        """Number of slots that a graph runs over: powers of two up to 64, then multiples of 64: few graphs, little waste."""
         rounded = 1 << (count - 1).bit_length() if count <= 64 else -(-count // 64) * 64
         return min(rounded, self.state.integers.shape[0])
 
     def _forget_if_moved(self) -> None:
-        """Graphs hold addresses and sizes; growing tables have new ones."""
+        """Drop all graphs when a table has grown: they hold the addresses and sizes of the old one."""
         tables = (self.cache.keys, self.cache.values, self.state.tokens)
         addresses = tuple((table.data_ptr(), table.shape) for table in tables)
         if addresses != self._addresses:
@@ -100,8 +100,11 @@ class FusedDecode:
 
 
 class InPlaceLoader:
-    """Copies named tensors into a decoder. On CUDA the hundreds of small copies and rearrangements become one graph once
-    the tensors come from the same addresses as the time before, as they do from a searcher's private copy."""
+    """Copies named tensors into a decoder's static tensors.
+
+    On CUDA the hundreds of small copies and rearrangements become one graph once the tensors come from the same addresses as
+    the time before, as they do from a searcher's private copy.
+    """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -112,6 +115,7 @@ class InPlaceLoader:
     def __call__(self, tensors: Mapping[str, Tensor]) -> None:
         addresses = tuple(tensor.data_ptr() for tensor in tensors.values())
         on_cuda = self._decoder.device.type == "cuda" and all(tensor.is_cuda for tensor in tensors.values())
+        # A captured copy reads from fixed addresses: tensors elsewhere must be copied one by one.
         if not on_cuda or addresses != self._addresses:
             self._addresses, self._graph = addresses, None
             self._decoder.load(tensors)

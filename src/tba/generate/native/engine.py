@@ -43,7 +43,7 @@ logger = logging.getLogger("tba.generate")
 
 
 class NativeEngine:
-    """Generates with a copy of `model` in static tensors; the model itself is not kept. A Decoder is used as it is."""
+    """An engine that generates with a copy of `model` in static tensors; a Decoder is used as it is, without a copy."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class NativeEngine:
         return ReferenceScorer(self.decoder).score(prompt_ids, response_ids, temperature)
 
     def load(self, weights: Weights) -> None:
-        """Take new weights: now, or under `drain` when running responses have finished."""
+        """Take new weights: now under `in_flight`, when the running responses have finished under `drain`."""
         if self.update == "drain" and self._slots.any_running():
             self._pending = weights
             return

@@ -51,12 +51,14 @@ class SlotTable:
         self.flags = np.zeros((num_slots, len(SamplingNeeds._fields)), dtype=bool)
 
     def any_running(self) -> bool:
+        """Whether at least one slot has a response."""
         return self.count > len(self.gaps)
 
     def items(self) -> Iterator[tuple[int, Response]]:
         return ((slot, response) for slot, response in enumerate(self.responses) if response is not None)
 
     def free_slots(self) -> list[int]:
+        """Slots without a response, gaps first: filling those keeps the running ones together."""
         return [*self.gaps, *range(self.count, len(self.responses))]
 
     def put(self, slot: int, response: Response, *, first_snapshot: int) -> None:
@@ -72,6 +74,7 @@ class SlotTable:
         self.flags[slot] = sampling_needs(response.sampling)
 
     def remove(self, slot: int) -> Response:
+        """Take a response out of its slot, which becomes a gap."""
         response, self.responses[slot] = self.responses[slot], None
         assert response is not None
         self.first_snapshot[slot] = NO_SNAPSHOT
@@ -117,7 +120,7 @@ class SlotTable:
 
 
 class SlotState:
-    """What each slot is doing, as columns of two tables (two copies place a new response, whatever it needs).
+    """What the device knows of each slot, as columns of two tables (two copies place a new response, whatever it needs).
 
     ids: token to be fed next; positions: its place in prompt + response; num_tokens: response tokens so far, prefix
     included; limits: response tokens allowed; keys: of the random numbers; done: 1 = the response is complete, or there
@@ -142,7 +145,7 @@ class SlotState:
             )
 
     def column(self, name: str, num_slots: int) -> Tensor:
-        """A view of the first slots."""
+        """One column of the first slots, a view."""
         if name in FLOATS:
             return self.floats[:num_slots, FLOATS.index(name)]
         return self.integers[:num_slots, INTEGERS.index(name)]
@@ -156,7 +159,7 @@ class SlotState:
         return SlotSnapshot(self.integers[:num_slots])
 
     def columns(self, num_slots: int) -> Columns:
-        """Views for the kernels that choose tokens."""
+        """Views of the first slots for the kernels that choose tokens."""
         from tba.kernels.logits import Columns
 
         names = (
@@ -174,6 +177,7 @@ class SlotState:
         return Columns(**views, tokens=self.tokens, behaviour=self.behaviour, policy=self.policy)
 
     def sampling(self, num_slots: int) -> SamplingState:
+        """Views of the first slots for `sample`."""
         return SamplingState(
             key=self.column("keys", num_slots),
             position=self.column("num_tokens", num_slots),
@@ -280,7 +284,7 @@ class FinishedSlots:
         self.responses, self.num_tokens, self.tables = responses, num_tokens, tables
 
     def completions(self, stop_ids: Collection[int]) -> Iterator[Completion]:
-        """The finished records."""
+        """The finished completions; waits for the tables to arrive."""
         if self.tables is None:
             return
         arrays = self.tables.wait()
