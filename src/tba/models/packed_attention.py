@@ -110,6 +110,7 @@ class PackedLayout:
 
     def branch_mask(self, window: int | None) -> Tensor:
         """Boolean [B, 1, M, L + M]: the root's real tokens and the own past, inside the window."""
+        # Kept, because every layer of a pass asks for the same few masks.
         if window not in self._masks:
             self._masks[window] = self._make_branch_mask(window)
         mask = self._masks[window]
@@ -156,6 +157,7 @@ def packed_attention(
     if packed_layout is None:
         raise ValueError(f"attention {NAME!r} needs packed_layout: this model does not pass keyword arguments through.")
     q_THD, k_THD, v_THD = (states[0].transpose(0, 1) for states in (query, key, value))
+    # FlashAttention computes root and branch apart, and a window that cuts across both has no place in either part.
     if packed_layout.fits(sliding_window) and can_use_flash(q_THD, softcap=softcap):
         attended = _attend_flash(q_THD, k_THD, v_THD, packed_layout, scaling)
     else:
@@ -178,6 +180,7 @@ def attend_packed(
     """Attention inside the layout's sequences; keys and values may have fewer heads -> [T, H, D]."""
     if layout.fits(window) and can_use_flash(q_THD, softcap=softcap):
         return _attend_flash(q_THD, k_THD, v_THD, layout, scaling)
+    # Roots and branches are two blocks, each padded to its own longest: one block would pad prompts to whole responses.
     root_mask = layout.root_mask(window)
     blocks = [_attend(q_THD, k_THD, v_THD, layout.root_index_RL, layout.root_index_RL, root_mask, scaling, softcap)]
     if layout.branch_lengths:
@@ -185,6 +188,7 @@ def attend_packed(
         blocks.append(
             _attend(q_THD, k_THD, v_THD, layout.branch_index_BM, layout.branch_key_index, mask, scaling, softcap)
         )
+    # Padding is dropped by not being picked.
     rows = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
     return rows.index_select(0, layout.unpack_T)
 

@@ -48,6 +48,7 @@ class FusedDecode:
     @torch.inference_mode()
     def run(self, count: int, *, decode_steps: int) -> None:
         """`decode_steps` tokens for each of the first `count` slots that is not done."""
+        # Slots beyond `count` are done, and a slot that is done stands still: a graph over more slots changes nothing there.
         slots = self._bucket(count)
         self._forget_if_moved()
         for _ in range(decode_steps):
@@ -56,6 +57,7 @@ class FusedDecode:
             if slots in self._graphs:
                 self._graphs[slots].replay()
             else:
+                # Kernel by kernel at first: this compiles what is missing, which a capture must not.
                 self._decode_step(slots)
                 self._warm.add(slots)
 

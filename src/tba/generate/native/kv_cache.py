@@ -93,12 +93,14 @@ class SlotAttention:
         self.num_slots = positions.shape[0]
         self.num_keys = min(_round_up(num_keys), cache.values.shape[3])
         self.slots = torch.arange(self.num_slots, device=positions.device)
+        # Positions are the same for all layers of a decode step, so masks are made once for each kind of layer.
         self.masks = {window: self._mask(window) for window in set(spec.windows)}
 
     def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
         dtype = self.cache.keys.dtype
         keys = self.cache.keys[layer]
         keys = keys if self.cache.positions_last else keys.transpose(-1, -2)
+        # Two index tensors apart from each other put their common axis first: the target is [N, K, D] either way.
         keys[self.slots, :, :, self.positions] = key_NKD.to(dtype)
         self.cache.values[layer][self.slots, :, self.positions] = value_NKD.to(dtype)
 
@@ -112,6 +114,7 @@ class SlotAttention:
         mask, scale, cap = self.masks[spec.windows[layer]], spec.query_scales[layer], spec.attention_cap
         if cap is None:
             scores = torch.baddbmm(mask, query, keys, alpha=scale)
+            # fp32 whatever the cache's dtype: sums over many keys lose their small terms in half precision.
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
             attended = torch.bmm(weights, values)
         else:

@@ -60,6 +60,7 @@ class PrefillQueue:
     ) -> None:
         """`prefill` gives, for each sequence, the batch that holds its keys and values, and its row there."""
         self.requests = requests
+        # More prompts than fill all slots would only wait, and their keys and values grow stale.
         self.read_ahead = max(1, min(read_ahead, num_slots // samples_per_prompt))
         self.samples_per_prompt = samples_per_prompt
         self.sampling = sampling
@@ -84,6 +85,7 @@ class PrefillQueue:
             first = self.waiting[0]
             response = first.responses.popleft()
             admissions.append(Admission(response=response, prefilled=first.prefilled, row=first.row))
+            # With its last response admitted, the prompt's keys and values need not be kept any longer.
             if not first.responses:
                 self.waiting.popleft()
         return admissions

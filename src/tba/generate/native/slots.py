@@ -63,6 +63,7 @@ class SlotTable:
 
     def put(self, slot: int, response: Response, *, first_snapshot: int) -> None:
         """Give a slot to a response. Slots are taken in the order of `free_slots`."""
+        # `free_slots` names gaps first, so a slot that is taken is the first gap or lies behind all running ones.
         if self.gaps and self.gaps[0] == slot:
             self.gaps.pop(0)
         self.count = max(self.count, slot + 1)
@@ -91,6 +92,7 @@ class SlotTable:
         # A slot that was given away after the snapshot was taken must not be told of what it saw: that was another response.
         seen = np.flatnonzero(self.first_snapshot[: len(progress.done)] <= number)
         num_tokens = progress.num_tokens[seen]
+        # Every token moves its slot on by one position, so positions follow from the counts and need not be copied.
         self.positions[seen] += num_tokens - self.num_tokens[seen]
         self.num_tokens[seen] = num_tokens
         return seen[progress.done[seen]].tolist()
@@ -101,12 +103,14 @@ class SlotTable:
 
     def needs(self) -> SamplingNeeds:
         """What at least one running response asks of the next decode step."""
+        # Gaps keep the flags of their last response: that may ask for more than is needed, never for less.
         found = np.any(self.flags[: self.count], axis=0).tolist()
         early = bool((self.num_tokens[: self.count] < self.min_new_tokens[: self.count]).any())
         return SamplingNeeds(*found)._replace(forbidden=early)
 
     def compact(self) -> tuple[list[int], list[int]]:
         """Move the last running responses into gaps -> (from, to), for the device's tables to follow."""
+        # There are as many gaps below `num_running` as running slots from it on, so sources and targets pair up.
         num_running = self.count - len(self.gaps)
         targets = [slot for slot in self.gaps if slot < num_running]
         sources = [slot for slot in range(num_running, self.count) if self.responses[slot] is not None]
@@ -138,6 +142,7 @@ class SlotState:
 
     def reserve(self, num_tokens: int) -> None:
         """Grow to responses of `num_tokens`, keeping what is there."""
+        # Grown tables have new addresses: captured graphs notice that and are captured again.
         extra = num_tokens - self.tokens.shape[1]
         if extra > 0:
             self.tokens, self.behaviour, self.policy = (
@@ -232,6 +237,7 @@ def _integers(response: Response, seed: int) -> tuple[int, ...]:
     request, sampling = response.request, response.sampling
     last = request.prefix_ids[-1] if response.num_prefix_tokens else request.prompt.token_ids[-1]
     key = response_key(seed, request.prompt.id, response.sample_index)
+    # In the order of INTEGERS.
     return (
         int(last),
         response.start_position,
@@ -247,6 +253,7 @@ def _integers(response: Response, seed: int) -> tuple[int, ...]:
 
 def _floats(response: Response) -> tuple[float, float, float]:
     sampling = response.sampling
+    # In the order of FLOATS. A greedy response ignores its temperature, and a temperature of 0 would divide by it.
     return (1.0 if sampling.greedy else sampling.temperature, sampling.training_temperature, sampling.top_p)
 
 
@@ -305,6 +312,7 @@ class AsyncCopy:
             self._arrived.record(torch.cuda.current_stream(tables[0].device))
 
     def wait(self) -> list[np.ndarray]:
+        # The copies are complete once the device has passed the event; before that the host's memory holds garbage.
         if self._arrived is not None:
             self._arrived.synchronize()
         return [table.numpy() for table in self._tables]
