@@ -28,7 +28,7 @@ import torch
 import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from tba.generate.native import NativeEngine
+from tba.generate.native.engine import NativeEngine
 from tba.types import Prompt, Request, Sampling
 
 BATCH = 256

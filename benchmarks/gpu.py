@@ -24,9 +24,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tba.config import TrainConfig, load_config
-from tba.generate.native import NativeEngine
+from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import ReferenceScorer
-from tba.models.compiled import compile_layers
+from tba.models.load import compile_layers
 from tba.models.policy import PolicyModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.runtime.link import Link

@@ -12,10 +12,10 @@ import pytest
 import torch
 from tiny_models import by_key, make_prompt, make_tiny_model, make_weights_of
 
-from tba.generate.fused import STEPS_AHEAD
-from tba.generate.native import NativeEngine
-from tba.generate.sampling import Needs, response_key
-from tba.generate.slots import INTEGERS
+from tba.generate.native.cuda_graphs import DECODE_STEPS_AHEAD
+from tba.generate.native.engine import NativeEngine
+from tba.generate.native.slots import INTEGERS
+from tba.generate.sampling import SamplingNeeds, response_key
 from tba.types import Completion, Request, Sampling
 
 SAMPLING = Sampling(max_new_tokens=20)
@@ -28,19 +28,19 @@ class StepsAhead:
         self.engine = engine
         self.numbers: list[int] = []
 
-    def serves(self, needs: Needs) -> bool:
+    def serves(self, needs: SamplingNeeds) -> bool:
         return not (needs.truncation or needs.forbidden)
 
     @torch.inference_mode()
-    def run(self, count: int, *, steps: int) -> None:
-        self.numbers.append(steps)
+    def run(self, count: int, *, decode_steps: int) -> None:
+        self.numbers.append(decode_steps)
         engine, state = self.engine, self.engine.state
-        for _ in range(steps):
+        for _ in range(decode_steps):
             done = state.column("done", count).nonzero().flatten()
             tables = (state.integers, state.tokens, state.behaviour, state.policy)
             before = [table[done].clone() for table in tables]
             state.integers[done, INTEGERS.index("num_tokens")] = 0  # whatever it writes is taken back
-            engine._decode(count, engine.cache.values.shape[3], Needs(policy=True, greedy=True))
+            engine._decode_step(count, engine.cache.values.shape[3], SamplingNeeds(policy=True, greedy=True))
             for table, rows in zip(tables, before):
                 table[done] = rows
 
@@ -97,7 +97,7 @@ def test_steps_run_ahead_as_long_as_responses_wait_for_slots(slots):
     engine = make(slots=slots)
     found = list(engine.generate(requests, samples_per_prompt=2, sampling=SAMPLING))
     assert_same(found, list(make(slots=4, ahead=False).generate(requests, samples_per_prompt=2, sampling=SAMPLING)))
-    ran_ahead = STEPS_AHEAD in engine._fused.numbers
+    ran_ahead = DECODE_STEPS_AHEAD in engine._fused.numbers
     assert ran_ahead == (slots < 60)
 
 
@@ -113,16 +113,16 @@ def test_tokens_are_those_of_the_plain_engine_also_after_an_early_end(seed):
     stream.close()
     found = list(engine.generate(with_pauses(rng, requests), samples_per_prompt=samples, sampling=SAMPLING))
     assert_same(found, expected)
-    assert not engine._looks
-    assert not engine._running.any()
+    assert not engine._snapshots
+    assert not engine._slots.any_running()
 
 
 def chosen_by(engine: NativeEngine) -> dict[tuple[int, int], int]:
     """Fills as the engine decodes: (key of the response, token) -> version of the weights at that step."""
     truth: dict[tuple[int, int], int] = {}
-    decode = engine._decode
+    decode = engine._decode_step
 
-    def recording(count: int, num_keys: int, needs: Needs) -> None:
+    def recording(count: int, num_keys: int, needs: SamplingNeeds) -> None:
         columns = (engine.state.column(name, count).tolist() for name in ("keys", "num_tokens", "done"))
         for key, token, done in zip(*columns):
             if not done:
@@ -130,7 +130,7 @@ def chosen_by(engine: NativeEngine) -> dict[tuple[int, int], int]:
                 truth[key, token] = engine.version
         decode(count, num_keys, needs)
 
-    engine._decode = recording
+    engine._decode_step = recording
     return truth
 
 

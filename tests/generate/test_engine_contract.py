@@ -22,8 +22,8 @@ from tiny_models import (
 
 from tba.config import GenerateConfig
 from tba.generate.engine import make_engine, make_scorer, stop_ids_of
-from tba.generate.fallback import TransformersEngine, TransformersScorer
-from tba.generate.native import NativeEngine
+from tba.generate.native.engine import NativeEngine
+from tba.generate.transformers_engine import TransformersEngine, TransformersScorer
 from tba.types import Request, Sampling
 
 STOPS = [2, 3, 4]
@@ -247,7 +247,7 @@ def make_bloom():
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_an_unknown_family_falls_back_to_transformers_in_words(caplog):
+def test_an_unknown_family_falls_back_to_transformers_with_a_warning(caplog):
     model = make_bloom()
     with caplog.at_level(logging.WARNING, logger="tba.generate"):
         engine = make("native", model)

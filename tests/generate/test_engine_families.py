@@ -18,7 +18,7 @@ from tiny_models import (
     plain_log_probs,
 )
 
-from tba.generate.native import NativeEngine
+from tba.generate.native.engine import NativeEngine
 from tba.models.decoder import UnsupportedModel
 from tba.models.families import make_decoder
 from tba.types import Sampling

@@ -7,8 +7,7 @@ import pytest
 import torch
 from tiny_models import by_key, make_requests, make_tiny_model, make_weights_of, plain_log_probs
 
-from tba.generate.batching import length_batches
-from tba.generate.native import NativeEngine
+from tba.generate.native.engine import NativeEngine
 from tba.types import Request, Sampling
 
 LENGTHS = (3, 8, 1, 5, 12, 4, 7)
@@ -63,7 +62,7 @@ def test_a_free_slot_is_refilled_before_the_next_step():
         requests,
         samples_per_prompt=3,
         sampling=Sampling(max_new_tokens=20),
-        between_steps=lambda: busy.append(engine._running.count),
+        between_steps=lambda: busy.append(engine._slots.count),
     )
     steps_at_completion = [len(busy) for _ in stream]
     assert len(steps_at_completion) == 24
@@ -74,8 +73,8 @@ def test_a_free_slot_is_refilled_before_the_next_step():
 
 def test_a_prompt_is_prefilled_once_for_all_its_samples():
     engine, rows = make(slots=2), []
-    prefill = engine._prefill_batch
-    engine._prefill_batch = lambda batch: (rows.extend(batch), prefill(batch))[1]
+    prefill = engine._prefill.batch
+    engine._prefill.batch = lambda batch, version: (rows.extend(batch), prefill(batch, version))[1]
     generated(engine, make_requests(4, 6), samples=7)
     assert sorted(len(row) for row in rows) == [3, 5]
 
@@ -117,7 +116,7 @@ def test_draining_starts_nothing_new_until_the_weights_are_in():
     engine, started = make(slots=3, update="drain"), []
 
     def between_steps():
-        started.append((engine._running.count, engine.version))
+        started.append((engine._slots.count, engine.version))
         if len(started) == 2:
             engine.load(make_weights_of(make_tiny_model("llama", seed=1), 6))
 
@@ -134,11 +133,3 @@ def test_the_cpu_cache_stays_fp32_when_matrices_are_bf16():
     engine = make(make_tiny_model("llama", spread=3.0), slots=2, dtype=torch.bfloat16)
     assert engine.decoder.weights.embedding.dtype == torch.bfloat16
     assert engine.cache.keys.dtype == torch.float32
-
-
-def test_batches_hold_similar_lengths_within_the_budget():
-    assert length_batches([3, 9, 3], token_budget=512) == [[0, 2, 1]]
-    assert length_batches([10, 10, 10], token_budget=20) == [[0, 1], [2]]
-    assert length_batches([50], token_budget=20) == [[0]]
-    # 1 x 900 with 8 x 100 would be 8100 padded tokens for 1700 real ones
-    assert length_batches([900, *[100] * 8], token_budget=10_000) == [[1, 2, 3, 4, 5, 6, 7, 8], [0]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import by_key, log_softmax, make_requests, make_tiny_model, plain_logits
 
-from tba.generate.native import NativeEngine
+from tba.generate.native.engine import NativeEngine
 from tba.generate.sampling import invert_cdf, response_key, uniforms
 from tba.types import Request, Sampling
 

@@ -12,9 +12,9 @@ import torch
 from builders import tiny_llama
 from tiny_models import make_prompt, make_tiny_model, make_weights_of, plain_log_probs
 
-from tba.generate.fused import FusedDecode
-from tba.generate.native import NativeEngine
-from tba.models.logprobs import _log_probs_of_chunk
+from tba.generate.native.cuda_graphs import FusedDecode
+from tba.generate.native.engine import NativeEngine
+from tba.models.policy import _log_probs_of_chunk
 from tba.types import Prompt, Request, Sampling
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for CUDA.")
@@ -103,7 +103,7 @@ def test_running_ahead_with_growing_tables_and_new_weights_in_between():
 
 @pytest.mark.parametrize("vocabulary", [40, 5000])
 def test_fused_log_probs_have_the_values_and_gradients_of_the_plain_ones(vocabulary):
-    from tba.kernels.logprobs import chosen_log_probs
+    from tba.kernels.logits import chosen_log_probs
 
     generator = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, 16, generator=generator).to(DEVICE) for n in (7, vocabulary))

@@ -10,12 +10,11 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, make_prompt, make_tiny_model
 
-from tba.generate.native import NativeEngine
+from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import ReferenceScorer
-from tba.models.decoder import rotate
+from tba.models.decoder import FusedPass, make_fused_pass, rotate, why_not_fused
 from tba.models.decoder_attention import CausalAttention
 from tba.models.families import make_decoder
-from tba.models.fused_pass import FusedPass, make_fused_pass, why_not_fused
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for CUDA.")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -99,7 +98,7 @@ def test_prefilled_prompts_are_those_of_the_plain_pass_and_lie_as_written():
     for engine in (fused, plain):
         engine.cache.positions_last = False  # the layout that CUDA has
     with torch.inference_mode():
-        got, want = fused._prefill_batch(rows), plain._prefill_batch(rows)
+        got, want = fused._prefill.batch(rows, 0), plain._prefill.batch(rows, 0)
     assert_equal(got.keys, want.keys)
     assert_equal(got.values, want.values)
     # [M, B, K, L, D] as a view of tokens times heads: written once, by the kernel.

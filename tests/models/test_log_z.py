@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tba.config import TrainConfig
-from tba.models.heads import LogZ
+from tba.models.policy import LogZ
 from tba.train.optimizer import MasterAdamW
 
 RATE = 0.5

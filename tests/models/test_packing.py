@@ -14,7 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tba.models.packing import pack
+from tba.models.packing import length_batches, pack, split_by_budget
 from tba.models.policy import PolicyModel
 
 SHAPE = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -105,7 +105,7 @@ def test_entropy_is_that_of_the_whole_distribution():
 
 
 def test_chunked_log_probs_have_the_same_gradients(monkeypatch):
-    from tba.models import logprobs
+    from tba.models import policy
 
     generator = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(10, 4, generator=generator), torch.randn(6, 4, generator=generator)
@@ -113,18 +113,18 @@ def test_chunked_log_probs_have_the_same_gradients(monkeypatch):
 
     def gradient() -> tuple[torch.Tensor, torch.Tensor]:
         leaf = hidden.clone().requires_grad_()
-        values, _ = logprobs.chosen_log_probs(leaf, head, targets, temperature=0.5)
+        values, _ = policy.chosen_log_probs(leaf, head, targets, temperature=0.5)
         (values * torch.arange(10)).sum().backward()
         return values.detach(), leaf.grad
 
     whole = gradient()
-    monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", 18)  # 3 rows a chunk
+    monkeypatch.setattr(policy, "LOGITS_PER_CHUNK", 18)  # 3 rows a chunk
     chunked = gradient()
     assert torch.allclose(whole[0], chunked[0], atol=1e-6)
     assert torch.allclose(whole[1], chunked[1], atol=1e-6)
 
 
-def test_a_model_that_scales_its_logits_is_trained_the_slow_way_in_words(caplog):
+def test_a_model_that_scales_its_logits_is_trained_the_slow_way_with_a_warning(caplog):
     from transformers import GraniteConfig
 
     torch.manual_seed(0)
@@ -152,3 +152,39 @@ def test_equal_responses_are_computed_once_with_the_gradient_of_all():
         gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters()]))
         assert len(packed.input_ids_T) == (2 + 2 + 1 if share else 3 * (2 + 2) + (2 + 1))
     assert torch.allclose(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+
+
+def test_batches_are_filled_in_order_up_to_the_budget_and_what_exceeds_it_runs_alone():
+    # 3 + 4 = 7 of 8, then 9 alone, then 2 + 6 = 8 of 8, then 1
+    assert split_by_budget([3, 4, 9, 2, 6, 1], max_tokens=8, cost=lambda batch, item: item) == [
+        [3, 4],
+        [9],
+        [2, 6],
+        [1],
+    ]
+    assert split_by_budget([], max_tokens=8, cost=lambda batch, item: item) == []
+
+
+def test_a_prompt_is_paid_once_per_batch_and_again_in_the_next():
+    # (prompt, length of the response); a prompt has 4 tokens: 4 + 3 + 3 = 10, then 4 + 5 = 9
+    pairs = [("a", 3), ("a", 3), ("a", 5), ("b", 1)]
+
+    def cost(batch, pair):
+        return pair[1] + (0 if batch and batch[-1][0] == pair[0] else 4)
+
+    assert split_by_budget(pairs, max_tokens=10, cost=cost) == [pairs[:2], pairs[2:3], pairs[3:]]
+
+
+def test_an_item_may_be_refused_for_another_reason_than_tokens():
+    batches = split_by_budget(
+        range(5), max_tokens=100, cost=lambda batch, item: 1, joins=lambda batch, item: len(batch) < 2
+    )
+    assert batches == [[0, 1], [2, 3], [4]]
+
+
+def test_batches_hold_similar_lengths_within_the_budget():
+    assert length_batches([3, 9, 3], token_budget=512) == [[0, 2, 1]]
+    assert length_batches([10, 10, 10], token_budget=20) == [[0, 1], [2]]
+    assert length_batches([50], token_budget=20) == [[0]]
+    # 1 x 900 with 8 x 100 would be 8100 padded tokens for 1700 real ones
+    assert length_batches([900, *[100] * 8], token_budget=10_000) == [[1, 2, 3, 4, 5, 6, 7, 8], [0]]

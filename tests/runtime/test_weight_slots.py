@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tba.models.canary import CANARY_TOKENS, CanaryCheck, CanaryMismatch
-from tba.models.weights import ChecksumMismatch, checksum
+from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, ChecksumMismatch, checksum
 from tba.runtime.weight_slots import WeightSlots
 
 CANARY = np.linspace(-3, -1, CANARY_TOKENS)

@@ -6,7 +6,7 @@ from multiprocessing import Pipe
 import torch
 from builders import tiny_llama
 
-from tba.generate.native import NativeEngine
+from tba.generate.native.engine import NativeEngine
 from tba.models.weights import make_weights
 from tba.runtime.board import Board
 from tba.runtime.link import Evaluate, Evaluated, Link

@@ -7,10 +7,9 @@ import pytest
 import torch
 from builders import tiny_llama
 
-from tba.generate.native import NativeEngine
-from tba.models.canary import CanaryMismatch
+from tba.generate.native.engine import NativeEngine
 from tba.models.policy import PolicyModel
-from tba.models.weights import ChecksumMismatch, make_weights
+from tba.models.weights import CanaryMismatch, ChecksumMismatch, make_weights
 from tba.runtime.weight_slots import WeightSlots
 from tba.search.role import MAX_UNCHECKED, WeightLoader
 

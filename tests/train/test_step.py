@@ -10,10 +10,9 @@ from builders import ragged_batch, tiny_llama
 from transformers import LlamaForCausalLM
 
 from tba.config import TrainConfig
-from tba.models.compiled import checkpoint_layers
-from tba.models.heads import make_critic, make_log_z
+from tba.models.load import checkpoint_layers
 from tba.models.packing import pack
-from tba.models.policy import PolicyModel
+from tba.models.policy import PolicyModel, make_critic, make_log_z
 from tba.objectives.registry import OBJECTIVES
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.train.collate import Budget

@@ -11,7 +11,7 @@ from tba.evaluate.base import Evaluator
 from tba.evaluate.distance import Distance
 from tba.evaluate.summaries import SummaryEvaluator
 from tba.generate.engine import Scorer
-from tba.generate.settings import training_sampling
+from tba.generate.sampling import training_sampling
 from tba.models.load import LoadedModel
 from tba.tasks.base import Task
 from tba.tasks.own.task import OwnTask

@@ -1,4 +1,4 @@
-"""What an engine is, and which one a model gets."""
+"""What an engine and a scorer are (the contract that searchers and evaluations rely on), and which one a model gets."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tba.config import GenerateConfig
-from tba.generate.fallback import TransformersEngine, TransformersScorer
-from tba.generate.native import NativeEngine
-from tba.generate.scoring import ReferenceScorer
+from tba.generate.native.engine import NativeEngine
+from tba.generate.scoring import LoraReferenceScorer, ReferenceScorer
+from tba.generate.transformers_engine import TransformersEngine, TransformersScorer
 from tba.models.decoder import UnsupportedModel
-from tba.models.lora import BaseScorer, has_lora
+from tba.models.lora import has_lora, merged
 from tba.types import Completion, Request, Sampling, Weights
 
 logger = logging.getLogger("tba.generate")
 
 DEFAULT_SLOTS = 128
+"""Number of responses decoded side by side where generate.slots does not say."""
 SCORED_TOKENS = {"cpu": 2048, "cuda": 32_768}
 """Most tokens in one reference pass, by device."""
 
 
 class Engine(Protocol):
-    """Turns requests into responses; takes new weights while it does."""
+    """An engine turns requests into responses, and takes new weights while it does."""
 
     @property
     def version(self) -> int:
-        """Of the weights that choose the next token."""
+        """Version of the weights that choose the next token."""
 
     @property
     def vocabulary(self) -> int:
@@ -47,14 +48,14 @@ class Engine(Protocol):
         between_steps: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
         """Yield responses as they finish. Requests are read lazily; `between_steps` is called before every decode step (on
-        CUDA before every few).
-        A None among the requests means: nothing to start now, go on with what runs and ask again.
+        CUDA before every few). A None among the requests means that there is nothing to start now: the engine goes on with
+        what runs and asks again.
 
         `sampling.max_new_tokens` and `min_new_tokens` count the whole response, a prefix included.
         """
 
     def load(self, weights: Weights) -> None:
-        """Take new weights: at once, or after running responses under update = drain."""
+        """Take new weights: at once under update = in_flight, after the running responses have finished under drain."""
 
     def score(
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
@@ -66,10 +67,10 @@ class Engine(Protocol):
 
 
 class Scorer(Protocol):
-    """Log-probs of given responses under a frozen model."""
+    """A scorer computes the log-probs of given responses under a frozen model."""
 
     def load(self, weights: Weights) -> None:
-        """Another model of the same shape (a reference reset)."""
+        """Replace the frozen model by another of the same shape (a reference reset)."""
 
     def score(
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
@@ -105,7 +106,7 @@ def make_engine(
     device: torch.device | str | None = None,
     version: int = 0,
 ) -> Engine:
-    """The engine of generate.engine; a model the native one does not know runs through transformers, in words.
+    """The engine of generate.engine; a model the native one does not know runs through transformers, with a warning.
 
     `max_length` is the longest prompt + response; dtype and device are the model's unless given. The transformers
     engine decodes with a copy of the model, where the model is.
@@ -144,12 +145,15 @@ def make_scorer(
     max_length: int,
     token_budget: int | None = None,
 ) -> Scorer:
-    """A frozen copy of the model, where and as it is, in the native decoder, or with its own forward pass, in words. A model
-    with a LoRA adapter scores with its own base: no copy."""
+    """A scorer with a frozen copy of the model, on its device and in its dtype.
+
+    It uses the native decoder, or the model's own forward pass, with a warning, where that does not know the model. A model
+    with a LoRA adapter scores with its own base, without a copy.
+    """
     parameter = next(model.parameters())
     budget = token_budget or SCORED_TOKENS[parameter.device.type]
     if has_lora(model):
-        return BaseScorer(model, token_budget=budget)
+        return LoraReferenceScorer(model, token_budget=budget)
     try:
         return ReferenceScorer(
             model, max_length=max_length, token_budget=budget, dtype=parameter.dtype, device=parameter.device
@@ -159,3 +163,45 @@ def make_scorer(
             "the native decoder cannot score with this model: %s. Using its own forward pass, slower.", reason
         )
         return TransformersScorer(copy.deepcopy(model).requires_grad_(False))
+
+
+class LoraEngine:
+    """An engine that merges each adapter into the weights it decodes with, so decoding costs no more than without LoRA.
+
+    `model` is the base with an adapter in it: its weights and its scale are what an arriving adapter is merged with.
+    """
+
+    def __init__(self, engine: Engine, model: PreTrainedModel) -> None:
+        self._engine = engine
+        self._model = model
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    @property
+    def vocabulary(self) -> int:
+        return self._engine.vocabulary
+
+    def load(self, weights: Weights) -> None:
+        self._engine.load(merged(self._model, weights))
+
+    def generate(
+        self,
+        requests: Iterable[Request | None],
+        *,
+        samples_per_prompt: int,
+        sampling: Sampling,
+        between_steps: Callable[[], None] | None = None,
+    ) -> Iterator[Completion]:
+        return self._engine.generate(
+            requests, samples_per_prompt=samples_per_prompt, sampling=sampling, between_steps=between_steps
+        )
+
+    def score(
+        self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
+    ) -> list[np.ndarray]:
+        return self._engine.score(prompt_ids, response_ids, temperature)
+
+    def sibling(self) -> Engine:
+        return self._engine.sibling()

@@ -12,13 +12,13 @@ from tba.types import Completion, Finish, Request, Sampling
 
 @dataclass(kw_only=True, eq=False)
 class Response:
-    """A response in the making; its tokens live in the engine's tensors until it is finished."""
+    """A response that is being generated; its tokens are in the engine's tensors until it is finished."""
 
     request: Request
     sample_index: int
     sampling: Sampling
     spans: list[tuple[int, int]] = field(default_factory=list)
-    """(first token, version), the last one open."""
+    """Pairs (first token, version): from that token on this version chose, up to the next pair."""
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -26,16 +26,16 @@ class Response:
 
     @property
     def start_position(self) -> int:
-        """Of the token that is fed first: the last of prompt and prefix, whose output is the first new token."""
+        """Position of the token that is fed first: the last of prompt and prefix, whose output is the first new token."""
         return len(self.request.prompt.token_ids) + self.num_prefix_tokens - 1
 
     @property
     def max_length(self) -> int:
-        """Positions it may come to use: prompt and response."""
+        """Number of positions that prompt and response may come to use."""
         return len(self.request.prompt.token_ids) + max(self.num_prefix_tokens, self.sampling.max_new_tokens)
 
     def open_span(self, num_tokens: int, version: int) -> None:
-        """From token `num_tokens` on, `version` chooses; a span without tokens is replaced."""
+        """Note that `version` chooses from token `num_tokens` on; a span without tokens is replaced."""
         if self.spans and self.spans[-1][0] == num_tokens:
             self.spans.pop()
         self.spans.append((num_tokens, version))
@@ -46,6 +46,7 @@ class Response:
         """The finished record; the arrays hold the whole response, log-probs of the prefix are NaN."""
         stopped = len(token_ids) > 0 and int(token_ids[-1]) in stop_ids
         finish: Finish = "stop" if stopped else "length"
+        # Weights that arrived after the last token chose nothing; a response without tokens keeps its last span.
         spans = [span for span in self.spans if span[0] < len(token_ids)] or self.spans[-1:]
         return Completion(
             prompt_id=self.request.prompt.id,
@@ -65,7 +66,7 @@ def sequence_of(request: Request) -> np.ndarray:
 
 
 def responses_of(request: Request, samples_per_prompt: int, sampling: Sampling) -> list[Response]:
-    """The responses a request asks for."""
+    """The responses that a request asks for, not yet started."""
     first = request.first_sample
     return [
         Response(request=request, sample_index=index, sampling=request.sampling or sampling)
@@ -74,7 +75,7 @@ def responses_of(request: Request, samples_per_prompt: int, sampling: Sampling) 
 
 
 def finished_at_once(response: Response, stop_ids: Collection[int], version: int) -> Completion | None:
-    """A prefix that ends in a stop token, or is as long as allowed, is the whole response already."""
+    """The completion of a response whose prefix ends in a stop token, or is as long as allowed; None for all others."""
     prefix = np.asarray(response.request.prefix_ids, dtype=np.int32)
     stopped = len(prefix) > 0 and int(prefix[-1]) in stop_ids
     if not stopped and len(prefix) < response.sampling.max_new_tokens:
@@ -87,7 +88,7 @@ def finished_at_once(response: Response, stop_ids: Collection[int], version: int
 def checked_requests(
     requests: Iterable[Request | None], sampling: Sampling, max_length: int
 ) -> Iterator[Request | None]:
-    """Pass requests on, lazily, refusing what cannot be generated."""
+    """The same requests, read lazily, with an error at the first that cannot be generated."""
     for request in requests:
         if request is not None:
             check_request(request, request.sampling or sampling, max_length)
@@ -95,7 +96,7 @@ def checked_requests(
 
 
 def check_request(request: Request, sampling: Sampling, max_length: int) -> None:
-    """Refuse an empty prompt and one that does not fit."""
+    """Raise a ValueError for an empty prompt, and for one that is too long with its response."""
     prompt, prefix = len(request.prompt.token_ids), len(request.prefix_ids)
     if prompt == 0:
         raise ValueError(f"prompt {request.prompt.id!r} has no tokens: add a BOS token or drop it from the data.")

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tba.config import Config
 from tba.types import Sampling
 
 
@@ -41,6 +42,18 @@ def _signed(value: int) -> int:
 GAMMA = _signed(0x9E3779B97F4A7C15)
 MIX_1 = _signed(0xBF58476D1CE4E5B9)
 MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def training_sampling(config: Config) -> Sampling:
+    """How searchers sample: the tempered policy, truncated only where generate.top_p or generate.top_k asks for it."""
+    generate = config.generate
+    return Sampling(
+        max_new_tokens=generate.max_new_tokens,
+        min_new_tokens=generate.min_new_tokens,
+        temperature=generate.temperature,
+        top_p=generate.top_p,
+        top_k=generate.top_k,
+    )
 
 
 def response_key(seed: int, prompt_id: str, sample_index: int) -> int:
@@ -63,22 +76,22 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-class Needs(NamedTuple):
-    """What at least one response of the batch asks for; the rest is skipped. All False is plain sampling at T = 1."""
+class SamplingNeeds(NamedTuple):
+    """What at least one response of a batch asks of sampling; the rest is skipped. All False is plain sampling at T = 1."""
 
     temperature: bool = False
-    """Some temperature is not 1."""
+    """Whether some temperature is not 1."""
     policy: bool = False
-    """Some policy temperature is not the temperature."""
+    """Whether some policy temperature is not the temperature."""
     truncation: bool = False
     greedy: bool = False
     forbidden: bool = False
-    """Some response is still shorter than its min_new_tokens."""
+    """Whether some response is still shorter than its min_new_tokens."""
 
 
-def needs_of(sampling: Sampling) -> Needs:
+def sampling_needs(sampling: Sampling) -> SamplingNeeds:
     """What one response asks for during its whole life (`forbidden` ends before)."""
-    return Needs(
+    return SamplingNeeds(
         temperature=sampling.temperature != 1.0 and not sampling.greedy,
         policy=sampling.training_temperature != sampling.temperature or sampling.greedy,
         truncation=(sampling.top_p < 1.0 or sampling.top_k > 0) and not sampling.greedy,
@@ -89,10 +102,10 @@ def needs_of(sampling: Sampling) -> Needs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingState:
-    """Per-response settings as tensors [B]; views of the slots, so that nothing is copied per step."""
+    """Sampling settings of each response, as tensors [B]; views of the slots, so that nothing is copied per decode step."""
 
     key: Tensor
-    """int64"""
+    """int64, key of the random numbers."""
     position: Tensor
     """int64, number of response tokens so far."""
     temperature: Tensor
@@ -106,15 +119,15 @@ class SamplingState:
     min_new_tokens: Tensor
 
 
-class Sampled(NamedTuple):
-    """tokens int64 [B], log-probs float32 [B]."""
+class SampledTokens(NamedTuple):
+    """The chosen tokens, int64 [B], with their behaviour and policy log-probs, float32 [B]."""
 
     tokens: Tensor
     behaviour: Tensor
     policy: Tensor
 
 
-def sample(logits_BV: Tensor, state: SamplingState, stop_ids: Tensor, needs: Needs) -> Sampled:
+def sample(logits_BV: Tensor, state: SamplingState, stop_ids: Tensor, needs: SamplingNeeds) -> SampledTokens:
     """Choose a token per response. Pure tensor code; `needs` only skips what would change nothing."""
     behaviour_BV = logits_BV
     if needs.forbidden:
@@ -133,8 +146,8 @@ def sample(logits_BV: Tensor, state: SamplingState, stop_ids: Tensor, needs: Nee
     if needs.greedy:
         behaviour = torch.where(state.greedy.bool(), 0.0, behaviour)
     if not (needs.policy or needs.truncation or needs.forbidden):
-        return Sampled(tokens, behaviour, behaviour)
-    return Sampled(tokens, behaviour, token_log_probs(logits_BV, tokens, state.policy_temperature))
+        return SampledTokens(tokens, behaviour, behaviour)
+    return SampledTokens(tokens, behaviour, token_log_probs(logits_BV, tokens, state.policy_temperature))
 
 
 def token_log_probs(logits_BV: Tensor, tokens_B: Tensor, temperature_B: Tensor) -> Tensor:
@@ -165,7 +178,7 @@ def _forbid_stops(logits_BV: Tensor, state: SamplingState, stop_ids: Tensor) -> 
 
 
 def _kept(probs_BV: Tensor, state: SamplingState) -> Tensor:
-    """bool [B, V]: what top_k and then top_p leave."""
+    """Tokens that top_k and then top_p leave -> bool [B, V]."""
     size = probs_BV.shape[1]
     ordered_BV, ids_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
     limit_B = torch.where(state.top_k > 0, state.top_k, size)
@@ -174,5 +187,5 @@ def _kept(probs_BV: Tensor, state: SamplingState) -> Tensor:
     mass_BV = ordered_BV.cumsum(dim=-1)
     before_BV = mass_BV - ordered_BV
     in_top_p = (before_BV < state.top_p[:, None] * mass_BV[:, -1:]) | (state.top_p >= 1.0)[:, None]
-    in_top_p[:, 0] = True
+    in_top_p[:, 0] = True  # at least one, also where top_p x mass rounds to 0
     return torch.zeros_like(in_top_p).scatter(1, ids_BV, in_top_k & in_top_p)

@@ -3,7 +3,7 @@
 Teacher-forced with the native decoder; the responses of one prompt share one pass over the prompt. No gradient. On CUDA
 prompts and responses are packed end to end, as in training, without padding. On a CPU padded blocks are faster: a pass over
 the prompts, then passes over responses, each of which starts with its prompt's last token, so that it predicts exactly the
-response's tokens.
+response's tokens. The reference of a LoRA run is its base model: the trainer's own model with the adapter off.
 """
 
 from __future__ import annotations
@@ -13,23 +13,28 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from tba.generate.batching import length_batches, padded
 from tba.generate.sampling import token_log_probs
-from tba.models.decoder import Decoder, DecoderSpec
+from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention, SharedPrefixAttention
+from tba.models.decoder_spec import DecoderSpec
 from tba.models.families import make_decoder
-from tba.models.logprobs import chosen_log_probs
+from tba.models.lora import adapter_off
 from tba.models.packed_attention import PackedLayout, attend_packed
-from tba.models.packing import pack
+from tba.models.packing import length_batches, pack, padded, split_by_budget
+from tba.models.policy import PolicyModel, chosen_log_probs
 from tba.types import Weights
 
 LOGITS_AT_ONCE = 2**24
-"""Most numbers in one matrix of logits (64 MB)."""
+"""Most numbers in one matrix of logits (64 MB in fp32)."""
 
 
 class ReferenceScorer:
-    """`ReferenceScorer(model, max_length=512).score(prompts, responses, temperature=1.0)`."""
+    """Scores with a copy of the model in the native decoder, or with a decoder as it is.
+
+    ReferenceScorer(model, max_length=512).score(prompts, responses, temperature=1.0)
+    """
 
     def __init__(
         self,
@@ -51,7 +56,7 @@ class ReferenceScorer:
         self._packed = self.decoder.device.type == "cuda" if packed is None else packed
 
     def load(self, weights: Weights) -> None:
-        """Another reference of the same shape (a reference reset)."""
+        """Replace the frozen model by another of the same shape (a reference reset)."""
         self.decoder.load(weights.tensors)
 
     @torch.inference_mode()
@@ -76,7 +81,7 @@ class ReferenceScorer:
 
     @property
     def _attention_dtype(self) -> torch.dtype:
-        """On CUDA the decoder's own, which the fast kernels want."""
+        """Dtype of queries, keys and values: on CUDA the decoder's own, which the fast kernels want."""
         return torch.float32 if self.decoder.device.type == "cpu" else self.decoder.dtype
 
     def _score_packed(
@@ -162,7 +167,7 @@ class ReferenceScorer:
 
 
 class PackedAttention:
-    """Packed sequences, as training lays them out: roots, and branches that continue them."""
+    """Attention over packed sequences, as training lays them out: roots, and branches that continue them."""
 
     def __init__(self, spec: DecoderSpec, layout: PackedLayout, dtype: torch.dtype) -> None:
         self.spec, self.layout, self.dtype = spec, layout, dtype
@@ -192,18 +197,65 @@ def packed_batches(
 ) -> Iterator[dict[int, list[int]]]:
     """Prompts with some of their responses, at most `token_budget` tokens at once (a longer one alone); empty responses, of
     which there is nothing to score, are left out."""
-    batch: dict[int, list[int]] = {}
-    tokens = 0
-    for row, members in enumerate(groups):
-        for index in members:
-            length = len(response_ids[index])
-            if length == 0:
-                continue
-            cost = length + (0 if row in batch else len(prompts[row]))
-            if batch and tokens + cost > token_budget:
-                yield batch
-                batch, tokens, cost = {}, 0, length + len(prompts[row])
-            batch.setdefault(row, []).append(index)
-            tokens += cost
-    if batch:
-        yield batch
+    pairs = [(row, index) for row, members in enumerate(groups) for index in members if len(response_ids[index])]
+
+    def cost(batch: Sequence[tuple[int, int]], pair: tuple[int, int]) -> int:
+        row, index = pair
+        shared = bool(batch) and batch[-1][0] == row  # the responses of a prompt follow each other
+        return len(response_ids[index]) + (0 if shared else len(prompts[row]))
+
+    for batch in split_by_budget(pairs, max_tokens=token_budget, cost=cost):
+        members_of: dict[int, list[int]] = {}
+        for row, index in batch:
+            members_of.setdefault(row, []).append(index)
+        yield members_of
+
+
+class LoraReferenceScorer:
+    """Log-probs under the base model, which is the reference of a LoRA run: no second model is kept.
+
+    Prompts are shared as in training.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, token_budget: int) -> None:
+        self.policy = PolicyModel(model)
+        self.token_budget = token_budget
+
+    def load(self, weights: Weights) -> None:
+        raise RuntimeError("the reference of a LoRA run is its base model: reference.reset_every must be 0.")
+
+    @torch.no_grad()
+    def score(
+        self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
+    ) -> list[np.ndarray]:
+        """float32 log-probs of each response's tokens after its prompt."""
+        scores: list[np.ndarray] = [np.zeros(0, np.float32)] * len(response_ids)
+        with adapter_off(self.policy.model):
+            for part in self._parts(prompt_ids, response_ids):
+                found = self._score([prompt_ids[i] for i in part], [response_ids[i] for i in part], temperature)
+                for index, own in zip(part, found):
+                    scores[index] = own
+        return scores
+
+    def _parts(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> list[list[int]]:
+        """Indices per pass, equal prompts side by side; empty responses have nothing to score and are left out."""
+        by_prompt = sorted(range(len(prompts)), key=lambda index: prompts[index].tobytes())
+        return split_by_budget(
+            [index for index in by_prompt if len(responses[index])],
+            max_tokens=self.token_budget,
+            cost=lambda _, index: len(prompts[index]) + len(responses[index]),
+        )
+
+    def _score(
+        self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], temperature: float
+    ) -> list[np.ndarray]:
+        groups: dict[bytes, list[Tensor]] = {}
+        own: dict[bytes, Tensor] = {}
+        for prompt, response in zip(prompts, responses):
+            own.setdefault(prompt.tobytes(), torch.from_numpy(prompt.astype(np.int64)))
+            groups.setdefault(prompt.tobytes(), []).append(torch.from_numpy(response.astype(np.int64)))
+        packed = pack(
+            list(own.values()), list(groups.values()), share_prompts=self.policy.packed, device=self.policy.device
+        )
+        log_probs = self.policy.forward(packed, temperature=temperature).log_pi_N.float().cpu().numpy()
+        return np.split(log_probs, np.cumsum([len(response) for response in responses])[:-1])

@@ -1,32 +1,69 @@
-"""Attention over a right-padded batch of sequences, optionally after a shared beginning (prefill, checks, scoring).
+"""How the tokens of a decoder's pass see each other: the interface, and attention over right-padded batches of sequences,
+optionally after a shared beginning (prefill, checks, scoring). Decoding in slots has its own (generate/native/kv_cache.py).
 
-Axes: B sequences, T tokens of the longest, L keys, H query heads, K key/value heads, D head dimension.
+Axes: N tokens, B sequences, T tokens of the longest, L keys, H query heads, K key/value heads, D head dimension.
 """
 
 from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tba.models.decoder import DecoderSpec
+from tba.models.decoder_spec import DecoderSpec
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""All but cuDNN's, which plans a tenth of a second for every new shape: prompts have many."""
+"""All attention kernels but cuDNN's, which plans a tenth of a second for every new shape: prompts have many."""
+
+
+class Attend(Protocol):
+    """How the tokens of one forward see each other and what came before."""
+
+    def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
+        """Keep the keys and values of these tokens."""
+
+    def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
+        """Attention over what is stored -> [N, H * D]."""
+
+
+@runtime_checkable
+class AttendInPlace(Protocol):
+    """An `Attend` whose tensors the kernel writes at once, instead of handing over keys and values to be copied."""
+
+    def storage(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The tensors that this layer's keys and values are written to: [N, K, D], or slots [S, K, L, D], both alike."""
+
+    def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
+        """Attention over what is stored -> [N, H * D]."""
 
 
 def attention(spec: DecoderSpec, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """query [B, H, T, D], key and value [B, K, L, D], mask added to the scores or None = causal -> [B, H, T, D]."""
-    scale = spec.query_scales[layer]
-    if spec.attention_cap is None:
+    scale, cap = spec.query_scales[layer], spec.attention_cap
+    if cap is None:
         return _fused_attention(query, key, value, mask, scale=scale, group=spec.group)
+    return softcapped_attention(query, key, value, mask, scale=scale, cap=cap)
+
+
+def softcapped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float, cap: float
+) -> Tensor:
+    """Attention with scores cap * tanh(score / cap), as in Gemma 2: query [..., H, T, D], key and value [..., K, L, D].
+
+    The mask is added to the capped scores, so that -inf stays -inf; None = causal. No fused kernel of PyTorch caps scores,
+    so prefill, decoding and training all come here.
+    """
     if mask is None:
-        mask = additive(torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril())
-    key, value = key.repeat_interleave(spec.group, dim=1), value.repeat_interleave(spec.group, dim=1)
-    scores = torch.matmul(query, key.transpose(-1, -2)) * scale
-    scores = torch.tanh(scores / spec.attention_cap) * spec.attention_cap
-    return torch.matmul((scores + mask).softmax(dim=-1), value)
+        mask = additive(torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril())
+    group = query.shape[-3] // key.shape[-3]
+    if group > 1:
+        key, value = key.repeat_interleave(group, dim=-3), value.repeat_interleave(group, dim=-3)
+    scores = torch.tanh(torch.matmul(query, key.transpose(-1, -2)) * (scale / cap)) * cap + mask
+    # The soft-max is fp32 whatever the model's dtype: sums over many keys lose their small terms in half precision.
+    return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), value)
 
 
 def _fused_attention(
@@ -45,7 +82,7 @@ def _fused_attention(
 
 
 def additive(seen: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """0 where a key is seen, -inf elsewhere: made once, it saves every layer the conversion."""
+    """A mask to add to scores: 0 where a key is seen, -inf elsewhere. Made once, it saves every layer the conversion."""
     return torch.zeros(seen.shape, device=seen.device, dtype=dtype).masked_fill_(~seen, float("-inf"))
 
 
@@ -69,7 +106,7 @@ class CausalAttention:
         keep: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`dtype` of queries, keys and values: on CUDA the engine's own, which the fast kernels want."""
+        """`dtype` is that of queries, keys and values: on CUDA the engine's own, which the fast kernels want."""
         self.spec = spec
         self.dtype = dtype
         self.shape = (num_rows, num_columns)
@@ -90,8 +127,8 @@ class CausalAttention:
         assert self._tables is not None, "nothing is stored yet"
         return self._tables[1].transpose(2, 3)
 
-    def room(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the keys and values [N, K, D] of a layer lie; who fills it needs no `store`."""
+    def storage(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The tensors [N, K, D] of a layer's keys and values; a pass that fills them needs no `store`."""
         spec = self.spec
         if self._tables is None:
             shape = (spec.num_layers if self.keep else 1, *self.shape, spec.num_kv_heads, spec.head_dim)
@@ -101,7 +138,7 @@ class CausalAttention:
         return keys, values
 
     def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
-        keys, values = self.room(layer, key_NKD.device)
+        keys, values = self.storage(layer, key_NKD.device)
         keys.copy_(key_NKD)
         values.copy_(value_NKD)
 

@@ -1,7 +1,12 @@
 """From a transformers model to our decoder: the spec of its family and the place of each of its tensors.
 
-A new family needs an entry in `FAMILIES`: a function from its config to the spec, and its names. `make_decoder` checks
-the result against the model's own forward pass, so that a family that computes otherwise is refused, not wrong.
+A new family needs an entry in `FAMILIES`: a function from its config to the spec, and its tensor names. That is enough where
+`DecoderSpec` can say how it computes; what it cannot say needs a field there, and code in the decoder's passes.
+
+A model that the decoder cannot run is refused with `UnsupportedModel` and served by transformers instead: an unknown model
+type, activation or tensor, a rotary type whose angles depend on the length, or a next-token distribution other than that of
+the model's own forward pass. That last check is over 12 tokens: what a model does only further on (a window longer than
+that) rests on its config being read rightly here, and on tests/generate/test_engine_families.py.
 """
 
 from __future__ import annotations
@@ -13,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tba.models.decoder import ACTIVATIONS, Decoder, DecoderSpec, UnsupportedModel
-from tba.models.decoder_check import check_decoder
-from tba.models.decoder_weights import DecoderWeights, Layer, Linear, Norm, Placement
+from tba.models.decoder import ACTIVATIONS, Decoder, UnsupportedModel, check_decoder
+from tba.models.decoder_spec import DecoderSpec, DecoderWeights, Layer, Linear, Norm, Placement
 
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 """Rotary types whose angles change with the length of the sequence: keys in a cache would go stale."""
@@ -41,9 +45,9 @@ class Names:
     attention_post_norm: str = "post_attention_layernorm"
     mlp_post_norm: str = "post_feedforward_layernorm"
     transposed: bool = False
-    """Matrices are stored [in, out] (GPT-2)."""
+    """Whether matrices are stored [in, out] (GPT-2)."""
     interleaved: bool = False
-    """The fused matrix goes head by head: query, key, value of head 0, then of head 1 (GPT-NeoX)."""
+    """Whether the one query-key-value matrix goes head by head: query, key, value of head 0, then of head 1 (GPT-NeoX)."""
 
 
 LLAMA_NAMES = Names()
@@ -95,11 +99,16 @@ def make_decoder(model: nn.Module, *, max_length: int, dtype: torch.dtype, devic
     return decoder
 
 
+def _is_tied(model: nn.Module) -> bool:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    return head is not None and head.weight is embedding.weight
+
+
 # --- what the families are -------------------------------------------------------------------------------------------
 
 
 def _shape_of(config: Any) -> dict[str, Any]:
-    """What all configs call the same."""
+    """The fields of a spec that all configs call the same."""
     heads = config.num_attention_heads
     return {
         "family": config.model_type,
@@ -214,7 +223,7 @@ FAMILIES: Mapping[str, tuple[Callable[..., DecoderSpec], Names]] = {
 
 
 def _rotations(model: nn.Module, spec: DecoderSpec, max_length: int, device: torch.device) -> dict[str, Tensor]:
-    """Tables from the model's own rotary module, so that every static rotary type is right."""
+    """Rotation tables from the model's own rotary module, so that every static rotary type is right."""
     kinds = sorted(set(spec.rotary_kinds) - {""})
     if not kinds:
         return {}
@@ -361,11 +370,3 @@ def _transpose(tensor: Tensor) -> Tensor:
 
 def _composed(first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda tensor: then(first(tensor))
-
-
-# --- the check -------------------------------------------------------------------------------------------------------
-
-
-def _is_tied(model: nn.Module) -> bool:
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-    return head is not None and head.weight is embedding.weight

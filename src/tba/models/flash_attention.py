@@ -21,18 +21,21 @@ from torch import Tensor
 
 LARGEST_HEAD = 256
 OLDEST = (8, 0)
-"""Compute capability: Ampere."""
+"""Oldest compute capability that has the kernels: Ampere."""
 
 
 class Sizes(NamedTuple):
-    """Sizes(root_tokens=5, longest_root=3, longest_branch=5, most_queries=5)"""
+    """Numbers of tokens that FlashAttention must know beforehand.
+
+    Sizes(root_tokens=5, longest_root=3, longest_branch=5, most_queries=5)
+    """
 
     root_tokens: int
     longest_root: int
     longest_branch: int
-    """0 = there are none."""
+    """Tokens of the longest branch; 0 = there are none."""
     most_queries: int
-    """Branch tokens of one root."""
+    """Most branch tokens of one root."""
 
 
 @dataclass(kw_only=True, eq=False)  # not frozen, and no integers: torch.compile would compile again for other lengths
@@ -82,7 +85,7 @@ def _cumulated(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def can_use_flash(query: Tensor, *, softcap: float | None) -> bool:
-    """Where no window is shorter than a sequence."""
+    """Whether FlashAttention serves these states, given that no sliding window is shorter than a sequence."""
     return (
         query.is_cuda
         and _is_new_enough(query.device)
@@ -99,7 +102,7 @@ def _is_new_enough(device: torch.device) -> bool:
 
 
 def flash_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: FlashPlan, scale: float) -> Tensor:
-    """-> [T, H, D]"""
+    """Attention inside the plan's sequences -> [T, H, D]."""
     states = (q_THD.contiguous(), k_TKD.contiguous(), v_TKD.contiguous())
     out, _ = _packed_flash(*states, plan.roots, plan.branches, plan.queries_of_root, plan.sizes, scale)
     return out
@@ -197,7 +200,7 @@ _packed_flash.register_autograd(_gradients, setup_context=_keep)
 def _merge_parts(own: Tensor, own_sums: Tensor, root: Tensor, root_sums: Tensor, out: Tensor, sums: Tensor) -> None:
     """Write the attention over the own and the root's keys to `out` [T, H, D], its log-sums to `sums` [H, T]."""
     if out.is_cuda and importlib.util.find_spec("triton") is not None:
-        from tba.kernels.merge import merge
+        from tba.kernels.attention import merge
 
         merge(own, own_sums, root, root_sums, out, sums)
         return

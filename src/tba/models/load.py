@@ -1,7 +1,9 @@
-"""Load a causal language model and its tokenizer from a folder, a hub name, or the package."""
+"""Load a causal language model and its tokenizer from a folder, a hub name, or the package, and make it ready to train:
+with an adapter, with compiled layers, or with layers recomputed in the backward pass."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -13,6 +15,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from tba.config import ConfigError, ModelConfig
 from tba.models.lora import add_lora, base_of, is_adapter, with_adapter
+
+logger = logging.getLogger("tba.models")
 
 SHIPPED = {
     "tba:arithmetic": "tasks/arithmetic/start_model",
@@ -103,6 +107,32 @@ def adapt(loaded: LoadedModel, config: ModelConfig, *, seed: int) -> None:
                 "whole model first, with `tba merge`."
             )
         add_lora(loaded.model, config.lora, base=str(resolve_path(config.path)), seed=seed)
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Keep each layer's input only, and compute the layer again in the backward pass."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # transformers asks the layer whether it trains. Dropout modules stay off; some layers drop by a rate of their own.
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", None) is not None:
+            module.training = True
+            for name in ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
+
+
+def compile_layers(model: PreTrainedModel) -> bool:
+    """Compile the layers in place, for any number of tokens; False, with a warning and nothing changed, where that fails."""
+    if next(model.parameters()).device.type != "cuda":
+        logger.warning("train.compile has no effect without CUDA.")
+        return False
+    layers = getattr(model.base_model, "layers", None)
+    if layers is None:
+        logger.warning("train.compile: %s has no `layers` to compile; training goes on without.", type(model).__name__)
+        return False
+    for layer in layers:
+        layer.compile(dynamic=True)
+    return True
 
 
 def context_length(model_config: Any) -> int:

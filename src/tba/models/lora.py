@@ -7,23 +7,20 @@ engine's weights when it arrives: decoding costs no more than without.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tba.config import ConfigError, LoraConfig
-from tba.models.packing import pack
-from tba.models.policy import PolicyModel
 from tba.types import Weights
 
 NAME = "default"
-"""Of the adapter, as PEFT calls it."""
+"""Name of the adapter, as PEFT calls it."""
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int) -> None:
@@ -76,58 +73,6 @@ def adapter_off(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.enable_adapters()
-
-
-class BaseScorer:
-    """Log-probs under the base model: the reference of a LoRA run. Prompts are shared as in training."""
-
-    def __init__(self, model: PreTrainedModel, *, token_budget: int) -> None:
-        self.policy = PolicyModel(model)
-        self.token_budget = token_budget
-
-    def load(self, weights: Weights) -> None:
-        raise RuntimeError("the reference of a LoRA run is its base model: reference.reset_every must be 0.")
-
-    @torch.no_grad()
-    def score(
-        self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
-    ) -> list[np.ndarray]:
-        """float32 log-probs of each response's tokens after its prompt."""
-        scores: list[np.ndarray] = [np.zeros(0, np.float32)] * len(response_ids)
-        with adapter_off(self.policy.model):
-            for part in self._parts(prompt_ids, response_ids):
-                found = self._score([prompt_ids[i] for i in part], [response_ids[i] for i in part], temperature)
-                for index, own in zip(part, found):
-                    scores[index] = own
-        return scores
-
-    def _parts(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Iterator[list[int]]:
-        part: list[int] = []
-        tokens = 0
-        for index in sorted(range(len(prompts)), key=lambda i: prompts[i].tobytes()):
-            cost = len(prompts[index]) + len(responses[index])
-            if part and tokens + cost > self.token_budget:
-                yield part
-                part, tokens = [], 0
-            if len(responses[index]):
-                part.append(index)
-                tokens += cost
-        if part:
-            yield part
-
-    def _score(
-        self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], temperature: float
-    ) -> list[np.ndarray]:
-        groups: dict[bytes, list[Tensor]] = {}
-        own: dict[bytes, Tensor] = {}
-        for prompt, response in zip(prompts, responses):
-            own.setdefault(prompt.tobytes(), torch.from_numpy(prompt.astype(np.int64)))
-            groups.setdefault(prompt.tobytes(), []).append(torch.from_numpy(response.astype(np.int64)))
-        packed = pack(
-            list(own.values()), list(groups.values()), share_prompts=self.policy.packed, device=self.policy.device
-        )
-        log_probs = self.policy.forward(packed, temperature=temperature).log_pi_N.float().cpu().numpy()
-        return np.split(log_probs, np.cumsum([len(response) for response in responses])[:-1])
 
 
 def is_adapter(path: Path) -> bool:

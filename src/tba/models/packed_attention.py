@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from tba.models.decoder_attention import additive, softcapped_attention
 from tba.models.flash_attention import FlashPlan, can_use_flash, flash_attention
 
 NAME = "tba_packed"
@@ -41,7 +42,7 @@ class PackedLayout:
     branch_roots: Sequence[int] = ()
     device: torch.device
     longest: int = field(init=False)
-    """Most tokens that a token may see, itself included."""
+    """Largest number of tokens that a token may see, itself included."""
     flash_plan: FlashPlan = field(init=False)
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
@@ -109,6 +110,7 @@ class PackedLayout:
 
     def branch_mask(self, window: int | None) -> Tensor:
         """Boolean [B, 1, M, L + M]: the root's real tokens and the own past, inside the window."""
+        # Kept, because every layer of a pass asks for the same few masks.
         if window not in self._masks:
             self._masks[window] = self._make_branch_mask(window)
         mask = self._masks[window]
@@ -155,6 +157,7 @@ def packed_attention(
     if packed_layout is None:
         raise ValueError(f"attention {NAME!r} needs packed_layout: this model does not pass keyword arguments through.")
     q_THD, k_THD, v_THD = (states[0].transpose(0, 1) for states in (query, key, value))
+    # FlashAttention computes root and branch apart, and a window that cuts across both has no place in either part.
     if packed_layout.fits(sliding_window) and can_use_flash(q_THD, softcap=softcap):
         attended = _attend_flash(q_THD, k_THD, v_THD, packed_layout, scaling)
     else:
@@ -177,6 +180,7 @@ def attend_packed(
     """Attention inside the layout's sequences; keys and values may have fewer heads -> [T, H, D]."""
     if layout.fits(window) and can_use_flash(q_THD, softcap=softcap):
         return _attend_flash(q_THD, k_THD, v_THD, layout, scaling)
+    # Roots and branches are two blocks, each padded to its own longest: one block would pad prompts to whole responses.
     root_mask = layout.root_mask(window)
     blocks = [_attend(q_THD, k_THD, v_THD, layout.root_index_RL, layout.root_index_RL, root_mask, scaling, softcap)]
     if layout.branch_lengths:
@@ -184,6 +188,7 @@ def attend_packed(
         blocks.append(
             _attend(q_THD, k_THD, v_THD, layout.branch_index_BM, layout.branch_key_index, mask, scaling, softcap)
         )
+    # Padding is dropped by not being picked.
     rows = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
     return rows.index_select(0, layout.unpack_T)
 
@@ -217,22 +222,9 @@ def _attend(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
     else:
-        out = _softcapped_attention(q, k, v, mask, scaling, softcap)
+        scale = scaling if scaling is not None else q.shape[-1] ** -0.5
+        out = softcapped_attention(q, k, v, None if mask is None else additive(mask), scale=scale, cap=softcap)
     return out.transpose(1, 2).flatten(0, 1)
-
-
-def _softcapped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, softcap: float
-) -> Tensor:
-    """Gemma 2: logits are squashed by tanh before the mask; no fused kernel does this everywhere."""
-    repeats = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    scores = q @ k.transpose(-1, -2) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
-    scores = softcap * torch.tanh(scores / softcap)
-    if mask is None:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return torch.softmax(scores.float(), dim=-1).to(v.dtype) @ v
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:

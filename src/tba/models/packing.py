@@ -1,18 +1,27 @@
-"""Micro-batches as packed rows of tokens: what a model reads, and where each response token's prediction stands.
+"""Ragged sequences as batches: packed rows of tokens, padded blocks, and the one rule that fills batches to a token budget.
 
+A packed row is what a model in training reads: sequences end to end, with where each response token's prediction stands.
 The last token of a response predicts nothing, so it is not read. With shared prompts, the responses of one prompt are
 branches of one pass over the prompt, and equal responses are computed once. Both are exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tba.models.packed_attention import PackedLayout
+
+MIN_PADDED_TOKENS = 512
+"""A padded batch below this many tokens is never split: a small batch costs as much in calls as padding in arithmetic."""
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,3 +131,69 @@ def _pack_shared(
         predict_M=torch.cat(predict).to(device, non_blocking=True),
         targets_M=torch.cat([response for own in responses for response in own]).to(device, non_blocking=True),
     )
+
+
+# --- batches under a token budget ------------------------------------------------------------------------------------
+
+
+def split_by_budget(
+    items: Iterable[Item],
+    *,
+    max_tokens: int,
+    cost: Callable[[Sequence[Item], Item], int],
+    joins: Callable[[Sequence[Item], Item], bool] = lambda batch, item: True,
+) -> list[list[Item]]:
+    """Items in their order, in batches of at most `max_tokens`; an item that costs more is a batch alone.
+
+    `cost(batch, item)` is the number of tokens that the item adds to the batch, which may depend on what lies there already
+    (a prompt is paid once); `joins` may refuse an item for another reason than tokens.
+
+    split_by_budget([3, 4, 9, 2], max_tokens=8, cost=lambda batch, item: item) == [[3, 4], [9], [2]]
+    """
+    batches: list[list[Item]] = []
+    tokens = 0
+    for item in items:
+        added = cost(batches[-1], item) if batches else 0
+        if batches and tokens + added <= max_tokens and joins(batches[-1], item):
+            batches[-1].append(item)
+            tokens += added
+        else:
+            batches.append([item])
+            tokens = cost([], item)
+    return batches
+
+
+def length_batches(lengths: Sequence[int], *, token_budget: int, max_padding: float = 0.25) -> list[list[int]]:
+    """Indices in batches of similar length: at most `token_budget` padded tokens (a longer one alone), and at most
+    `max_padding` of them padding.
+
+    length_batches([3, 9, 3], token_budget=512) == [[0, 2, 1]]
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    rising = [max(1, lengths[index]) for index in order]
+    ends = [0, *accumulate(rising)]
+
+    # Ranks instead of indices: lengths rise with the rank, so the newest item of a batch is its longest, to which all are
+    # padded, and the real tokens of a batch are a difference of sums.
+    def padded_tokens(batch: Sequence[int], rank: int) -> int:
+        return (len(batch) + 1) * rising[rank] - (len(batch) * rising[batch[-1]] if batch else 0)
+
+    def pads_little(batch: Sequence[int], rank: int) -> bool:
+        padded_size, real = (len(batch) + 1) * rising[rank], ends[rank + 1] - ends[batch[0]]
+        return padded_size <= MIN_PADDED_TOKENS or padded_size - real <= max_padding * padded_size
+
+    batches = split_by_budget(range(len(order)), max_tokens=token_budget, cost=padded_tokens, joins=pads_little)
+    return [[order[rank] for rank in batch] for batch in batches]
+
+
+def padded(rows: Sequence[np.ndarray], *, columns: int, device: torch.device) -> Tensor:
+    """Rows of token ids, right-padded with 0 -> int64 [rows, columns]."""
+    table = np.zeros((len(rows), columns), dtype=np.int64)
+    for index, row in enumerate(rows):
+        table[index, : len(row)] = row
+    return on_device(torch.from_numpy(table), device)
+
+
+def on_device(table: Tensor, device: torch.device) -> Tensor:
+    """A small table made on the host, copied without waiting for what the device has been told to do before."""
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,17 @@
-"""A language model as the trainer uses it: packed tokens in, log-probs of the response tokens out."""
+"""A language model as the trainer uses it: packed tokens in, log-probs of the response tokens out.
+
+Beside the model stand small learned heads on its hidden states: the critic of PPO, and the log Z of learned trajectory
+balance. They live with the trainer, in fp32, and never travel to searchers. `chosen_log_probs` turns hidden states into
+log-probs without holding the logits of all tokens at once; logits go to fp32 before the soft-max, here as in the engine and
+the reference.
+
+Axes: T packed tokens, M tokens whose probability is wanted, P prompts, H and D hidden, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -10,24 +20,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from tba.models.canary import CANARY_TOKENS, canary_tokens
-from tba.models.heads import Critic, LogZ
-from tba.models.logprobs import chosen_log_probs
 from tba.models.packed_attention import NAME as PACKED
 from tba.models.packed_attention import PackedLayout, use_packed_attention
 from tba.models.packing import PackedTokens, pack
+from tba.models.weights import CANARY_TOKENS, canary_tokens
 from tba.types import Forward
 
 logger = logging.getLogger("tba.models")
+
+LOGITS_PER_CHUNK = 2**25
+"""Logits held at once (128 MiB in fp32); beyond it chunks are recomputed in the backward pass."""
+LOGITS_PER_CHUNK_CUDA = 2**30
+"""Logits held at once on a GPU (2 GiB in bf16)."""
+SMALLEST_SQUARE = 1e-12
+"""Added to the mean square of a hidden state before it is divided by: only a state of zeros notices."""
 
 
 class PolicyModel:
     """Computes log_pi of packed responses, with gradients where they are enabled.
 
     Packed attention needs a model that goes through transformers' attention interface. That is checked once, against
-    the model's own plain forward pass; a model that fails it is computed one sequence at a time, in words.
+    the model's own plain forward pass; a model that fails it is computed one sequence at a time, with a warning.
     """
 
     def __init__(self, model: PreTrainedModel, *, critic: Critic | None = None, log_z: LogZ | None = None) -> None:
@@ -78,7 +94,7 @@ class PolicyModel:
 
     @property
     def heads(self) -> list[nn.Module]:
-        """What is trained beside the model."""
+        """The modules that are trained beside the model."""
         return [head for head in (self.critic, self.log_z) if head is not None]
 
     def _hidden(self, trunk: nn.Module, packed: PackedTokens) -> Tensor:
@@ -143,3 +159,131 @@ class PolicyModel:
         )
         self.model.set_attn_implementation(attention)
         return False
+
+
+# --- learned heads ---------------------------------------------------------------------------------------------------
+
+
+class Critic(nn.Module):
+    """Value of the state before each response token: a linear head on hidden states, 0 at the start.
+
+    The hidden states are the policy's own, and the value loss then trains its trunk too, or those of `trunk`, a second
+    model.
+    """
+
+    def __init__(self, hidden_size: int, *, trunk: PreTrainedModel | None = None) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, hidden_MH: Tensor) -> Tensor:
+        return self.head(hidden_MH.float())[:, 0]
+
+
+class LogZ(nn.Module):
+    """log Z of a prompt: a start value plus a linear head on the mean of its last hidden states.
+
+        log Z = start + bias + sum_i weight_i h_i / H,   h the mean hidden state scaled to a root mean square of 1
+
+    sum_i |h_i| <= H whatever the width H, so an update that moves every parameter by at most a moves log Z by at most 2 a
+    nats: a by the bias, which all prompts share, and a by the weights. Adam's first step has a = its learning rate, and so
+    have later steps whose gradients agree; the most it can do is 3.2 times that (betas .9 and .999), after gradients of
+    almost nothing.
+
+    Deviation: the hidden states are detached, so that learning log Z does not move the policy.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(hidden_size, 1)
+        self.start: Tensor
+        self.register_buffer("start", torch.tensor(0.0))
+        self.started = False
+        self._zero()
+
+    def start_at(self, log_z: float) -> None:
+        """Give every prompt this log Z; what was learned before is forgotten.
+
+        Begin near the truth: at beta .005 log Z is in the hundreds, and the head would take as many optimizer steps to
+        get there.
+        """
+        self._zero()
+        self.start.fill_(log_z)
+        self.started = True
+
+    def _zero(self) -> None:
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, hidden_TH: Tensor, prompt_spans: tuple[tuple[int, int], ...]) -> Tensor:
+        means_PH = torch.stack([hidden_TH[start : start + length].mean(dim=0) for start, length in prompt_spans])
+        width = means_PH.shape[1]
+        scaled_PH = nn.functional.rms_norm(means_PH.detach().float(), (width,), eps=SMALLEST_SQUARE)
+        return self.start + self.head(scaled_PH / width)[:, 0]
+
+
+def make_critic(model: PreTrainedModel, *, separate: bool) -> Critic:
+    """A critic on the model's trunk, or on a copy of it."""
+    parameter = next(model.parameters())
+    trunk = copy.deepcopy(model.base_model) if separate else None
+    return Critic(_hidden_size(model), trunk=trunk).to(parameter.device)
+
+
+def make_log_z(model: PreTrainedModel) -> LogZ:
+    return LogZ(_hidden_size(model)).to(next(model.parameters()).device)
+
+
+def _hidden_size(model: PreTrainedModel) -> int:
+    return int(model.get_output_embeddings().weight.shape[1])
+
+
+# --- log-probs from hidden states ------------------------------------------------------------------------------------
+
+
+def chosen_log_probs(
+    hidden_MD: Tensor,
+    head_VD: Tensor,
+    targets_M: Tensor,
+    *,
+    temperature: float,
+    bias_V: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """-> (log-prob of each target [M], entropy of each distribution [M] without gradient), both fp32."""
+    if hidden_MD.is_cuda and bias_V is None and softcap is None and importlib.util.find_spec("triton") is not None:
+        from tba.kernels.logits import chosen_log_probs as fused
+
+        return fused(hidden_MD, head_VD, targets_M, temperature=temperature, logits_at_once=LOGITS_PER_CHUNK_CUDA)
+    rows = max(1, LOGITS_PER_CHUNK // head_VD.shape[0])
+
+    def chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return _log_probs_of_chunk(hidden, head_VD, targets, temperature, bias_V, softcap)
+
+    if hidden_MD.shape[0] <= rows:
+        return chunk(hidden_MD, targets_M)
+    parts = [
+        checkpoint(chunk, hidden, targets, use_reentrant=False)
+        for hidden, targets in zip(hidden_MD.split(rows), targets_M.split(rows))
+    ]
+    return torch.cat([log_prob for log_prob, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+
+def _log_probs_of_chunk(
+    hidden_MD: Tensor,
+    head_VD: Tensor,
+    targets_M: Tensor,
+    temperature: float,
+    bias_V: Tensor | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    logits_MV = torch.nn.functional.linear(hidden_MD, head_VD, bias_V).to(
+        torch.promote_types(hidden_MD.dtype, torch.float32)
+    )
+    if softcap is not None:
+        logits_MV = softcap * torch.tanh(logits_MV / softcap)
+    log_probs_MV = torch.log_softmax(logits_MV / temperature, dim=-1)
+    with torch.no_grad():
+        entropy_M = -(log_probs_MV.exp() * log_probs_MV).sum(dim=-1)
+    return log_probs_MV.gather(1, targets_M[:, None])[:, 0], entropy_M

@@ -1,13 +1,28 @@
-"""A versioned bundle of named tensors with a checksum, as trainers publish it and engines load it."""
+"""Published weights: a versioned bundle of named tensors, and the two checks that it arrived.
+
+The checksum says whether the bytes are those that were published. The canary says whether the engine computes with them: a
+few teacher-forced tokens whose log-probs the trainer evaluates on what it publishes and each searcher on what it has loaded.
+A bundle that never reaches the engine, or reaches it wrongly, shows as a difference though checksum and version are right.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tba.types import Weights
 
 _ROW = 4096
+"""Number of int32 values summed before they are weighted."""
+CANARY_TOKENS = 64
+"""Number of teacher-forced tokens of the canary."""
+SAFETY_FACTOR = 5.0
+"""Tolerance divided by the gap at version 0, where both sides surely hold the same weights."""
+SMALLEST_GAP = 1e-5
+"""Least gap assumed at version 0, in nats per token: two fp32 implementations may agree by luck."""
+LARGEST_FIRST_GAP = 0.1
+"""Largest gap at version 0, in nats per token, that may be rounding: beyond it the engine computes something else."""
 
 
 class ChecksumMismatch(RuntimeError):
@@ -41,3 +56,41 @@ def verify(data: Tensor, *, published: int, version: int) -> None:
             f"weights of version {version} have checksum {found:#018x}, published was {published:#018x}: the copy is "
             "damaged; nothing was loaded."
         )
+
+
+class CanaryMismatch(RuntimeError):
+    """The engine does not compute with the weights that were published."""
+
+
+def canary_tokens(vocabulary: int, length: int) -> np.ndarray:
+    """Fixed pseudo-random token ids, the same in every process."""
+    return ((np.arange(length + 1, dtype=np.int64) * 7919 + 17) * 104729 % vocabulary).astype(np.int32)
+
+
+def distance(left: np.ndarray, right: np.ndarray) -> float:
+    """Mean absolute difference of log-probs, in nats per token."""
+    return float(np.mean(np.abs(np.asarray(left, np.float64) - np.asarray(right, np.float64))))
+
+
+class CanaryCheck:
+    """Judges later versions by the gap at the first.
+
+    An engine that still holds its first weights is caught by the same bound: once the trainer's canary has moved by more
+    than two tolerances, being within one of the current value and of the first value is impossible.
+    """
+
+    def __init__(self) -> None:
+        self.tolerance = 0.0
+        """Largest gap allowed, in nats per token; set at the first check."""
+
+    def check(self, *, published: np.ndarray, computed: np.ndarray, version: int) -> float:
+        """Raise unless `computed` is the canary of the published weights; returns the gap."""
+        gap = distance(published, computed)
+        if self.tolerance == 0.0:
+            self.tolerance = SAFETY_FACTOR * max(min(gap, LARGEST_FIRST_GAP), SMALLEST_GAP)
+        if gap > self.tolerance:
+            raise CanaryMismatch(
+                f"canary of version {version} differs by {gap:.3g} nats per token between trainer and searcher, tolerance "
+                f"{self.tolerance:.3g}: the engine does not compute with the published weights."
+            )
+        return gap

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.models.canary import CANARY_TOKENS
-from tba.models.weights import checksum, verify
+from tba.models.weights import CANARY_TOKENS, checksum, verify
 from tba.runtime.board import SharedMemory
 from tba.types import Weights
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config
-from tba.generate.adapted import AdaptedEngine
-from tba.generate.engine import Engine, Scorer, make_engine, make_scorer
-from tba.generate.settings import training_sampling
+from tba.generate.engine import Engine, LoraEngine, Scorer, make_engine, make_scorer
+from tba.generate.sampling import training_sampling
 from tba.models.load import LoadedModel
 from tba.objectives.registry import make_objective
 from tba.runtime.channels import GroupSender
@@ -29,7 +28,7 @@ def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
     if config.takes_turns:
         generate = generate.model_copy(update={"update": "drain"})
     engine = make_engine(loaded.model, loaded.tokenizer, generate, seed=config.seed, max_length=loaded.context)
-    return engine if config.model.lora is None else AdaptedEngine(engine, loaded.model)
+    return engine if config.model.lora is None else LoraEngine(engine, loaded.model)
 
 
 def make_reference_engine(config: Config, loaded: LoadedModel) -> Engine | None:

@@ -15,8 +15,8 @@ from tba.config import Config
 from tba.evaluate.base import Evaluator
 from tba.evaluate.make import make_evaluator
 from tba.generate.engine import Engine
-from tba.models.canary import CANARY_TOKENS, CanaryCheck, canary_tokens
 from tba.models.load import adapt, load_model
+from tba.models.weights import CANARY_TOKENS, CanaryCheck, canary_tokens
 from tba.runtime.board import Board, Row, SharedMemory
 from tba.runtime.link import EVALUATES, Acknowledge, Evaluate, Evaluated, Link, Stop, WindowedSender
 from tba.runtime.weight_slots import SlotsHandle, WeightSlots

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tba.config import Config
-from tba.models.canary import CANARY_TOKENS
 from tba.models.load import LoadedModel
+from tba.models.weights import CANARY_TOKENS
 from tba.tasks.base import Task
 from tba.tasks.registry import make_task
 

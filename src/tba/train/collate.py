@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tba.models.packing import PackedTokens, pack
+from tba.models.packing import PackedTokens, pack, split_by_budget
 from tba.types import Batch
 
 
@@ -52,37 +52,31 @@ class MicroBatch:
 def split_whole_prompts(batch: Batch, budget: Budget) -> list[list[int]] | None:
     """Prompts per micro-batch, each prompt whole, similar lengths together; None when a prompt exceeds the budget."""
     (P, K), cost = batch.shape, _prompt_costs(batch, budget)
-    parts: list[list[int]] = []
-    tokens = 0
-    for prompt in sorted(range(P), key=cost.__getitem__, reverse=True):
-        if not budget.admits(tokens=cost[prompt], responses=K):
-            return None
-        fits = parts and budget.admits(tokens=tokens + cost[prompt], responses=(len(parts[-1]) + 1) * K)
-        if fits:
-            parts[-1].append(prompt)
-            tokens += cost[prompt]
-        else:
-            parts.append([prompt])
-            tokens = cost[prompt]
-    return parts
+    if not all(budget.admits(tokens=tokens, responses=K) for tokens in cost):
+        return None
+    return split_by_budget(
+        sorted(range(P), key=cost.__getitem__, reverse=True),
+        max_tokens=budget.max_tokens,
+        cost=lambda _, prompt: cost[prompt],
+        joins=lambda part, _: budget.admits(tokens=0, responses=(len(part) + 1) * K),
+    )
 
 
 def split_responses(batch: Batch, budget: Budget, responses: Sequence[int] | None = None) -> list[list[int]]:
     """Responses (None = all) per micro-batch, in order; a single response beyond the budget runs alone."""
     K, lengths = batch.shape[1], batch.lengths.tolist()
-    parts: list[list[int]] = [[]]
-    tokens = 0
-    for response in range(len(lengths)) if responses is None else responses:
-        length = lengths[response]
-        same_prompt = bool(parts[-1]) and parts[-1][-1] // K == response // K
-        prompt_tokens = 0 if budget.share_prompts and same_prompt else len(batch.prompt_tokens[response // K])
-        cost = length + prompt_tokens
-        if parts[-1] and not budget.admits(tokens=tokens + cost, responses=len(parts[-1]) + 1):
-            parts.append([])
-            tokens, cost = 0, length + len(batch.prompt_tokens[response // K])
-        parts[-1].append(response)
-        tokens += cost
-    return parts
+
+    def cost(part: Sequence[int], response: int) -> int:
+        same_prompt = bool(part) and part[-1] // K == response // K
+        shared = budget.share_prompts and same_prompt
+        return lengths[response] + (0 if shared else len(batch.prompt_tokens[response // K]))
+
+    return split_by_budget(
+        range(len(lengths)) if responses is None else responses,
+        max_tokens=budget.max_tokens,
+        cost=cost,
+        joins=lambda part, _: budget.admits(tokens=0, responses=len(part) + 1),
+    )
 
 
 def pack_responses(batch: Batch, responses: list[int], *, share_prompts: bool, device: torch.device) -> MicroBatch:

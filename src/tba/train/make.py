@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from tba.config import Config
 from tba.generate.engine import Scorer, make_scorer
-from tba.models.compiled import checkpoint_layers, compile_layers
-from tba.models.heads import make_critic, make_log_z
-from tba.models.load import LoadedModel
-from tba.models.policy import PolicyModel
+from tba.models.load import LoadedModel, checkpoint_layers, compile_layers
+from tba.models.policy import PolicyModel, make_critic, make_log_z
 from tba.objectives.base import Objective
 from tba.objectives.registry import make_objective
 from tba.observe.recorder import Recorder

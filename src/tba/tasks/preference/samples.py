@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tba.generate.native import NativeEngine
+from tba.generate.native.engine import NativeEngine
 from tba.tasks.encoding import make_prompt
 from tba.types import Completion, Request, Sampling
 

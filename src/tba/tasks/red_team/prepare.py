@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tba.generate.native import NativeEngine
+from tba.generate.native.engine import NativeEngine
 from tba.tasks.encoding import make_prompt
 from tba.tasks.red_team.world import draw_attack, make_tokenizer, mode_of
 from tba.tasks.supervised import Shape, Training, one_deterministic_thread, train_start_model

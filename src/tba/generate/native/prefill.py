@@ -1,4 +1,4 @@
-"""Prompts read from the requests and prefilled, whose responses wait for slots."""
+"""What fills slots: requests are read, their prompts prefilled once, and their responses wait for free slots."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from tba.generate.native.kv_cache import Prefilled, SlotCache
 from tba.generate.responses import Response, finished_at_once, responses_of, sequence_of
-from tba.generate.slots import Prefilled
+from tba.models.decoder import Decoder
+from tba.models.decoder_attention import CausalAttention
+from tba.models.packing import length_batches, padded
 from tba.types import Completion, Request, Sampling
 
-Prefill = Callable[[Sequence[np.ndarray]], list[tuple[Prefilled, int]]]
-"""Sequences -> for each the batch that holds its keys and values, and its row there."""
+PREFILL_TOKENS = {"cpu": 2048, "cuda": 32_768}
+"""Most tokens in one prefill pass, by device: on a CPU the activations of a pass should stay in its cache."""
+READ_AHEAD = {"cpu": 16, "cuda": 64}
+"""Prompts prefilled together when a slot falls free: one at a time would cost more in calls than in arithmetic."""
 
 
 @dataclass(kw_only=True, eq=False)
-class _Waiting:
+class _WaitingPrompt:
     """A prefilled prompt and its responses that have no slot yet."""
 
     prefilled: Prefilled
@@ -34,8 +40,12 @@ class Admission:
     row: int
 
 
-class Backlog:
-    """Reads requests lazily: only when slots are free, and at most `read_ahead` prompts more than they need."""
+class PrefillQueue:
+    """Prompts read and prefilled, whose responses wait for slots, in the order of the requests.
+
+    Requests are read lazily: only when slots are free, and at most `READ_AHEAD` prompts more than they need, so an
+    endless iterator serves as well as a list.
+    """
 
     def __init__(
         self,
@@ -43,20 +53,22 @@ class Backlog:
         *,
         samples_per_prompt: int,
         sampling: Sampling,
-        prefill: Prefill,
+        prefill: Callable[[Sequence[np.ndarray]], list[tuple[Prefilled, int]]],
         stop_ids: Collection[int],
         num_slots: int,
         read_ahead: int,
     ) -> None:
+        """`prefill` gives, for each sequence, the batch that holds its keys and values, and its row there."""
         self.requests = requests
+        # More prompts than fill all slots would only wait, and their keys and values grow stale.
         self.read_ahead = max(1, min(read_ahead, num_slots // samples_per_prompt))
         self.samples_per_prompt = samples_per_prompt
         self.sampling = sampling
         self.prefill = prefill
         self.stop_ids = stop_ids
-        self.waiting: deque[_Waiting] = deque()
+        self.waiting: deque[_WaitingPrompt] = deque()
         self.exhausted = False
-        """The requests have come to their end."""
+        """Whether the requests have come to their end."""
         self.completed: list[Completion] = []
         """Responses whose prefix was complete already; the engine hands them out."""
 
@@ -73,6 +85,7 @@ class Backlog:
             first = self.waiting[0]
             response = first.responses.popleft()
             admissions.append(Admission(response=response, prefilled=first.prefilled, row=first.row))
+            # With its last response admitted, the prompt's keys and values need not be kept any longer.
             if not first.responses:
                 self.waiting.popleft()
         return admissions
@@ -82,7 +95,7 @@ class Backlog:
         return any(entry.prefilled.version != version for entry in self.waiting)
 
     def prefill_again(self) -> None:
-        """Recompute what waits, with the weights of now."""
+        """Recompute the keys and values of all waiting prompts with the weights in use."""
         waiting = list(self.waiting)
         sequences = [sequence_of(entry.responses[0].request) for entry in waiting]
         for entry, (prefilled, row) in zip(waiting, self.prefill(sequences)):
@@ -102,10 +115,41 @@ class Backlog:
                     self.completed.append(done)
             if responses:
                 groups.append(responses)
+            # Completed responses are handed out before more is read: an endless run of complete prefixes would not end.
             if len(groups) >= num_prompts or self.completed:
                 break
         else:
             self.exhausted = True
         sequences = [sequence_of(responses[0].request) for responses in groups]
         for responses, (prefilled, row) in zip(groups, self.prefill(sequences)):
-            self.waiting.append(_Waiting(prefilled=prefilled, row=row, responses=responses))
+            self.waiting.append(_WaitingPrompt(prefilled=prefilled, row=row, responses=responses))
+
+
+class Prefill:
+    """Computes the keys and values of prompts, arranged as the slots' cache has them."""
+
+    def __init__(self, decoder: Decoder, cache: SlotCache) -> None:
+        self.decoder, self.cache = decoder, cache
+
+    @torch.inference_mode()
+    def __call__(self, sequences: Sequence[np.ndarray], version: int) -> list[tuple[Prefilled, int]]:
+        """For each sequence the batch of similar lengths that holds all its tokens but the last, and its row there."""
+        found: dict[int, tuple[Prefilled, int]] = {}
+        lengths = [len(sequence) - 1 for sequence in sequences]
+        for batch in length_batches(lengths, token_budget=PREFILL_TOKENS[self.decoder.device.type]):
+            prefilled = self.batch([sequences[index][:-1] for index in batch], version)
+            found.update((index, (prefilled, row)) for row, index in enumerate(batch))
+        return [found[index] for index in range(len(sequences))]
+
+    @torch.inference_mode()
+    def batch(self, rows: Sequence[np.ndarray], version: int) -> Prefilled:
+        """One pass over a right-padded batch; padding comes last, so no real token sees it."""
+        device = self.decoder.device
+        columns = max([1, *(len(row) for row in rows)])
+        ids = padded(rows, columns=columns, device=device)
+        positions = torch.arange(columns, device=device).expand_as(ids)
+        attend = CausalAttention(self.decoder.spec, *ids.shape, keep=True, dtype=self.cache.keys.dtype)
+        self.decoder.store_only(ids.flatten(), positions.flatten(), attend)
+        # Where keys lie like values nothing needs to be copied: the pass wrote them as they are forked.
+        keys = self.cache.arrange(attend.keys) if self.cache.positions_last else attend.keys
+        return Prefilled(keys=keys, values=attend.values, version=version)

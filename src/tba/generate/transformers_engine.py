@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from tba.generate.responses import Response, checked_requests, finished_at_once, responses_of, sequence_of
-from tba.generate.sampling import Needs, SamplingState, needs_of, response_key, sample, token_log_probs
+from tba.generate.sampling import SamplingNeeds, SamplingState, response_key, sample, sampling_needs, token_log_probs
 from tba.types import Completion, Request, Sampling, Weights
 
 
 class TransformersEngine:
-    """Decodes with `model` itself, so it must be a copy that nobody trains."""
+    """An engine that decodes with `model` itself, which must therefore be a copy that nobody trains."""
 
     def __init__(
         self,
@@ -94,18 +94,19 @@ class TransformersEngine:
         self, responses: list[Response], between_steps: Callable[[], None] | None
     ) -> Iterator[Completion]:
         at_once = [finished_at_once(response, self.stop_ids, self.version) for response in responses]
-        if at_once and at_once[0] is not None:  # samples of one request share prefix and limit
+        # The samples of one request share prefix and limit, so either all are finished or none is.
+        if at_once and at_once[0] is not None:
             yield from (completion for completion in at_once if completion is not None)
             return
         group = self._running = _Group(responses, self.seed, self.version, self.device)
         while group.open_rows:
             if between_steps is not None:
                 between_steps()
-            yield from self._step(group)
+            yield from self._decode_step(group)
         self._finish_group()
 
     @torch.no_grad()
-    def _step(self, group: _Group) -> list[Completion]:
+    def _decode_step(self, group: _Group) -> list[Completion]:
         output = self.model(input_ids=group.next_ids, past_key_values=group.cache, use_cache=True, logits_to_keep=1)
         group.cache = output.past_key_values
         sampled = sample(output.logits[:, -1].float(), group.sampling_state(), self._stop_ids, group.needs())
@@ -119,7 +120,7 @@ class TransformersEngine:
             self._load_now(weights)
 
     def _load_now(self, weights: Weights) -> None:
-        """Names as published: tied tensors come once."""
+        # Published names: tied tensors come once, so the second name of one is not missing.
         missing, unknown = self.model.load_state_dict(dict(weights.tensors), strict=False)
         tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         tied -= {name for name, _ in self.model.named_parameters()}
@@ -150,8 +151,8 @@ class _Group:
         for row in self.open_rows:
             self.responses[row].open_span(len(self.columns), version)
 
-    def needs(self) -> Needs:
-        return needs_of(self.sampling)._replace(forbidden=len(self.columns) < self.sampling.min_new_tokens)
+    def needs(self) -> SamplingNeeds:
+        return sampling_needs(self.sampling)._replace(forbidden=len(self.columns) < self.sampling.min_new_tokens)
 
     def sampling_state(self) -> SamplingState:
         sampling, like = self.sampling, self.keys
@@ -174,6 +175,7 @@ class _Group:
     def take_finished(self, stop_ids: frozenset[int]) -> list[Completion]:
         last = self.columns[-1][0].tolist()
         full = len(self.columns) >= self.sampling.max_new_tokens
+        # Rows that have finished go on being decoded with the others, so that the batch keeps its shape; nobody reads them.
         finished = [row for row in sorted(self.open_rows) if full or last[row] in stop_ids]
         self.open_rows.difference_update(finished)
         return [self._completion(row, stop_ids) for row in finished]
@@ -193,7 +195,7 @@ class TransformersScorer:
         self.device = next(model.parameters()).device
 
     def load(self, weights: Weights) -> None:
-        """Another reference of the same shape (a reference reset)."""
+        """Replace the frozen model by another of the same shape (a reference reset)."""
         self.model.load_state_dict(dict(weights.tensors), strict=False)
 
     @torch.no_grad()

@@ -1,8 +1,8 @@
 """The native engine: slots decoded side by side with our own decoder, finished slots refilled at once.
 
 Each turn of the loop gives free slots to waiting responses, runs a decode step for all running ones and hands out what
-the turn before finished: on a GPU the caller and the steps work side by side. A prompt is prefilled once; its keys and
-values are forked into the slots of its samples as they fall free.
+the turn before finished: on a GPU the caller and the decode steps work side by side. A prompt is prefilled once; its keys
+and values are forked into the slots of its samples as they fall free.
 
 `load` may be called whenever the caller has control: between two completions, or from `between_steps`.
     in_flight   new weights act from the next token on; the keys and values of earlier tokens, and of prompts that wait,
@@ -22,35 +22,28 @@ import numpy as np
 import torch
 from torch import nn
 
-from tba.generate.backlog import Admission, Backlog
-from tba.generate.batching import length_batches, padded
-from tba.generate.fused import STEPS_AHEAD, STEPS_PER_LOOK, FusedDecode
-from tba.generate.harvest import Harvest
-from tba.generate.loading import InPlaceLoad
+from tba.generate.native.cuda_graphs import (
+    DECODE_STEPS_AHEAD,
+    DECODE_STEPS_PER_SNAPSHOT,
+    FusedDecode,
+    InPlaceLoader,
+)
+from tba.generate.native.kv_cache import Prefilled, SlotAttention, SlotCache
+from tba.generate.native.prefill import READ_AHEAD, Admission, Prefill, PrefillQueue
+from tba.generate.native.slots import FinishedSlots, SlotSnapshot, SlotState, SlotTable
 from tba.generate.responses import checked_requests
-from tba.generate.running import Running
-from tba.generate.sampling import Needs, sample
+from tba.generate.sampling import SamplingNeeds, sample
 from tba.generate.scoring import ReferenceScorer
-from tba.generate.slots import Look, Prefilled, SlotAttention, SlotCache, SlotState
-from tba.generate.transfer import on_device
-from tba.models.decoder import Decoder
-from tba.models.decoder_attention import CausalAttention
+from tba.models.decoder import Decoder, why_not_fused
 from tba.models.families import make_decoder
-from tba.models.fused_pass import why_not_fused
+from tba.models.packing import on_device
 from tba.types import Completion, Request, Sampling, Weights
 
 logger = logging.getLogger("tba.generate")
 
-PREFILL_TOKENS = {"cpu": 2048, "cuda": 32_768}
-"""Most tokens in one prefill pass, by device: on a CPU the activations of a pass should stay in its cache."""
-
-
-READ_AHEAD = {"cpu": 16, "cuda": 64}
-"""Prompts prefilled together when a slot falls free: one at a time would cost more in calls than in arithmetic."""
-
 
 class NativeEngine:
-    """Generates with a copy of `model` in static tensors; the model itself is not kept. A Decoder is used as it is."""
+    """An engine that generates with a copy of `model` in static tensors; a Decoder is used as it is, without a copy."""
 
     def __init__(
         self,
@@ -72,7 +65,7 @@ class NativeEngine:
             self.decoder = model
         else:
             self.decoder = make_decoder(model, max_length=max_length, dtype=dtype, device=self.device)
-        self._load_in_place = InPlaceLoad(self.decoder)
+        self._load_in_place = InPlaceLoader(self.decoder)
         self._dtype = dtype
         # Small batched products are slow in bf16 on a CPU, and the cache of fp32 is the more exact one.
         cache_dtype = torch.float32 if self.device.type == "cpu" else dtype
@@ -82,17 +75,18 @@ class NativeEngine:
         self._stop_ids = torch.tensor(sorted(self.stop_ids), device=self.device)
         self._is_stop = torch.zeros(self.decoder.spec.vocab_size, dtype=torch.bool, device=self.device)
         self._is_stop[self._stop_ids] = True
-        self._running = Running(slots)
-        self._looks: deque[tuple[int, Look]] = deque()
-        """Numbered, the oldest first: what the host has not taken note of yet."""
-        self._num_looks = 0
+        self._prefill = Prefill(self.decoder, self.cache)
+        self._slots = SlotTable(slots)
+        self._snapshots: deque[tuple[int, SlotSnapshot]] = deque()
+        """Numbered snapshots that the host has not taken note of yet, the oldest first."""
+        self._num_snapshots = 0
         self._fused = self._make_fused()
         self._pending: Weights | None = None
         self._sibling: NativeEngine | None = None
         self._generating = False
 
     def _make_fused(self) -> FusedDecode | None:
-        """On CUDA, where the family allows it; otherwise the plain step, in words."""
+        """The fused decode step on CUDA, where the family allows it; otherwise None, with a warning."""
         if self.device.type != "cuda":
             return None
         reason = why_not_fused(self.decoder.spec)
@@ -108,14 +102,14 @@ class NativeEngine:
         return self.decoder.spec.vocab_size
 
     def sibling(self) -> NativeEngine:
-        """A second engine over the same weights, with slots of its own: to evaluate while this one stands still. It is made
-        once: its tables and graphs are as dear as this one's."""
+        """A second engine over the same weights, with slots of its own: to evaluate while this one stands still."""
+        # Made once: its tables and graphs cost as much memory and time as this one's.
         if self._sibling is None:
             self._sibling = NativeEngine(
                 self.decoder,
                 stop_ids=sorted(self.stop_ids),
                 seed=self.seed,
-                slots=len(self._running.responses),
+                slots=len(self._slots.responses),
                 max_length=self.max_length,
                 dtype=self._dtype,
                 device=self.device,
@@ -130,15 +124,15 @@ class NativeEngine:
         return ReferenceScorer(self.decoder).score(prompt_ids, response_ids, temperature)
 
     def load(self, weights: Weights) -> None:
-        """Take new weights: now, or under `drain` when running responses have finished."""
-        if self.update == "drain" and self._running.any():
+        """Take new weights: now under `in_flight`, when the running responses have finished under `drain`."""
+        if self.update == "drain" and self._slots.any_running():
             self._pending = weights
             return
-        if self._running.any():
-            self._catch_up()
+        if self._slots.any_running():
+            self._synchronize()  # the spans below need the number of tokens that the old weights chose
         self._load_now(weights)
-        for slot, response in self._running.items():
-            response.open_span(int(self._running.num_tokens[slot]), weights.version)
+        for slot, response in self._slots.items():
+            response.open_span(int(self._slots.num_tokens[slot]), weights.version)
 
     def generate(
         self,
@@ -152,60 +146,62 @@ class NativeEngine:
         if self._generating:
             raise RuntimeError("this engine is already generating: exhaust or close the other iterator first.")
         self._generating = True
-        backlog = Backlog(
+        queue = PrefillQueue(
             checked_requests(requests, sampling, self.max_length),
             samples_per_prompt=samples_per_prompt,
             sampling=sampling,
-            prefill=self._prefill,
+            prefill=self._prefill_now,
             stop_ids=self.stop_ids,
-            num_slots=len(self._running.responses),
+            num_slots=len(self._slots.responses),
             read_ahead=READ_AHEAD[self.device.type],
         )
         try:
-            yield from self._loop(backlog, between_steps)
+            yield from self._loop(queue, between_steps)
         finally:
-            self._running.clear()
-            self._looks.clear()
+            self._slots.clear()
+            self._snapshots.clear()
             self.state.vacate(slice(None))
             self._load_pending()
             self._generating = False
 
-    def _loop(self, backlog: Backlog, between_steps: Callable[[], None] | None) -> Iterator[Completion]:
-        harvest = Harvest()
+    def _loop(self, queue: PrefillQueue, between_steps: Callable[[], None] | None) -> Iterator[Completion]:
+        finished = FinishedSlots()
         overlaps = self._fused is not None
         while True:
             if not overlaps:
-                yield from harvest.completions(self.stop_ids)
-            if not self._running.any():
+                yield from finished.completions(self.stop_ids)
+            if not self._slots.any_running():
                 self._load_pending()
-            self._refill(backlog)
-            works, ahead = self._running.any(), 0
-            if works:
+            self._refill(queue)
+            decodes, ahead = self._slots.any_running(), 0
+            if decodes:
                 if between_steps is not None:
                     between_steps()
-                # Where a response waits for the next free slot, nobody waits for who is done.
-                waits = bool(backlog.waiting) and not self._running.holes and self._pending is None
-                ahead = self._step(may_run_ahead=waits)
+                # While responses wait and no slot is free, the next decode steps need not know which responses are done: a
+                # finished slot idles a little longer, and the device never waits for the host.
+                may_run_ahead = bool(queue.waiting) and not self._slots.gaps and self._pending is None
+                ahead = self._start_decode_steps(may_run_ahead=may_run_ahead)
             if overlaps:  # the GPU works on this turn, the caller on what an earlier one finished
-                yield from harvest.completions(self.stop_ids)
-            while backlog.completed:
-                yield backlog.completed.pop()
-            if not works and backlog.exhausted and not backlog.waiting:
+                yield from finished.completions(self.stop_ids)
+            while queue.completed:
+                yield queue.completed.pop()
+            if not decodes and queue.exhausted and not queue.waiting:
                 return
-            harvest = self._harvest(ahead) if works else Harvest()
+            finished = self._take_finished(ahead) if decodes else FinishedSlots()
 
-    def _refill(self, backlog: Backlog) -> None:
-        """Give free slots to waiting responses (not while draining), then close the holes that remain."""
-        free = self._running.free_slots()
+    def _refill(self, queue: PrefillQueue) -> None:
+        """Give free slots to waiting responses (not while draining), then move running ones into the gaps that remain."""
+        free = self._slots.free_slots()
         if free and self._pending is None:
-            backlog.read_for(len(free), self.version)
-            if self.update == "drain" and backlog.is_older_than(self.version):
-                backlog.prefill_again()
-            admissions = backlog.take(len(free))
+            queue.read_for(len(free), self.version)
+            # Reading may have loaded weights: under drain no response may start from keys and values of older ones.
+            if self.update == "drain" and queue.is_older_than(self.version):
+                queue.prefill_again()
+            admissions = queue.take(len(free))
             if admissions:
                 self._admit(free[: len(admissions)], admissions)
-        if not self._looks:  # a look under way knows responses by their slots
-            self._move(*self._running.close_holes())
+        if not self._snapshots:  # a snapshot under way knows responses by their slots
+            self._move(*self._slots.compact())
 
     @torch.inference_mode()
     def _admit(self, slots: list[int], admissions: Sequence[Admission]) -> None:
@@ -219,41 +215,42 @@ class NativeEngine:
         self.state.place(slots, responses, self.seed)
         for slot, response in zip(slots, responses):
             response.open_span(response.num_prefix_tokens, self.version)
-            self._running.put(slot, response, since=self._num_looks)
+            self._slots.put(slot, response, first_snapshot=self._num_snapshots)
 
     @torch.inference_mode()
     def _move(self, sources: list[int], targets: list[int]) -> None:
         if not sources:
             return
         source, target = on_device(torch.tensor([sources, targets]), self.device)
-        self.cache.move(source, target, self._running.num_keys())
+        self.cache.move(source, target, self._slots.num_keys())
         self.state.move(source, target)
 
-    def _step(self, *, may_run_ahead: bool) -> int:
-        """A token for every running response; on a GPU several, and it has only been told to when this returns.
+    def _start_decode_steps(self, *, may_run_ahead: bool) -> int:
+        """Start a decode step for every running response: on a GPU several, and they have only begun when this returns.
 
-        -> looks that may stay under way: 1 = the next steps need not wait for what these ones finish.
+        -> snapshots that may stay under way: 1 = the next decode steps need not wait for what these ones finish.
         """
-        running, ahead = self._running, 0
-        needs = running.needs()
+        slots, ahead = self._slots, 0
+        needs = slots.needs()
         if self._fused is not None and self._fused.serves(needs):
             ahead = int(may_run_ahead)
-            self._fused.run(running.count, steps=STEPS_AHEAD if ahead else STEPS_PER_LOOK)
-        elif self._looks:
-            return ahead  # the plain step wants to know first who is done
+            self._fused.run(slots.count, decode_steps=DECODE_STEPS_AHEAD if ahead else DECODE_STEPS_PER_SNAPSHOT)
+        elif self._snapshots:
+            return ahead  # the plain decode step would run over slots that are done: the host must take them out first
         else:
-            self._decode(running.count, running.num_keys(), needs)
-        self._looks.append((self._num_looks, self.state.look(running.count)))
-        self._num_looks += 1
+            self._decode_step(slots.count, slots.num_keys(), needs)
+        self._snapshots.append((self._num_snapshots, self.state.snapshot(slots.count)))
+        self._num_snapshots += 1
         return ahead
 
-    def _catch_up(self) -> None:
-        """Wait until the device stands still: the host's numbers are those of now."""
-        self._running.advance_to(self.state.look(self._running.count).wait(), self._num_looks)
+    def _synchronize(self) -> None:
+        """Wait until the device stands still, and bring the host's numbers up to date."""
+        # Finished responses are left in their slots: later snapshots name them again.
+        self._slots.update(self.state.snapshot(self._slots.count).wait(), self._num_snapshots)
 
     @torch.inference_mode()
-    def _decode(self, count: int, num_keys: int, needs: Needs) -> None:
-        """One step, pure work on static tensors, no host in between."""
+    def _decode_step(self, count: int, num_keys: int, needs: SamplingNeeds) -> None:
+        """One plain decode step: a token for each of the first `count` slots, written into the slots' tables."""
         state, decoder = self.state, self.decoder
         ids, positions = state.column("ids", count), state.column("positions", count)
         attend = SlotAttention(decoder.spec, self.cache, positions, num_keys)
@@ -262,38 +259,23 @@ class NativeEngine:
         state.record(count, sampled, self._is_stop)
 
     @torch.inference_mode()
-    def _harvest(self, ahead: int) -> Harvest:
-        """Take the finished responses out of their slots, by all looks but the last `ahead`."""
+    def _take_finished(self, ahead: int) -> FinishedSlots:
+        """Take the finished responses out of their slots, by all snapshots but the last `ahead`."""
         slots: list[int] = []
-        while len(self._looks) > ahead:
-            number, look = self._looks.popleft()
-            slots = self._running.advance_to(look.wait(), number)
+        while len(self._snapshots) > ahead:
+            number, snapshot = self._snapshots.popleft()
+            # A slot that is done stays done until it is taken out, so the last snapshot names all of them.
+            slots = self._slots.update(snapshot.wait(), number)
         if not slots:
-            return Harvest()
-        counts = self._running.num_tokens[slots]
-        return Harvest(
-            [self._running.remove(slot) for slot in slots], counts, self.state.fetch(slots, int(counts.max()))
+            return FinishedSlots()
+        counts = self._slots.num_tokens[slots]
+        return FinishedSlots(
+            [self._slots.remove(slot) for slot in slots], counts, self.state.fetch(slots, int(counts.max()))
         )
 
-    @torch.inference_mode()
-    def _prefill(self, sequences: Sequence[np.ndarray]) -> list[tuple[Prefilled, int]]:
-        """Keys and values of all but the last token of each sequence, in batches of similar length."""
-        found: dict[int, tuple[Prefilled, int]] = {}
-        lengths = [len(sequence) - 1 for sequence in sequences]
-        for batch in length_batches(lengths, token_budget=PREFILL_TOKENS[self.device.type]):
-            prefilled = self._prefill_batch([sequences[index][:-1] for index in batch])
-            found.update((index, (prefilled, row)) for row, index in enumerate(batch))
-        return [found[index] for index in range(len(sequences))]
-
-    def _prefill_batch(self, rows: Sequence[np.ndarray]) -> Prefilled:
-        columns = max([1, *(len(row) for row in rows)])
-        ids = padded(rows, columns=columns, device=self.device)
-        positions = torch.arange(columns, device=self.device).expand_as(ids)
-        attend = CausalAttention(self.decoder.spec, *ids.shape, keep=True, dtype=self.cache.keys.dtype)
-        self.decoder.store_only(ids.flatten(), positions.flatten(), attend)
-        # Where keys lie like values nothing needs to be copied: the pass wrote them as they are forked.
-        keys = self.cache.arrange(attend.keys) if self.cache.positions_last else attend.keys
-        return Prefilled(keys=keys, values=attend.values, version=self.version)
+    def _prefill_now(self, sequences: Sequence[np.ndarray]) -> list[tuple[Prefilled, int]]:
+        """Prefill with the weights in use: reading the requests may have loaded others since the queue was asked."""
+        return self._prefill(sequences, self.version)
 
     def _load_pending(self) -> None:
         if self._pending is not None:

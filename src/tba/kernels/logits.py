@@ -1,15 +1,20 @@
-"""From logits to the next token of every slot in two kernels: the logits are read once, and one chunk of them again.
+"""Kernels over logits: the next token of every slot, and the log-probs of chosen tokens with their gradient.
 
-The first takes each chunk of the vocabulary's largest logit and sum of exponentials; the second finds the chunk in which
-the cumulated probability reaches u, then the token inside it, and writes everything a decode step leaves behind. The rules
-are those of tba/generate/sampling.py, without truncation and forbidden tokens.
+`choose_tokens` serves decode steps: the logits are read once, and one chunk of them again. Its first kernel takes each chunk
+of the vocabulary's largest logit and sum of exponentials; the second finds the chunk in which the cumulated probability
+reaches u, then the token inside it, and writes everything a decode step leaves behind. The rules are those of
+tba/generate/sampling.py, without truncation and forbidden tokens.
 
-Axes: N slots, V vocabulary, C chunks.
+`chosen_log_probs` serves training and scoring: logits are computed from hidden states chunk by chunk of rows, read once
+forward and once backward.
+
+Axes: N slots, M tokens, E hidden, V vocabulary, C chunks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -17,11 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 4096
-"""Logits per program of the first kernel."""
+"""Logits that one program reads at once."""
 GAMMA = tl.constexpr(-7046029254386353131)
 MIX_1 = tl.constexpr(-4658895280553007687)
 MIX_2 = tl.constexpr(-7723592293110705685)
-"""0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB as signed numbers."""
+"""GAMMA, MIX_1 and MIX_2 are 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB as signed numbers."""
 
 
 @triton.jit
@@ -154,3 +159,92 @@ def choose_tokens(logits_NV: Tensor, columns: Columns, is_stop_V: Tensor, *, cap
         int_stride, float_stride, columns.tokens.stride(0), size, chunks, cap or 0.0,
         HAS_CAP=cap is not None, BLOCK=block, CHUNKS=triton.next_power_of_2(chunks), num_warps=8,
     )  # fmt: skip
+
+
+# --- log-probs of chosen tokens, with gradient ----------------------------------------------------------------------
+
+
+@triton.jit
+def _row_sums(logits, targets, log_prob, entropy, log_sum, inverse_temperature, V, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    peak, total, weighted = float("-inf"), 0.0, 0.0
+    for start in range(0, V, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < V
+        value = tl.load(logits + row * V + column, mask=inside, other=float("-inf")).to(tl.float32)
+        value = value * inverse_temperature
+        new_peak = tl.maximum(peak, tl.max(value, axis=0))
+        shrink = tl.exp(peak - new_peak)
+        weight = tl.exp(value - new_peak)
+        total = total * shrink + tl.sum(weight, axis=0)
+        weighted = weighted * shrink + tl.sum(tl.where(inside, weight * value, 0.0), axis=0)
+        peak = new_peak
+    log_total = peak + tl.log(total)
+    chosen = tl.load(logits + row * V + tl.load(targets + row)).to(tl.float32) * inverse_temperature
+    tl.store(log_prob + row, chosen - log_total)
+    tl.store(entropy + row, log_total - weighted / total)
+    tl.store(log_sum + row, log_total)
+
+
+@triton.jit
+def _to_gradients(logits, targets, log_sum, gradient, inverse_temperature, V, BLOCK: tl.constexpr):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    inside = column < V
+    value = tl.load(logits + row * V + column, mask=inside, other=float("-inf")).to(tl.float32)
+    probability = tl.exp(value * inverse_temperature - tl.load(log_sum + row))
+    is_target = tl.where(column == tl.load(targets + row), 1.0, 0.0)
+    slope = tl.load(gradient + row) * inverse_temperature * (is_target - probability)
+    tl.store(logits + row * V + column, slope.to(logits.dtype.element_ty), mask=inside)
+
+
+class _ChosenLogProbs(torch.autograd.Function):
+    """Forward keeps hidden states and one number per token; backward computes the logits of a chunk again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ME: Tensor, head_VE: Tensor, targets_M: Tensor, inverse_temperature: float, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        count, size = hidden_ME.shape[0], head_VE.shape[0]
+        log_prob_M, entropy_M, log_sum_M = (torch.empty(count, device=hidden_ME.device) for _ in range(3))
+        for start in range(0, count, rows):
+            part = slice(start, min(start + rows, count))
+            logits = hidden_ME[part] @ head_VE.t()
+            _row_sums[(logits.shape[0],)](
+                logits, targets_M[part], log_prob_M[part], entropy_M[part], log_sum_M[part], inverse_temperature, size,
+                BLOCK=min(CHUNK, triton.next_power_of_2(size)), num_warps=8,
+            )  # fmt: skip
+        ctx.save_for_backward(hidden_ME, head_VE, targets_M, log_sum_M)
+        ctx.inverse_temperature, ctx.rows = inverse_temperature, rows
+        ctx.mark_non_differentiable(entropy_M)
+        return log_prob_M, entropy_M
+
+    @staticmethod
+    def backward(ctx: Any, gradient_M: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden_ME, head_VE, targets_M, log_sum_M = ctx.saved_tensors
+        count, size = hidden_ME.shape[0], head_VE.shape[0]
+        gradient_M = gradient_M.contiguous()
+        d_hidden_ME = torch.empty_like(hidden_ME)
+        d_head_VE = None  # a frozen head (LoRA) needs none
+        if ctx.needs_input_grad[1]:
+            d_head_VE = torch.zeros(head_VE.shape, dtype=torch.float32, device=head_VE.device)
+        block = min(CHUNK, triton.next_power_of_2(size))
+        for start in range(0, count, ctx.rows):
+            part = slice(start, min(start + ctx.rows, count))
+            logits = hidden_ME[part] @ head_VE.t()
+            _to_gradients[(logits.shape[0], triton.cdiv(size, block))](
+                logits, targets_M[part], log_sum_M[part], gradient_M[part], ctx.inverse_temperature, size,
+                BLOCK=block, num_warps=8,
+            )  # fmt: skip
+            torch.mm(logits, head_VE, out=d_hidden_ME[part])
+            if d_head_VE is not None:
+                d_head_VE += logits.t() @ hidden_ME[part]
+        return d_hidden_ME, None if d_head_VE is None else d_head_VE.to(head_VE.dtype), None, None, None
+
+
+def chosen_log_probs(
+    hidden_ME: Tensor, head_VE: Tensor, targets_M: Tensor, *, temperature: float, logits_at_once: int
+) -> tuple[Tensor, Tensor]:
+    """-> (log-prob of each target [M], entropy of each distribution [M] without gradient), fp32."""
+    rows = max(1, logits_at_once // head_VE.shape[0])
+    return _ChosenLogProbs.apply(hidden_ME.contiguous(), head_VE, targets_M, 1.0 / temperature, rows)

@@ -1,4 +1,9 @@
-"""The static tensors of a decoder, and how named tensors of a transformers state dict are copied into them."""
+"""What a decoder is made of: the spec that says how its family computes, and its static tensors.
+
+A frozen `DecoderSpec` says how a family differs (norms, positions, biases, windows, caps). `DecoderWeights` holds the
+matrices and norms, and which named tensor of a transformers state dict fills which part of them. Weights are copied in
+place, so their addresses never change and a captured CUDA graph stays valid.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,62 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """How one model computes: everything but its weights.
+
+    DecoderSpec(family="llama", vocab_size=512, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_size=384,
+                windows=(None,) * 5, query_scales=(32**-0.5,) * 5, rotary_kinds=("all",) * 5, rotary_dim=32)
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_size: int
+    windows: tuple[int | None, ...]
+    """Number of tokens that a token sees, itself included, by layer; None = all before it."""
+    query_scales: tuple[float, ...]
+    """Factor of query x key, by layer."""
+    rotary_kinds: tuple[str, ...]
+    """Name of the rotation table, by layer; "" = none (learned positions)."""
+    rotary_dim: int = 0
+    """Number of leading dimensions of a head that are rotated; 0 = learned positions."""
+    norm: str = "rms"
+    """Kind of norm: rms or layer."""
+    norm_epsilon: float = 1e-6
+    norm_offset: float = 0.0
+    """Number added to rms weights when they are loaded: Gemma stores w and means 1 + w."""
+    activation: str = "silu"
+    gated: bool = True
+    """Whether the MLP is down(act(gate) * up) instead of down(act(up))."""
+    post_norms: bool = False
+    """Whether the output of attention and MLP is normed too, as in Gemma 2 and 3."""
+    query_key_norm: bool = False
+    parallel_residual: bool = False
+    """Whether attention and MLP both read the layer's input, as in GPT-NeoX."""
+    embedding_scale: float = 1.0
+    attention_cap: float | None = None
+    """Cap of attention scores, which become cap * tanh(score / cap); None = off."""
+    logit_cap: float | None = None
+    tied: bool = False
+    """Whether the head is the embedding matrix."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def group(self) -> int:
+        """Number of query heads per key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+
 @dataclass(kw_only=True, eq=False)
 class Linear:
-    """weight [out, in] and bias [out] or None."""
+    """A linear map with weight [out, in] and bias [out] or None."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -69,9 +127,9 @@ class Placement:
     target: Tensor
     """A view of a static tensor."""
     shape: tuple[int, ...]
-    """Of the named tensor."""
+    """Shape of the named tensor."""
     arrange: Callable[[Tensor], Tensor]
-    """Named tensor -> values of the target."""
+    """Function from the named tensor to the values of the target."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -88,7 +146,7 @@ class DecoderWeights:
     """[positions, hidden], learned; None = rotary."""
     placements: Mapping[str, Placement]
     ignored: frozenset[str]
-    """Names that may come and carry nothing new: the head of tied embeddings, buffers."""
+    """Names that a bundle may hold without being used: the head of tied embeddings, buffers."""
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:

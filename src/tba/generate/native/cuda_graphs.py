@@ -1,0 +1,134 @@
+"""CUDA graphs: decode steps over the slots, and the loading of new weights, captured once and replayed.
+
+A decode step is few kernels; several are run before the host takes a snapshot of the slots. Every kernel reads positions and
+stop flags on the device, so one graph per number of slots serves all lengths, and a slot that is done stands still until the
+host takes its response. New weights are copied into the tensors the graphs read: nothing is captured again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tba.generate.native.kv_cache import FusedSlotAttention, SlotCache
+from tba.generate.native.slots import SlotState
+from tba.generate.sampling import SamplingNeeds
+from tba.models.decoder import Decoder, FusedPass
+
+logger = logging.getLogger("tba.generate")
+
+DECODE_STEPS_PER_SNAPSHOT = 8
+"""Decode steps between two snapshots: a finished slot idles half of them on average, a snapshot costs about as much."""
+DECODE_STEPS_AHEAD = 4
+"""Decode steps between two snapshots where the next ones run while the host reads: nothing waits, but a finished slot idles
+longer."""
+
+
+class FusedDecode:
+    """Runs decode steps of a decoder over the slots' static tensors, from captured graphs once kernels are compiled."""
+
+    def __init__(self, decoder: Decoder, cache: SlotCache, state: SlotState, is_stop_V: Tensor) -> None:
+        self.decoder, self.cache, self.state, self.is_stop_V = decoder, cache, state, is_stop_V
+        self.fused_pass = decoder.fused_pass or FusedPass(decoder.spec, decoder.weights, decoder.rotations)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._warm: set[int] = set()
+        """Numbers of slots that have run once: kernels are compiled and libraries are ready, so a capture may follow."""
+        self._addresses: tuple[tuple[int, torch.Size], ...] = ()
+        self._captures = decoder.device.type == "cuda"
+
+    @staticmethod
+    def serves(needs: SamplingNeeds) -> bool:
+        """Whether the kernels can choose these tokens; truncation and forbidden tokens take the plain decode step."""
+        return not (needs.truncation or needs.forbidden)
+
+    @torch.inference_mode()
+    def run(self, count: int, *, decode_steps: int) -> None:
+        """`decode_steps` tokens for each of the first `count` slots that is not done."""
+        # Slots beyond `count` are done, and a slot that is done stands still: a graph over more slots changes nothing there.
+        slots = self._bucket(count)
+        self._forget_if_moved()
+        for _ in range(decode_steps):
+            if self._captures and slots not in self._graphs and slots in self._warm:
+                self._capture(slots)
+            if slots in self._graphs:
+                self._graphs[slots].replay()
+            else:
+                # Kernel by kernel at first: this compiles what is missing, which a capture must not.
+                self._decode_step(slots)
+                self._warm.add(slots)
+
+    def _bucket(self, count: int) -> int:
+        """Number of slots that a graph runs over: powers of two up to 64, then multiples of 64: few graphs, little waste."""
+        rounded = 1 << (count - 1).bit_length() if count <= 64 else -(-count // 64) * 64
+        return min(rounded, self.state.integers.shape[0])
+
+    def _forget_if_moved(self) -> None:
+        """Drop all graphs when a table has grown: they hold the addresses and sizes of the old one."""
+        tables = (self.cache.keys, self.cache.values, self.state.tokens)
+        addresses = tuple((table.data_ptr(), table.shape) for table in tables)
+        if addresses != self._addresses:
+            if self._graphs:
+                torch.cuda.synchronize()  # one of them may be at work
+            self._graphs.clear()
+            self._warm.clear()  # other sizes may be other kernels, and a capture must not compile any
+            self._addresses = addresses
+
+    def _capture(self, slots: int) -> None:
+        """A graph for this number of slots; without memory for one, decoding goes on kernel by kernel, with a warning."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph):
+                self._decode_step(slots)
+        except torch.OutOfMemoryError as error:
+            self._captures = False
+            logger.warning("decoding without CUDA graphs from now on, slower: %.300s", error)
+        else:
+            self._graphs[slots] = graph
+
+    def _decode_step(self, slots: int) -> None:
+        """One decode step: work on static tensors only, so that it can be captured."""
+        from tba.kernels.logits import choose_tokens
+
+        decoder, positions = self.decoder, self.state.column("positions", slots)
+        x = decoder.embed(self.state.column("ids", slots), positions)
+        hidden = self.fused_pass.hidden(x, positions, FusedSlotAttention(decoder.spec, self.cache, positions))
+        logits = F.linear(hidden, decoder.weights.head)
+        choose_tokens(logits, self.state.columns(slots), self.is_stop_V, cap=decoder.spec.logit_cap)
+
+
+class InPlaceLoader:
+    """Copies named tensors into a decoder's static tensors.
+
+    On CUDA the hundreds of small copies and rearrangements become one graph once the tensors come from the same addresses as
+    the time before, as they do from a searcher's private copy.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._addresses: tuple[int, ...] = ()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.no_grad()
+    def __call__(self, tensors: Mapping[str, Tensor]) -> None:
+        addresses = tuple(tensor.data_ptr() for tensor in tensors.values())
+        on_cuda = self._decoder.device.type == "cuda" and all(tensor.is_cuda for tensor in tensors.values())
+        # A captured copy reads from fixed addresses: tensors elsewhere must be copied one by one.
+        if not on_cuda or addresses != self._addresses:
+            self._addresses, self._graph = addresses, None
+            self._decoder.load(tensors)
+            return
+        if self._graph is None:
+            self._graph = self._capture(tensors)
+        self._graph.replay()
+
+    def _capture(self, tensors: Mapping[str, Tensor]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            self._decoder.load(tensors)
+        return graph
