@@ -116,7 +116,7 @@ class Problem:
             for function, weight in self.rewards.items()
         ]
         return {
-            "task.name": "own",
+            "task.name": "custom",
             "task.data": str(own / "train.jsonl"),
             "task.eval_data": str(own / "held_out.jsonl"),
             "task.rewards": rewards,

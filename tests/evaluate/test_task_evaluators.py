@@ -12,8 +12,8 @@ from tba.launch.inputs import load_inputs
 from tba.launch.start import evaluate_model
 from tba.launch.start import train as run_training
 from tba.search.make import make_search_engine
-from tba.tasks.preference.gold import win_rate
 from tba.tasks.rewards import DirectRewards
+from tba.tasks.tldr.gold import win_rate
 from tba.types import Request
 
 

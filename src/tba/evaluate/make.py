@@ -14,10 +14,10 @@ from tba.generate.engine import Scorer
 from tba.generate.settings import training_sampling
 from tba.models.load import LoadedModel
 from tba.tasks.base import Task
-from tba.tasks.own.task import OwnTask
-from tba.tasks.preference.task import PreferenceTask
+from tba.tasks.custom.task import CustomTask
 from tba.tasks.red_team.task import RedTeamTask
 from tba.tasks.rewards import Rewards
+from tba.tasks.tldr.task import TLDRTask
 
 
 def make_evaluator(
@@ -31,7 +31,7 @@ def make_evaluator(
     """`start` gives what holds the model that KL is counted from, and is asked where that is measured; None = it is not."""
     settings, sampling, tokenizer = config.evaluate, training_sampling(config), loaded.tokenizer
     prompts = task.prompts(settings.split)[: settings.num_prompts]
-    if isinstance(task, PreferenceTask):
+    if isinstance(task, TLDRTask):
         task.load_models(gold=True)
         return SummaryEvaluator(
             task=task,
@@ -60,7 +60,7 @@ def make_evaluator(
         prompts=prompts,
         sampling=sampling,
         samples_per_prompt=settings.samples_per_prompt,
-        mean_rewards=isinstance(task, OwnTask),
+        mean_rewards=isinstance(task, CustomTask),
     )
 
 

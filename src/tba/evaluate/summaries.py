@@ -16,9 +16,9 @@ from tba.evaluate.base import BetweenSteps, greedy, in_parts, respond
 from tba.evaluate.distance import Distance
 from tba.generate.engine import Engine
 from tba.observe.metrics import mean_metrics
-from tba.tasks.preference.gold import wins
-from tba.tasks.preference.task import PreferenceTask
 from tba.tasks.rewards import FinishedGroup
+from tba.tasks.tldr.gold import wins
+from tba.tasks.tldr.task import TLDRTask
 from tba.types import Prompt, Sampling
 
 SUMMARIES_AT_ONCE = 64
@@ -33,7 +33,7 @@ class SummaryEvaluator:
     """`win_rate`, and, where the start model is known, `kl` to it, `perplexity`, `perplexity_per_sample` and
     `regularised_reward`."""
 
-    task: PreferenceTask
+    task: TLDRTask
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Prompt]
     sampling: Sampling

@@ -16,7 +16,7 @@ from tba.models.lora import add_lora, base_of, is_adapter, with_adapter
 
 SHIPPED = {
     "tba:arithmetic": "tasks/arithmetic/start_model",
-    "tba:tldr": "tasks/preference/start_model",
+    "tba:tldr": "tasks/tldr/start_model",
     "tba:red_team": "tasks/red_team/start_model",
 }
 """Models inside the package, by the name used for model.path."""

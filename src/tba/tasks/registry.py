@@ -13,21 +13,21 @@ from tba.config import TaskConfig
 from tba.tasks.arithmetic.prepare import prepare_arithmetic
 from tba.tasks.arithmetic.task import ArithmeticTask
 from tba.tasks.base import Task
+from tba.tasks.custom.task import CustomTask
 from tba.tasks.inputs import TaskInputs
 from tba.tasks.maths.gsm8k import GSM8KTask
 from tba.tasks.maths.math import MathTask
-from tba.tasks.own.task import OwnTask
-from tba.tasks.preference.prepare import prepare_tldr
-from tba.tasks.preference.task import PreferenceTask
 from tba.tasks.red_team.prepare import prepare_red_team
 from tba.tasks.red_team.task import RedTeamTask
+from tba.tasks.tldr.prepare import prepare_tldr
+from tba.tasks.tldr.task import TLDRTask
 
 TASKS: dict[str, Callable[[TaskInputs], Task]] = {
     "arithmetic": ArithmeticTask,
     "gsm8k": GSM8KTask,
-    "own": OwnTask,
+    "custom": CustomTask,
     "math": MathTask,
-    "tldr": PreferenceTask,
+    "tldr": TLDRTask,
     "red_team": RedTeamTask,
 }
 

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from tba.models.load import context_length, first_line, resolve_device, resolve_dtype
-from tba.tasks.preference.classifier import Classifier
-from tba.tasks.preference.reward import RewardModel, is_reward_model
-from tba.tasks.preference.sequences import Sequenced, make_sequence, pad_right
+from tba.tasks.tldr.classifier import Classifier
+from tba.tasks.tldr.reward import RewardModel, is_reward_model
+from tba.tasks.tldr.sequences import Sequenced, make_sequence, pad_right
 
 
 class Scorer(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tba.tasks.preference.world import FILLERS, IMPORTANT, VALUES, Fact, Post
+from tba.tasks.tldr.world import FILLERS, IMPORTANT, VALUES, Fact, Post
 
 MAX_SUMMARY_TOKENS = 14
 """A summary with its EOS: generate.max_new_tokens of this task."""

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
-from tba.tasks.preference.sequences import Padded
+from tba.tasks.tldr.sequences import Padded
 
 Pooling = Literal["sum", "last"]
 POOLINGS = ("sum", "last")

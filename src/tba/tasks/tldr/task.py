@@ -4,8 +4,8 @@ Embedded edition (task.data not given): the posts of `world.py`, the shipped rew
 edition: rows as `real.py` reads them, a reward model and a gold model:
 
     tba train configs/tldr.yaml task.data=vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144
-        task.preference.reward_model=mnoukhov/pythia410m-rm-tldr6.9b
-        task.preference.gold_model=cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr
+        task.tldr.reward_model=mnoukhov/pythia410m-rm-tldr6.9b
+        task.tldr.gold_model=cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tba.tasks.encoding import make_prompt
 from tba.tasks.inputs import TaskInputs
 from tba.tasks.maths.questions import Problem
 from tba.tasks.overlap import nothing_left
-from tba.tasks.preference import gold
-from tba.tasks.preference.real import WHY_MISSING, read_splits
-from tba.tasks.preference.scorer import ModelScorer, load_scorer
-from tba.tasks.preference.summaries import reference_summary
-from tba.tasks.preference.world import HELD_OUT_POSTS, SEEDS, VALIDATION_POSTS, Post, draw_posts, first_posts
 from tba.tasks.rows import keep_some
+from tba.tasks.tldr import gold
+from tba.tasks.tldr.real import WHY_MISSING, read_splits
+from tba.tasks.tldr.scorer import ModelScorer, load_scorer
+from tba.tasks.tldr.summaries import reference_summary
+from tba.tasks.tldr.world import HELD_OUT_POSTS, SEEDS, VALIDATION_POSTS, Post, draw_posts, first_posts
 from tba.types import Completion, Prompt
 
 
-class PreferenceTask:
+class TLDRTask:
     """Reward `reward_model`: the reward model's score. A summary counts as solved above 0: the embedded start model's mean.
     Models are loaded when they are first asked for a score."""
 
@@ -55,9 +55,9 @@ class PreferenceTask:
 
     def load_models(self, *, gold: bool = False) -> None:
         """Now, and not at the first score: a large one takes minutes, and a wrong name should show at the start."""
-        self._scorer(self._config.preference.reward_model)
-        if gold and self._config.preference.gold_model is not None:
-            self._scorer(self._config.preference.gold_model)
+        self._scorer(self._config.tldr.reward_model)
+        if gold and self._config.tldr.gold_model is not None:
+            self._scorer(self._config.tldr.gold_model)
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """Made when first asked for; the column `reference` is the summary that win rates compare with."""
@@ -75,18 +75,18 @@ class PreferenceTask:
 
     def proxy_scores(self, prompts: Sequence[str], texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
         """float64 [N]: what training is rewarded by."""
-        return self._scorer(self._config.preference.reward_model).score(prompts, texts, finished)
+        return self._scorer(self._config.tldr.reward_model).score(prompts, texts, finished)
 
     def gold_scores(self, prompts: Sequence[str], texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
         """float64 [N]: what evaluations judge by, and training never sees."""
-        if self._config.preference.gold_model is None:
+        if self._config.tldr.gold_model is None:
             return gold.gold_scores(prompts, texts, finished)
-        return self._scorer(self._config.preference.gold_model).score(prompts, texts, finished)
+        return self._scorer(self._config.tldr.gold_model).score(prompts, texts, finished)
 
     def _scorer(self, path: str | None) -> ModelScorer:
         """None = the shipped reward model."""
         if path not in self._scorers:
-            per_pass = self._config.preference.scores_per_pass
+            per_pass = self._config.tldr.scores_per_pass
             if path is None:
                 shipped = str(reward_model_path())
                 self._scorers[path] = load_scorer(shipped, device="cpu", dtype="float32", scores_per_pass=per_pass)
@@ -96,24 +96,24 @@ class PreferenceTask:
 
     def _check_models(self) -> None:
         """What can be known without loading them, before a run has begun."""
-        own = self._config.preference
+        own = self._config.tldr
         if self._config.data is not None and own.reward_model is None:
             raise ValueError(
-                "task.preference.reward_model is needed with task.data: a folder or hub name of the model whose score is "
+                "task.tldr.reward_model is needed with task.data: a folder or hub name of the model whose score is "
                 "the reward. The shipped one only knows the embedded posts."
             )
         if self._config.data is not None and own.gold_model is None:
             raise ValueError(
-                "task.preference.gold_model is needed with task.data, where there is no gold rule: a folder or hub name "
+                "task.tldr.gold_model is needed with task.data, where there is no gold rule: a folder or hub name "
                 "of a reward model that training does not use, to judge summaries in evaluations."
             )
         if own.gold_model is not None and own.gold_model == own.reward_model:
             raise ValueError(
-                f"task.preference.gold_model={own.gold_model} is also the reward model, and what training maximises cannot "
+                f"task.tldr.gold_model={own.gold_model} is also the reward model, and what training maximises cannot "
                 "judge it: give another one."
             )
-        check_named("task.preference.reward_model", own.reward_model)
-        check_named("task.preference.gold_model", own.gold_model)
+        check_named("task.tldr.reward_model", own.reward_model)
+        check_named("task.tldr.gold_model", own.gold_model)
 
     def _problems(self, split: Split) -> list[Problem]:
         if self._rows is None:

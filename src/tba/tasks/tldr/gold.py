@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tba.tasks.preference.world import IMPORTANT, VALUES, Fact
+from tba.tasks.tldr.world import IMPORTANT, VALUES, Fact
 
 FALSE_CLAIM = 0.30
 TRIVIAL_FACT = 0.10

@@ -1,4 +1,4 @@
-"""A user's own problem: prompts from a JSONL file, rewards from Python functions.
+"""The task `custom`: a user's prompts from a JSONL file, rewards from the user's Python functions.
 
 {"prompt": "What is 2 + 2?", "answer": "4"}
 {"prompt": [{"role": "user", "content": "What is 2 + 3?"}], "answer": "5"}
@@ -19,19 +19,19 @@ from transformers import PreTrainedTokenizerBase
 
 from tba.config import TaskConfig
 from tba.tasks.base import Outcome, RewardFailed, Split
+from tba.tasks.custom.prompt_file import FilePrompts
+from tba.tasks.custom.reward_functions import RewardSet
 from tba.tasks.encoding import make_prompt
 from tba.tasks.inputs import TaskInputs
 from tba.tasks.overlap import not_held_out, nothing_left, question_key
-from tba.tasks.own.prompt_file import FilePrompts
-from tba.tasks.own.reward_functions import RewardSet
 from tba.tasks.rows import BadRow, BadRows, Row, jsonl_rows
 from tba.types import Completion, Prompt, combined_reward
 
 
-class OwnTask:
+class CustomTask:
     """`solved` means that the combined reward reaches 1, the usual meaning of a 0/1 reward."""
 
-    name = "own"
+    name = "custom"
     isolated = True
 
     def __init__(self, inputs: TaskInputs) -> None:
@@ -57,8 +57,8 @@ class OwnTask:
     def prompts(self, split: Split) -> Sequence[Prompt]:
         if split == "validation":
             raise ValueError(
-                "evaluate.split=validation: your own data (task.name=own) has no validation split. Leave evaluate.split at "
-                "held_out, pass your validation file as task.eval_data, and keep the test file for "
+                "evaluate.split=validation: your own data (task.name=custom) has no validation split. Leave evaluate.split "
+                "at held_out, pass your validation file as task.eval_data, and keep the test file for "
                 "`tba evaluate RUN task.eval_data=test.jsonl`."
             )
         if split == "train" and not self._prompts["train"]:

@@ -10,8 +10,8 @@ from tba.config import RewardConfig, TaskConfig, load_config
 from tba.launch import train
 from tba.tasks.arithmetic.tokens import make_tokenizer
 from tba.tasks.base import RewardFailed
+from tba.tasks.custom.reward_functions import RewardFunction, RewardSet, load_reward_function
 from tba.tasks.encoding import encode
-from tba.tasks.own.reward_functions import RewardFunction, RewardSet, load_reward_function
 from tba.tasks.registry import make_task, prepare_task
 from tba.types import Completion
 
@@ -38,9 +38,9 @@ def write(tmp_path):
     return write_file
 
 
-def own(tokenizer, data, *functions, max_prompt_tokens=50, **settings):
+def custom(tokenizer, data, *functions, max_prompt_tokens=50, **settings):
     rewards = tuple(RewardConfig(function=function) for function in functions)
-    config = TaskConfig(name="own", data=data, rewards=rewards, **settings)
+    config = TaskConfig(name="custom", data=data, rewards=rewards, **settings)
     return make_task(config, tokenizer, max_prompt_tokens=max_prompt_tokens)
 
 
@@ -70,7 +70,7 @@ def score(prompts, completions, answer, **kwargs):
 
 
 def test_prompts_and_columns_reach_the_reward(tokenizer, write):
-    task = own(tokenizer, write("data.jsonl", ROWS), write("rewards.py", SCORE) + ":score", eval_fraction=0.0)
+    task = custom(tokenizer, write("data.jsonl", ROWS), write("rewards.py", SCORE) + ":score", eval_fraction=0.0)
     first = task.prompts("train")[0]
     assert (first.text, first.columns["answer"]) == ("Mia has 1 pens.", "1")
     outcomes = task.score(first, ["1", "2"], [completion(5), completion(6)])
@@ -98,7 +98,7 @@ def test_two_rewards_of_one_name_are_refused(write):
 
 def test_held_out_prompts_are_a_share_and_never_train(tokenizer, write):
     data, file = write("data.jsonl", ROWS), write("rewards.py", SCORE)
-    task = own(tokenizer, data, f"{file}:score", eval_fraction=0.3)
+    task = custom(tokenizer, data, f"{file}:score", eval_fraction=0.3)
     train, held_out = ({p.text for p in task.prompts(split)} for split in ("train", "held_out"))
     assert not train & held_out
     assert len(train | held_out) == len(ROWS)
@@ -107,13 +107,13 @@ def test_held_out_prompts_are_a_share_and_never_train(tokenizer, write):
 
 def test_equal_prompts_fall_on_the_same_side(tokenizer, write):
     data, file = write("data.jsonl", ROWS * 2), write("rewards.py", SCORE)
-    task = own(tokenizer, data, f"{file}:score", eval_fraction=0.3)
+    task = custom(tokenizer, data, f"{file}:score", eval_fraction=0.3)
     assert not {p.text for p in task.prompts("train")} & {p.text for p in task.prompts("held_out")}
 
 
 def test_eval_data_is_the_held_out_split(tokenizer, write):
     file = write("rewards.py", SCORE)
-    task = own(
+    task = custom(
         tokenizer,
         write("data.jsonl", ROWS[:3]),
         f"{file}:score",
@@ -125,7 +125,7 @@ def test_eval_data_is_the_held_out_split(tokenizer, write):
 
 def test_a_validation_split_is_refused_before_there_is_a_run_folder(write, tmp_path):
     function = write("rewards.py", SCORE) + ":score"
-    task = {"name": "own", "data": write("data.jsonl", ROWS), "rewards": [{"function": function}]}
+    task = {"name": "custom", "data": write("data.jsonl", ROWS), "rewards": [{"function": function}]}
     config = load_config(None, ["evaluate.split=validation", f"output={tmp_path}/runs"], task=task)
     with pytest.raises(
         ValueError, match=r"no validation split.* as task\.eval_data, .*`tba evaluate RUN task\.eval_data"
@@ -136,7 +136,7 @@ def test_a_validation_split_is_refused_before_there_is_a_run_folder(write, tmp_p
 
 def test_the_id_column_names_the_prompt(tokenizer, write):
     rows = [{"prompt": "Mia has 3 pens.", "id": 17}]
-    task = own(tokenizer, write("data.jsonl", rows), write("rewards.py", SCORE) + ":score", eval_fraction=0.0)
+    task = custom(tokenizer, write("data.jsonl", rows), write("rewards.py", SCORE) + ":score", eval_fraction=0.0)
     assert task.prompts("train")[0].id == "17"
 
 
@@ -219,7 +219,7 @@ def test_a_missing_column_is_named():
 
 
 def test_a_failed_sample_is_not_solved(tokenizer, write):
-    task = own(tokenizer, write("data.jsonl", ROWS), write("rewards.py", SCORE) + ":score", eval_fraction=0.0)
+    task = custom(tokenizer, write("data.jsonl", ROWS), write("rewards.py", SCORE) + ":score", eval_fraction=0.0)
     assert not task.solved(RewardFailed("score failed"))
 
 
@@ -237,12 +237,12 @@ def test_a_failed_sample_is_not_solved(tokenizer, write):
 )
 def test_bad_data_is_named_by_line(tokenizer, write, content, message):
     with pytest.raises(ValueError, match=message.replace("`", "[`]")):
-        own(tokenizer, write("data.jsonl", content), write("rewards.py", SCORE) + ":score", max_prompt_tokens=10)
+        custom(tokenizer, write("data.jsonl", content), write("rewards.py", SCORE) + ":score", max_prompt_tokens=10)
 
 
 def test_a_missing_data_file_is_named(tokenizer, write, tmp_path):
     with pytest.raises(ValueError, match=r"nowhere.jsonl does not exist"):
-        own(tokenizer, str(tmp_path / "nowhere.jsonl"), write("rewards.py", SCORE) + ":score")
+        custom(tokenizer, str(tmp_path / "nowhere.jsonl"), write("rewards.py", SCORE) + ":score")
 
 
 def test_bad_reward_specifications_are_named(write):
@@ -256,7 +256,7 @@ def test_bad_reward_specifications_are_named(write):
 
 
 def test_unknown_tasks_are_named(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=r"'arithmetik' is not known: it may be arithmetic, gsm8k, own"):
+    with pytest.raises(ValueError, match=r"'arithmetik' is not known: it may be arithmetic, gsm8k, custom"):
         make_task(TaskConfig(name="arithmetik"), tokenizer, max_prompt_tokens=10)
-    with pytest.raises(ValueError, match="'own' has nothing to prepare"):
-        prepare_task("own", tmp_path)
+    with pytest.raises(ValueError, match="'custom' has nothing to prepare"):
+        prepare_task("custom", tmp_path)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from tba.tasks.preference.sequences import Padded
+from tba.tasks.tldr.sequences import Padded
 
 
 class Classifier(nn.Module):

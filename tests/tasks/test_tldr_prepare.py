@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tba.tasks.preference.gold import gold_scores, win_rate
-from tba.tasks.preference.pairs import read_pairs
-from tba.tasks.preference.prepare import (
+from tba.tasks.supervised import Shape, Training, make_model, one_deterministic_thread
+from tba.tasks.tldr.gold import gold_scores, win_rate
+from tba.tasks.tldr.pairs import read_pairs
+from tba.tasks.tldr.prepare import (
     SAMPLING,
     SHAPE,
     Preparing,
@@ -20,13 +21,12 @@ from tba.tasks.preference.prepare import (
     prepare_tldr,
     win_rate_of,
 )
-from tba.tasks.preference.samples import Sampled, sample_summaries
-from tba.tasks.preference.scorer import load_scorer
-from tba.tasks.preference.summaries import reference_summary
-from tba.tasks.preference.task import reward_model_path, start_model_path
-from tba.tasks.preference.train_reward import RewardTraining
-from tba.tasks.preference.world import WORDS, first_posts
-from tba.tasks.supervised import Shape, Training, make_model, one_deterministic_thread
+from tba.tasks.tldr.samples import Sampled, sample_summaries
+from tba.tasks.tldr.scorer import load_scorer
+from tba.tasks.tldr.summaries import reference_summary
+from tba.tasks.tldr.task import reward_model_path, start_model_path
+from tba.tasks.tldr.train_reward import RewardTraining
+from tba.tasks.tldr.world import WORDS, first_posts
 from tba.tasks.words import make_word_tokenizer
 
 TINY = Preparing(

@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from tba.config import PreferenceConfig, TaskConfig, load_config
+from tba.config import TaskConfig, TLDRConfig, load_config
 from tba.launch.start import train
 from tba.tasks.base import RewardFailed
 from tba.tasks.inputs import TaskInputs
-from tba.tasks.preference.gold import gold_score
-from tba.tasks.preference.scorer import load_scorer
-from tba.tasks.preference.summaries import reference_summary
-from tba.tasks.preference.task import PreferenceTask, reward_model_path
-from tba.tasks.preference.world import WORDS, first_posts
+from tba.tasks.tldr.gold import gold_score
+from tba.tasks.tldr.scorer import load_scorer
+from tba.tasks.tldr.summaries import reference_summary
+from tba.tasks.tldr.task import TLDRTask, reward_model_path
+from tba.tasks.tldr.world import WORDS, first_posts
 from tba.tasks.words import make_word_tokenizer
 from tba.types import Completion
 
@@ -52,13 +52,11 @@ def save_classifier(folder, seed):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return PreferenceConfig(
-        reward_model=save_classifier(folder / "rm", 0), gold_model=save_classifier(folder / "gold", 1)
-    )
+    return TLDRConfig(reward_model=save_classifier(folder / "rm", 0), gold_model=save_classifier(folder / "gold", 1))
 
 
 def make(**task):
-    return PreferenceTask(
+    return TLDRTask(
         TaskInputs(config=TaskConfig(**({"name": "tldr"} | task)), tokenizer=TOKENIZER, max_prompt_tokens=40)
     )
 
@@ -107,11 +105,9 @@ def test_a_score_above_0_counts_as_solved():
 
 
 def test_nothing_is_loaded_before_the_first_score(monkeypatch, models, tmp_path):
-    monkeypatch.setattr("tba.tasks.preference.task.load_scorer", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("tba.tasks.tldr.task.load_scorer", lambda *_, **__: pytest.fail("loaded"))
     make().prompts("validation")
-    make(data=write_rows(tmp_path / "train.jsonl", *rows(4)), num_validation_prompts=0, preference=models).prompts(
-        "train"
-    )
+    make(data=write_rows(tmp_path / "train.jsonl", *rows(4)), num_validation_prompts=0, tldr=models).prompts("train")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
@@ -119,7 +115,7 @@ def test_nothing_is_loaded_before_the_first_score(monkeypatch, models, tmp_path)
 def test_the_real_edition_reads_a_folder(tmp_path, models, suffix, held_out):
     write_rows(tmp_path / f"train{suffix}", *rows(12))
     write_rows(tmp_path / f"{held_out}{suffix}", {"prompt": POST, "summary": "day friday"})
-    task = make(data=str(tmp_path), num_validation_prompts=4, preference=models)
+    task = make(data=str(tmp_path), num_validation_prompts=4, tldr=models)
     assert (len(task.prompts("train")), len(task.prompts("validation"))) == (8, 4)
     (prompt,) = task.prompts("held_out")
     assert (prompt.id, prompt.text, prompt.columns) == ("held_out-1", POST, {"reference": " day friday"})
@@ -130,14 +126,14 @@ def test_the_real_edition_reads_a_folder(tmp_path, models, suffix, held_out):
 def test_of_a_folder_with_both_the_validation_rows_are_held_out(tmp_path, models):
     for split, post in (("train", "so TL;DR:"), ("validation", POST), ("test", "well TL;DR:")):
         write_rows(tmp_path / f"{split}.jsonl", {"query": post, "reference": "day friday"})
-    task = make(data=str(tmp_path), num_validation_prompts=0, preference=models)
+    task = make(data=str(tmp_path), num_validation_prompts=0, tldr=models)
     assert [prompt.text for prompt in task.prompts("held_out")] == [POST]
 
 
 def test_the_real_edition_scores_with_the_models_of_the_config(tmp_path, models):
     data = write_rows(tmp_path / "train.jsonl", *rows(4))
     evaluation = write_rows(tmp_path / "eval.jsonl", *rows(2))
-    task = make(data=data, eval_data=evaluation, num_validation_prompts=0, preference=models)
+    task = make(data=data, eval_data=evaluation, num_validation_prompts=0, tldr=models)
     assert len(task.prompts("held_out")) == 2
     prompt, texts = task.prompts("train")[0], ["day friday", "so"]
     outcomes = task.score(prompt, texts, [completion(), completion()])
@@ -152,13 +148,13 @@ def test_the_real_edition_scores_with_the_models_of_the_config(tmp_path, models)
 
 def test_what_the_real_edition_lacks_is_said_in_words(tmp_path, models):
     data = write_rows(tmp_path / "rows.jsonl", *rows(4))
-    with pytest.raises(ValueError, match=r"task\.preference\.reward_model is needed with task\.data"):
+    with pytest.raises(ValueError, match=r"task\.tldr\.reward_model is needed with task\.data"):
         make(data=data)
-    with pytest.raises(ValueError, match=r"task\.preference\.gold_model='/no/such': there is no such folder"):
-        make(preference=PreferenceConfig(gold_model="/no/such"))
-    with pytest.raises(ValueError, match=r"task\.preference\.gold_model is needed with task\.data"):
-        make(data=data, preference=PreferenceConfig(reward_model=models.reward_model))
-    task = make(data=data, num_validation_prompts=0, preference=models)
+    with pytest.raises(ValueError, match=r"task\.tldr\.gold_model='/no/such': there is no such folder"):
+        make(tldr=TLDRConfig(gold_model="/no/such"))
+    with pytest.raises(ValueError, match=r"task\.tldr\.gold_model is needed with task\.data"):
+        make(data=data, tldr=TLDRConfig(reward_model=models.reward_model))
+    task = make(data=data, num_validation_prompts=0, tldr=models)
     with pytest.raises(ValueError, match=r"rows\.jsonl is one file.*Give the rows to report on as task\.eval_data"):
         task.prompts("held_out")
     with pytest.raises(ValueError, match=r"task\.num_validation_prompts is 0"):
@@ -166,7 +162,7 @@ def test_what_the_real_edition_lacks_is_said_in_words(tmp_path, models):
     (tmp_path / "folder").mkdir()
     write_rows(tmp_path / "folder" / "train.jsonl", *rows(4))
     with pytest.raises(ValueError, match=r"has no rows to report on: it needs validation\.jsonl or test\.jsonl"):
-        make(data=str(tmp_path / "folder"), num_validation_prompts=0, preference=models)
+        make(data=str(tmp_path / "folder"), num_validation_prompts=0, tldr=models)
 
 
 GOOD = {"query": POST, "reference_response": "day friday"}
@@ -186,7 +182,7 @@ GOOD = {"query": POST, "reference_response": "day friday"}
     ],
 )
 def test_bad_rows_are_told_with_their_lines(tmp_path, caplog, models, reason, row):
-    task = {"data": write_rows(tmp_path / "rows.jsonl", GOOD, row, GOOD, row), "preference": models}
+    task = {"data": write_rows(tmp_path / "rows.jsonl", GOOD, row, GOOD, row), "tldr": models}
     with pytest.raises(ValueError, match=f"line 2.*2 bad rows: 2 x {reason} \\(lines 2, 4\\)"):
         make(**task, num_validation_prompts=0).prompts("train")
     with caplog.at_level(logging.WARNING):
@@ -204,7 +200,7 @@ def test_the_real_edition_trains_on_rows_and_models_of_its_own(models, mode, tmp
     config = load_config(
         None,
         [*settings, "model.path=tba:tldr", "model.device=cpu", f"output={tmp_path}", "train.truncated=penalise"],
-        task={"name": "tldr", "data": str(tmp_path), "preference": models.model_dump()},
+        task={"name": "tldr", "data": str(tmp_path), "tldr": models.model_dump()},
     )
     summary = train(config)
     assert summary["steps"] == 2
@@ -215,7 +211,7 @@ def test_a_bad_train_row_shows_before_there_is_a_run_folder(models, tmp_path):
     long = {"query": " ".join(["so"] * 80), "reference_response": "day friday"}
     write_rows(tmp_path / "train.jsonl", *rows(5), long)
     write_rows(tmp_path / "validation.jsonl", *rows(8)[5:])
-    task = {"name": "tldr", "data": str(tmp_path), "num_validation_prompts": 0, "preference": models.model_dump()}
+    task = {"name": "tldr", "data": str(tmp_path), "num_validation_prompts": 0, "tldr": models.model_dump()}
     overrides = [
         "model.path=tba:tldr",
         "model.device=cpu",
@@ -229,6 +225,6 @@ def test_a_bad_train_row_shows_before_there_is_a_run_folder(models, tmp_path):
 
 
 def test_what_training_maximises_cannot_be_its_judge(models):
-    same = PreferenceConfig(reward_model=models.reward_model, gold_model=models.reward_model)
+    same = TLDRConfig(reward_model=models.reward_model, gold_model=models.reward_model)
     with pytest.raises(ValueError, match="is also the reward model"):
-        make(preference=same)
+        make(tldr=same)

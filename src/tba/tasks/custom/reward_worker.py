@@ -7,7 +7,7 @@ from typing import Any
 
 from tba.config import RewardConfig
 from tba.runtime.link import Link
-from tba.tasks.own.reward_functions import RewardSet
+from tba.tasks.custom.reward_functions import RewardSet
 
 READY = "ready"
 """First word of a worker: its functions are loaded, the clock of its first call starts."""

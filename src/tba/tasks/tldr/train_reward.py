@@ -23,10 +23,10 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.models.load import context_length, first_line, resolve_device
-from tba.tasks.preference.pairs import Pair, read_pairs
-from tba.tasks.preference.reward import Pooling, RewardModel
-from tba.tasks.preference.sequences import Sequenced, make_sequence, pad_right
 from tba.tasks.rows import BadRow, BadRows
+from tba.tasks.tldr.pairs import Pair, read_pairs
+from tba.tasks.tldr.reward import Pooling, RewardModel
+from tba.tasks.tldr.sequences import Sequenced, make_sequence, pad_right
 
 SequencedPair = tuple[Sequenced, Sequenced]
 """Chosen and rejected, each with its prompt."""

@@ -5,8 +5,8 @@ from itertools import islice
 
 import pytest
 
-from tba.tasks.preference.gold import claims, gold_score, gold_scores, win_rate
-from tba.tasks.preference.summaries import (
+from tba.tasks.tldr.gold import claims, gold_score, gold_scores, win_rate
+from tba.tasks.tldr.summaries import (
     MAX_SUMMARY_TOKENS,
     REFERENCE,
     SLOPPY,
@@ -16,7 +16,7 @@ from tba.tasks.preference.summaries import (
     reference_summary,
     sloppy_summary,
 )
-from tba.tasks.preference.world import (
+from tba.tasks.tldr.world import (
     FILLERS,
     HELD_OUT_POSTS,
     IMPORTANT,

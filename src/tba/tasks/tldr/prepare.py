@@ -30,14 +30,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from tba.config import TaskConfig
 from tba.tasks.base import Split
-from tba.tasks.preference.gold import gold_score, gold_scores, win_rate
-from tba.tasks.preference.pairs import Pair, write_pairs
-from tba.tasks.preference.samples import Sampled, sample_summaries
-from tba.tasks.preference.scorer import load_scorer
-from tba.tasks.preference.summaries import MAX_SUMMARY_TOKENS, reference_summary, sloppy_summary
-from tba.tasks.preference.train_reward import RewardTraining, train_reward_model
-from tba.tasks.preference.world import HELD_OUT_POSTS, SEEDS, VALIDATION_POSTS, WORDS, Post, draw_posts, first_posts
 from tba.tasks.supervised import Shape, Training, one_deterministic_thread, train_start_model
+from tba.tasks.tldr.gold import gold_score, gold_scores, win_rate
+from tba.tasks.tldr.pairs import Pair, write_pairs
+from tba.tasks.tldr.samples import Sampled, sample_summaries
+from tba.tasks.tldr.scorer import load_scorer
+from tba.tasks.tldr.summaries import MAX_SUMMARY_TOKENS, reference_summary, sloppy_summary
+from tba.tasks.tldr.train_reward import RewardTraining, train_reward_model
+from tba.tasks.tldr.world import HELD_OUT_POSTS, SEEDS, VALIDATION_POSTS, WORDS, Post, draw_posts, first_posts
 from tba.tasks.words import make_word_tokenizer
 from tba.types import Sampling
 
