@@ -114,7 +114,7 @@ def _sinks(report_to: Any) -> list[str]:
 
 
 def _load_all(rewards: Sequence[Callable[..., Any] | str]) -> list[Callable[..., Any]]:
-    from tba.tasks.custom.reward_functions import load_reward_function
+    from tba.tasks.rewards.functions import load_reward_function
 
     if not rewards:
         raise ValueError("reward_funcs is empty: give at least one function.")

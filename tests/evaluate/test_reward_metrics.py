@@ -11,7 +11,7 @@ from tba.launch.defaults import with_defaults
 from tba.launch.inputs import load_inputs
 from tba.search.make import make_search_engine
 from tba.tasks.base import RewardFailed
-from tba.tasks.rewards import DirectRewards
+from tba.tasks.rewards.pool import DirectRewards
 from tba.types import Request
 
 

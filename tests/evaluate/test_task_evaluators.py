@@ -12,7 +12,7 @@ from tba.launch.inputs import load_inputs
 from tba.launch.start import evaluate_model
 from tba.launch.start import train as run_training
 from tba.search.make import make_search_engine
-from tba.tasks.rewards import DirectRewards
+from tba.tasks.rewards.pool import DirectRewards
 from tba.tasks.tldr.gold import win_rate
 from tba.types import Request
 

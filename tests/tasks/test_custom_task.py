@@ -8,11 +8,11 @@ import pytest
 
 from tba.config import RewardConfig, TaskConfig, load_config
 from tba.launch import train
-from tba.tasks.arithmetic.tokens import make_tokenizer
+from tba.tasks.arithmetic.prepare import make_tokenizer
 from tba.tasks.base import RewardFailed
-from tba.tasks.custom.reward_functions import RewardFunction, RewardSet, load_reward_function
-from tba.tasks.encoding import encode
+from tba.tasks.data.encoding import encode
 from tba.tasks.registry import make_task, prepare_task
+from tba.tasks.rewards.functions import RewardFunction, RewardSet, load_reward_function
 from tba.types import Completion
 
 CHAT = [{"role": "user", "content": "Mia has 3 pens."}]

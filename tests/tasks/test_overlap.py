@@ -10,13 +10,12 @@ import pytest
 from builders import tiny_tokenizer
 
 from tba.config import TaskConfig
-from tba.tasks.arithmetic.tokens import make_tokenizer
-from tba.tasks.maths.gsm8k import GSM8KTask
-from tba.tasks.maths.math import MathTask
-from tba.tasks.maths.questions import read_splits
-from tba.tasks.overlap import question_key
+from tba.tasks.arithmetic.prepare import make_tokenizer
+from tba.tasks.data.splits import question_key, read_splits
+from tba.tasks.gsm8k import GSM8KTask
+from tba.tasks.math.task import MathTask
 from tba.tasks.registry import make_task
-from tba.tasks.tldr import real
+from tba.tasks.tldr import task as tldr
 
 DATA = Path(os.environ.get("TBA_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
@@ -83,7 +82,7 @@ def test_posts_to_summarise_are_compared_too(write, caplog):
     rows = [{"query": f"post {i}", "reference_response": " short"} for i in range(6)]
     data, held_out = write("train.jsonl", rows), write("held.jsonl", [{**rows[2], "query": "POST 2"}])
     config = TaskConfig(name="tldr", data=data, eval_data=held_out, num_validation_prompts=1)
-    splits = real.read_splits(config, tiny_tokenizer())
+    splits = tldr.read_splits(config, tiny_tokenizer())
     assert {split: len(problems) for split, problems in splits.items()} == {"train": 4, "validation": 1, "held_out": 1}
     assert "1 of 6 rows" in warnings(caplog)[0]
 

@@ -12,6 +12,7 @@ from tba.tasks.arithmetic.prepare import (
     HABITS,
     SHAPE,
     greedy_accuracy,
+    make_tokenizer,
     prepare_arithmetic,
     pupil_solution,
 )
@@ -23,8 +24,7 @@ from tba.tasks.arithmetic.problems import (
     held_out_problems,
 )
 from tba.tasks.arithmetic.task import start_model_path
-from tba.tasks.arithmetic.tokens import make_tokenizer
-from tba.tasks.supervised import Training, make_model, one_deterministic_thread
+from tba.tasks.start_models import Training, make_model, one_deterministic_thread
 
 SHORT = Training(steps=6, batch_size=4)
 

@@ -9,8 +9,8 @@ import pytest
 from builders import tiny_tokenizer
 
 from tba.config import TaskConfig
+from tba.tasks.base import TaskInputs
 from tba.tasks.custom.task import CustomTask
-from tba.tasks.inputs import TaskInputs
 
 REWARD = {"function": "unused.py:f"}
 

@@ -8,9 +8,9 @@ import tracemalloc
 import pytest
 
 from tba.config import RewardConfig, TaskConfig
-from tba.tasks.arithmetic.tokens import make_tokenizer
+from tba.tasks.arithmetic.prepare import make_tokenizer
+from tba.tasks.data.rows import BadRows, jsonl_rows
 from tba.tasks.registry import make_task
-from tba.tasks.rows import BadRows, jsonl_rows
 
 REWARD = "def score(completions):\n    return [0.0 for _ in completions]\n"
 LONG = "Mia has 3 pens. " * 30
@@ -162,7 +162,7 @@ def test_a_byte_order_mark_is_no_fault(write):
 
 
 def test_a_line_beyond_the_limit_costs_itself_and_is_not_read_into_memory(write, monkeypatch):
-    monkeypatch.setattr("tba.tasks.rows.LONGEST_LINE", 1000)
+    monkeypatch.setattr("tba.tasks.data.rows.LONGEST_LINE", 1000)
     path = write({"a": 1}, {"a": "x" * 100_000}, {"a": 2}, {"a": "x" * 1500})
     bad = BadRows("stop")
     assert [row.value["a"] for row in jsonl_rows(path, bad)] == [1, 2]

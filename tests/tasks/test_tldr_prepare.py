@@ -8,26 +8,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tba.tasks.supervised import Shape, Training, make_model, one_deterministic_thread
+from tba.tasks.start_models import Shape, Training, make_model, make_word_tokenizer, one_deterministic_thread
 from tba.tasks.tldr.gold import gold_scores, win_rate
-from tba.tasks.tldr.pairs import read_pairs
 from tba.tasks.tldr.prepare import (
     SAMPLING,
     SHAPE,
     Preparing,
+    SampledSummary,
     gold_agreement,
     judged,
     make_pairs,
     prepare_tldr,
+    sample_summaries,
     win_rate_of,
 )
-from tba.tasks.tldr.samples import Sampled, sample_summaries
-from tba.tasks.tldr.scorer import load_scorer
-from tba.tasks.tldr.summaries import reference_summary
+from tba.tasks.tldr.reward_model import load_scorer
 from tba.tasks.tldr.task import reward_model_path, start_model_path
-from tba.tasks.tldr.train_reward import RewardTraining
-from tba.tasks.tldr.world import WORDS, first_posts
-from tba.tasks.words import make_word_tokenizer
+from tba.tasks.tldr.train_reward import RewardTraining, read_pairs
+from tba.tasks.tldr.world import WORDS, first_posts, reference_summary
 
 TINY = Preparing(
     shape=Shape(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, context=64),
@@ -78,9 +76,9 @@ def test_preparing_twice_gives_the_same_bytes_and_leaves_randomness_as_it_was(tm
 def test_a_judge_prefers_gold_and_likes_length_a_little():
     post = "so place harbour day friday snack soup who aunt TL;DR:"
     # gold 1/3 and 2/3, words 2 and 4: P(first preferred) = sigmoid((-1/3 - 0.04) / 0.08) = 0.0093
-    one, two = Sampled("who aunt", True), Sampled("who aunt place harbour", True)
+    one, two = SampledSummary("who aunt", True), SampledSummary("who aunt place harbour", True)
     # gold 1/3 and 1/3 - 0.08, words 2 and 3: P(first preferred) = sigmoid((0.08 - 0.02) / 0.08) = 0.679
-    filled = Sampled("so who aunt", True)
+    filled = SampledSummary("so who aunt", True)
     rng = random.Random(0)
     shares = [
         np.mean([judged(post, one, other, rng).chosen == one.text for _ in range(2000)]) for other in (two, filled)

@@ -8,9 +8,7 @@ import torch
 from builders import VOCABULARY, tiny_llama, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from tba.tasks.tldr.reward import RewardModel
-from tba.tasks.tldr.scorer import ModelScorer, load_scorer
-from tba.tasks.tldr.sequences import make_sequence, pad_right
+from tba.tasks.tldr.reward_model import ModelScorer, RewardModel, load_scorer, make_sequence, pad_right
 
 PROMPTS = ["w3 w4", "w5 w6 w7 w8 w9", "w4", "w3 w4", "w11 w12 w13"]
 RESPONSES = ["w5 w6 w7", "w8", "w20 w21 w22 w23 w24 w25", "", "w9 w9"]

@@ -11,14 +11,12 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from tba.config import TaskConfig, TLDRConfig, load_config
 from tba.launch.start import train
-from tba.tasks.base import RewardFailed
-from tba.tasks.inputs import TaskInputs
+from tba.tasks.base import RewardFailed, TaskInputs
+from tba.tasks.start_models import make_word_tokenizer
 from tba.tasks.tldr.gold import gold_score
-from tba.tasks.tldr.scorer import load_scorer
-from tba.tasks.tldr.summaries import reference_summary
+from tba.tasks.tldr.reward_model import load_scorer
 from tba.tasks.tldr.task import TLDRTask, reward_model_path
-from tba.tasks.tldr.world import WORDS, first_posts
-from tba.tasks.words import make_word_tokenizer
+from tba.tasks.tldr.world import WORDS, first_posts, reference_summary
 from tba.types import Completion
 
 TOKENIZER = make_word_tokenizer(WORDS)

@@ -10,9 +10,16 @@ import pytest
 import torch
 from builders import tiny_llama, tiny_tokenizer
 
-from tba.tasks.tldr.pairs import Pair, read_pairs, write_pairs
-from tba.tasks.tldr.scorer import load_scorer
-from tba.tasks.tldr.train_reward import RewardTraining, bradley_terry_loss, pair_accuracy, train_reward_model
+from tba.tasks.tldr.reward_model import load_scorer
+from tba.tasks.tldr.train_reward import (
+    Pair,
+    RewardTraining,
+    bradley_terry_loss,
+    pair_accuracy,
+    read_pairs,
+    train_reward_model,
+    write_pairs,
+)
 
 GOOD = {"prompt": "w3 w4", "chosen": "w5", "rejected": "w6"}
 QUICK = RewardTraining(epochs=1, batch_size=16, learning_rate=1e-2, warmup_steps=2, device="cpu")

@@ -5,31 +5,29 @@ from itertools import islice
 
 import pytest
 
+from tba.tasks.start_models import make_word_tokenizer
 from tba.tasks.tldr.gold import claims, gold_score, gold_scores, win_rate
-from tba.tasks.tldr.summaries import (
-    MAX_SUMMARY_TOKENS,
-    REFERENCE,
-    SLOPPY,
-    Flaws,
-    draw_summary,
-    perfect_summary,
-    reference_summary,
-    sloppy_summary,
-)
 from tba.tasks.tldr.world import (
     FILLERS,
     HELD_OUT_POSTS,
     IMPORTANT,
+    MAX_SUMMARY_TOKENS,
+    REFERENCE,
     SEPARATOR,
+    SLOPPY,
     TRIVIAL,
     VALIDATION_POSTS,
     VALUES,
     WORDS,
+    Flaws,
     Post,
     draw_posts,
+    draw_summary,
     first_posts,
+    perfect_summary,
+    reference_summary,
+    sloppy_summary,
 )
-from tba.tasks.words import make_word_tokenizer
 
 FAULTLESS = Flaws(drop=0, drop_neglected=0, hallucinate=0, swap=0, trivial=0, filler=0)
 POST = Post(

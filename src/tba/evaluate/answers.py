@@ -14,7 +14,7 @@ from tba.evaluate.rewards import reward_metrics
 from tba.generate.engine import Engine
 from tba.observe.metrics import mean_metrics
 from tba.tasks.base import Outcome, Task
-from tba.tasks.rewards import Rewards, score_all
+from tba.tasks.rewards.pool import Rewards, score_all
 from tba.types import Prompt, Sampling
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from tba.generate.engine import Engine
-from tba.tasks.rewards import FinishedGroup
+from tba.tasks.rewards.pool import FinishedGroup
 from tba.types import Completion, Prompt, Request, Sampling
 
 BetweenSteps = Callable[[], None]

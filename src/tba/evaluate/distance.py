@@ -11,7 +11,7 @@ import numpy as np
 from tba.evaluate.base import BetweenSteps, in_parts
 from tba.generate.engine import Scorer
 from tba.observe.metrics import mean_metrics
-from tba.tasks.rewards import FinishedGroup
+from tba.tasks.rewards.pool import FinishedGroup
 
 RESPONSES_AT_ONCE = 256
 """Scored together, between two signs of life."""

@@ -16,7 +16,7 @@ from tba.models.load import LoadedModel
 from tba.tasks.base import Task
 from tba.tasks.custom.task import CustomTask
 from tba.tasks.red_team.task import RedTeamTask
-from tba.tasks.rewards import Rewards
+from tba.tasks.rewards.pool import Rewards
 from tba.tasks.tldr.task import TLDRTask
 
 

@@ -16,7 +16,7 @@ from tba.evaluate.base import BetweenSteps, greedy, in_parts, respond
 from tba.evaluate.distance import Distance
 from tba.generate.engine import Engine
 from tba.observe.metrics import mean_metrics
-from tba.tasks.rewards import FinishedGroup
+from tba.tasks.rewards.pool import FinishedGroup
 from tba.tasks.tldr.gold import wins
 from tba.tasks.tldr.task import TLDRTask
 from tba.types import Prompt, Sampling

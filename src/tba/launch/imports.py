@@ -14,7 +14,7 @@ from tba.launch.inputs import RunInputs
 from tba.observe.files import RunFolder
 from tba.replay.importing import import_responses
 from tba.tasks.base import RewardFailed
-from tba.tasks.rewards import FinishedGroup, make_rewards, score_all
+from tba.tasks.rewards.pool import FinishedGroup, make_rewards, score_all
 from tba.types import Completion, Prompt, TrajectoryGroup
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from tba.config import Config
 from tba.models.load import LoadedModel, load_model
 from tba.tasks.base import Task
-from tba.tasks.make import make_task_for
+from tba.tasks.registry import make_task_for
 
 LEAST_ROOM, STEPS_OF_ROOM = 100, 4
 """Responses of a prompt that replay has room for, at least (the paper's number), and in steps' worth of its visits."""

@@ -25,7 +25,7 @@ from tba.observe.closing import show_summary
 from tba.observe.files import RunFolder, write_atomic
 from tba.runtime.mps import start_mps
 from tba.search.make import make_search_engine
-from tba.tasks.rewards import make_rewards
+from tba.tasks.rewards.pool import make_rewards
 from tba.train.health import Collapsed
 
 logger = logging.getLogger("tba")

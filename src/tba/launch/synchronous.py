@@ -26,7 +26,7 @@ from tba.search.make import (
     make_step_values,
 )
 from tba.search.scoring import group_texts
-from tba.tasks.rewards import make_rewards
+from tba.tasks.rewards.pool import make_rewards
 from tba.train.loop import Trainer
 from tba.train.make import make_trainer
 

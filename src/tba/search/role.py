@@ -33,8 +33,8 @@ from tba.search.make import (
     make_step_values,
 )
 from tba.search.pace import PacedVisits
-from tba.tasks.make import make_task_for
-from tba.tasks.rewards import Rewards, make_rewards
+from tba.tasks.registry import make_task_for
+from tba.tasks.rewards.pool import Rewards, make_rewards
 
 logger = logging.getLogger("tba.search")
 

@@ -9,16 +9,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tba.config import TaskConfig
+from tba.config import Config, TaskConfig
+from tba.models.canary import CANARY_TOKENS
+from tba.models.load import LoadedModel
 from tba.tasks.arithmetic.prepare import prepare_arithmetic
 from tba.tasks.arithmetic.task import ArithmeticTask
-from tba.tasks.base import Task
+from tba.tasks.base import Task, TaskInputs
 from tba.tasks.custom.task import CustomTask
-from tba.tasks.inputs import TaskInputs
-from tba.tasks.maths.gsm8k import GSM8KTask
-from tba.tasks.maths.math import MathTask
-from tba.tasks.red_team.prepare import prepare_red_team
+from tba.tasks.gsm8k import GSM8KTask
+from tba.tasks.math.task import MathTask
 from tba.tasks.red_team.task import RedTeamTask
+from tba.tasks.red_team.world import prepare_red_team
 from tba.tasks.tldr.prepare import prepare_tldr
 from tba.tasks.tldr.task import TLDRTask
 
@@ -39,6 +40,30 @@ PREPARE: dict[str, Callable[[Path], dict[str, Any]]] = {
 """What makes a task's data and start model, where it has one."""
 
 
+def make_task_for(config: Config, loaded: LoadedModel, functions: Sequence[Callable[..., Any]] | None = None) -> Task:
+    """The task of a config for a loaded model. `functions` are rewards given as Python objects, in the order of
+    task.rewards."""
+    limit = max_prompt_tokens(config, loaded.context)
+    device = str(loaded.model.device)
+    return make_task(config.task, loaded.tokenizer, max_prompt_tokens=limit, functions=functions, device=device)
+
+
+def max_prompt_tokens(config: Config, context: int) -> int:
+    """Longest prompt in tokens: what the model's context leaves beside the response, or the configured limit if smaller."""
+    if context < CANARY_TOKENS:
+        raise ValueError(
+            f"the model's context of {context} tokens is too short: weights are checked by a sequence of {CANARY_TOKENS}. "
+            "Raise max_position_embeddings in its config.json, or take another model."
+        )
+    room = context - config.generate.max_new_tokens
+    if room < 1:
+        raise ValueError(
+            f"generate.max_new_tokens={config.generate.max_new_tokens} leaves no room for a prompt in the model's context "
+            f"of {context} tokens: lower it."
+        )
+    return min(room, config.task.max_prompt_tokens or room)
+
+
 def make_task(
     config: TaskConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -47,6 +72,7 @@ def make_task(
     functions: Sequence[Callable[..., Any]] | None = None,
     device: str = "auto",
 ) -> Task:
+    """The task of a config for any tokenizer; no model is looked at."""
     if config.name not in TASKS:
         raise ValueError(f"task.name={config.name!r} is not known: it may be {', '.join(TASKS)}.")
     inputs = TaskInputs(

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tba.tasks.arithmetic.problems import Problem, held_out_problems, train_problems, validation_problems
-from tba.tasks.base import Outcome, Split
-from tba.tasks.encoding import make_prompt
-from tba.tasks.inputs import TaskInputs
-from tba.tasks.maths.answers import final_number, same_number
+from tba.tasks.base import Outcome, Split, TaskInputs
+from tba.tasks.data.encoding import make_prompt
+from tba.tasks.gsm8k import final_number, same_number
 from tba.types import Completion, Prompt
 
 

@@ -20,11 +20,9 @@ import numpy as np
 
 from tba.config import RedTeamConfig
 from tba.models.load import check_named
-from tba.tasks.base import Outcome, Split
-from tba.tasks.encoding import make_prompt
-from tba.tasks.inputs import TaskInputs
-from tba.tasks.red_team.embedder import Embedder, SentenceEncoder, WordCounts
-from tba.tasks.red_team.judge import ClassifierJudge, Judge, MarkerJudge
+from tba.tasks.base import Outcome, Split, TaskInputs
+from tba.tasks.data.encoding import make_prompt
+from tba.tasks.red_team.encoders import ClassifierJudge, Embedder, Judge, MarkerJudge, SentenceEncoder, WordCounts
 from tba.tasks.red_team.victim import ModelVictim, RuleVictim, Victim
 from tba.tasks.red_team.world import mode_of
 from tba.types import Completion, Prompt

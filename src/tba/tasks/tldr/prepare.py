@@ -17,11 +17,11 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,17 +29,26 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils.logging import disable_progress_bar
 
 from tba.config import TaskConfig
+from tba.generate.native import NativeEngine
 from tba.tasks.base import Split
-from tba.tasks.supervised import Shape, Training, one_deterministic_thread, train_start_model
+from tba.tasks.data.encoding import make_prompt
+from tba.tasks.start_models import Shape, Training, make_word_tokenizer, one_deterministic_thread, train_start_model
 from tba.tasks.tldr.gold import gold_score, gold_scores, win_rate
-from tba.tasks.tldr.pairs import Pair, write_pairs
-from tba.tasks.tldr.samples import Sampled, sample_summaries
-from tba.tasks.tldr.scorer import load_scorer
-from tba.tasks.tldr.summaries import MAX_SUMMARY_TOKENS, reference_summary, sloppy_summary
-from tba.tasks.tldr.train_reward import RewardTraining, train_reward_model
-from tba.tasks.tldr.world import HELD_OUT_POSTS, SEEDS, VALIDATION_POSTS, WORDS, Post, draw_posts, first_posts
-from tba.tasks.words import make_word_tokenizer
-from tba.types import Sampling
+from tba.tasks.tldr.reward_model import load_scorer
+from tba.tasks.tldr.train_reward import Pair, RewardTraining, train_reward_model, write_pairs
+from tba.tasks.tldr.world import (
+    HELD_OUT_POSTS,
+    MAX_SUMMARY_TOKENS,
+    SEEDS,
+    VALIDATION_POSTS,
+    WORDS,
+    Post,
+    draw_posts,
+    first_posts,
+    reference_summary,
+    sloppy_summary,
+)
+from tba.types import Completion, Request, Sampling
 
 SHAPE = Shape(hidden_size=128, num_key_value_heads=4, context=64)
 SUPERVISED = Training(steps=800, batch_size=64)
@@ -51,6 +60,7 @@ LIKING_FOR_LENGTH = 0.02
 """What a judge of pairs adds to the gold score for each word."""
 JUDGES_NOISE = 0.08
 """Scale of gold differences that judges often get wrong."""
+SLOTS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +149,7 @@ def make_pairs(
     return pairs[:num_pairs]
 
 
-def judged(post: str, a: Sampled, b: Sampled, rng: random.Random) -> Pair:
+def judged(post: str, a: SampledSummary, b: SampledSummary, rng: random.Random) -> Pair:
     """P(a preferred) = sigmoid((gold a - gold b + 0.02 (words of a - words of b)) / 0.08)"""
     worth_a, worth_b = (
         gold_score(post, sample.text, finished=sample.finished) + LIKING_FOR_LENGTH * len(sample.text.split())
@@ -178,5 +188,44 @@ def win_rate_of(
     return win_rate(scores, gold_scores(texts, [reference_summary(post) for post in posts], [True] * len(posts)))
 
 
-def _can_be_compared(a: Sampled, b: Sampled) -> bool:
+def _can_be_compared(a: SampledSummary, b: SampledSummary) -> bool:
     return a.finished and b.finished and a.text != b.text and bool(a.text) and bool(b.text)
+
+
+class SampledSummary(NamedTuple):
+    """SampledSummary(text="place harbour day friday", finished=True)"""
+
+    text: str
+    """Without special tokens."""
+    finished: bool
+    """It ended by itself, with an EOS."""
+
+
+def sample_summaries(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    posts: Sequence[str],
+    *,
+    samples_per_post: int,
+    sampling: Sampling,
+    seed: int,
+) -> list[list[SampledSummary]]:
+    """For each post, its samples in order. A sample depends on the seed and the post's place in the list."""
+    longest = int(model.config.max_position_embeddings)
+    prompts = [
+        make_prompt(id=str(i), text=post, columns={}, tokenizer=tokenizer, max_tokens=longest - sampling.max_new_tokens)
+        for i, post in enumerate(posts)
+    ]
+    engine = NativeEngine(
+        model, stop_ids=[tokenizer.eos_token_id], seed=seed, slots=SLOTS, max_length=longest, dtype=torch.float32
+    )
+    completions: list[list[Completion]] = [[] for _ in posts]
+    requests = [Request(prompt=prompt) for prompt in prompts]
+    for completion in engine.generate(requests, samples_per_prompt=samples_per_post, sampling=sampling):
+        completions[int(completion.prompt_id)].append(completion)
+    return [[_sampled(c, tokenizer) for c in sorted(own, key=lambda c: c.sample_index)] for own in completions]
+
+
+def _sampled(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> SampledSummary:
+    text = tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+    return SampledSummary(text, completion.finish == "stop")

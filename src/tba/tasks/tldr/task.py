@@ -1,11 +1,17 @@
 """Preference tuning (TL;DR): summarise posts, rewarded by a reward model, judged by gold scores.
 
 Embedded edition (task.data not given): the posts of `world.py`, the shipped reward model, the hidden gold rule. Real
-edition: rows as `real.py` reads them, a reward model and a gold model:
+edition: posts with the summaries that people wrote, a reward model and a gold model:
 
     tba train configs/tldr.yaml task.data=vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144
         task.tldr.reward_model=mnoukhov/pythia410m-rm-tldr6.9b
         task.tldr.gold_model=cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr
+
+    {"query": "... POST: I went for a run and ...\\n\\nTL;DR:", "reference_response": " I broke my foot.<|endoftext|>"}
+
+The post of a row may also be called `prompt`, the summary `reference` or `summary`. Held out are the rows of task.eval_data,
+or the validation rows of the data (the paper evaluates there), or a folder's test rows. Those to tune on, split
+`validation`, are train rows that a hash of the post picks.
 """
 
 from __future__ import annotations
@@ -15,20 +21,35 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
+from tba.config import TaskConfig
 from tba.models.load import check_named
-from tba.tasks.base import Outcome, RewardFailed, Split
-from tba.tasks.encoding import make_prompt
-from tba.tasks.inputs import TaskInputs
-from tba.tasks.maths.questions import Problem
-from tba.tasks.overlap import nothing_left
-from tba.tasks.rows import keep_some
+from tba.tasks.base import Outcome, RewardFailed, Split, TaskInputs
+from tba.tasks.data.encoding import make_prompt
+from tba.tasks.data.rows import SUFFIXES, BadRow, DataRow, keep_some, prompt_column, require_object, text_column
+from tba.tasks.data.splits import QuestionAnswer, Source, make_splits, nothing_left, read_problems
 from tba.tasks.tldr import gold
-from tba.tasks.tldr.real import WHY_MISSING, read_splits
-from tba.tasks.tldr.scorer import ModelScorer, load_scorer
-from tba.tasks.tldr.summaries import reference_summary
-from tba.tasks.tldr.world import HELD_OUT_POSTS, SEEDS, VALIDATION_POSTS, Post, draw_posts, first_posts
+from tba.tasks.tldr.reward_model import ModelScorer, load_scorer
+from tba.tasks.tldr.world import (
+    HELD_OUT_POSTS,
+    SEEDS,
+    VALIDATION_POSTS,
+    Post,
+    draw_posts,
+    first_posts,
+    reference_summary,
+)
 from tba.types import Completion, Prompt
+
+PROMPT_COLUMNS = ("query", "prompt")
+REFERENCE_COLUMNS = ("reference_response", "reference", "summary")
+"""The first that a row has counts."""
+WHY_MISSING: dict[Split, str] = {
+    "validation": "task.num_validation_prompts is 0: set it to a number of train posts to tune on.",
+    "held_out": "task.data={data} is one file, taken as the train rows. Give the rows to report on as task.eval_data, or a "
+    "folder with both as task.data, or evaluate on evaluate.split=validation.",
+}
 
 
 class TLDRTask:
@@ -115,7 +136,7 @@ class TLDRTask:
         check_named("task.tldr.reward_model", own.reward_model)
         check_named("task.tldr.gold_model", own.gold_model)
 
-    def _problems(self, split: Split) -> list[Problem]:
+    def _problems(self, split: Split) -> list[QuestionAnswer]:
         if self._rows is None:
             return [_embedded_problem(line, post) for line, post in enumerate(self._posts(split), start=1)]
         if split not in self._rows:
@@ -129,7 +150,7 @@ class TLDRTask:
             return list(islice(draw_posts("train", seed=SEEDS["train"]), self._config.num_train_prompts))
         return first_posts(split, HELD_OUT_POSTS if split == "held_out" else VALIDATION_POSTS)
 
-    def _make_prompts(self, problems: Sequence[Problem], split: Split) -> list[Prompt]:
+    def _make_prompts(self, problems: Sequence[QuestionAnswer], split: Split) -> list[Prompt]:
         return keep_some(
             problems,
             lambda problem: self._prompt(split, problem),
@@ -137,7 +158,7 @@ class TLDRTask:
             what=f"task.data={self._config.data}: no {split} row",
         )
 
-    def _prompt(self, split: Split, problem: Problem) -> Prompt:
+    def _prompt(self, split: Split, problem: QuestionAnswer) -> Prompt:
         return make_prompt(
             id=f"{split}-{problem.line}",
             text=problem.question,
@@ -158,8 +179,52 @@ def reward_model_path() -> Path:
     return Path(__file__).parent / "reward_model"
 
 
-def _embedded_problem(line: int, post: Post) -> Problem:
-    return Problem(line=line, question=post.text, answer=reference_summary(post))
+def read_splits(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> dict[Split, list[QuestionAnswer]]:
+    """The splits that the data has, in the order of their files: posts as questions, reference summaries as answers."""
+    assert config.data is not None, "only the real edition has rows"
+    source = Source(hub_subset="default", read=lambda row: read_row(row, tokenizer))
+    held_out = config.eval_data or config.data
+    has_held_out = config.eval_data is not None or not Path(held_out).expanduser().is_file()
+    return make_splits(
+        config,
+        read_problems(config, config.data, "train", source),
+        read_problems(config, held_out, held_out_name(held_out), source) if has_held_out else None,
+    )
+
+
+def held_out_name(data: str) -> str:
+    """Which rows of a folder or hub dataset are held out: `validation`, or `test` of a folder that has no such file."""
+    folder = Path(data).expanduser()
+    if not folder.is_dir():
+        return "validation"
+    for name in ("validation", "test"):
+        if any((folder / f"{name}{suffix}").is_file() for suffix in SUFFIXES):
+            return name
+    raise ValueError(
+        f"task.data: folder {folder} has no rows to report on: it needs validation.jsonl or test.jsonl (or .jsonl.gz), or "
+        "give them as task.eval_data."
+    )
+
+
+def read_row(row: DataRow, tokenizer: PreTrainedTokenizerBase) -> QuestionAnswer:
+    require_object(row, columns="a `query` and a `reference_response`")
+    question = prompt_column(row, _first_column(row, PROMPT_COLUMNS))
+    column = _first_column(row, REFERENCE_COLUMNS)
+    # The paper's data has the EOS as text at the end; scorers add the token themselves.
+    reference = text_column(row, column).strip().removesuffix(tokenizer.eos_token or "").strip()
+    if not reference:
+        raise BadRow("empty reference", f"{row.place}: `{column}` is empty.")
+    # A space parts it from the prompt, as in what a policy writes.
+    return QuestionAnswer(line=row.line, question=question, answer=f" {reference}", place=row.place)
+
+
+def _first_column(row: DataRow, columns: Sequence[str]) -> str:
+    """The first of these that the row has; if none, the first, which the error then names."""
+    return next((column for column in columns if column in row.value), columns[0])
+
+
+def _embedded_problem(line: int, post: Post) -> QuestionAnswer:
+    return QuestionAnswer(line=line, question=post.text, answer=reference_summary(post))
 
 
 def _text_of(prompt: Prompt) -> str:

@@ -2,6 +2,10 @@
 
     train_reward_model("EleutherAI/pythia-410m", Path("pairs.jsonl"), Path("reward_model"), RewardTraining())
 
+A pair is a prompt, the response that was preferred and the one that was not:
+
+    {"prompt": "... TL;DR:", "chosen": "place harbour day friday", "rejected": "so day friday"}
+
 The body starts as any causal language model; dropout is off. Weights are rounded to the dtype that they are saved in before
 scores are standardised and pair accuracy is measured: the figures are those of the files.
 """
@@ -9,13 +13,14 @@ scores are standardised and pair accuracy is measured: the figures are those of 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +28,8 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.models.load import context_length, first_line, resolve_device
-from tba.tasks.rows import BadRow, BadRows
-from tba.tasks.tldr.pairs import Pair, read_pairs
-from tba.tasks.tldr.reward import Pooling, RewardModel
-from tba.tasks.tldr.sequences import Sequenced, make_sequence, pad_right
+from tba.tasks.data.rows import BadRow, BadRows, DataRow, jsonl_rows, prompt_column, require_object, text_column
+from tba.tasks.tldr.reward_model import Pooling, RewardModel, Sequenced, make_sequence, pad_right
 
 SequencedPair = tuple[Sequenced, Sequenced]
 """Chosen and rejected, each with its prompt."""
@@ -82,15 +85,6 @@ def train_reward_model(
         "std": model.std,
         "seconds": round(time.monotonic() - started, 1),
     }
-
-
-def _load_base(path: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    try:
-        return AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path, dtype=torch.float32).eval()
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model {path!r} cannot be loaded: {first_line(error)} Give a folder or hub name of a causal language model."
-        ) from error
 
 
 def bradley_terry_loss(chosen_N: Tensor, rejected_N: Tensor) -> Tensor:
@@ -197,8 +191,64 @@ def _sequenced(
     return kept
 
 
+def _load_base(path: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    try:
+        return AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model {path!r} cannot be loaded: {first_line(error)} Give a folder or hub name of a causal language model."
+        ) from error
+
+
 def _save(model: RewardModel, tokenizer: PreTrainedTokenizerBase, output: Path, settings: RewardTraining) -> None:
     if settings.save_dtype == "bfloat16":
         model.body.to(torch.bfloat16)
     output.mkdir(parents=True, exist_ok=True)
     model.save(output, tokenizer)
+
+
+class Pair(NamedTuple):
+    """Both responses ended by themselves."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+    place: str = ""
+    """Where it was read: `pairs.jsonl line 17`."""
+    line: int = 0
+
+
+def read_pairs(path: Path, *, on_bad_row: Literal["stop", "skip"] = "stop") -> list[Pair]:
+    """The good rows of a JSONL file (also .gz)."""
+    if not path.is_file():
+        raise ValueError(f"pairs: file {path} does not exist. Give JSONL rows with `prompt`, `chosen` and `rejected`.")
+    bad = BadRows(on_bad_row)
+    pairs = bad.keep(jsonl_rows(path, bad), read_pair)
+    bad.report()
+    if not pairs:
+        raise ValueError(f"pairs: file {path} has no usable row, {bad.total} are bad.")
+    return pairs
+
+
+def read_pair(row: DataRow) -> Pair:
+    require_object(row, columns="a `prompt`, a `chosen` and a `rejected` response")
+    return Pair(
+        prompt=prompt_column(row, "prompt"),
+        chosen=_response(row, "chosen"),
+        rejected=_response(row, "rejected"),
+        place=row.place,
+        line=row.line,
+    )
+
+
+def write_pairs(path: Path, pairs: Iterable[Pair]) -> None:
+    rows = ({"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected} for pair in pairs)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _response(row: DataRow, column: str) -> str:
+    """As it stands, with the space before it that a tokenizer may need."""
+    text = text_column(row, column)
+    if not text.strip():
+        raise BadRow("empty response", f"{row.place}: `{column}` is empty.")
+    return text

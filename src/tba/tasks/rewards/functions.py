@@ -1,9 +1,10 @@
-"""A user's reward functions: loaded from `file.py:name`, called with TRL's or verl's signature.
+"""A user's reward functions: loaded from `file.py:name`, called with TRL's or verl's signature, in a process of their own.
 
 TRL:   f(prompts, completions, completion_ids, **columns) -> list[float | None]      (sync or async)
 verl:  compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": ...}
 
-For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL.
+For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL. Nothing here imports torch, so that the
+worker process of `reward_worker`, when it was killed, is back in a moment.
 """
 
 from __future__ import annotations
@@ -20,12 +21,54 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import RewardConfig
+from tba.runtime.link import Link
 from tba.tasks.base import Outcome, RewardFailed
 
 PromptText = str | list[dict[str, str]]
 Columns = Mapping[str, Any]
-
 VERL_ARGUMENTS = {"data_source", "solution_str", "ground_truth"}
+READY = "ready"
+"""First word of a worker: its functions are loaded, the clock of its first call starts."""
+
+
+class RewardSet:
+    """All reward functions of a task."""
+
+    def __init__(self, configs: Sequence[RewardConfig], functions: Sequence[Callable[..., Any]] | None = None) -> None:
+        """`functions` stand in for those named in the config (rewards given as Python objects)."""
+        self._rewards = [
+            RewardFunction(
+                load_reward_function(reward.function) if functions is None else functions[index],
+                name=reward.name,
+                weight=reward.weight,
+            )
+            for index, reward in enumerate(configs)
+        ]
+        names = [reward.name for reward in self._rewards]
+        if len(set(names)) != len(names):
+            raise ValueError(f"task.rewards have the same name: {', '.join(names)}. Give them task.rewards[].name.")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {reward.name: reward.weight for reward in self._rewards}
+
+    def score(
+        self, prompt: PromptText, columns: Columns, texts: Sequence[str], completion_ids: Sequence[list[int]]
+    ) -> list[Outcome]:
+        """Components of each sample of one prompt, or why it has none."""
+        by_reward = {reward.name: reward(prompt, columns, texts, completion_ids) for reward in self._rewards}
+        outcomes: list[Outcome] = []
+        for sample in range(len(texts)):
+            values: dict[str, float | None] = {}
+            failed: RewardFailed | None = None
+            for name, own in by_reward.items():
+                value = own[sample]
+                if isinstance(value, RewardFailed):
+                    failed = value
+                else:
+                    values[name] = value
+            outcomes.append(values if failed is None else failed)
+        return outcomes
 
 
 class RewardFunction:
@@ -94,44 +137,14 @@ class RewardFunction:
         return [score["score"] if isinstance(score, dict) else score for score in scores]
 
 
-class RewardSet:
-    """All reward functions of a task."""
-
-    def __init__(self, configs: Sequence[RewardConfig], functions: Sequence[Callable[..., Any]] | None = None) -> None:
-        """`functions` stand in for those named in the config (rewards given as Python objects)."""
-        self._rewards = [
-            RewardFunction(
-                load_reward_function(reward.function) if functions is None else functions[index],
-                name=reward.name,
-                weight=reward.weight,
-            )
-            for index, reward in enumerate(configs)
-        ]
-        names = [reward.name for reward in self._rewards]
-        if len(set(names)) != len(names):
-            raise ValueError(f"task.rewards have the same name: {', '.join(names)}. Give them task.rewards[].name.")
-
-    @property
-    def weights(self) -> dict[str, float]:
-        return {reward.name: reward.weight for reward in self._rewards}
-
-    def score(
-        self, prompt: PromptText, columns: Columns, texts: Sequence[str], completion_ids: Sequence[list[int]]
-    ) -> list[Outcome]:
-        """Components of each sample of one prompt, or why it has none."""
-        by_reward = {reward.name: reward(prompt, columns, texts, completion_ids) for reward in self._rewards}
-        outcomes: list[Outcome] = []
-        for sample in range(len(texts)):
-            values: dict[str, float | None] = {}
-            failed: RewardFailed | None = None
-            for name, own in by_reward.items():
-                value = own[sample]
-                if isinstance(value, RewardFailed):
-                    failed = value
-                else:
-                    values[name] = value
-            outcomes.append(values if failed is None else failed)
-        return outcomes
+def reward_worker(
+    link: Link, *, configs: Sequence[RewardConfig], functions: Sequence[Callable[..., Any]] | None
+) -> None:
+    """Scores what it is sent until its parent is gone."""
+    rewards = RewardSet(configs, functions)
+    link.send(READY)
+    while (job := link.receive(timeout_seconds=None)) is not None:
+        link.send(rewards.score(*job))
 
 
 def load_reward_function(specification: str) -> Callable[..., Any]:

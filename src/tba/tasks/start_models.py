@@ -1,4 +1,4 @@
-"""Supervised start models of the embedded tasks: small Llamas trained from scratch on pairs of prompt and answer.
+"""Start models of the embedded tasks: small Llamas trained from scratch on pairs of prompt and answer, and their tokenizers.
 
 One thread and deterministic kernels: the same machine makes the same bytes.
 """
@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 BATCHES_SORTED_TOGETHER = 8
 """Sequences of so many batches are sorted by length before they are cut into batches: less padding."""
 IGNORED = -100
 """Label of the tokens that are not trained on: prompts and padding."""
-
 Pairs = Callable[[random.Random], Iterator[tuple[str, str]]]
 """Prompts and answers without end; what is random in them comes from the given generator."""
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,3 +134,28 @@ def _pad(pairs: list[tuple[list[int], list[int]]], pad_id: int) -> tuple[Tensor,
         token_ids[row, :end] = torch.tensor(prompt + answer)
         labels[row, len(prompt) : end] = torch.tensor(answer)
     return token_ids, labels
+
+
+def make_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerBase:
+    """decode(encode(text)) == text for every text of these words. Puts <bos> before a text unless told not to add special
+    tokens."""
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *words))}
+    if len(vocabulary) != len(SPECIAL) + len(words):
+        raise ValueError("a word occurs twice in the vocabulary.")
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return as_transformers(tokenizer)
+
+
+def as_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
+    """A tokenizer whose vocabulary starts with SPECIAL, for transformers; it puts <bos> before a text."""
+    bos = ("<bos>", SPECIAL.index("<bos>"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[bos])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )

@@ -14,21 +14,22 @@ when it is right.
 
 from __future__ import annotations
 
-from tba.tasks.inputs import TaskInputs
-from tba.tasks.maths.math_answers import last_boxed, normal_form
-from tba.tasks.maths.math_grading import same_answer
-from tba.tasks.maths.questions import Problem, QuestionTask, Source
-from tba.tasks.maths.symbolic import require_math_verify, symbolic_equality
-from tba.tasks.rows import BadRow, Row, prompt_column, require_object, text_column
+from tba.tasks.base import TaskInputs
+from tba.tasks.data.questions import QuestionTask
+from tba.tasks.data.rows import BadRow, DataRow, prompt_column, require_object, text_column
+from tba.tasks.data.splits import QuestionAnswer, Source
+from tba.tasks.math.answers import last_boxed, normal_form
+from tba.tasks.math.grading import same_answer
+from tba.tasks.math.symbolic import require_math_verify, symbolic_equality
 
 
-def read_problem(row: Row) -> Problem:
+def read_problem(row: DataRow) -> QuestionAnswer:
     require_object(row, columns="a `problem` and a `solution` or `answer`")
     question = prompt_column(row, "problem")
-    return Problem(line=row.line, question=question, answer=_answer(row), place=row.place)
+    return QuestionAnswer(line=row.line, question=question, answer=_answer(row), place=row.place)
 
 
-def _answer(row: Row) -> str:
+def _answer(row: DataRow) -> str:
     answer = row.value.get("answer")
     if answer is None:
         solution = text_column(row, "solution")

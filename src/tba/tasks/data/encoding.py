@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from tba.tasks.rows import BadRow
+from tba.config import TaskConfig
+from tba.tasks.data.rows import BadRow
 from tba.types import Prompt
 
 
@@ -46,3 +47,11 @@ def encode(text: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase)
         )
     words = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
     return tokenizer(words, add_special_tokens=False)["input_ids"]
+
+
+def uses_chat(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """What task.chat means for this tokenizer."""
+    has_template = tokenizer.chat_template is not None
+    if config.chat is True and not has_template:
+        raise ValueError("task.chat=true, but the tokenizer has no chat template: use task.chat=false or a chat model.")
+    return has_template if config.chat == "auto" else config.chat

@@ -1,7 +1,15 @@
-r"""Reading the answer out of a worked solution.
+r"""GSM8K: grade-school maths in words (github openai/grade-school-math), the paper's first experiment.
 
-`final_number` is strict: nothing counts but the number after the last `####`. `given_answer` is for models that were not
-taught one format. It looks in the first of these places that has a number:
+    {"question": "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. ...",
+     "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold ... altogether.\n#### 72"}
+
+The data is read from where it lies and never shipped:
+
+    tba train configs/gsm8k_one_gpu.yaml model.path=MODEL task.data=FOLDER     train.jsonl and test.jsonl, or .jsonl.gz
+    tba evaluate MODEL --task gsm8k task.data=openai/gsm8k                     from the hub, with `datasets` installed
+
+An answer is one number of the response. `final_number` is strict: nothing counts but the number after the last `####`.
+`given_answer` is for models that were not taught one format. It looks in the first of these places that has a number:
 
 1. the line of the last `####` (the next line where nothing else stands on it): of an equation the last side that is worked
    out; else what stands right after the marker;
@@ -19,6 +27,33 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from typing import NamedTuple
+
+from tba.tasks.data.questions import QuestionTask
+from tba.tasks.data.rows import BadRow, DataRow, prompt_column, require_object, text_column
+from tba.tasks.data.splits import QuestionAnswer, Source
+
+
+def read_problem(row: DataRow) -> QuestionAnswer:
+    require_object(row, columns="a `question` and an `answer`")
+    question, answer = prompt_column(row, "question"), text_column(row, "answer")
+    if marked_answer(answer) is None:
+        raise BadRow("no answer", f"{row.place}: `answer` has no number after `####`; it ends with {answer[-40:]!r}.")
+    return QuestionAnswer(line=row.line, question=question, answer=answer, place=row.place)
+
+
+class GSM8KTask(QuestionTask):
+    name = "gsm8k"
+    source = Source(hub_subset="main", read=read_problem)  # another subset has Socratic sub-questions
+    template = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # what the paper's SFT model was taught
+    instruction = (
+        "Reason step by step, and end with the final answer as a number after four hash signs, for example: #### 42"
+    )
+
+    def is_right(self, text: str, *, question: str, answer: str) -> bool:
+        wanted = marked_answer(answer)
+        assert wanted is not None, "rows are checked when they are read"
+        return equal_answers(given_answer(text), wanted)
+
 
 MARKER = "####"
 BOX = r"\boxed{"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from tba.tasks.maths.answers import LONGEST_NUMBER, Number
+from tba.tasks.gsm8k import LONGEST_NUMBER, Number
 
 LONGEST_ANSWER = 400
 """Characters, in normal form. Longer ones are babble and equal nothing; MATH's longest is 159."""

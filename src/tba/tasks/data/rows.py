@@ -31,8 +31,8 @@ LINES_NAMED = 5
 """So many line numbers of each reason are told."""
 
 
-class Row(NamedTuple):
-    """Row(place="data/train.jsonl line 17", line=17, value={"question": ...})"""
+class DataRow(NamedTuple):
+    """DataRow(place="data/train.jsonl line 17", line=17, value={"question": ...})"""
 
     place: str
     line: int
@@ -129,7 +129,7 @@ def keep_some(
     return kept
 
 
-def jsonl_rows(path: Path, bad: BadRows) -> Iterator[Row]:
+def jsonl_rows(path: Path, bad: BadRows) -> Iterator[DataRow]:
     """Every line that is not blank, one at a time; lines that are no JSON are counted as bad."""
     if not path.is_file():
         raise ValueError(f"task.data: file {path} does not exist.")
@@ -147,7 +147,7 @@ def jsonl_rows(path: Path, bad: BadRows) -> Iterator[Row]:
         raise ValueError(f"task.data: file {path} cannot be read as {'/'.join(SUFFIXES)}: {error}.") from None
 
 
-def split_rows(data: str, split: str, bad: BadRows, *, hub_subset: str) -> Iterator[Row]:
+def split_rows(data: str, split: str, bad: BadRows, *, hub_subset: str) -> Iterator[DataRow]:
     """Rows of one split ("train", "test") of a folder or a hub dataset."""
     folder = Path(data).expanduser()
     if folder.is_dir():
@@ -155,16 +155,16 @@ def split_rows(data: str, split: str, bad: BadRows, *, hub_subset: str) -> Itera
     if not _may_be_hub_name(data):
         raise ValueError(f"task.data={data!r}: there is no such file or folder, and it is no hub name (owner/name).")
     rows = _load_from_hub(data, hub_subset, split)
-    return (Row(f"{data} {split} row {number}", number, dict(row)) for number, row in enumerate(rows, start=1))
+    return (DataRow(f"{data} {split} row {number}", number, dict(row)) for number, row in enumerate(rows, start=1))
 
 
-def require_object(row: Row, *, columns: str) -> None:
+def require_object(row: DataRow, *, columns: str) -> None:
     """`columns` are those that it should have, in words."""
     if not isinstance(row.value, dict):
         raise BadRow("no object", f"{row.place} is no object with {columns}.")
 
 
-def text_column(row: Row, column: str) -> str:
+def text_column(row: DataRow, column: str) -> str:
     """A column that must be there and must be text."""
     if column not in row.value:
         raise BadRow(
@@ -176,7 +176,7 @@ def text_column(row: Row, column: str) -> str:
     return value
 
 
-def prompt_column(row: Row, column: str) -> str:
+def prompt_column(row: DataRow, column: str) -> str:
     """A text column to ask the model: without the space around it, and not empty."""
     text = text_column(row, column).strip()
     if not text:
@@ -200,7 +200,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         offset += length
 
 
-def parsed_row(raw: bytes, place: str, line: int) -> Row:
+def parsed_row(raw: bytes, place: str, line: int) -> DataRow:
     if len(raw) > LONGEST_LINE:
         raise BadRow(
             "line too long", f"{place} is longer than {LONGEST_LINE // 2**20} MiB: write one row on each line."
@@ -213,7 +213,7 @@ def parsed_row(raw: bytes, place: str, line: int) -> Row:
         raise BadRow("broken UTF-8", f"{place} is not valid UTF-8: {error}.") from None
     except (ValueError, RecursionError) as error:
         raise BadRow("not JSON", f"{place} is not valid JSON: {error}.") from None
-    return Row(place, line, value)
+    return DataRow(place, line, value)
 
 
 def _shown(value: Any) -> str:

@@ -20,7 +20,7 @@ from tba.runtime.link import Failed
 from tba.runtime.processes import RoleProcess
 from tba.runtime.waiting import POLL_SECONDS
 from tba.tasks.base import Outcome, RewardFailed, Task
-from tba.tasks.custom.reward_worker import READY, reward_worker
+from tba.tasks.rewards.functions import READY, reward_worker
 from tba.types import Completion, Prompt
 
 START_SECONDS = 120.0
