@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tba.evaluate.diversity import effective_modes
+from tba.tasks.red_team.evaluator import effective_modes
 from tba.tasks.red_team.task import start_model_path as attacker
 from tba.tasks.red_team.world import mode_of, modes, sample_attacks
 from tba.tasks.tldr.gold import gold_scores, win_rate

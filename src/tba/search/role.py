@@ -12,8 +12,6 @@ from typing import Any
 import torch
 
 from tba.config import Config
-from tba.evaluate.base import Evaluator
-from tba.evaluate.make import make_evaluator
 from tba.generate.engine import Engine
 from tba.models.canary import CANARY_TOKENS, CanaryCheck, canary_tokens
 from tba.models.load import adapt, load_model
@@ -33,6 +31,7 @@ from tba.search.make import (
     make_step_values,
 )
 from tba.search.pace import PacedVisits
+from tba.tasks.evaluation import Evaluator, make_evaluator
 from tba.tasks.registry import make_task_for
 from tba.tasks.rewards.pool import Rewards, make_rewards
 

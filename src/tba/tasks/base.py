@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # reward workers import this file, and a killed one must not 
     from transformers import PreTrainedTokenizerBase
 
     from tba.config import TaskConfig
+    from tba.tasks.evaluation import EvaluationInputs, Evaluator
     from tba.types import Completion, Prompt
 
 Split = Literal["train", "validation", "held_out"]
@@ -46,6 +47,10 @@ class Task(Protocol):
 
     def solved(self, outcome: Outcome) -> bool:
         """Whether a sample counts as solved in evaluations."""
+        ...
+
+    def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
+        """What says how good a policy is at this task; AnswerEvaluator.of_task where accuracy says it."""
         ...
 
 

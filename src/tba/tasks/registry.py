@@ -1,5 +1,8 @@
-"""task.name -> task. A new task is one file, or a folder, and one line here; where accuracy does not say how good it is,
-also an evaluator in evaluate/; a start model in the package is a line in models/load.py."""
+"""task.name -> task. A new task is one file, or a folder, and one line in TASKS.
+
+The task makes its own evaluator (`Task.make_evaluator`). Data or models that `tba prepare` makes are a line in PREPARE, a
+start model in the package is a line in models/load.py.
+"""
 
 from __future__ import annotations
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tba.tasks.answer_evaluator import AnswerEvaluator
 from tba.tasks.arithmetic.problems import Problem, held_out_problems, train_problems, validation_problems
 from tba.tasks.base import Outcome, Split, TaskInputs
 from tba.tasks.data.encoding import make_prompt
+from tba.tasks.evaluation import EvaluationInputs, Evaluator
 from tba.tasks.gsm8k import final_number, same_number
 from tba.types import Completion, Prompt
 
@@ -42,6 +44,9 @@ class ArithmeticTask:
 
     def solved(self, outcome: Outcome) -> bool:
         return isinstance(outcome, dict) and outcome["exact_match"] == 1.0
+
+    def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
+        return AnswerEvaluator.of_task(self, inputs)
 
     def _problems(self, split: Split) -> Sequence[Problem]:
         if split == "train":

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tba.tasks.answer_evaluator import AnswerEvaluator
 from tba.tasks.base import Outcome, RewardFailed, Split, TaskInputs
 from tba.tasks.custom.prompts import PromptReader, read_prompts
 from tba.tasks.data.splits import nothing_left
+from tba.tasks.evaluation import EvaluationInputs, Evaluator
 from tba.tasks.rewards.functions import RewardSet
 from tba.types import Completion, Prompt, combined_reward
 
@@ -61,3 +63,7 @@ class CustomTask:
         if isinstance(outcome, RewardFailed):
             return False
         return combined_reward(outcome, self.reward_weights) >= 1.0 - 1e-9
+
+    def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
+        """With means of the rewards, which say how good a policy is where no reward of 1 means solved."""
+        return AnswerEvaluator.of_task(self, inputs, mean_rewards=True)

@@ -9,10 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+from tba.tasks.answer_evaluator import AnswerEvaluator
 from tba.tasks.base import Outcome, Split, TaskInputs
 from tba.tasks.data.encoding import make_prompt, uses_chat
 from tba.tasks.data.rows import keep_some
 from tba.tasks.data.splits import QuestionAnswer, Source, nothing_left, read_splits
+from tba.tasks.evaluation import EvaluationInputs, Evaluator
 from tba.types import Completion, Prompt
 
 WHY_MISSING: dict[Split, str] = {
@@ -70,6 +72,9 @@ class QuestionTask(ABC):
 
     def solved(self, outcome: Outcome) -> bool:
         return isinstance(outcome, dict) and outcome["exact_match"] == 1.0
+
+    def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
+        return AnswerEvaluator.of_task(self, inputs)
 
     def _counts(self, completion: Completion) -> bool:
         """The no-EOS rule: a response cut off at the length limit is wrong, whatever it says."""

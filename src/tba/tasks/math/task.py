@@ -8,7 +8,7 @@ is read from where it lies and never shipped:
     tba train configs/math.yaml task.data=FOLDER                               train.jsonl and test.jsonl, or .jsonl.gz
     tba evaluate MODEL --task math task.data=FOLDER task.eval_data=math500.jsonl
 
-The answer of a response is what stands in its last `\boxed{...}`: a response without a box is wrong. math_grading.py says
+The answer of a response is what stands in its last `\boxed{...}`: a response without a box is wrong. grading.py says
 when it is right.
 """
 

@@ -32,6 +32,7 @@ from tba.config import TaskConfig
 from tba.generate.native import NativeEngine
 from tba.tasks.base import Split
 from tba.tasks.data.encoding import make_prompt
+from tba.tasks.evaluation import respond
 from tba.tasks.start_models import Shape, Training, make_word_tokenizer, one_deterministic_thread, train_start_model
 from tba.tasks.tldr.gold import gold_score, gold_scores, win_rate
 from tba.tasks.tldr.reward_model import load_scorer
@@ -48,7 +49,7 @@ from tba.tasks.tldr.world import (
     reference_summary,
     sloppy_summary,
 )
-from tba.types import Completion, Request, Sampling
+from tba.types import Sampling
 
 SHAPE = Shape(hidden_size=128, num_key_value_heads=4, context=64)
 SUPERVISED = Training(steps=800, batch_size=64)
@@ -219,13 +220,8 @@ def sample_summaries(
     engine = NativeEngine(
         model, stop_ids=[tokenizer.eos_token_id], seed=seed, slots=SLOTS, max_length=longest, dtype=torch.float32
     )
-    completions: list[list[Completion]] = [[] for _ in posts]
-    requests = [Request(prompt=prompt) for prompt in prompts]
-    for completion in engine.generate(requests, samples_per_prompt=samples_per_post, sampling=sampling):
-        completions[int(completion.prompt_id)].append(completion)
-    return [[_sampled(c, tokenizer) for c in sorted(own, key=lambda c: c.sample_index)] for own in completions]
-
-
-def _sampled(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> SampledSummary:
-    text = tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
-    return SampledSummary(text, completion.finish == "stop")
+    groups = respond(engine, tokenizer, prompts, samples_per_prompt=samples_per_post, sampling=sampling)
+    return [
+        [SampledSummary(text, completion.finish == "stop") for text, completion in zip(group.texts, group.completions)]
+        for group in groups
+    ]

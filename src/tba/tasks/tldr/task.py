@@ -29,7 +29,9 @@ from tba.tasks.base import Outcome, RewardFailed, Split, TaskInputs
 from tba.tasks.data.encoding import make_prompt
 from tba.tasks.data.rows import SUFFIXES, BadRow, DataRow, keep_some, prompt_column, require_object, text_column
 from tba.tasks.data.splits import QuestionAnswer, Source, make_splits, nothing_left, read_problems
+from tba.tasks.evaluation import EvaluationInputs, Evaluator
 from tba.tasks.tldr import gold
+from tba.tasks.tldr.evaluator import SummaryEvaluator
 from tba.tasks.tldr.reward_model import ModelScorer, load_scorer
 from tba.tasks.tldr.world import (
     HELD_OUT_POSTS,
@@ -93,6 +95,20 @@ class TLDRTask:
 
     def solved(self, outcome: Outcome) -> bool:
         return isinstance(outcome, dict) and outcome["reward_model"] > 0.0
+
+    def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
+        prompts = inputs.prompts(self)
+        self.load_models(gold=True)
+        return SummaryEvaluator(
+            gold_scores=self.gold_scores,
+            proxy_scores=self.proxy_scores,
+            tokenizer=inputs.tokenizer,
+            prompts=prompts,
+            sampling=inputs.sampling,
+            distance=inputs.distance(),
+            beta=inputs.final_beta,
+            cut_off_reward=inputs.config.train.cut_off_reward,
+        )
 
     def proxy_scores(self, prompts: Sequence[str], texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
         """float64 [N]: what training is rewarded by."""

@@ -1,18 +1,45 @@
-"""Mean rewards of own data in evaluations, for rewards that are not 0 or 1."""
+"""pass@k and avg@k against numbers worked out by hand, and mean rewards for rewards that are not 0 or 1."""
 
 import json
 
 import pytest
 from problem import make_config, write_problem
 
-from tba.evaluate.make import make_evaluator
-from tba.evaluate.rewards import reward_metrics
 from tba.launch.defaults import with_defaults
 from tba.launch.inputs import load_inputs
 from tba.search.make import make_search_engine
+from tba.tasks.answer_evaluator import pass_at_k, reward_metrics, sampled_metrics
 from tba.tasks.base import RewardFailed
+from tba.tasks.evaluation import make_evaluator
 from tba.tasks.rewards.pool import DirectRewards
 from tba.types import Request
+
+
+def test_pass_at_k_by_hand():
+    # 4 samples, 1 solved: a draw of 2 misses it with probability 3/4 * 2/3 = 1/2
+    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)
+    assert pass_at_k(4, 0, 2) == 0.0
+    assert pass_at_k(4, 3, 2) == 1.0
+
+
+def test_too_few_samples_are_refused():
+    with pytest.raises(ValueError, match="pass@4 needs at least 4 samples"):
+        pass_at_k(2, 1, 4)
+
+
+def test_metrics_are_means_over_prompts_with_standard_errors_over_prompts():
+    assert sampled_metrics([[True, False], [False, False], [True, True]], 2) == {
+        "pass@2": pytest.approx(2 / 3),
+        # (1/3)^2 + (2/3)^2 + (1/3)^2 = 2/3, over 2, over 3
+        "pass@2_standard_error": pytest.approx((1 / 9) ** 0.5),
+        "avg@2": pytest.approx(0.5),
+        # 0, -1/2, 1/2: 1/2, over 2, over 3; over the six samples it would be sqrt(1.5 / 5 / 6) = .22
+        "avg@2_standard_error": pytest.approx((1 / 12) ** 0.5),
+    }
+
+
+def test_one_prompt_has_no_standard_error():
+    assert sampled_metrics([[True, False]], 2) == {"pass@2": 1.0, "avg@2": 0.5}
 
 
 def test_one_reward_has_its_mean_and_failed_samples_are_left_out():

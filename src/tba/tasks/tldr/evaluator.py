@@ -1,4 +1,4 @@
-"""Preference tuning: win rate against reference summaries by the gold scorer, which the policy never sees.
+"""Evaluation of summaries: win rate against reference summaries by the gold scorer, which the policy never sees.
 
 At the sampling temperature, and greedily; a tie counts half. KL to the start model is that of the samples, the paper's
 "perplexity" that of the greedy responses. Standard errors are over posts.
@@ -12,17 +12,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from tba.evaluate.base import BetweenSteps, greedy, in_parts, respond
-from tba.evaluate.distance import Distance
 from tba.generate.engine import Engine
 from tba.observe.metrics import mean_metrics
+from tba.tasks.evaluation import BetweenSteps, Distance, greedy, in_parts, respond
 from tba.tasks.rewards.pool import FinishedGroup
 from tba.tasks.tldr.gold import wins
-from tba.tasks.tldr.task import TLDRTask
 from tba.types import Prompt, Sampling
 
 SUMMARIES_AT_ONCE = 64
-"""Scored together, between two signs of life."""
+"""Summaries that are scored together, between two signs of life."""
 
 ScoreTexts = Callable[[Sequence[str], Sequence[str], Sequence[bool]], np.ndarray]
 """(posts, summaries, whether each ended by itself) -> scores."""
@@ -33,17 +31,20 @@ class SummaryEvaluator:
     """`win_rate`, and, where the start model is known, `kl` to it, `perplexity`, `perplexity_per_sample` and
     `regularised_reward`."""
 
-    task: TLDRTask
+    gold_scores: ScoreTexts
+    """The judge's scores, which training never sees."""
+    proxy_scores: ScoreTexts
+    """The reward model's scores, which training is rewarded by."""
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Prompt]
     sampling: Sampling
     distance: Distance | None
     beta: float | None
-    """At the end of training; None = the reward minus beta x KL is not what is maximised."""
+    """beta at the end of training; None = the reward minus beta x KL is not what is maximised."""
     cut_off_reward: float | None
-    """What training gives a summary that does not end; None = its score."""
+    """Reward that training gives a summary that does not end; None = its score."""
     _reference_gold: list[np.ndarray] = field(default_factory=list)
-    """Of the reference summaries, once it is known."""
+    """Gold scores of the reference summaries, once they are known."""
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
         sampled, best = (
@@ -58,13 +59,13 @@ class SummaryEvaluator:
             for sampling in (self.sampling, greedy(self.sampling))
         )
         if not self._reference_gold:
-            self._reference_gold.append(self._scores(self.task.gold_scores, *self._references(), between_steps))
+            self._reference_gold.append(self._scores(self.gold_scores, *self._references(), between_steps))
         (references,) = self._reference_gold
         gold, gold_of_best = (
-            self._scores(self.task.gold_scores, *_responses(groups), between_steps) for groups in (sampled, best)
+            self._scores(self.gold_scores, *_responses(groups), between_steps) for groups in (sampled, best)
         )
         cut_off = np.array([group.completions[0].finish == "length" for group in sampled])
-        reward = self._scores(self.task.proxy_scores, *_responses(sampled), between_steps)
+        reward = self._scores(self.proxy_scores, *_responses(sampled), between_steps)
         if self.cut_off_reward is not None:
             reward = np.where(cut_off, self.cut_off_reward, reward)
         means = {

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tba.evaluate.distance import kl_per_response, perplexity, perplexity_per_sample
+from tba.tasks.evaluation import kl_per_response, perplexity, perplexity_per_sample
 from tba.tasks.rewards.pool import FinishedGroup
 from tba.types import Completion, Prompt
 

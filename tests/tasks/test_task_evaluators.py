@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from tba.config import load_config
-from tba.evaluate.diversity import effective_modes
-from tba.evaluate.make import make_evaluator
 from tba.generate.engine import make_scorer
 from tba.launch.defaults import with_defaults
 from tba.launch.inputs import load_inputs
 from tba.launch.start import evaluate_model
 from tba.launch.start import train as run_training
 from tba.search.make import make_search_engine
+from tba.tasks.evaluation import make_evaluator
+from tba.tasks.red_team.evaluator import effective_modes
 from tba.tasks.rewards.pool import DirectRewards
 from tba.tasks.tldr.gold import win_rate
 from tba.types import Request
