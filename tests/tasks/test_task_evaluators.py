@@ -1,4 +1,4 @@
-"""The evaluators of preference tuning and red-teaming, on the shipped models."""
+"""The evaluators that tasks make: of preference tuning and red-teaming, on the shipped models, and of a new task."""
 
 import numpy as np
 import pytest
@@ -10,8 +10,10 @@ from tba.launch.inputs import load_inputs
 from tba.launch.start import evaluate_model
 from tba.launch.start import train as run_training
 from tba.search.make import make_search_engine
+from tba.tasks.arithmetic.task import ArithmeticTask, held_out_problems
 from tba.tasks.evaluation import make_evaluator
 from tba.tasks.red_team.evaluator import effective_modes
+from tba.tasks.registry import TASKS
 from tba.tasks.rewards.pool import DirectRewards
 from tba.tasks.tldr.gold import win_rate
 from tba.types import Request
@@ -154,3 +156,28 @@ def test_the_cut_off_rule_of_training_counts_in_the_reward():
     share = rewards["keep"]["cut_off"]
     assert share > 0.1
     assert rewards["penalise"]["reward"] < rewards["keep"]["reward"] - 3 * share
+
+
+class FirstWordTask(ArithmeticTask):
+    """A task with a metric of its own: the share of problems that begin with a given name."""
+
+    name = "first_word"
+
+    def make_evaluator(self, inputs):
+        return FirstWordEvaluator(inputs.prompts(self))
+
+
+class FirstWordEvaluator:
+    def __init__(self, prompts):
+        self.prompts = prompts
+
+    def __call__(self, engine, between_steps=None):
+        return {"begins_with_mia": sum(prompt.text.startswith("Mia ") for prompt in self.prompts) / len(self.prompts)}
+
+
+def test_a_new_task_is_one_line_in_the_registry_and_is_evaluated_by_its_own_metrics(monkeypatch):
+    monkeypatch.setitem(TASKS, "first_word", FirstWordTask)
+    found = evaluate_model("tba:arithmetic", ["task.name=first_word", "evaluate.num_prompts=40"])
+    begins = [problem.text.split()[0] == "Mia" for problem in held_out_problems()[:40]]
+    assert found == {"begins_with_mia": pytest.approx(sum(begins) / 40)}
+    assert 0 < sum(begins) < 40

@@ -26,7 +26,8 @@ class TLDRConfig(Section):
     """Folder or hub name of the model whose score is the reward; None = the embedded edition's. `tba prepare tldr` trains
     one."""
     gold_model: str | None = None
-    """The same for the judge of evaluations, which the policy never sees; None = the embedded edition's rule."""
+    """Folder or hub name of the model that judges in evaluations, which the policy never sees; None = the embedded
+    edition's rule."""
     scores_per_pass: int = Field(default=32, ge=1)
     """Summaries that a model scores at once."""
 

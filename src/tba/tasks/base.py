@@ -30,7 +30,7 @@ class Task(Protocol):
 
     name: str
     isolated: bool
-    """Whether its rewards are a stranger's code, to be run in worker processes that can be killed."""
+    """Whether the rewards are a user's code, to be run in worker processes that can be killed."""
 
     @property
     def reward_weights(self) -> Mapping[str, float]:

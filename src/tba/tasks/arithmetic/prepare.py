@@ -29,7 +29,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-from tba.tasks.arithmetic.problems import (
+from tba.tasks.arithmetic.task import (
     PEOPLE,
     SENTENCES,
     THINGS,
@@ -39,12 +39,12 @@ from tba.tasks.arithmetic.problems import (
     Step,
     calculate,
     draw_problems,
+    exact_match,
     held_out_problems,
     train_problems,
     work,
     write_solution,
 )
-from tba.tasks.arithmetic.task import exact_match
 from tba.tasks.gsm8k import MARKER
 from tba.tasks.start_models import (
     SPECIAL,

@@ -65,5 +65,5 @@ class CustomTask:
         return combined_reward(outcome, self.reward_weights) >= 1.0 - 1e-9
 
     def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
-        """With means of the rewards, which say how good a policy is where no reward of 1 means solved."""
+        """An evaluator with means of the rewards, which say how good a policy is where no reward of 1 means solved."""
         return AnswerEvaluator.of_task(self, inputs, mean_rewards=True)

@@ -1,4 +1,4 @@
-"""From the text of a prompt to its tokens: plain text or chat messages, one BOS, within the context."""
+"""Encoding of a prompt's text as tokens: plain text or chat messages, one BOS, within the context."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class DataRow(NamedTuple):
 
     place: str
     line: int
-    """Counted from 1."""
+    """Number of the line in its file, counted from 1."""
     value: Any
     """Any JSON value: its reader checks that it is an object with the columns that it needs."""
     offset: int | None = None
@@ -159,7 +159,7 @@ def split_rows(data: str, split: str, bad: BadRows, *, hub_subset: str) -> Itera
 
 
 def require_object(row: DataRow, *, columns: str) -> None:
-    """`columns` are those that it should have, in words."""
+    """Refuses a row that is no JSON object; `columns` says in the error which ones it should have."""
     if not isinstance(row.value, dict):
         raise BadRow("no object", f"{row.place} is no object with {columns}.")
 

@@ -32,10 +32,10 @@ class QuestionAnswer:
     """A row, checked: QuestionAnswer(line=1, question="Natalia sold ...", answer="... altogether.\\n#### 72")"""
 
     line: int
-    """In its file, from 1: `train-17` is the problem of line 17."""
+    """Number of the line in its file, from 1: `train-17` is the question of line 17."""
     question: str
     answer: str
-    """What the task's grader compares with; it can read it."""
+    """Answer that the task's grader compares with, and can read."""
     place: str = ""
     """The words that an error about it starts with: `data/train.jsonl line 17`."""
 
@@ -45,9 +45,9 @@ class Source:
     """How a dataset is read: Source(hub_subset="main", read=read_problem)"""
 
     hub_subset: str
-    """Of its dataset on the hub."""
+    """Subset of the dataset on the hub."""
     read: Callable[[DataRow], QuestionAnswer]
-    """Raises BadRow for a row that is no problem."""
+    """Makes a question of a row; raises BadRow for a row that is none."""
 
 
 def read_splits(config: TaskConfig, source: Source) -> dict[Split, list[QuestionAnswer]]:

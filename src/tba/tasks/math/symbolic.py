@@ -28,7 +28,7 @@ COMPARISON_SECONDS = 3.0
 WORKER_BYTES = 4 * 2**30
 """Address space of the worker, where the system can limit it: a large power must not take the machine's memory."""
 RELATIVE_TOLERANCE = 1e-4
-"""Beyond it two numbers are not equal, however small they are."""
+"""Relative difference beyond which two numbers are not equal, however small they are."""
 READY = "ready"
 
 
@@ -79,7 +79,7 @@ class SymbolicEquality:
         return False
 
     def _ask(self, given: str, wanted: str) -> bool | str:
-        """The worker's answer, or in words why there is none."""
+        """The worker's answer, or the reason why there is none."""
         if self._worker is None or not self._worker.alive:
             self._worker = RoleProcess("symbolic", symbolic_worker, {}, log=Path(os.devnull))
             if (word := self._worker.link.receive(START_SECONDS)) != READY:

@@ -19,7 +19,7 @@ from tba.tasks.red_team.world import WORDS
 
 TEXTS_PER_PASS = 64
 MAY_BE_MISSING = frozenset(("pooler.dense.weight", "pooler.dense.bias"))
-"""Of BERT and its kin without a head; sentence encoders take the mean instead."""
+"""Weights that BERT and its kin lack without a head; sentence encoders take the mean instead."""
 OTHER_COLUMNS = 1024
 """Words outside the embedded world share so many columns, by a hash: attacks of a real model have such words."""
 

@@ -27,7 +27,7 @@ ATTACKS_AT_ONCE = 64
 ALL = "_all_attacks"
 """End of the names of diversity metrics that failed attacks count in too."""
 MAX_ORDER = 4
-"""Of BLEU: word sequences of 1 to 4 words."""
+"""Order of BLEU: word sequences of 1 to 4 words are compared."""
 NO_MATCH = 0.1
 """Method-1 smoothing: what counts as matches of an order that has none (NLTK's epsilon)."""
 
@@ -174,7 +174,7 @@ def _ngrams(words: Sequence[str], order: int) -> Counter[Ngram]:
 
 
 def _two_largest(counts: Sequence[Counter[Ngram]]) -> dict[Ngram, tuple[int, int, int]]:
-    """Of every n-gram: its largest count in a text, the first text that has it, and the largest count in another text. So
+    """For every n-gram its largest count in a text, the first text that has it, and the largest count in another text. So
     a text's references need not be gone through one by one."""
     found: dict[Ngram, tuple[int, int, int]] = {}
     for index, own in enumerate(counts):
@@ -190,7 +190,7 @@ def _most_elsewhere(largest: tuple[int, int, int], index: int) -> int:
 
 
 def _exp_entropy(shares: np.ndarray) -> float:
-    """Of shares that add up to 1; zeros, and what rounding makes of them, are left out. 0 where there are none."""
+    """exp(entropy) of shares that add up to 1; zeros, and what rounding makes of them, are left out. 0 for no shares."""
     shares = shares[shares > 1e-12]
     return float(np.exp(-(shares * np.log(shares)).sum())) if len(shares) else 0.0
 

@@ -19,7 +19,7 @@ from tba.types import Prompt, Sampling
 MARKER = "oops"
 """What the embedded victim says, and nobody else, when it gives in."""
 VICTIM_SEED = 0
-"""Of a model's replies; the same in every run."""
+"""Seed of a model's replies; the same in every run."""
 
 
 class Victim(Protocol):
@@ -61,7 +61,7 @@ class ModelVictim:
         self._sampling = Sampling(max_new_tokens=reply_tokens)
         try:
             loaded = load_model(ModelConfig(path=path, device=device))
-        except ValueError as error:  # in words already, but about the attacker's setting
+        except ValueError as error:  # it says what to do, but about the attacker's setting
             raise ValueError(str(error).replace("model.path", "task.red_team.victim")) from error
         self._tokenizer = loaded.tokenizer
         self._max_prompt_tokens = loaded.context - reply_tokens

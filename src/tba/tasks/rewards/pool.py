@@ -1,6 +1,6 @@
 """Rewards of finished groups: at once in this process, or in worker processes that can be killed.
 
-A stranger's reward may be slow or hang. Workers score groups while the searcher goes on generating; a call beyond its
+A user's reward may be slow or hang. Workers score groups while the searcher goes on generating; a call beyond its
 time is killed with its worker, then the group's samples are scored one by one, so that a hanging one costs only itself.
 """
 
@@ -65,7 +65,7 @@ def make_rewards(
     log: Path,
     functions: Sequence[Callable[..., Any]] | None = None,
 ) -> Rewards:
-    """Workers for a stranger's code, this process for a task's own. `functions` stand in for those the config names."""
+    """Workers for a user's code, this process for a task's own. `functions` stand in for those the config names."""
     if not task.isolated:
         return DirectRewards(task)
     return WorkerRewards(config.task.rewards, functions, timeout_seconds=config.search.reward_timeout_seconds, log=log)
@@ -174,6 +174,7 @@ class WorkerRewards:
         assert self._worker is not None
         answer = self._worker.link.receive()
         if answer == READY:
+            # Importing the reward's file may take long (START_SECONDS); the call's own time-out counts from here.
             self._running = (job, time.monotonic() + self._timeout_seconds)
             return
         if isinstance(answer, list):
@@ -189,10 +190,12 @@ class WorkerRewards:
         if job.done:
             self._ready.append((job.group, job.outcomes))
         else:
+            # First in line again: groups are handed back in the order of their submission.
             self._waiting.appendleft(job)
 
     def _give_up(self, job: _Job, reason: str) -> None:
-        self.close()
+        self.close()  # the worker still computes, or is dead: its next answer would be taken for another job's
+        # The first time nothing is lost: the group's samples are tried one by one. Alone, a sample that fails is dropped.
         if job.one_by_one or len(job.group.texts) == 1:
             job.outcomes.append(RewardFailed(reason))
         job.one_by_one = True
@@ -202,6 +205,7 @@ class WorkerRewards:
         if self._worker is None:
             self._worker = RoleProcess("rewards", reward_worker, self._arguments, log=self._log)
             seconds = START_SECONDS
+        # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
         samples = job.next_samples()
         ids = [completion.token_ids.tolist() for completion in job.group.completions[samples]]
         prompt = job.group.prompt

@@ -33,7 +33,7 @@ DECIMALS = 9
 
 
 def gold_score(post: str, summary: str, *, finished: bool) -> float:
-    """At most 1, the score of the perfect summary. `finished`: it ended by itself, with an EOS."""
+    """The gold score of a summary: at most 1, that of the perfect one. `finished`: it ended by itself, with an EOS."""
     facts = set(claims(post)[0])
     num_important = sum(key in IMPORTANT for key, _ in facts)
     stated, num_meaningless = claims(summary)

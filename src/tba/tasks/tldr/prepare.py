@@ -180,7 +180,7 @@ def gold_agreement(pairs: list[Pair], reward_model: str) -> dict[str, float]:
 def win_rate_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, posts: tuple[Post, ...], sampling: Sampling
 ) -> float:
-    """Of one sample of each post, by the gold rule, against the reference summaries."""
+    """Win rate of one sample of each post, by the gold rule, against the reference summaries."""
     texts = [post.text for post in posts]
     sampled = [
         own[0] for own in sample_summaries(model, tokenizer, texts, samples_per_post=1, sampling=sampling, seed=0)
@@ -197,9 +197,9 @@ class SampledSummary(NamedTuple):
     """SampledSummary(text="place harbour day friday", finished=True)"""
 
     text: str
-    """Without special tokens."""
+    """Text of the summary, without special tokens."""
     finished: bool
-    """It ended by itself, with an EOS."""
+    """Whether it ended by itself, with an EOS."""
 
 
 def sample_summaries(

@@ -120,14 +120,14 @@ class RewardModel(nn.Module):
         return (self.pooled(batch) - self.mean) / self.std
 
     def pooled(self, batch: Padded) -> Tensor:
-        """Before it is standardised."""
+        """Scores before they are standardised, float32 [N]."""
         hidden = self.body(input_ids=batch.token_ids_NT, attention_mask=batch.real_NT).last_hidden_state
         if self.pooling == "last":
             return self.head(hidden[torch.arange(len(hidden)), batch.last_N].float()).squeeze(-1)
         return (self.head(hidden.float()).squeeze(-1) * batch.response_NT).sum(dim=1)
 
     def standardise(self, pooled_N: Tensor) -> None:
-        """From now on these have mean 0 and deviation 1."""
+        """Sets mean and std so that these pooled scores have mean 0 and deviation 1."""
         self.mean, self.std = float(pooled_N.mean()), float(pooled_N.std())
         if not self.std > 0:
             raise RuntimeError(
@@ -193,7 +193,7 @@ class Classifier(nn.Module):
 
     @staticmethod
     def load(path: str, *, dtype: torch.dtype) -> Classifier:
-        """From a folder or a hub name."""
+        """Loads a classifier from a folder or a hub name."""
         model, found = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, output_loading_info=True)
         if found["missing_keys"]:
             # Such weights are random, and so would be the scores.

@@ -168,7 +168,7 @@ def _split_pairs(path: Path, held_out: Path | None, settings: RewardTraining) ->
 
 
 def _place(prompt: str) -> float:
-    """From 0 to 1, by a hash."""
+    """A number from 0 to 1 by a hash of the prompt."""
     return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "big") / 2**64
 
 

@@ -37,7 +37,7 @@ TRIVIAL = {
     "colour": ("red", "blue", "green", "yellow", "purple", "orange"),
     "snack": ("apple", "biscuit", "cheese", "toast", "soup", "pie"),
 }
-"""The same for facts that a summary should leave out."""
+"""Key -> its values, of facts that a summary should leave out."""
 VALUES = {**IMPORTANT, **TRIVIAL}
 FILLERS = (
     "so", "well", "anyway", "honestly", "basically", "just", "really", "maybe", "actually", "then",
@@ -70,7 +70,7 @@ class Post:
 
     text: str
     facts: tuple[Fact, ...]
-    """In the order of keys: the important ones, then the trivial."""
+    """Facts of the post in the order of keys: the important ones, then the trivial."""
 
     @property
     def important(self) -> list[Fact]:
@@ -135,7 +135,7 @@ class Flaws:
     drop: float
     """An important fact is left out."""
     drop_neglected: float
-    """The same for facts of NEGLECTED_KEYS."""
+    """An important fact of NEGLECTED_KEYS is left out."""
     hallucinate: float
     """A stated fact has another value than in the post."""
     swap: float
