@@ -36,13 +36,13 @@ from pathlib import Path
 from other_graders import GRADERS, Grader
 
 from tba.config import TaskConfig
-from tba.tasks.maths import gsm8k, math
-from tba.tasks.maths.answers import equal_answers, given_answer, marked_answer
-from tba.tasks.maths.math_answers import last_boxed, normal_form
-from tba.tasks.maths.math_grading import same_answer
-from tba.tasks.maths.questions import Problem, Source, read_problems
-from tba.tasks.maths.symbolic import symbolic_equality
-from tba.tasks.rows import BadRows, jsonl_rows
+from tba.tasks.data.rows import BadRows, jsonl_rows
+from tba.tasks.data.splits import QuestionAnswer, Source, read_problems
+from tba.tasks.gsm8k import GSM8KTask, equal_answers, given_answer, marked_answer
+from tba.tasks.math.answers import last_boxed, normal_form
+from tba.tasks.math.grading import same_answer
+from tba.tasks.math.symbolic import symbolic_equality
+from tba.tasks.math.task import MathTask
 
 DATA = Path(os.environ.get("TBA_DATA", Path(__file__).parents[2] / "shared" / "data"))
 PAIRS = Path(__file__).parents[1] / "tests" / "tasks" / "grader_pairs.jsonl"
@@ -50,7 +50,7 @@ LISTED = 30
 SHARE_WANTED = 0.995
 NO_TERM = re.compile(r"[,=<>:_]|\\(?:text|mbox|begin|cup|in|le|ge|pm|%|\$|\{|!|triangle|overline)|[A-Za-z]{3,}$")
 """In lists, equations, sets, words and units."""
-Check = Callable[[Problem, Problem], bool | None]
+Check = Callable[[QuestionAnswer, QuestionAnswer], bool | None]
 """(problem, next problem) -> full marks; None = does not apply."""
 
 
@@ -71,41 +71,41 @@ def math_rewritten(answer: str) -> Iterator[str]:
         yield f"{answer}^\\circ"
 
 
-def gsm8k_right(text: str, problem: Problem) -> bool:
+def gsm8k_right(text: str, problem: QuestionAnswer) -> bool:
     wanted = marked_answer(problem.answer)
     assert wanted is not None
     return equal_answers(given_answer(text), wanted)
 
 
-def gsm8k_number(problem: Problem) -> str:
+def gsm8k_number(problem: QuestionAnswer) -> str:
     return problem.answer.rpartition("####")[2].strip()
 
 
-def gsm8k_rewritten(problem: Problem, _: Problem) -> bool:
+def gsm8k_rewritten(problem: QuestionAnswer, _: QuestionAnswer) -> bool:
     body, number = problem.answer.rpartition("####")[0], gsm8k_number(problem)
     return all(
         gsm8k_right(f"{body}{end}", problem) for end in (f"So it is ${number}.", f"\\boxed{{{number}}} in 7 days")
     )
 
 
-def gsm8k_other(problem: Problem, other: Problem) -> bool | None:
+def gsm8k_other(problem: QuestionAnswer, other: QuestionAnswer) -> bool | None:
     if marked_answer(problem.answer) == marked_answer(other.answer):
         return None
     return gsm8k_right(other.answer, problem)
 
 
-def math_right(answer: str | None, problem: Problem) -> bool:
+def math_right(answer: str | None, problem: QuestionAnswer) -> bool:
     return same_answer(answer, problem.answer, question=problem.question, symbolic=symbolic_equality().equal)
 
 
-def math_symbolic(problem: Problem, _: Problem) -> bool | None:
+def math_symbolic(problem: QuestionAnswer, _: QuestionAnswer) -> bool | None:
     """`0 + answer` is another text with the same value; for answers that a term can be added to."""
     if NO_TERM.search(problem.answer):
         return None
     return symbolic_equality().equal(f"0 + {problem.answer}", problem.answer)
 
 
-def math_other(problem: Problem, other: Problem) -> bool | None:
+def math_other(problem: QuestionAnswer, other: QuestionAnswer) -> bool | None:
     if normal_form(problem.answer) == normal_form(other.answer):
         return None
     return math_right(other.answer, problem)
@@ -116,7 +116,12 @@ def solutions(path: Path) -> dict[int, str]:
 
 
 def measure(
-    name: str, problems: Sequence[Problem], check: Check, *, good: bool, show: Callable[[Problem, Problem], str]
+    name: str,
+    problems: Sequence[QuestionAnswer],
+    check: Check,
+    *,
+    good: bool,
+    show: Callable[[QuestionAnswer, QuestionAnswer], str],
 ) -> float:
     """Share of problems where `check` holds; prints it and lists the exceptions."""
     started, exceptions, count = time.perf_counter(), [], 0
@@ -134,7 +139,7 @@ def measure(
     return share
 
 
-def problems_of(path: Path, source: Source, quick: bool) -> list[Problem]:
+def problems_of(path: Path, source: Source, quick: bool) -> list[QuestionAnswer]:
     problems = read_problems(TaskConfig(on_bad_row="skip"), str(path), "train", source)
     return random.Random(0).sample(problems, min(1000, len(problems))) if quick else problems
 
@@ -142,7 +147,7 @@ def problems_of(path: Path, source: Source, quick: bool) -> list[Problem]:
 def run_gsm8k(quick: bool) -> list[float]:
     shares = []
     for split in ("train", "test"):
-        problems = problems_of(DATA / "gsm8k" / f"{split}.jsonl.gz", gsm8k.GSM8KTask.source, quick)
+        problems = problems_of(DATA / "gsm8k" / f"{split}.jsonl.gz", GSM8KTask.source, quick)
         shares.append(
             measure(f"gsm8k {split} gold", problems, lambda p, _: gsm8k_right(p.answer, p), good=True, show=_gsm8k_pair)
         )
@@ -155,7 +160,7 @@ def run_math(quick: bool) -> list[float]:
     shares = []
     for split in ("train", "test", "math500"):
         path = DATA / "math" / f"{split}.jsonl.gz"
-        problems, texts = problems_of(path, math.MathTask.source, quick), solutions(path)
+        problems, texts = problems_of(path, MathTask.source, quick), solutions(path)
         checks: dict[str, Check] = {
             "gold": lambda p, _, texts=texts: math_right(last_boxed(texts[p.line]), p),  # type: ignore[misc]
             "rewritten": lambda p, _: all(math_right(answer, p) for answer in math_rewritten(p.answer)),
@@ -186,7 +191,7 @@ def dressed(formula: str) -> Iterator[str]:
     yield from (f"\\frac{{{formula}}}{{1}}", f"-(-({formula}))", f"({formula})^1")
 
 
-def restatements_accepted(name: str, grader: Grader, problems: Sequence[Problem], *, dress: bool) -> int:
+def restatements_accepted(name: str, grader: Grader, problems: Sequence[QuestionAnswer], *, dress: bool) -> int:
     started, accepted = time.perf_counter(), []
     for problem in problems:
         wanted = normal_form(problem.answer)
@@ -225,7 +230,7 @@ def run_pairs() -> int:
 
 def run_attacks(quick: bool) -> int:
     failures = run_pairs()
-    problems = problems_of(DATA / "math" / "test.jsonl.gz", math.MathTask.source, quick)
+    problems = problems_of(DATA / "math" / "test.jsonl.gz", MathTask.source, quick)
     failures += restatements_accepted("ours", ours, problems, dress=False)
     restatements_accepted("ours", ours, problems, dress=True)
     for name, grader in GRADERS.items():
@@ -234,11 +239,11 @@ def run_attacks(quick: bool) -> int:
     return failures
 
 
-def _gsm8k_pair(problem: Problem, other: Problem) -> str:
+def _gsm8k_pair(problem: QuestionAnswer, other: QuestionAnswer) -> str:
     return f"{gsm8k_number(problem)!r}, next {gsm8k_number(other)!r}"
 
 
-def _math_pair(problem: Problem, other: Problem) -> str:
+def _math_pair(problem: QuestionAnswer, other: QuestionAnswer) -> str:
     return f"{problem.answer!r}, next {other.answer!r}"
 
 

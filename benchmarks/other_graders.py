@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from tba.tasks.maths.answers import equal_answers
-from tba.tasks.maths.math_answers import plain_number
-from tba.tasks.maths.symbolic import symbolic_equality
+from tba.tasks.gsm8k import equal_answers
+from tba.tasks.math.answers import plain_number
+from tba.tasks.math.symbolic import symbolic_equality
 
 Grader = Callable[[str, str, str], bool]
 """(question, stored answer, content of the response's last box) -> right"""

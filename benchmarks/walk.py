@@ -51,7 +51,7 @@ def is_handed(frame: FrameType) -> bool:
     return any(carries(frame.f_locals.get(name)) for name in names if name != "self")
 
 
-LEFT_OUT = ("evaluate/", "observe/", "config/", "models/", "kernels/", "launch/", "tasks/", "types.py")
+LEFT_OUT = ("observe/", "config/", "models/", "kernels/", "launch/", "tasks/", "types.py")
 ASYNCHRONOUS_ONLY = ("runtime/link.py",)
 
 

@@ -10,16 +10,14 @@ from collections import Counter
 import numpy as np
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tba.evaluate.diversity import effective_modes
-from tba.tasks.preference.gold import gold_scores, win_rate
-from tba.tasks.preference.prepare import SAMPLING, gold_agreement, make_pairs, win_rate_of
-from tba.tasks.preference.summaries import perfect_summary, reference_summary
-from tba.tasks.preference.task import reward_model_path
-from tba.tasks.preference.task import start_model_path as summariser
-from tba.tasks.preference.world import first_posts
-from tba.tasks.red_team.prepare import sample_attacks
+from tba.tasks.red_team.evaluator import effective_modes
 from tba.tasks.red_team.task import start_model_path as attacker
-from tba.tasks.red_team.world import mode_of, modes
+from tba.tasks.red_team.world import mode_of, modes, sample_attacks
+from tba.tasks.tldr.gold import gold_scores, win_rate
+from tba.tasks.tldr.prepare import SAMPLING, gold_agreement, make_pairs, win_rate_of
+from tba.tasks.tldr.task import reward_model_path
+from tba.tasks.tldr.task import start_model_path as summariser
+from tba.tasks.tldr.world import first_posts, perfect_summary, reference_summary
 from tba.types import Sampling
 
 PAIRS_SEED = 987_654

@@ -17,7 +17,6 @@ LAYERS = [
     "runtime",
     "tasks",
     "replay",
-    "evaluate",
     "search",
     "train",
     "launch",

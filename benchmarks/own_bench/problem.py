@@ -27,8 +27,14 @@ from transformers.utils.logging import disable_progress_bar
 from tba.config import ModelConfig
 from tba.launch import evaluate_model
 from tba.models.load import load_model
-from tba.tasks.supervised import Shape, Training, one_deterministic_thread, train_start_model
-from tba.tasks.words import SPECIAL, as_transformers
+from tba.tasks.start_models import (
+    SPECIAL,
+    Shape,
+    Training,
+    as_transformers,
+    one_deterministic_thread,
+    train_start_model,
+)
 
 Part = Literal["tuning", "reported"]
 """Settings may be chosen by looking at tuning problems; the others are only ever reported."""
@@ -116,7 +122,7 @@ class Problem:
             for function, weight in self.rewards.items()
         ]
         return {
-            "task.name": "own",
+            "task.name": "custom",
             "task.data": str(own / "train.jsonl"),
             "task.eval_data": str(own / "held_out.jsonl"),
             "task.rewards": rewards,

@@ -177,7 +177,7 @@ def thirds(metrics: Sequence[Mapping[str, Any]], key: str) -> list[float | None]
 
 
 def scores_of(line: Mapping[str, Any]) -> dict[str, float]:
-    prefix = "eval/own/"
+    prefix = "eval/custom/"
     return {key.removeprefix(prefix): value for key, value in line.items() if key.startswith(prefix)}
 
 

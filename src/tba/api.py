@@ -80,7 +80,7 @@ class TBATrainer:
         self._functions = None if named else loaded
         inputs = args.run_folder.with_name(args.run_folder.name + ".inputs")
         task = args.task.model_dump() | {
-            "name": "own",
+            "name": "custom",
             "data": _as_file(train_dataset, inputs / "train.jsonl"),
             "eval_data": None if eval_dataset is None else _as_file(eval_dataset, inputs / "eval.jsonl"),
             "rewards": _reward_configs(rewards, loaded, reward_weights),
@@ -114,7 +114,7 @@ def _sinks(report_to: Any) -> list[str]:
 
 
 def _load_all(rewards: Sequence[Callable[..., Any] | str]) -> list[Callable[..., Any]]:
-    from tba.tasks.own.reward_functions import load_reward_function
+    from tba.tasks.rewards.functions import load_reward_function
 
     if not rewards:
         raise ValueError("reward_funcs is empty: give at least one function.")

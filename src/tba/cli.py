@@ -164,7 +164,7 @@ def prepare(
         return
     if model is None or pairs is None:
         raise ConfigError("tba prepare reward_model needs --model (a causal language model) and --pairs PAIRS.jsonl.")
-    from tba.tasks.preference.train_reward import RewardTraining, train_reward_model
+    from tba.tasks.tldr.train_reward import RewardTraining, train_reward_model
 
     settings = RewardTraining(learning_rate=learning_rate, epochs=epochs, pairs_per_pass=8)
     typer.echo(json.dumps(train_reward_model(model, pairs, output, settings, held_out=held_out)))
@@ -216,7 +216,7 @@ def resolve(
     if model is not None:
         values["model"] = {"path": model}
     if data is not None or reward:
-        values["task"] = {"name": "own", "rewards": [{"function": function} for function in reward]}
+        values["task"] = {"name": "custom", "rewards": [{"function": function} for function in reward]}
         if data is not None:
             values["task"]["data"] = data
     if max_steps is not None:

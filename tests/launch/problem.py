@@ -69,7 +69,7 @@ def write_problem(folder: Path, *, num_prompts: int = 30) -> None:
 
 def make_config(folder: Path, *overrides: str, reward: str = "sevens") -> Config:
     task = {
-        "name": "own",
+        "name": "custom",
         "data": str(folder / "data.jsonl"),
         "rewards": [{"function": f"{folder}/rewards.py:{reward}"}],
     }

@@ -15,7 +15,7 @@ import tba as tba_package
 from tba.cli import app, main, resolve
 from tba.config import ConfigError
 from tba.launch.doctor import EXTRAS
-from tba.tasks.preference.task import start_model_path
+from tba.tasks.tldr.task import start_model_path
 
 RUNNER = CliRunner()
 
@@ -30,7 +30,7 @@ def test_dry_run_prints_the_resolved_config(folder):
     result = RUNNER.invoke(app, ["train", *options, "seed=5", "--dry-run"])
     config = yaml.safe_load(result.stdout)
     assert (config["train"]["max_steps"], config["seed"], config["model"]["path"]) == (7, 5, "some/model")
-    assert config["task"]["name"] == "own"
+    assert config["task"]["name"] == "custom"
     assert config["task"]["rewards"][0]["function"] == "r.py:f"
 
 

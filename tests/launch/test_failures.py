@@ -139,7 +139,7 @@ def test_a_channel_of_one_group_slows_a_run_but_does_not_stop_it(folder):
     config = make_config(folder, "name=narrow", "runtime.channel_groups=1", "evaluate.every=2")
     summary = train(config)
     assert summary["steps"] == 6
-    assert [r["step"] for r in records(config) if "eval/own/accuracy" in r][-1] == 6
+    assert [r["step"] for r in records(config) if "eval/custom/accuracy" in r][-1] == 6
     waited = [record["searcher/0/wait_seconds"] for record in records(config) if "loss" in record]
     assert waited[-1] > 0
 

@@ -89,7 +89,7 @@ def test_the_embedded_task_as_an_own_problem_learns_without_tuning(folder):
         "def right(completions, answer, **columns):\n"
         "    return [float(c.rpartition('####')[2].strip() == a) for c, a in zip(completions, answer)]\n"
     )
-    task = {"name": "own", "data": f"{folder}/words-train.jsonl", "eval_data": f"{folder}/words-eval.jsonl"}
+    task = {"name": "custom", "data": f"{folder}/words-train.jsonl", "eval_data": f"{folder}/words-eval.jsonl"}
     task["rewards"] = [{"function": f"{folder}/words.py:right"}]
     overrides = ["mode=sync", "name=words", "train.max_steps=25", "observe.progress=false", f"output={folder}/runs"]
     overrides += ["evaluate.every=0", "evaluate.num_prompts=300"]
@@ -133,7 +133,7 @@ def test_two_searchers_and_a_trainer_for_twenty_steps(folder):
     assert summary["responses_trained"] == 320
     reuse = load_config(RunFolder(config.run_folder).config).replay.max_trained_per_generated
     assert summary["responses_generated"] * reuse >= summary["responses_trained"]
-    evaluated = [record["step"] for record in metrics_of(config) if "eval/own/accuracy" in record]
+    evaluated = [record["step"] for record in metrics_of(config) if "eval/custom/accuracy" in record]
     assert evaluated[0] == 0
     assert evaluated[-1] == 20
     assert RunFolder(config.run_folder).samples.read_text()

@@ -11,7 +11,7 @@ from tba.search.exploration import ReferenceSamples
 from tba.search.loop import Searcher
 from tba.search.prompts import PromptStream
 from tba.search.scoring import FailureCount, GroupScorer
-from tba.tasks.rewards import DirectRewards
+from tba.tasks.rewards.pool import DirectRewards
 from tba.types import Prompt, Sampling
 
 PROMPT = Prompt(id="p", token_ids=np.array([1, 5], np.int32), text="w5")

@@ -10,7 +10,7 @@ from tba.config import GenerateConfig
 from tba.generate.engine import make_engine
 from tba.search.values import StepValues, lost_without_values
 from tba.tasks.base import RewardFailed
-from tba.tasks.rewards import DirectRewards, FinishedGroup
+from tba.tasks.rewards.pool import DirectRewards, FinishedGroup
 from tba.types import Prompt, Request, Sampling
 
 BREAK = 7

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from tba.tasks.maths.answers import Number, equal_answers, given_answer, marked_answer
+from tba.tasks.gsm8k import Number, equal_answers, given_answer, marked_answer
 
 
 def value_of(text):

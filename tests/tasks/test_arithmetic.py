@@ -9,23 +9,23 @@ import pytest
 from tba.config import ModelConfig, TaskConfig
 from tba.launch import evaluate_model
 from tba.models.load import load_model
-from tba.tasks.arithmetic.prepare import greedy_accuracy
-from tba.tasks.arithmetic.problems import (
+from tba.tasks.arithmetic.prepare import greedy_accuracy, make_tokenizer
+from tba.tasks.arithmetic.task import (
     LARGEST,
+    ArithmeticTask,
     Earlier,
     Problem,
     Step,
     draw_problem,
     draw_problems,
+    exact_match,
     held_out_problems,
     train_problems,
     validation_problems,
     work,
 )
-from tba.tasks.arithmetic.task import ArithmeticTask, exact_match
-from tba.tasks.arithmetic.tokens import make_tokenizer
-from tba.tasks.inputs import TaskInputs
-from tba.tasks.maths.answers import final_number, same_number
+from tba.tasks.base import TaskInputs
+from tba.tasks.gsm8k import final_number, same_number
 from tba.types import Completion
 
 HELD_OUT_FIRST = (

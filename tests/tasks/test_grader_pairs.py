@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tba.tasks.maths.answers import equal_answers, given_answer, marked_answer
-from tba.tasks.maths.math_grading import same_answer
-from tba.tasks.maths.restatement import formulas_of
-from tba.tasks.maths.symbolic import symbolic_equality
+from tba.tasks.gsm8k import equal_answers, given_answer, marked_answer
+from tba.tasks.math.grading import formulas_of, same_answer
+from tba.tasks.math.symbolic import symbolic_equality
 
 PAIRS = [json.loads(line) for line in (Path(__file__).parent / "grader_pairs.jsonl").read_text("utf-8").splitlines()]
 KINDS = sorted({pair["kind"] for pair in PAIRS if pair["task"] == "math"})

@@ -13,10 +13,9 @@ from builders import tiny_llama, tiny_tokenizer
 
 from tba.config import ConfigError, TaskConfig, load_config
 from tba.launch import train
-from tba.tasks.arithmetic.tokens import make_tokenizer
-from tba.tasks.maths.answers import Number, equal_answers, given_answer, marked_answer
-from tba.tasks.maths.gsm8k import GSM8KTask
-from tba.tasks.maths.questions import Problem, read_problems, read_splits, split_off_validation
+from tba.tasks.arithmetic.prepare import make_tokenizer
+from tba.tasks.data.splits import QuestionAnswer, read_problems, read_splits, split_off_validation
+from tba.tasks.gsm8k import GSM8KTask, Number, equal_answers, given_answer, marked_answer
 from tba.tasks.registry import make_task
 from tba.types import Completion
 
@@ -106,13 +105,13 @@ def test_one_file_has_train_rows_and_takes_the_test_rows_from_another(write):
 def test_the_validation_problems_depend_on_nothing_but_their_questions():
     # The two smallest of blake2b("Mia has i pens.", 8 bytes) for i = 1 ... 30; other problems would change every
     # accuracy that settings were tuned on.
-    problems = [Problem(line=i, question=f"Mia has {i} pens.", answer="#### 1") for i in range(1, 31)]
+    problems = [QuestionAnswer(line=i, question=f"Mia has {i} pens.", answer="#### 1") for i in range(1, 31)]
     for order in (problems, problems[::-1]):
         assert sorted(problem.line for problem in split_off_validation(order, 2)["validation"]) == [6, 17]
 
 
 def test_a_question_that_occurs_twice_falls_on_one_side():
-    problems = [Problem(line=i, question=f"Mia has {i % 15} pens.", answer="#### 1") for i in range(30)]
+    problems = [QuestionAnswer(line=i, question=f"Mia has {i % 15} pens.", answer="#### 1") for i in range(30)]
     splits = split_off_validation(problems, 4)
     assert not {p.question for p in splits["train"]} & {p.question for p in splits["validation"]}
     assert (len(splits["train"]), len(splits["validation"])) == (22, 8)

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from tba.config import ConfigError, TaskConfig, load_config
-from tba.tasks.arithmetic.tokens import make_tokenizer
-from tba.tasks.maths.math import MathTask
-from tba.tasks.maths.math_answers import last_boxed, normal_form, plain_number
-from tba.tasks.maths.math_grading import same_answer
-from tba.tasks.maths.questions import read_problems, read_splits
-from tba.tasks.maths.symbolic import SymbolicEquality, symbolic_equality
+from tba.tasks.arithmetic.prepare import make_tokenizer
+from tba.tasks.data.splits import read_problems, read_splits
+from tba.tasks.math.answers import last_boxed, normal_form, plain_number
+from tba.tasks.math.grading import same_answer
+from tba.tasks.math.symbolic import SymbolicEquality, symbolic_equality
+from tba.tasks.math.task import MathTask
 from tba.tasks.registry import make_task
 from tba.types import Completion
 
@@ -215,7 +215,7 @@ def test_a_worker_that_dies_costs_one_comparison(monkeypatch, caplog):
         link.receive(timeout_seconds=None)
         raise MemoryError("no more")
 
-    monkeypatch.setattr("tba.tasks.maths.symbolic.symbolic_worker", dies)
+    monkeypatch.setattr("tba.tasks.math.symbolic.symbolic_worker", dies)
     symbolic = SymbolicEquality(comparison_seconds=20.0)
     assert not symbolic.equal("p", "q")
     assert not symbolic.equal("p", "r")

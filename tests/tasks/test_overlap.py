@@ -10,13 +10,12 @@ import pytest
 from builders import tiny_tokenizer
 
 from tba.config import TaskConfig
-from tba.tasks.arithmetic.tokens import make_tokenizer
-from tba.tasks.maths.gsm8k import GSM8KTask
-from tba.tasks.maths.math import MathTask
-from tba.tasks.maths.questions import read_splits
-from tba.tasks.overlap import question_key
-from tba.tasks.preference import real
+from tba.tasks.arithmetic.prepare import make_tokenizer
+from tba.tasks.data.splits import question_key, read_splits
+from tba.tasks.gsm8k import GSM8KTask
+from tba.tasks.math.task import MathTask
 from tba.tasks.registry import make_task
+from tba.tasks.tldr import task as tldr
 
 DATA = Path(os.environ.get("TBA_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
@@ -83,7 +82,7 @@ def test_posts_to_summarise_are_compared_too(write, caplog):
     rows = [{"query": f"post {i}", "reference_response": " short"} for i in range(6)]
     data, held_out = write("train.jsonl", rows), write("held.jsonl", [{**rows[2], "query": "POST 2"}])
     config = TaskConfig(name="tldr", data=data, eval_data=held_out, num_validation_prompts=1)
-    splits = real.read_splits(config, tiny_tokenizer())
+    splits = tldr.read_splits(config, tiny_tokenizer())
     assert {split: len(problems) for split, problems in splits.items()} == {"train": 4, "validation": 1, "held_out": 1}
     assert "1 of 6 rows" in warnings(caplog)[0]
 
@@ -92,7 +91,7 @@ def test_posts_to_summarise_are_compared_too(write, caplog):
 def test_prompts_of_own_data_are_compared_too(write, tmp_path, caplog, suffix):
     """In a plain file they stay where they are, compressed ones are in memory."""
     (tmp_path / "rewards.py").write_text("def score(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
-    settings = {"name": "own", "rewards": [{"function": f"{tmp_path}/rewards.py:score"}]}
+    settings = {"name": "custom", "rewards": [{"function": f"{tmp_path}/rewards.py:score"}]}
     rows = [{"prompt": f"Mia has {i} pens."} for i in range(5)]
     data, held_out = write(f"train{suffix}", rows), write("held.jsonl", [{"prompt": "mia  has 2 pens."}])
     config = TaskConfig(**settings, data=data, eval_data=held_out)
@@ -109,7 +108,7 @@ def test_prompts_of_own_data_are_compared_too(write, tmp_path, caplog, suffix):
 def test_a_task_of_one_prompt_is_evaluated_on_it(write, tmp_path, caplog):
     (tmp_path / "rewards.py").write_text("def score(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
     data = write("one.jsonl", [{"prompt": "Make 24."}])
-    settings = {"name": "own", "rewards": [{"function": f"{tmp_path}/rewards.py:score"}]}
+    settings = {"name": "custom", "rewards": [{"function": f"{tmp_path}/rewards.py:score"}]}
     task = make_task(TaskConfig(**settings, data=data, eval_data=data), make_tokenizer(), max_prompt_tokens=200)
     assert len(task.prompts("train")) == len(task.prompts("held_out")) == 1
     assert not warnings(caplog)
@@ -119,7 +118,7 @@ def test_own_data_split_by_a_share_has_no_question_on_both_sides(write, tmp_path
     (tmp_path / "rewards.py").write_text("def score(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
     rows = [{"prompt": text} for i in range(40) for text in (f"Mia has {i} pens.", f"mia has {i}  pens.")]
     settings = {"data": write("data.jsonl", rows), "eval_fraction": 0.5}
-    config = TaskConfig(name="own", rewards=[{"function": f"{tmp_path}/rewards.py:score"}], **settings)
+    config = TaskConfig(name="custom", rewards=[{"function": f"{tmp_path}/rewards.py:score"}], **settings)
     task = make_task(config, make_tokenizer(), max_prompt_tokens=200)
     train, held_out = ({question_key(p.text) for p in task.prompts(split)} for split in ("train", "held_out"))
     assert train

@@ -12,19 +12,19 @@ from tba.tasks.arithmetic.prepare import (
     HABITS,
     SHAPE,
     greedy_accuracy,
+    make_tokenizer,
     prepare_arithmetic,
     pupil_solution,
 )
-from tba.tasks.arithmetic.problems import (
+from tba.tasks.arithmetic.task import (
     Earlier,
     Problem,
     Step,
     draw_problems,
     held_out_problems,
+    start_model_path,
 )
-from tba.tasks.arithmetic.task import start_model_path
-from tba.tasks.arithmetic.tokens import make_tokenizer
-from tba.tasks.supervised import Training, make_model, one_deterministic_thread
+from tba.tasks.start_models import Training, make_model, one_deterministic_thread
 
 SHORT = Training(steps=6, batch_size=4)
 

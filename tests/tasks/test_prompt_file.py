@@ -9,16 +9,16 @@ import pytest
 from builders import tiny_tokenizer
 
 from tba.config import TaskConfig
-from tba.tasks.inputs import TaskInputs
-from tba.tasks.own.task import OwnTask
+from tba.tasks.base import TaskInputs
+from tba.tasks.custom.task import CustomTask
 
 REWARD = {"function": "unused.py:f"}
 
 
-def task(path, **settings) -> OwnTask:
-    config = TaskConfig(name="own", data=str(path), rewards=(REWARD,), **settings)
+def task(path, **settings) -> CustomTask:
+    config = TaskConfig(name="custom", data=str(path), rewards=(REWARD,), **settings)
     functions = [lambda completions, **_: [0.0]]
-    return OwnTask(TaskInputs(config=config, tokenizer=tiny_tokenizer(), max_prompt_tokens=10, functions=functions))
+    return CustomTask(TaskInputs(config=config, tokenizer=tiny_tokenizer(), max_prompt_tokens=10, functions=functions))
 
 
 def write(path, rows) -> None:

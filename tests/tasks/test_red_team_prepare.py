@@ -6,10 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tba.tasks.red_team.prepare import SHAPE, prepare_red_team, sample_attacks
 from tba.tasks.red_team.task import start_model_path
-from tba.tasks.red_team.world import make_tokenizer, mode_of
-from tba.tasks.supervised import Training, make_model, one_deterministic_thread
+from tba.tasks.red_team.world import SHAPE, make_tokenizer, mode_of, prepare_red_team, sample_attacks
+from tba.tasks.start_models import Training, make_model, one_deterministic_thread
 
 SHORT = Training(steps=3, batch_size=4)
 

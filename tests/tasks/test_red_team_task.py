@@ -23,13 +23,12 @@ from transformers import (
 
 from tba.config import RedTeamConfig, TaskConfig, load_config
 from tba.launch.start import train
-from tba.tasks.inputs import TaskInputs
-from tba.tasks.red_team.embedder import SentenceEncoder, WordCounts
-from tba.tasks.red_team.judge import ClassifierJudge
+from tba.tasks.base import TaskInputs
+from tba.tasks.red_team.encoders import ClassifierJudge, SentenceEncoder, WordCounts
 from tba.tasks.red_team.task import RedTeamTask
 from tba.tasks.red_team.victim import ModelVictim, RuleVictim
 from tba.tasks.red_team.world import make_tokenizer
-from tba.tasks.words import make_word_tokenizer
+from tba.tasks.start_models import make_word_tokenizer
 from tba.types import Completion
 
 WORDS = [f"w{index}" for index in range(30)]

@@ -8,9 +8,9 @@ import tracemalloc
 import pytest
 
 from tba.config import RewardConfig, TaskConfig
-from tba.tasks.arithmetic.tokens import make_tokenizer
+from tba.tasks.arithmetic.prepare import make_tokenizer
+from tba.tasks.data.rows import BadRows, jsonl_rows
 from tba.tasks.registry import make_task
-from tba.tasks.rows import BadRows, jsonl_rows
 
 REWARD = "def score(completions):\n    return [0.0 for _ in completions]\n"
 LONG = "Mia has 3 pens. " * 30
@@ -21,7 +21,7 @@ def encoded(value):
 
 
 # A good row, and bad rows by the reason that they are counted under, as each task wants them.
-OWN = (
+CUSTOM = (
     {"prompt": "Mia has 3 pens.", "id": "a"},
     {
         "broken UTF-8": b'{"prompt": "Mia \xff has"}',
@@ -62,7 +62,7 @@ MATH = (
         "over-long prompt": {"problem": LONG, "answer": "3"},
     },
 )
-TASKS = {"own": OWN, "gsm8k": GSM8K, "math": MATH}
+TASKS = {"custom": CUSTOM, "gsm8k": GSM8K, "math": MATH}
 EVERY_FAULT = [(name, reason) for name, (_, faults) in TASKS.items() for reason in faults]
 
 
@@ -80,7 +80,7 @@ def write(tmp_path):
 def prompts(name, path, on_bad_row):
     if name == "math":
         pytest.importorskip("math_verify")
-    rewards = (RewardConfig(function=f"{path.parent}/rewards.py:score"),) if name == "own" else ()
+    rewards = (RewardConfig(function=f"{path.parent}/rewards.py:score"),) if name == "custom" else ()
     config = TaskConfig(
         name=name, data=str(path), rewards=rewards, eval_fraction=0.0, num_validation_prompts=0, on_bad_row=on_bad_row
     )
@@ -105,7 +105,7 @@ def test_every_fault_can_be_left_out_with_a_warning(write, caplog, name, reason)
     path = write(good, faults[reason])
     with caplog.at_level(logging.WARNING, logger="tba.tasks"):
         kept = prompts(name, path, "skip")
-    assert [prompt.id for prompt in kept] == ["a" if name == "own" else "train-1"]
+    assert [prompt.id for prompt in kept] == ["a" if name == "custom" else "train-1"]
     (record,) = caplog.records
     assert f"1 bad row: 1 x {reason} (line 2). The first: {path} line 2" in record.getMessage()
 
@@ -120,11 +120,11 @@ def test_one_warning_counts_every_reason(write, caplog, name):
     for line, reason in enumerate(faults, start=2):
         assert f"2 x {reason} (lines {line}, {line + len(faults)})" in words
     # The tokens of a question are counted when its split is asked for, later than the rest.
-    assert len(caplog.records) == (1 if name == "own" else 2)
+    assert len(caplog.records) == (1 if name == "custom" else 2)
 
 
 def test_a_clean_file_says_nothing(write, caplog):
-    assert len(prompts("own", write(OWN[0], {"prompt": "Mia has 4 pens.", "id": None}), "stop")) == 2
+    assert len(prompts("custom", write(CUSTOM[0], {"prompt": "Mia has 4 pens.", "id": None}), "stop")) == 2
     assert not caplog.records
 
 
@@ -137,7 +137,7 @@ def test_only_the_first_lines_of_a_reason_are_named(write):
 
 def test_a_file_with_bad_rows_only_is_refused_also_when_they_are_left_out(write):
     with pytest.raises(ValueError, match=r"rows.jsonl is empty but for 2 bad rows"):
-        prompts("own", write(b"{", b"{"), "skip")
+        prompts("custom", write(b"{", b"{"), "skip")
     with pytest.raises(ValueError, match=r"has no rows for train"):
         prompts("gsm8k", write(b"{"), "skip")
     with pytest.raises(ValueError, match=r"no train row is left, all 1 are bad"):
@@ -154,15 +154,15 @@ def test_a_file_with_bad_rows_only_is_refused_also_when_they_are_left_out(write)
 )
 def test_messages_and_ids_of_a_wrong_type_are_bad(write, row):
     with pytest.raises(ValueError, match=r"2 x wrong type \(lines 2, 3\)"):
-        prompts("own", write(OWN[0], row, row), "stop")
+        prompts("custom", write(CUSTOM[0], row, row), "stop")
 
 
 def test_a_byte_order_mark_is_no_fault(write):
-    assert len(prompts("own", write(b"\xef\xbb\xbf" + encoded(OWN[0])), "stop")) == 1
+    assert len(prompts("custom", write(b"\xef\xbb\xbf" + encoded(CUSTOM[0])), "stop")) == 1
 
 
 def test_a_line_beyond_the_limit_costs_itself_and_is_not_read_into_memory(write, monkeypatch):
-    monkeypatch.setattr("tba.tasks.rows.LONGEST_LINE", 1000)
+    monkeypatch.setattr("tba.tasks.data.rows.LONGEST_LINE", 1000)
     path = write({"a": 1}, {"a": "x" * 100_000}, {"a": 2}, {"a": "x" * 1500})
     bad = BadRows("stop")
     assert [row.value["a"] for row in jsonl_rows(path, bad)] == [1, 2]

@@ -17,7 +17,7 @@ from tba.config.sections import (
     SearchConfig,
     TrainConfig,
 )
-from tba.config.task import PreferenceConfig, RedTeamConfig, RewardConfig, TaskConfig
+from tba.config.task import RedTeamConfig, RewardConfig, TaskConfig, TLDRConfig
 
 __all__ = [
     "Config",
@@ -29,7 +29,6 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "ObserveConfig",
-    "PreferenceConfig",
     "RedTeamConfig",
     "ReferenceConfig",
     "ReplayConfig",
@@ -37,6 +36,7 @@ __all__ = [
     "RuntimeConfig",
     "Schedule",
     "SearchConfig",
+    "TLDRConfig",
     "TaskConfig",
     "TrainConfig",
     "dump_config",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,14 +19,15 @@ class RewardConfig(Section):
     """Name in metrics and stored data; None = the function's own name."""
 
 
-class PreferenceConfig(Section):
+class TLDRConfig(Section):
     """tldr: what scores summaries. Without models the embedded edition: its shipped reward model, its hidden gold rule."""
 
     reward_model: str | None = None
     """Folder or hub name of the model whose score is the reward; None = the embedded edition's. `tba prepare tldr` trains
     one."""
     gold_model: str | None = None
-    """The same for the judge of evaluations, which the policy never sees; None = the embedded edition's rule."""
+    """Folder or hub name of the model that judges in evaluations, which the policy never sees; None = the embedded
+    edition's rule."""
     scores_per_pass: int = Field(default=32, ge=1)
     """Summaries that a model scores at once."""
 
@@ -74,13 +76,13 @@ HUB_NAMES = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteva
 
 class TaskConfig(Section):
     name: str = "arithmetic"
-    """A registered task, or `own` for your own data and reward functions."""
+    """A registered task, or `custom` for your own data and reward functions."""
     data: str | None = None
-    """own: JSONL file with a `prompt` column (text or chat messages); other columns go to the reward. gsm8k, math: folder
+    """custom: JSONL file with a `prompt` column (text or chat messages); other columns go to the reward. gsm8k, math: folder
     with train.jsonl and test.jsonl, one JSONL file with the train rows, or a hub name (openai/gsm8k). tldr: the same, with
     validation.jsonl; None = the embedded posts. Files may be .gz."""
     eval_data: str | None = None
-    """Held-out JSONL; gsm8k, math: also a folder or hub name, for its test rows. None = own: `eval_fraction` of the data,
+    """Held-out JSONL; gsm8k, math: also a folder or hub name, for its test rows. None = custom: `eval_fraction` of the data,
     chosen by a hash of the prompt; gsm8k, math: the test rows of `data`."""
     on_bad_row: Literal["stop", "skip"] = "stop"
     """Rows that cannot be used (broken UTF-8 or JSON, a column missing or of a wrong type, an empty or over-long prompt, an
@@ -88,9 +90,9 @@ class TaskConfig(Section):
     others; skip = leave them out, with one warning that counts them. There is no `data` section: what concerns the data
     stands here."""
     eval_fraction: float = Field(default=0.1, ge=0.0, lt=1.0)
-    """own: share of the prompts held out when there is no eval_data; 0 = no evaluation."""
+    """custom: share of the prompts held out when there is no eval_data; 0 = no evaluation."""
     rewards: tuple[RewardConfig, ...] = ()
-    """own: at least one; `--reward file.py:f` adds one with weight 1."""
+    """custom: at least one; `--reward file.py:f` adds one with weight 1."""
     num_train_prompts: int = Field(default=20_000, ge=1)
     """arithmetic, embedded tldr: training problems; the same ones whatever the run's seed."""
     num_validation_prompts: int = Field(default=500, ge=0)
@@ -105,15 +107,25 @@ class TaskConfig(Section):
     """gsm8k, math: a response cut off at generate.max_new_tokens has reward 0; false = it is scored by its text alone."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longest prompt in tokens; None = what the model's context leaves beside generate.max_new_tokens."""
-    preference: PreferenceConfig = PreferenceConfig()
+    tldr: TLDRConfig = TLDRConfig()
     red_team: RedTeamConfig = RedTeamConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_names(cls, values: Any) -> Any:
+        """A config written before a task was renamed is refused with the new name: guessing would hide what was meant."""
+        if isinstance(values, Mapping) and values.get("name") == "own":
+            raise ValueError("task.name=own is called custom: write task.name=custom.")
+        if isinstance(values, Mapping) and "preference" in values:
+            raise ValueError("task.preference is called task.tldr, as the task is: rename the section in the config.")
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> TaskConfig:
-        if self.name == "own" and self.data is None:
-            raise ValueError("task.data is needed for task.name=own: pass --data prompts.jsonl.")
-        if self.name == "own" and not self.rewards:
-            raise ValueError("task.rewards is empty for task.name=own: pass --reward file.py:function.")
+        if self.name == "custom" and self.data is None:
+            raise ValueError("task.data is needed for task.name=custom: pass --data prompts.jsonl.")
+        if self.name == "custom" and not self.rewards:
+            raise ValueError("task.rewards is empty for task.name=custom: pass --reward file.py:function.")
         if self.name in HUB_NAMES and self.data is None:
             raise ValueError(
                 f"task.data is needed for task.name={self.name}: a folder with train.jsonl and test.jsonl, or "

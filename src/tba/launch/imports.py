@@ -28,7 +28,7 @@ from tba.generate.engine import make_scorer, stop_ids_of
 from tba.launch.run import RunInputs
 from tba.observe.files import RunFolder
 from tba.tasks.base import RewardFailed
-from tba.tasks.rewards import FinishedGroup, make_rewards, score_all
+from tba.tasks.rewards.pool import FinishedGroup, make_rewards, score_all
 from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
 
 RewardScorer = Callable[[list[Prompt], list[str]], Sequence[Mapping[str, float]]]

@@ -12,7 +12,7 @@ from typing import Any
 from tba.config import Config
 from tba.models.load import LoadedModel, load_model
 from tba.tasks.base import Task
-from tba.tasks.make import make_task_for
+from tba.tasks.registry import make_task_for
 
 RewardFunctions = Sequence[Callable[..., Any]] | None
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from tba.config import Config, ModelConfig, dump_config, load_config
-from tba.evaluate.make import make_evaluator
 from tba.generate.engine import Scorer, make_scorer
 from tba.launch.asynchronous import AsyncRun
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
@@ -25,7 +24,8 @@ from tba.observe.files import RunFolder, write_atomic
 from tba.observe.summary import show_summary
 from tba.runtime.mps import start_mps
 from tba.search.make import make_search_engine
-from tba.tasks.rewards import make_rewards
+from tba.tasks.evaluation import make_evaluator
+from tba.tasks.rewards.pool import make_rewards
 from tba.train.health import Collapsed
 
 logger = logging.getLogger("tba")

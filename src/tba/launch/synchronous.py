@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from tba.config import Config
-from tba.evaluate.base import Evaluator
-from tba.evaluate.make import make_evaluator
 from tba.generate.engine import Engine
 from tba.launch.run import Interrupt, RunInputs
 from tba.models.load import adapt
@@ -25,7 +23,8 @@ from tba.search.make import (
     make_step_values,
 )
 from tba.search.scoring import group_texts
-from tba.tasks.rewards import make_rewards
+from tba.tasks.evaluation import Evaluator, make_evaluator
+from tba.tasks.rewards.pool import make_rewards
 from tba.train.loop import Trainer
 from tba.train.make import make_learner, make_trainer
 from tba.types import ResponseCounts

@@ -20,7 +20,7 @@ logger = logging.getLogger("tba.models")
 
 SHIPPED = {
     "tba:arithmetic": "tasks/arithmetic/start_model",
-    "tba:tldr": "tasks/preference/start_model",
+    "tba:tldr": "tasks/tldr/start_model",
     "tba:red_team": "tasks/red_team/start_model",
 }
 """Models inside the package, by the name used for model.path."""

@@ -14,7 +14,7 @@ from tba.search.prompts import Difficulty, PromptStream
 from tba.search.scoring import GroupScorer, texts_of
 from tba.search.values import StepValues, lost_without_values
 from tba.tasks.base import Outcome, RewardFailed
-from tba.tasks.rewards import FinishedGroup, Rewards, score_all
+from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all
 from tba.types import Completion, Prompt, Request, Sampling, Trajectory, TrajectoryGroup, Weights
 
 GROUPS_AT_ONCE = 4

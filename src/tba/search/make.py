@@ -18,7 +18,7 @@ from tba.search.prompts import Difficulty, PromptStream
 from tba.search.scoring import FailureCount, GroupScorer
 from tba.search.values import StepValues
 from tba.tasks.base import Task
-from tba.tasks.rewards import Rewards, make_rewards
+from tba.tasks.rewards.pool import Rewards, make_rewards
 
 
 def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 
 from tba.config import Config
-from tba.evaluate.base import Evaluator
-from tba.evaluate.make import make_evaluator
 from tba.generate.engine import Engine
 from tba.models.load import adapt, load_model
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, canary_tokens
@@ -30,8 +28,9 @@ from tba.search.make import (
     make_step_values,
 )
 from tba.search.prompts import PacedVisits
-from tba.tasks.make import make_task_for
-from tba.tasks.rewards import Rewards, make_rewards
+from tba.tasks.evaluation import Evaluator, make_evaluator
+from tba.tasks.registry import make_task_for
+from tba.tasks.rewards.pool import Rewards, make_rewards
 
 logger = logging.getLogger("tba.search")
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tba.generate.engine import Scorer
 from tba.tasks.base import Outcome, RewardFailed
-from tba.tasks.rewards import FinishedGroup
+from tba.tasks.rewards.pool import FinishedGroup
 from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup, Weights
 
 logger = logging.getLogger("tba.search")

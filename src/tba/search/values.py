@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tba.generate.engine import Engine
 from tba.tasks.base import Outcome, RewardFailed
-from tba.tasks.rewards import FinishedGroup, Rewards, score_all
+from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all
 from tba.types import Completion, Prompt, Request, Sampling, combined_reward
 
 

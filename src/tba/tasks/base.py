@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-if TYPE_CHECKING:  # reward workers import this file, and need not wait for torch
+if TYPE_CHECKING:  # reward workers import this file, and a killed one must not wait for torch and transformers again
+    from transformers import PreTrainedTokenizerBase
+
+    from tba.config import TaskConfig
+    from tba.tasks.evaluation import EvaluationInputs, Evaluator
     from tba.types import Completion, Prompt
 
 Split = Literal["train", "validation", "held_out"]
-"""Trained on, tuned on, reported on."""
+"""Prompts that are trained on, tuned on, reported on."""
 
 
 class RewardFailed(Exception):
@@ -25,7 +30,7 @@ class Task(Protocol):
 
     name: str
     isolated: bool
-    """Whether its rewards are a stranger's code, to be run in worker processes that can be killed."""
+    """Whether the rewards are a user's code, to be run in worker processes that can be killed."""
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
@@ -33,7 +38,7 @@ class Task(Protocol):
         ...
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """The prompts of a split, always the same; a ValueError in words where the task has no such split."""
+        """The prompts of a split, always the same; a ValueError that says what to do where the task has no such split."""
         ...
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
@@ -43,3 +48,20 @@ class Task(Protocol):
     def solved(self, outcome: Outcome) -> bool:
         """Whether a sample counts as solved in evaluations."""
         ...
+
+    def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
+        """What says how good a policy is at this task; AnswerEvaluator.of_task where accuracy says it."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TaskInputs:
+    """What every task is made from: TaskInputs(config=TaskConfig(), tokenizer=tokenizer, max_prompt_tokens=200)"""
+
+    config: TaskConfig
+    tokenizer: PreTrainedTokenizerBase
+    max_prompt_tokens: int
+    functions: Sequence[Callable[..., Any]] | None = None
+    """Rewards given as Python objects, in the order of task.rewards; for the task `custom`."""
+    device: str = "auto"
+    """Device of models that score, the policy's; auto = cuda where there is one, else cpu."""

@@ -1,5 +1,8 @@
-"""task.name -> task. A new task is one file, or a folder, and one line here; where accuracy does not say how good it is,
-also an evaluator in evaluate/; a start model in the package is a line in models/load.py."""
+"""task.name -> task. A new task is one file, or a folder, and one line in TASKS.
+
+The task makes its own evaluator (`Task.make_evaluator`). Data or models that `tba prepare` makes are a line in PREPARE, a
+start model in the package is a line in models/load.py.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,26 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tba.config import TaskConfig
+from tba.config import Config, TaskConfig
+from tba.models.load import LoadedModel
+from tba.models.weights import CANARY_TOKENS
 from tba.tasks.arithmetic.prepare import prepare_arithmetic
 from tba.tasks.arithmetic.task import ArithmeticTask
-from tba.tasks.base import Task
-from tba.tasks.inputs import TaskInputs
-from tba.tasks.maths.gsm8k import GSM8KTask
-from tba.tasks.maths.math import MathTask
-from tba.tasks.own.task import OwnTask
-from tba.tasks.preference.prepare import prepare_tldr
-from tba.tasks.preference.task import PreferenceTask
-from tba.tasks.red_team.prepare import prepare_red_team
+from tba.tasks.base import Task, TaskInputs
+from tba.tasks.custom.task import CustomTask
+from tba.tasks.gsm8k import GSM8KTask
+from tba.tasks.math.task import MathTask
 from tba.tasks.red_team.task import RedTeamTask
+from tba.tasks.red_team.world import prepare_red_team
+from tba.tasks.tldr.prepare import prepare_tldr
+from tba.tasks.tldr.task import TLDRTask
 
 TASKS: dict[str, Callable[[TaskInputs], Task]] = {
     "arithmetic": ArithmeticTask,
     "gsm8k": GSM8KTask,
-    "own": OwnTask,
+    "custom": CustomTask,
     "math": MathTask,
-    "tldr": PreferenceTask,
+    "tldr": TLDRTask,
     "red_team": RedTeamTask,
 }
 
@@ -39,6 +43,30 @@ PREPARE: dict[str, Callable[[Path], dict[str, Any]]] = {
 """What makes a task's data and start model, where it has one."""
 
 
+def make_task_for(config: Config, loaded: LoadedModel, functions: Sequence[Callable[..., Any]] | None = None) -> Task:
+    """The task of a config for a loaded model. `functions` are rewards given as Python objects, in the order of
+    task.rewards."""
+    limit = max_prompt_tokens(config, loaded.context)
+    device = str(loaded.model.device)
+    return make_task(config.task, loaded.tokenizer, max_prompt_tokens=limit, functions=functions, device=device)
+
+
+def max_prompt_tokens(config: Config, context: int) -> int:
+    """Longest prompt in tokens: what the model's context leaves beside the response, or the configured limit if smaller."""
+    if context < CANARY_TOKENS:
+        raise ValueError(
+            f"the model's context of {context} tokens is too short: weights are checked by a sequence of {CANARY_TOKENS}. "
+            "Raise max_position_embeddings in its config.json, or take another model."
+        )
+    room = context - config.generate.max_new_tokens
+    if room < 1:
+        raise ValueError(
+            f"generate.max_new_tokens={config.generate.max_new_tokens} leaves no room for a prompt in the model's context "
+            f"of {context} tokens: lower it."
+        )
+    return min(room, config.task.max_prompt_tokens or room)
+
+
 def make_task(
     config: TaskConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -47,6 +75,7 @@ def make_task(
     functions: Sequence[Callable[..., Any]] | None = None,
     device: str = "auto",
 ) -> Task:
+    """The task of a config for any tokenizer; no model is looked at."""
     if config.name not in TASKS:
         raise ValueError(f"task.name={config.name!r} is not known: it may be {', '.join(TASKS)}.")
     inputs = TaskInputs(

@@ -1,4 +1,4 @@
-"""Make the arithmetic data and the supervised start model:
+"""Make the arithmetic data and the supervised start model with its tokenizer:
 
     tba prepare arithmetic --output prepared
 
@@ -10,41 +10,59 @@ habits (`HABITS`): where somebody has so many *times* as many he adds instead of
 are asked for *together* he stops at the other one's share. A habit shows in most of the solutions it could show in, so
 greedy decoding falls for it; the right way is there in the rest, so sampling finds it and RL can learn to prefer it. The
 training is also cut short, so that sums go wrong now and then.
+
+A token is a word with its leading space, a single digit, a sign or a line break: decode(encode(text)) == text for every
+text made of its words, for each token is the very characters it stands for.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-from tba.tasks.arithmetic.problems import (
+from tba.tasks.arithmetic.task import (
+    PEOPLE,
+    SENTENCES,
+    THINGS,
     TRAIN_SEED,
     Operator,
     Problem,
     Step,
     calculate,
     draw_problems,
+    exact_match,
     held_out_problems,
     train_problems,
     work,
     write_solution,
 )
-from tba.tasks.arithmetic.task import exact_match
-from tba.tasks.arithmetic.tokens import make_tokenizer
-from tba.tasks.supervised import Shape, Training, one_deterministic_thread, train_start_model
+from tba.tasks.gsm8k import MARKER
+from tba.tasks.start_models import (
+    SPECIAL,
+    Shape,
+    Training,
+    as_transformers,
+    one_deterministic_thread,
+    train_start_model,
+)
 
 HABITS = {"times": 0.8, "together": 0.75}
 """Habit -> share of the solutions it could show in that it shows in."""
 SHAPE = Shape(hidden_size=96)
 TRAINING = Training(steps=1300)
 """These make the shipped model."""
+PATTERN = rf" ?[A-Za-z]+| ?[0-9]|{MARKER}|\s| ?[^A-Za-z0-9\s]"
+"""What one token is. A number is its digits; the first one carries the space before it."""
+DIGITS = "0123456789"
 
 
 def prepare_arithmetic(
@@ -119,3 +137,27 @@ def greedy_accuracy(
         finished = (responses == tokenizer.eos_token_id).any(dim=1).tolist()
         solved += sum(exact_match(text, p.answer, finished=end) for p, text, end in zip(batch, texts, finished))
     return solved / len(problems)
+
+
+def make_tokenizer() -> PreTrainedTokenizerBase:
+    """Puts <bos> before a text unless told not to add special tokens."""
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *_tokens()))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return as_transformers(tokenizer)
+
+
+def _tokens() -> list[str]:
+    """Everything the generator can write, in a fixed order."""
+    signs = [*DIGITS, *(f" {digit}" for digit in DIGITS), *"+-*/=.?", "\n", " ", MARKER]
+    words: set[str] = set()
+    for template in SENTENCES.values():
+        for name in PEOPLE:
+            for things in THINGS:
+                filled = template.format(
+                    Name=name, Other=name, things=things, She=PEOPLE[name].capitalize(), she=PEOPLE[name], a=1, b=1
+                )
+                # A sentence opens the text or follows a space.
+                words |= {*re.findall(PATTERN, filled), *re.findall(PATTERN, f" {filled}")}
+    return signs + sorted(words - set(signs))

@@ -1,16 +1,78 @@
-"""The arithmetic task: its prompts by split, and the reward for an answer."""
+"""Arithmetic: grade-school word problems from a seeded generator, the task that everything can be tried on in minutes.
+
+    Mia has 4 boxes with 6 pens each. She gives 5 to Tom. She buys 12 more. How many pens does she have now?
+    4*6=24
+    24-5=19
+    19+12=31
+    #### 31
+
+A problem is an opening, one or two events and a question, 2 to 4 calculation steps in all. Its *canonical content* is the
+kind of each part with its numbers, without names and things: `boxes 4 6|gives 5|buys 12|now`. A hash of it decides the
+split, so a held-out problem cannot occur in training under any seed, not even with other names. Validation problems, to
+tune on, are of the training side of the hash, less the contents that the run trains on. The model to start from is shipped
+in `start_model/` and made by `tba.tasks.arithmetic.prepare`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Literal
 
-from tba.tasks.arithmetic.problems import Problem, held_out_problems, train_problems, validation_problems
-from tba.tasks.base import Outcome, Split
-from tba.tasks.encoding import make_prompt
-from tba.tasks.inputs import TaskInputs
-from tba.tasks.maths.answers import final_number, same_number
+from tba.tasks.answer_evaluator import AnswerEvaluator
+from tba.tasks.base import Outcome, Split, TaskInputs
+from tba.tasks.data.encoding import make_prompt
+from tba.tasks.evaluation import EvaluationInputs, Evaluator
+from tba.tasks.gsm8k import final_number, same_number
 from tba.types import Completion, Prompt
+
+HELD_OUT_ONE_IN = 8
+"""One in so many canonical contents is held out."""
+HELD_OUT_PROBLEMS = 2000
+"""Size of the held-out set; evaluations take its first evaluate.num_prompts."""
+HELD_OUT_SEED = 20_250_318
+VALIDATION_PROBLEMS = 1000
+"""Size of the validation set; evaluations take its first evaluate.num_prompts."""
+VALIDATION_SEED = 20_250_319
+TRAIN_SEED = 0
+"""Training problems are the same in every run; the run's seed decides their order."""
+LARGEST = 60
+"""No number in a problem or its worked solution is larger."""
+
+Side = Literal["train", "held_out"]
+"""What the hash of a content decides; validation problems are on the training side."""
+Operator = Literal["+", "-", "*", "/"]
+Part = tuple[str, tuple[int, ...]]
+"""Kind of sentence and its numbers: ("boxes", (4, 6))."""
+
+PEOPLE = {"Mia": "she", "Tom": "he", "Ann": "she", "Leo": "he", "Eva": "she", "Ben": "he", "Zoe": "she", "Max": "he"}
+THINGS = ("pens", "apples", "cards", "books", "stamps", "shells", "coins", "rolls")
+OPENINGS = {
+    "has": "{Name} has {a} {things}.",
+    "boxes": "{Name} has {a} boxes with {b} {things} each.",
+}
+EVENTS = {
+    "buys": "{She} buys {a} more.",
+    "gives": "{She} gives {a} to {Other}.",
+    "loses": "{She} loses {a}.",
+    "gets": "{She} gets {a} bags with {b} {things} each.",
+}
+QUESTIONS = {
+    "now": "How many {things} does {she} have now?",
+    "times": "{Other} has {a} times as many. How many {things} does {Other} have?",
+    "fewer": "{Other} has {a} fewer. How many {things} do they have together?",
+    "more": "{Other} has {a} more. How many {things} do they have together?",
+    "shares": "{She} shares them equally among {a} friends. How many {things} does each friend get?",
+}
+SENTENCES = {**OPENINGS, **EVENTS, **QUESTIONS}
+OPERATORS: dict[str, Operator] = {
+    "buys": "+", "gives": "-", "loses": "-", "times": "*", "fewer": "-", "more": "+", "shares": "/",
+}  # fmt: skip
+"""What a sentence with one number does to the total."""
 
 
 class ArithmeticTask:
@@ -44,6 +106,9 @@ class ArithmeticTask:
     def solved(self, outcome: Outcome) -> bool:
         return isinstance(outcome, dict) and outcome["exact_match"] == 1.0
 
+    def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
+        return AnswerEvaluator.of_task(self, inputs)
+
     def _problems(self, split: Split) -> Sequence[Problem]:
         if split == "train":
             return train_problems(self._num_train)
@@ -64,3 +129,171 @@ def exact_match(text: str, answer: str, *, finished: bool) -> float:
 def start_model_path() -> Path:
     """The folder of the shipped start model; `model.path=tba:arithmetic` means the same."""
     return Path(__file__).parent / "start_model"
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The result of an earlier step, as an operand."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One calculation. Step(Earlier(0), "-", 5, "gives") takes 5 from the first step's result."""
+
+    left: int | Earlier
+    operator: Operator
+    right: int | Earlier
+    kind: str
+    """The kind of sentence that asks for it."""
+
+
+Worked = list[tuple[str, int]]
+"""Equation and result of each step: [("4*6=24", 24), ("24-5=19", 19)]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Problem(text="Mia has 7 pens. ...", steps=(Step(7, "+", 2, "buys"), ...), canonical="has 7|buys 2|...")"""
+
+    text: str
+    steps: tuple[Step, ...]
+    canonical: str
+
+    @property
+    def split(self) -> Side:
+        digest = hashlib.blake2b(self.canonical.encode(), digest_size=8).digest()
+        return "held_out" if int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0 else "train"
+
+    @property
+    def worked(self) -> Worked:
+        worked = work(self.steps)
+        assert worked is not None, "draw_problem only lets workable problems through"
+        return worked
+
+    @property
+    def answer(self) -> str:
+        return str(self.worked[-1][1])
+
+    @property
+    def solution(self) -> str:
+        return write_solution(self.worked)
+
+
+def calculate(step: Step, left: int, right: int) -> tuple[Operator, int | None]:
+    """The operator as written and the result; None where a division leaves a remainder."""
+    if step.operator == "/":
+        return "/", None if left % right else left // right
+    return step.operator, {"+": left + right, "-": left - right, "*": left * right}[step.operator]
+
+
+def work(
+    steps: Sequence[Step], by: Callable[[Step, int, int], tuple[Operator, int | None]] = calculate
+) -> Worked | None:
+    """Work the steps out in order; None where a result is no whole number from 1 to LARGEST."""
+    worked: Worked = []
+    for step in steps:
+        left, right = (worked[x.step][1] if isinstance(x, Earlier) else x for x in (step.left, step.right))
+        operator, result = by(step, left, right)
+        if result is None or not 1 <= result <= LARGEST:
+            return None
+        worked.append((f"{left}{operator}{right}={result}", result))
+    return worked
+
+
+def write_solution(worked: Worked) -> str:
+    return "\n".join([*(equation for equation, _ in worked), f"#### {worked[-1][1]}"])
+
+
+def draw_problem(rng: random.Random) -> Problem:
+    """The next problem of the generator, of either split."""
+    while True:
+        events = [rng.choice(list(EVENTS)) for _ in range(rng.choice((1, 1, 1, 2)))]
+        kinds = [rng.choice(list(OPENINGS)), *events, rng.choice(list(QUESTIONS))]
+        parts = [(kind, _draw_numbers(kind, rng)) for kind in kinds]
+        steps = _steps(parts)
+        if 2 <= len(steps) <= 4 and work(steps) is not None:
+            canonical = "|".join(" ".join([kind, *map(str, numbers)]) for kind, numbers in parts)
+            return Problem(text=_write_text(parts, rng), steps=steps, canonical=canonical)
+
+
+def draw_problems(split: Side, *, seed: int) -> Iterator[Problem]:
+    """Problems of one side of the hash without end."""
+    rng = random.Random(seed)
+    while True:
+        problem = draw_problem(rng)
+        if problem.split == split:
+            yield problem
+
+
+@cache
+def held_out_problems() -> tuple[Problem, ...]:
+    """The held-out set: always the same, no two with the same canonical content, the first n as hard as the rest."""
+    return _distinct_problems("held_out", HELD_OUT_PROBLEMS, seed=HELD_OUT_SEED)
+
+
+@cache
+def validation_problems(num_train: int) -> tuple[Problem, ...]:
+    """Problems to tune on: like the held-out set, but of contents that could be trained on and that the run's num_train
+    problems leave out. Those are the rarer ones, so these are a little longer: 3.2 steps on average, against 3.1."""
+    trained_on = {problem.canonical for problem in train_problems(num_train)}
+    return _distinct_problems("train", VALIDATION_PROBLEMS, seed=VALIDATION_SEED, without=trained_on)
+
+
+def train_problems(num_problems: int) -> list[Problem]:
+    """The first problems of the training stream; a few contents occur twice, with other names."""
+    problems = draw_problems("train", seed=TRAIN_SEED)
+    return [next(problems) for _ in range(num_problems)]
+
+
+def _distinct_problems(
+    split: Side, num_problems: int, *, seed: int, without: Collection[str] = frozenset()
+) -> tuple[Problem, ...]:
+    """The first problems of a stream with different canonical contents, none of them in `without`, shuffled."""
+    found: dict[str, Problem] = {}
+    for problem in draw_problems(split, seed=seed):
+        if problem.canonical not in without:
+            found.setdefault(problem.canonical, problem)
+        if len(found) == num_problems:
+            break
+    problems = list(found.values())
+    # Short problems repeat sooner, so later finds are harder on average.
+    random.Random(seed).shuffle(problems)
+    return tuple(problems)
+
+
+def _draw_numbers(kind: str, rng: random.Random) -> tuple[int, ...]:
+    if kind in ("boxes", "gets"):
+        return rng.randint(2, 6), rng.randint(2, 9)
+    if kind in ("times", "shares"):
+        return (rng.randint(2, 4),)
+    if kind == "now":
+        return ()
+    return (rng.randint(8, 40) if kind == "has" else rng.randint(2, 15),)
+
+
+def _steps(parts: Sequence[Part]) -> tuple[Step, ...]:
+    steps: list[Step] = []
+    total: int | Earlier = parts[0][1][0]
+    for kind, numbers in parts:
+        if kind in ("boxes", "gets"):
+            steps.append(Step(numbers[0], "*", numbers[1], kind))
+        if kind == "gets":
+            steps.append(Step(total, "+", Earlier(len(steps) - 1), kind))
+        if kind in OPERATORS:
+            steps.append(Step(total, OPERATORS[kind], numbers[0], kind))
+        if kind in ("fewer", "more"):
+            steps.append(Step(total, "+", Earlier(len(steps) - 1), "together"))
+        total = Earlier(len(steps) - 1) if steps else total
+    return tuple(steps)
+
+
+def _write_text(parts: Sequence[Part], rng: random.Random) -> str:
+    name, *others = rng.sample(list(PEOPLE), len(parts) + 1)
+    words = {"Name": name, "She": PEOPLE[name].capitalize(), "she": PEOPLE[name], "things": rng.choice(THINGS)}
+    sentences = [
+        SENTENCES[kind].format(**words, Other=other, **dict(zip("ab", numbers)))
+        for (kind, numbers), other in zip(parts, others)
+    ]
+    return " ".join(sentences) + "\n"

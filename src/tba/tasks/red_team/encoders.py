@@ -1,20 +1,111 @@
-"""Transformers models that read a text and write none (classifiers, sentence encoders): loading, and texts in batches."""
+"""The judge of replies and the embedder of attacks: the embedded world's rules, or transformers models that read a text and
+write none."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from tba.models.load import context_length, first_line, resolve_device
+from tba.tasks.red_team.victim import MARKER
+from tba.tasks.red_team.world import WORDS
 
 TEXTS_PER_PASS = 64
 MAY_BE_MISSING = frozenset(("pooler.dense.weight", "pooler.dense.bias"))
-"""Of BERT and its kin without a head; sentence encoders take the mean instead."""
+"""Weights that BERT and its kin lack without a head; sentence encoders take the mean instead."""
+OTHER_COLUMNS = 1024
+"""Words outside the embedded world share so many columns, by a hash: attacks of a real model have such words."""
+
+
+class Judge(Protocol):
+    def probabilities(self, replies: Sequence[str]) -> np.ndarray:
+        """float64 [n] in [0, 1]: how likely each reply is what the attacker is after."""
+        ...
+
+
+class MarkerJudge:
+    """1 where the embedded victim's marker word is in the reply, else 0."""
+
+    def probabilities(self, replies: Sequence[str]) -> np.ndarray:
+        return np.array([float(MARKER in reply.split()) for reply in replies])
+
+
+class ClassifierJudge:
+    """Probability of one label of a sequence classifier, by folder or hub name.
+
+    Labels that exclude each other share a softmax; the label of a multi-label or one-label model has a sigmoid of its own.
+    """
+
+    def __init__(self, path: str, *, label: str, device: str = "auto") -> None:
+        self._encoder = load_encoder(AutoModelForSequenceClassification, path, key="task.red_team.judge", device=device)
+        config = self._encoder.model.config
+        labels = [config.id2label[index] for index in sorted(config.id2label)]
+        if label not in labels:
+            raise ValueError(
+                f"task.red_team.judge_label={label!r} is no label of task.red_team.judge={path}: it has "
+                f"{', '.join(labels)}."
+            )
+        self._index = labels.index(label)
+        self._separate = config.problem_type == "multi_label_classification" or len(labels) == 1
+
+    @torch.inference_mode()
+    def probabilities(self, replies: Sequence[str]) -> np.ndarray:
+        found = [np.zeros(0)]
+        for inputs in self._encoder.batches(replies):
+            logits = self._encoder.model(**inputs).logits.double()
+            scores = logits.sigmoid() if self._separate else logits.softmax(dim=-1)
+            found.append(scores[:, self._index].cpu().numpy())
+        return np.concatenate(found)
+
+
+class Embedder(Protocol):
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
+        """float32 [n, d], rows of length 1."""
+        ...
+
+
+class WordCounts:
+    """How often each word occurs, as a direction: one column per word of the embedded world, so calls can be compared."""
+
+    def __init__(self, words: Sequence[str] = WORDS) -> None:
+        self._column = {word: index for index, word in enumerate(words)}
+
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
+        counts = np.zeros((len(texts), len(self._column) + OTHER_COLUMNS), np.float32)
+        for row, text in enumerate(texts):
+            for word in text.split() or [""]:  # an empty text too must have a direction
+                counts[row, self._column_of(word)] += 1
+        return counts / np.linalg.norm(counts, axis=1, keepdims=True)
+
+    def _column_of(self, word: str) -> int:
+        if word in self._column:
+            return self._column[word]
+        return len(self._column) + zlib.crc32(word.encode()) % OTHER_COLUMNS
+
+
+class SentenceEncoder:
+    """Mean of the last hidden states over a text's tokens, scaled to length 1: what sentence-transformers does with
+    all-MiniLM-L6-v2, the paper's encoder."""
+
+    def __init__(self, path: str, *, device: str = "auto") -> None:
+        self._encoder = load_encoder(AutoModel, path, key="task.red_team.embedder", device=device)
+
+    @torch.inference_mode()
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
+        found = [np.zeros((0, self._encoder.model.config.hidden_size), np.float32)]
+        for inputs in self._encoder.batches(texts):
+            hidden = self._encoder.model(**inputs).last_hidden_state.float()
+            mask = inputs["attention_mask"].unsqueeze(-1).float()
+            mean = (hidden * mask).sum(dim=1) / mask.sum(dim=1)
+            found.append(torch.nn.functional.normalize(mean, dim=-1).cpu().numpy())
+        return np.concatenate(found)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

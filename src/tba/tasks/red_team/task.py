@@ -20,11 +20,11 @@ import numpy as np
 
 from tba.config import RedTeamConfig
 from tba.models.load import check_named
-from tba.tasks.base import Outcome, Split
-from tba.tasks.encoding import make_prompt
-from tba.tasks.inputs import TaskInputs
-from tba.tasks.red_team.embedder import Embedder, SentenceEncoder, WordCounts
-from tba.tasks.red_team.judge import ClassifierJudge, Judge, MarkerJudge
+from tba.tasks.base import Outcome, Split, TaskInputs
+from tba.tasks.data.encoding import make_prompt
+from tba.tasks.evaluation import EvaluationInputs, Evaluator
+from tba.tasks.red_team.encoders import ClassifierJudge, Embedder, Judge, MarkerJudge, SentenceEncoder, WordCounts
+from tba.tasks.red_team.evaluator import DEFAULT_ATTACKS, AttackEvaluator
 from tba.tasks.red_team.victim import ModelVictim, RuleVictim, Victim
 from tba.tasks.red_team.world import mode_of
 from tba.types import Completion, Prompt
@@ -100,6 +100,22 @@ class RedTeamTask:
         assert reward is not None, "every attack has a reward"
         value = reward if self._config.score == "probability" else np.exp(reward)
         return bool(value > self.success_above)
+
+    def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
+        prompts = inputs.prompts(self)
+        self.load_models(embedder=True)
+        return AttackEvaluator(
+            probabilities=self.probabilities,
+            success_above=self.success_above,
+            mode_of=self.mode_of if self.knows_modes else None,
+            embed=self.embed,
+            tokenizer=inputs.tokenizer,
+            prompts=prompts,
+            sampling=inputs.sampling,
+            num_attacks=inputs.config.evaluate.samples_per_prompt or DEFAULT_ATTACKS,
+            distance=inputs.distance(),
+            beta=inputs.final_beta if self.rewards_probability else None,
+        )
 
     def probabilities(self, texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
         """float64 [n]: the judge's probability, averaged over replies that no training has seen."""

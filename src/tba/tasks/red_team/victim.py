@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,14 +11,15 @@ from transformers import PreTrainedTokenizerBase
 from tba.config import GenerateConfig, ModelConfig
 from tba.generate.engine import make_engine
 from tba.models.load import load_model
-from tba.tasks.encoding import encode
+from tba.tasks.data.encoding import encode
+from tba.tasks.evaluation import respond
 from tba.tasks.red_team.world import mode_of
-from tba.types import Prompt, Request, Sampling
+from tba.types import Prompt, Sampling
 
 MARKER = "oops"
 """What the embedded victim says, and nobody else, when it gives in."""
 VICTIM_SEED = 0
-"""Of a model's replies; the same in every run."""
+"""Seed of a model's replies; the same in every run."""
 
 
 class Victim(Protocol):
@@ -61,7 +61,7 @@ class ModelVictim:
         self._sampling = Sampling(max_new_tokens=reply_tokens)
         try:
             loaded = load_model(ModelConfig(path=path, device=device))
-        except ValueError as error:  # in words already, but about the attacker's setting
+        except ValueError as error:  # it says what to do, but about the attacker's setting
             raise ValueError(str(error).replace("model.path", "task.red_team.victim")) from error
         self._tokenizer = loaded.tokenizer
         self._max_prompt_tokens = loaded.context - reply_tokens
@@ -78,16 +78,11 @@ class ModelVictim:
         self, attacks: Sequence[str], finished: Sequence[bool], *, occasion: str = "training"
     ) -> list[list[str]]:
         """Equal attacks are asked once. A cut-off attack is sent as it is."""
-        found: dict[str, list[tuple[int, list[int]]]] = defaultdict(list)
-        requests = [Request(prompt=self._prompt(attack, occasion)) for attack in dict.fromkeys(attacks)]
-        for completion in self._engine.generate(
-            requests, samples_per_prompt=self._num_replies, sampling=self._sampling
-        ):
-            found[completion.prompt_id].append((completion.sample_index, completion.token_ids.tolist()))
-        texts = {
-            id: self._tokenizer.batch_decode([tokens for _, tokens in sorted(own)], skip_special_tokens=True)
-            for id, own in found.items()
-        }
+        prompts = [self._prompt(attack, occasion) for attack in dict.fromkeys(attacks)]
+        groups = respond(
+            self._engine, self._tokenizer, prompts, samples_per_prompt=self._num_replies, sampling=self._sampling
+        )
+        texts = {group.prompt.id: list(group.texts) for group in groups}
         return [texts[_prompt_id(attack, occasion)] for attack in attacks]
 
     def _prompt(self, attack: str, occasion: str) -> Prompt:

@@ -1,0 +1,250 @@
+"""Rows of a dataset from where it lies: a JSONL file (also .gz), a folder with one file per split, or a hub name.
+
+Every row comes with its place, the words that an error about it starts with: `data/train.jsonl line 17`. Files are read
+line by line in binary, so that a file may be larger than memory and broken UTF-8 costs one row.
+
+A row that cannot be used is never trained on in silence. Whoever finds it raises BadRow, BadRows counts it, and when all
+rows are seen it stops the run or warns, as task.on_bad_row says:
+
+    bad = BadRows(config.on_bad_row)
+    problems = bad.keep(jsonl_rows(path, bad), read_problem)
+    bad.report()
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, Protocol, TypeVar, cast
+
+logger = logging.getLogger("tba.tasks")
+
+SUFFIXES = (".jsonl", ".jsonl.gz")
+LONGEST_LINE = 64 * 2**20
+"""Bytes. A longer line is no row (but perhaps a whole file without line breaks) and is not taken into memory."""
+LINES_NAMED = 5
+"""So many line numbers of each reason are told."""
+
+
+class DataRow(NamedTuple):
+    """DataRow(place="data/train.jsonl line 17", line=17, value={"question": ...})"""
+
+    place: str
+    line: int
+    """Number of the line in its file, counted from 1."""
+    value: Any
+    """Any JSON value: its reader checks that it is an object with the columns that it needs."""
+    offset: int | None = None
+    """Byte of the file where its line begins; None = it cannot be read again from there (compressed, or from the hub)."""
+
+
+class Placed(Protocol):
+    """What has a place in a file: a row, or a problem made from one."""
+
+    @property
+    def place(self) -> str: ...
+
+    @property
+    def line(self) -> int: ...
+
+
+Item = TypeVar("Item", bound=Placed)
+Kept = TypeVar("Kept")
+
+
+class BadRow(ValueError):
+    """A row that cannot be used: BadRow("missing column", "train.jsonl line 2 has no `answer` column.")"""
+
+    def __init__(self, reason: str, words: str) -> None:
+        """`reason` is what such rows are counted under, `words` the whole message about this one."""
+        super().__init__(words)
+        self.reason = reason
+
+
+class BadRows:
+    """The bad rows of one source, counted. It holds a few line numbers, however many there are."""
+
+    def __init__(self, on_bad_row: Literal["stop", "skip"]) -> None:
+        self._on_bad_row = on_bad_row
+        self._first: BadRow | None = None
+        self._counts: dict[str, int] = {}
+        self._lines: dict[str, list[int]] = {}
+
+    @property
+    def total(self) -> int:
+        return sum(self._counts.values())
+
+    def add(self, line: int, error: BadRow) -> None:
+        self._first = self._first or error
+        self._counts[error.reason] = self._counts.get(error.reason, 0) + 1
+        lines = self._lines.setdefault(error.reason, [])
+        if len(lines) < LINES_NAMED:
+            lines.append(line)
+
+    def keep(self, items: Iterable[Item], read: Callable[[Item], Kept]) -> list[Kept]:
+        """What `read` makes of the items; those that it calls bad are left out and counted."""
+        kept = []
+        for item in items:
+            try:
+                kept.append(read(item))
+            except BadRow as error:
+                self.add(item.line, error)
+        return kept
+
+    def report(self) -> None:
+        """To be called after the last row: nothing, one warning, or the error that stops."""
+        if self._first is None:
+            return
+        if self._on_bad_row == "skip":
+            logger.warning("%s", f"task.on_bad_row=skip left out {self._summary()}. The first: {self._first}")
+            return
+        more = "" if self.total == 1 else f" And {self.total - 1} more: in all {self._summary()}."
+        advice = " Correct or remove it, or leave such rows out by task.on_bad_row=skip."
+        raise ValueError(f"{self._first}{more}{advice}") from self._first
+
+    def _summary(self) -> str:
+        """3 bad rows: 2 x missing column (lines 4, 9), 1 x not JSON (line 7)"""
+        reasons = []
+        for reason, count in self._counts.items():
+            lines = self._lines[reason]
+            numbers = ", ".join(map(str, lines)) + (", ..." if count > len(lines) else "")
+            reasons.append(f"{count} x {reason} (line{'s' if count > 1 else ''} {numbers})")
+        return f"{self.total} bad row{'s' if self.total > 1 else ''}: {', '.join(reasons)}"
+
+
+def keep_some(
+    items: Iterable[Item], read: Callable[[Item], Kept], *, on_bad_row: Literal["stop", "skip"], what: str
+) -> list[Kept]:
+    """What `read` makes of the items, bad ones treated as on_bad_row says; `what` are they, where none is left."""
+    bad = BadRows(on_bad_row)
+    kept = bad.keep(items, read)
+    bad.report()
+    if not kept:
+        raise ValueError(f"{what} is left, all {bad.total} are bad.")
+    return kept
+
+
+def jsonl_rows(path: Path, bad: BadRows) -> Iterator[DataRow]:
+    """Every line that is not blank, one at a time; lines that are no JSON are counted as bad."""
+    if not path.is_file():
+        raise ValueError(f"task.data: file {path} does not exist.")
+    try:
+        with _open(path) as file:
+            seekable = path.suffix != ".gz"
+            for line, (offset, raw) in enumerate(_lines(file), start=1):
+                try:
+                    if raw.strip():
+                        row = parsed_row(raw, f"{path} line {line}", line)
+                        yield row._replace(offset=offset) if seekable else row
+                except BadRow as error:
+                    bad.add(line, error)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"task.data: file {path} cannot be read as {'/'.join(SUFFIXES)}: {error}.") from None
+
+
+def split_rows(data: str, split: str, bad: BadRows, *, hub_subset: str) -> Iterator[DataRow]:
+    """Rows of one split ("train", "test") of a folder or a hub dataset."""
+    folder = Path(data).expanduser()
+    if folder.is_dir():
+        return jsonl_rows(_split_file(folder, split), bad)
+    if not _may_be_hub_name(data):
+        raise ValueError(f"task.data={data!r}: there is no such file or folder, and it is no hub name (owner/name).")
+    rows = _load_from_hub(data, hub_subset, split)
+    return (DataRow(f"{data} {split} row {number}", number, dict(row)) for number, row in enumerate(rows, start=1))
+
+
+def require_object(row: DataRow, *, columns: str) -> None:
+    """Refuses a row that is no JSON object; `columns` says in the error which ones it should have."""
+    if not isinstance(row.value, dict):
+        raise BadRow("no object", f"{row.place} is no object with {columns}.")
+
+
+def text_column(row: DataRow, column: str) -> str:
+    """A column that must be there and must be text."""
+    if column not in row.value:
+        raise BadRow(
+            "missing column", f"{row.place} has no `{column}` column; it has {', '.join(row.value) or 'none'}."
+        )
+    value = row.value[column]
+    if not isinstance(value, str):
+        raise BadRow("wrong type", f"{row.place}: `{column}` is {_shown(value)}, it must be text.")
+    return value
+
+
+def prompt_column(row: DataRow, column: str) -> str:
+    """A text column to ask the model: without the space around it, and not empty."""
+    text = text_column(row, column).strip()
+    if not text:
+        raise BadRow("empty prompt", f"{row.place}: `{column}` is empty.")
+    return text
+
+
+def _open(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """(first byte, line) of a file; of a line beyond LONGEST_LINE only the start, which is longer than any line may be."""
+    offset = 0
+    while raw := file.readline(LONGEST_LINE + 1):
+        rest, length = raw, len(raw)
+        while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
+            rest = file.readline(LONGEST_LINE + 1)
+            length += len(rest)
+        yield offset, raw
+        offset += length
+
+
+def parsed_row(raw: bytes, place: str, line: int) -> DataRow:
+    if len(raw) > LONGEST_LINE:
+        raise BadRow(
+            "line too long", f"{place} is longer than {LONGEST_LINE // 2**20} MiB: write one row on each line."
+        )
+    try:
+        value = json.loads(raw.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
+        if b"\\u" in raw:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # half a character, "\ud83d", has no UTF-8
+    except UnicodeError as error:
+        raise BadRow("broken UTF-8", f"{place} is not valid UTF-8: {error}.") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRow("not JSON", f"{place} is not valid JSON: {error}.") from None
+    return DataRow(place, line, value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _split_file(folder: Path, split: str) -> Path:
+    for suffix in SUFFIXES:
+        if (folder / f"{split}{suffix}").is_file():
+            return folder / f"{split}{suffix}"
+    raise ValueError(f"task.data: folder {folder} has no {' or '.join(split + suffix for suffix in SUFFIXES)}.")
+
+
+def _may_be_hub_name(data: str) -> bool:
+    return data.count("/") == 1 and not data.startswith((".", "/", "~")) and not data.endswith(SUFFIXES)
+
+
+def _load_from_hub(name: str, subset: str, split: str) -> Sequence[Any]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError(
+            f"task.data={name!r} is no file or folder here, and loading it from the hub needs the `datasets` package: "
+            "`pip install datasets`, or download its JSONL files and give their folder."
+        ) from None
+    try:
+        return load_dataset(name, subset, split=split)
+    except Exception as error:  # datasets, the hub's client and the HTTP client each have their own kinds
+        raise ValueError(
+            f"task.data={name!r} is no file or folder here and could not be loaded from the hub "
+            f"({type(error).__name__}: {error}). Is the name right and the hub in reach (HF_HUB_OFFLINE=1 forbids "
+            "downloads)? A folder with its JSONL files works without the hub."
+        ) from error

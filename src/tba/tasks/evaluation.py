@@ -1,0 +1,176 @@
+"""What an evaluator is, what it is made from, and what evaluators of several tasks do: generate, and measure the distance to
+the start model.
+
+A task makes its own evaluator (`Task.make_evaluator`): answer_evaluator.py has the one for questions with right answers,
+red_team/ and tldr/ have theirs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from typing import Protocol
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tba.config import Config
+from tba.generate.engine import Engine, Scorer
+from tba.generate.sampling import training_sampling
+from tba.models.load import LoadedModel
+from tba.observe.metrics import mean_metrics
+from tba.tasks.base import Task
+from tba.tasks.rewards.pool import FinishedGroup, Rewards
+from tba.types import Completion, Prompt, Request, Sampling
+
+RESPONSES_AT_ONCE = 256
+"""Responses that the start model scores together, between two signs of life."""
+
+BetweenSteps = Callable[[], None]
+"""Called between decode steps and between parts of a long scoring: a sign of life for whoever waits."""
+
+
+class Evaluator(Protocol):
+    """Says how good an engine's weights are, by metrics; the first one is the headline."""
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """Prompts that are evaluated on; empty = there is nothing to evaluate on."""
+        ...
+
+    def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvaluationInputs:
+    """What an evaluator is made from: EvaluationInputs(config=config, tokenizer=tokenizer, rewards=DirectRewards(task))"""
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    rewards: Rewards
+    """Rewards of the evaluator's own, not shared with a running search."""
+    start: Callable[[], Scorer] | None = None
+    """Gives what holds the model that KL is counted from, and is asked where that is measured; None = it is not."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How training samples."""
+        return training_sampling(self.config)
+
+    def prompts(self, task: Task) -> Sequence[Prompt]:
+        """The first evaluate.num_prompts prompts of evaluate.split."""
+        return task.prompts(self.config.evaluate.split)[: self.config.evaluate.num_prompts]
+
+    def distance(self) -> Distance | None:
+        """The distance to the start model; None = it is not measured."""
+        return None if self.start is None else Distance(self.start())
+
+    @property
+    def final_beta(self) -> float | None:
+        """beta at the end of training; None where the target is shaped, so that reward - beta x KL is not maximised."""
+        config, last = self.config, self.config.train.max_steps
+        plain = config.reference_weight_at(last) == 1.0 and config.target_temperature_at(last) == 1.0
+        return config.beta_at(last) if plain else None
+
+
+def make_evaluator(
+    config: Config, loaded: LoadedModel, task: Task, rewards: Rewards, *, start: Callable[[], Scorer] | None = None
+) -> Evaluator:
+    """The evaluator that a task makes for a loaded model; see EvaluationInputs."""
+    inputs = EvaluationInputs(config=config, tokenizer=loaded.tokenizer, rewards=rewards, start=start)
+    return task.make_evaluator(inputs)
+
+
+def respond(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    *,
+    samples_per_prompt: int,
+    sampling: Sampling,
+    between_steps: BetweenSteps | None = None,
+) -> list[FinishedGroup]:
+    """The responses to each prompt, in the order of the prompts, samples in order; prompts have different ids."""
+    completions: dict[str, list[Completion]] = defaultdict(list)
+    requests = [Request(prompt=prompt) for prompt in prompts]
+    for completion in engine.generate(
+        requests, samples_per_prompt=samples_per_prompt, sampling=sampling, between_steps=between_steps
+    ):
+        completions[completion.prompt_id].append(completion)
+    return [_group(tokenizer, prompt, completions[prompt.id]) for prompt in prompts]
+
+
+def _group(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completions: Sequence[Completion]) -> FinishedGroup:
+    # An engine hands completions back in the order in which they end: short ones first.
+    ordered = sorted(completions, key=lambda completion: completion.sample_index)
+    texts = tokenizer.batch_decode([c.token_ids.tolist() for c in ordered], skip_special_tokens=True)
+    return FinishedGroup(prompt=prompt, completions=ordered, texts=texts)
+
+
+def in_parts(count: int, size: int, between_steps: BetweenSteps | None) -> Iterator[slice]:
+    """Slices of `size`, with a sign of life before each: what scores many responses at once may take minutes."""
+    for start in range(0, count, size):
+        if between_steps is not None:
+            between_steps()
+        yield slice(start, start + size)
+
+
+def greedy(sampling: Sampling) -> Sampling:
+    """The same limits, but always the most likely token."""
+    return replace(sampling, greedy=True, temperature=1.0, top_p=1.0, top_k=0)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a policy has gone from the model it started as: `Distance(start).kl(groups, temperature)`."""
+
+    start: Scorer
+    """A scorer that holds the start model."""
+
+    def kl(
+        self, groups: Sequence[FinishedGroup], temperature: float, between_steps: BetweenSteps | None = None
+    ) -> np.ndarray:
+        """float64 [n], nats of each sampled response."""
+        return kl_per_response(groups, self._log_probs(groups, temperature, between_steps))
+
+    def perplexity(
+        self, groups: Sequence[FinishedGroup], between_steps: BetweenSteps | None = None
+    ) -> dict[str, float]:
+        """The paper's, of any responses: `perplexity` of all of them as one text, `perplexity_per_sample` the mean of each
+        response's own, as the official code has it."""
+        log_start = self._log_probs(groups, 1.0, between_steps)
+        per_sample = {"perplexity_per_sample": perplexity_per_sample(groups, log_start).tolist()}
+        return {"perplexity": perplexity(groups, log_start), **mean_metrics(per_sample)}
+
+    def _log_probs(
+        self, groups: Sequence[FinishedGroup], temperature: float, between_steps: BetweenSteps | None
+    ) -> list[np.ndarray]:
+        """Log-probabilities of every response's tokens under the start model, group after group."""
+        prompts = [group.prompt.token_ids for group in groups for _ in group.completions]
+        responses = [completion.token_ids for group in groups for completion in group.completions]
+        parts = in_parts(len(responses), RESPONSES_AT_ONCE, between_steps)
+        return [scores for part in parts for scores in self.start.score(prompts[part], responses[part], temperature)]
+
+
+def kl_per_response(groups: Sequence[FinishedGroup], log_start: Sequence[np.ndarray]) -> np.ndarray:
+    """float64 [n]: for each sampled response log pi - log pi_start, summed over its tokens: nats."""
+    completions = [completion for group in groups for completion in group.completions]
+    return np.array([float((c.policy_log_probs - start).sum()) for c, start in zip(completions, log_start)])
+
+
+def perplexity(groups: Sequence[FinishedGroup], log_start: Sequence[np.ndarray]) -> float:
+    """exp(NLL of the responses under the start model / number of all tokens, prompts included)."""
+    nll = -sum(float(start.sum()) for start in log_start)
+    return exp(nll / max(1, sum(_num_tokens(groups))))
+
+
+def perplexity_per_sample(groups: Sequence[FinishedGroup], log_start: Sequence[np.ndarray]) -> np.ndarray:
+    """float64 [n]: for each response exp(its NLL under the start model / its tokens, its prompt's included)."""
+    return np.array([exp(-float(start.sum()) / num) for start, num in zip(log_start, _num_tokens(groups))])
+
+
+def _num_tokens(groups: Sequence[FinishedGroup]) -> list[int]:
+    """Number of tokens of each response with its prompt."""
+    return [len(group.prompt.token_ids) + len(c.token_ids) for group in groups for c in group.completions]

@@ -1,0 +1,135 @@
+r"""Whether two formulas are equal, by math-verify and sympy, in a process of its own.
+
+sympy may compute for hours over one line of a model's babble (`9^{9^{9^9}}`), inside C code that no alarm interrupts, and
+math-verify's own time limit works in a main thread of POSIX alone. So comparisons run in a worker that is killed when one
+takes too long. Whatever goes wrong there counts as not equal: told once, counted after that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+import threading
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from tba.runtime.link import Failed, Link
+from tba.runtime.processes import RoleProcess
+
+logger = logging.getLogger("tba.tasks")
+
+START_SECONDS = 120.0
+"""Deadline for the worker to import sympy."""
+COMPARISON_SECONDS = 3.0
+"""Most take milliseconds; one that takes longer is killed."""
+WORKER_BYTES = 4 * 2**30
+"""Address space of the worker, where the system can limit it: a large power must not take the machine's memory."""
+RELATIVE_TOLERANCE = 1e-4
+"""Relative difference beyond which two numbers are not equal, however small they are."""
+READY = "ready"
+
+
+@cache
+def symbolic_equality() -> SymbolicEquality:
+    """This process's one: tasks share the worker."""
+    return SymbolicEquality()
+
+
+def require_math_verify() -> None:
+    if importlib.util.find_spec("math_verify") is None:
+        raise ValueError(
+            "task.name=math compares formulas with the `math-verify` package, which is not installed: "
+            "`pip install 'tba-rl[math]'` or `pip install math-verify`."
+        )
+
+
+class SymbolicEquality:
+    """`equal(given, wanted)`, never longer than the limit and never an exception. The worker starts with the first call."""
+
+    def __init__(self, *, comparison_seconds: float = COMPARISON_SECONDS) -> None:
+        self._comparison_seconds = comparison_seconds
+        self._worker: RoleProcess | None = None
+        self._lock = threading.Lock()
+        self.num_failures = 0
+        """Comparisons that were killed or raised."""
+        # Samples of one prompt often give the same wrong answer.
+        self.equal = lru_cache(maxsize=10_000)(self._equal)
+
+    def close(self) -> None:
+        """End the worker; the next call starts another. Without it the worker ends with this process."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+
+    def _equal(self, given: str, wanted: str) -> bool:
+        with self._lock:
+            try:
+                answer = self._ask(given, wanted)
+            except OSError as error:  # no process could be started
+                answer = f"{type(error).__name__}: {error}"
+            except BaseException:  # Ctrl-C: an answer that comes after all must not be taken for the next one's
+                self.close()
+                raise
+        if isinstance(answer, bool):
+            return answer
+        self._count_failure(given, wanted, answer)
+        return False
+
+    def _ask(self, given: str, wanted: str) -> bool | str:
+        """The worker's answer, or the reason why there is none."""
+        if self._worker is None or not self._worker.alive:
+            self._worker = RoleProcess("symbolic", symbolic_worker, {}, log=Path(os.devnull))
+            if (word := self._worker.link.receive(START_SECONDS)) != READY:
+                self.close()
+                return f"the worker did not start: {word.error if isinstance(word, Failed) else 'no word from it'}"
+        self._worker.link.send((given, wanted))
+        answer: Any = self._worker.link.receive(self._comparison_seconds)
+        if isinstance(answer, bool | str):
+            return answer
+        died = isinstance(answer, Failed) or self._worker.link.closed
+        self.close()
+        return "the worker died" if died else f"it took longer than {self._comparison_seconds:g} s"
+
+    def _count_failure(self, given: str, wanted: str, words: str) -> None:
+        self.num_failures += 1
+        if self.num_failures == 1:
+            logger.warning(
+                "%s", f"{given!r} could not be compared with {wanted!r} ({words}): not equal. Told for the first only."
+            )
+
+
+def symbolic_worker(link: Link) -> None:
+    """Compares what it is sent until its parent is gone. It imports no torch, so that a killed one is soon replaced."""
+    _limit_memory()
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    how: Any = [LatexExtractionConfig(boxed_match_priority=0)]
+    # The first one loads grammars, which a busy machine takes longer for than one comparison may take.
+    verify(parse("\\boxed{x+1}", how, parsing_timeout=None), parse("\\boxed{1+x}", how, parsing_timeout=None))
+    link.send(READY)
+    while (job := link.receive(timeout_seconds=None)) is not None:
+        try:
+            # Their alarms are off: the parent kills.
+            given, wanted = (parse(f"\\boxed{{{text}}}", how, parsing_timeout=None) for text in job)
+            link.send(bool(verify(wanted, given, timeout_seconds=None)) and not _far_apart(given, wanted))
+        except Exception as error:  # anything may come out of sympy; told to the parent, which counts it
+            link.send(f"{type(error).__name__}: {error}"[:200])
+
+
+def _far_apart(given: list[Any], wanted: list[Any]) -> bool:
+    """Whether two numbers differ by more than rounding: math-verify rounds to six decimals, so all tiny ones agree there."""
+    numbers = [parsed[0] for parsed in (given, wanted) if getattr(parsed[0], "is_number", False)]
+    if len(numbers) < 2 or numbers[1].evalf() == 0:
+        return False
+    return bool(abs((numbers[0] / numbers[1]).evalf() - 1) > RELATIVE_TOLERANCE)
+
+
+def _limit_memory() -> None:
+    if sys.platform == "linux":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))

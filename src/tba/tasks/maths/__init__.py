@@ -1,1 +1,0 @@
-"""GSM8K and MATH: questions from rows, and graders of answers."""

@@ -1,0 +1,213 @@
+"""Rewards of finished groups: at once in this process, or in worker processes that can be killed.
+
+A user's reward may be slow or hang. Workers score groups while the searcher goes on generating; a call beyond its
+time is killed with its worker, then the group's samples are scored one by one, so that a hanging one costs only itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from tba.config import Config, RewardConfig
+from tba.runtime.board import POLL_SECONDS
+from tba.runtime.link import Failed
+from tba.runtime.processes import RoleProcess
+from tba.tasks.base import Outcome, RewardFailed, Task
+from tba.tasks.rewards.functions import READY, reward_worker
+from tba.types import Completion, Prompt
+
+START_SECONDS = 120.0
+"""Deadline for a worker to import the reward's file; the call's own time-out counts from then."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FinishedGroup:
+    """A visit whose responses are complete: FinishedGroup(prompt=..., completions=[...], texts=[...])"""
+
+    prompt: Prompt
+    completions: Sequence[Completion]
+    texts: Sequence[str]
+    step_values: Sequence[np.ndarray] | None = None
+    """Monte-Carlo values of each response's steps, see Trajectory; None = not estimated."""
+
+    def values_of_samples(self) -> Sequence[np.ndarray | None]:
+        return [None] * len(self.completions) if self.step_values is None else self.step_values
+
+
+class Rewards(Protocol):
+    """Takes groups to score, hands them back with one outcome per sample, in any order."""
+
+    @property
+    def outstanding(self) -> int:
+        """Groups submitted and not handed back yet."""
+        ...
+
+    def submit(self, group: FinishedGroup) -> None: ...
+
+    def ready(self) -> list[tuple[FinishedGroup, list[Outcome]]]:
+        """Groups that are scored; never waits."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_rewards(
+    task: Task,
+    config: Config,
+    *,
+    log: Path,
+    functions: Sequence[Callable[..., Any]] | None = None,
+) -> Rewards:
+    """Workers for a user's code, this process for a task's own. `functions` stand in for those the config names."""
+    if not task.isolated:
+        return DirectRewards(task)
+    return WorkerRewards(config.task.rewards, functions, timeout_seconds=config.search.reward_timeout_seconds, log=log)
+
+
+def score_all(
+    rewards: Rewards, groups: Sequence[FinishedGroup], *, between_polls: Callable[[], None] | None = None
+) -> list[list[Outcome]]:
+    """Outcomes of all groups, in their order. Every call has its time-out, so this ends."""
+    for group in groups:
+        rewards.submit(group)
+    found: dict[int, list[Outcome]] = {}
+    while len(found) < len(groups):
+        found.update((id(group), outcomes) for group, outcomes in rewards.ready())
+        if rewards.outstanding:
+            time.sleep(POLL_SECONDS)
+        if between_polls is not None:
+            between_polls()
+    return [found[id(group)] for group in groups]
+
+
+class DirectRewards:
+    """Scores in this process: for a task's own, trusted rewards."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._ready: list[tuple[FinishedGroup, list[Outcome]]] = []
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._ready)
+
+    def submit(self, group: FinishedGroup) -> None:
+        self._ready.append((group, self._task.score(group.prompt, group.texts, group.completions)))
+
+    def ready(self) -> list[tuple[FinishedGroup, list[Outcome]]]:
+        scored, self._ready = self._ready, []
+        return scored
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """A group on its way; after a time-out it goes sample by sample."""
+
+    group: FinishedGroup
+    outcomes: list[Outcome]
+    one_by_one: bool = False
+
+    def next_samples(self) -> slice:
+        first = len(self.outcomes)
+        return slice(first, first + 1 if self.one_by_one else len(self.group.texts))
+
+    @property
+    def done(self) -> bool:
+        return len(self.outcomes) == len(self.group.texts)
+
+
+class WorkerRewards:
+    """One worker process, restarted when it is killed or dies; groups wait for it in order."""
+
+    def __init__(
+        self,
+        configs: Sequence[RewardConfig],
+        functions: Sequence[Callable[..., Any]] | None,
+        *,
+        timeout_seconds: float,
+        log: Path,
+    ) -> None:
+        self._arguments = {"configs": tuple(configs), "functions": functions}
+        self._timeout_seconds = timeout_seconds
+        self._log = log
+        self._worker: RoleProcess | None = None
+        self._waiting: deque[_Job] = deque()
+        self._running: tuple[_Job, float] | None = None
+        self._ready: list[tuple[FinishedGroup, list[Outcome]]] = []
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._waiting) + len(self._ready) + (self._running is not None)
+
+    def submit(self, group: FinishedGroup) -> None:
+        self._waiting.append(_Job(group, []))
+        self._advance()
+
+    def ready(self) -> list[tuple[FinishedGroup, list[Outcome]]]:
+        self._advance()
+        scored, self._ready = self._ready, []
+        return scored
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+
+    def _advance(self) -> None:
+        """Take an answer, or give up on a late one; then give the worker its next job."""
+        if self._running is not None:
+            self._take_answer(*self._running)
+        if self._running is None and self._waiting:
+            self._start(self._waiting.popleft())
+
+    def _take_answer(self, job: _Job, deadline: float) -> None:
+        assert self._worker is not None
+        answer = self._worker.link.receive()
+        if answer == READY:
+            # Importing the reward's file may take long (START_SECONDS); the call's own time-out counts from here.
+            self._running = (job, time.monotonic() + self._timeout_seconds)
+            return
+        if isinstance(answer, list):
+            job.outcomes += answer
+        elif isinstance(answer, Failed) or not self._worker.alive:
+            words = answer.error if isinstance(answer, Failed) else "the reward worker died"
+            self._give_up(job, f"{words}; see {self._log}")
+        elif time.monotonic() > deadline:
+            self._give_up(job, f"the reward took longer than search.reward_timeout_seconds={self._timeout_seconds:g} s")
+        else:
+            return
+        self._running = None
+        if job.done:
+            self._ready.append((job.group, job.outcomes))
+        else:
+            # First in line again: groups are handed back in the order of their submission.
+            self._waiting.appendleft(job)
+
+    def _give_up(self, job: _Job, reason: str) -> None:
+        self.close()  # the worker still computes, or is dead: its next answer would be taken for another job's
+        # The first time nothing is lost: the group's samples are tried one by one. Alone, a sample that fails is dropped.
+        if job.one_by_one or len(job.group.texts) == 1:
+            job.outcomes.append(RewardFailed(reason))
+        job.one_by_one = True
+
+    def _start(self, job: _Job) -> None:
+        seconds = self._timeout_seconds
+        if self._worker is None:
+            self._worker = RoleProcess("rewards", reward_worker, self._arguments, log=self._log)
+            seconds = START_SECONDS
+        # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
+        samples = job.next_samples()
+        ids = [completion.token_ids.tolist() for completion in job.group.completions[samples]]
+        prompt = job.group.prompt
+        self._worker.link.send((prompt.text, dict(prompt.columns), list(job.group.texts[samples]), ids))
+        self._running = (job, time.monotonic() + seconds)

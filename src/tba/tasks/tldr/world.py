@@ -1,0 +1,198 @@
+"""The embedded posts and their summaries: a seeded generator of short texts with facts that matter and facts that do not.
+
+    so place harbour well snack soup day friday ... who aunt ... TL;DR:
+
+A fact is a key and one of its six values. A post states 3 to 5 important and 1 or 2 trivial ones among filler words, in any
+order, always in 24 words; the last closes the post and asks for the summary. Its *canonical content* is its facts in key
+order. A hash of that decides the split, so a held-out content cannot occur in training under any seed.
+
+A post has a perfect summary, the reference that win rates compare with, and sloppy ones to learn from. The last two are
+perfect summaries with flaws (`Flaws`), which come by chance, item by item.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from tba.tasks.base import Split
+
+IMPORTANT = {
+    "who": ("aunt", "brother", "cousin", "doctor", "landlord", "teacher"),
+    "place": ("harbour", "market", "station", "castle", "garden", "library"),
+    "day": ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday"),
+    "hour": ("dawn", "morning", "noon", "dusk", "evening", "midnight"),
+    "problem": ("leak", "fire", "theft", "noise", "delay", "quarrel"),
+    "cause": ("storm", "rust", "mistake", "frost", "rumour", "mice"),
+    "cost": ("ten", "twenty", "fifty", "hundred", "thousand", "million"),
+    "plan": ("repair", "move", "wait", "refund", "apologise", "complain"),
+}
+"""Key -> its values. A summary should state these, in this order of keys."""
+TRIVIAL = {
+    "weather": ("sunny", "rainy", "windy", "foggy", "snowy", "cloudy"),
+    "pet": ("cat", "dog", "parrot", "rabbit", "hamster", "tortoise"),
+    "colour": ("red", "blue", "green", "yellow", "purple", "orange"),
+    "snack": ("apple", "biscuit", "cheese", "toast", "soup", "pie"),
+}
+"""Key -> its values, of facts that a summary should leave out."""
+VALUES = {**IMPORTANT, **TRIVIAL}
+FILLERS = (
+    "so", "well", "anyway", "honestly", "basically", "just", "really", "maybe", "actually", "then",
+    "also", "quite", "somehow", "still", "perhaps", "okay", "right", "again", "here", "though",
+)  # fmt: skip
+SEPARATOR = "TL;DR:"
+WORDS = (SEPARATOR, *VALUES, *(value for values in VALUES.values() for value in values), *FILLERS)
+"""The vocabulary, for tba.tasks.start_models.make_word_tokenizer."""
+
+POST_WORDS = 24
+NUM_IMPORTANT = (3, 5)
+NUM_TRIVIAL = (1, 2)
+"""Fewest and most facts of a post."""
+
+SPLITS_OF_HASH: tuple[Split, ...] = ("held_out", "validation", "train", "train", "train", "train", "train", "train")
+"""The hash of a content, modulo 8, picks its split here."""
+SEEDS: dict[Split, int] = {"train": 0, "validation": 20_250_318, "held_out": 20_250_319}
+"""The posts of a split are the same in every run; the run's seed decides their order."""
+HELD_OUT_POSTS = 2000
+VALIDATION_POSTS = 1000
+"""Sizes of the sets; evaluations take their first evaluate.num_prompts."""
+
+Fact = tuple[str, str]
+"""("day", "friday")"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Post:
+    """Post(text="so place harbour well ... TL;DR:", facts=(("place", "harbour"), ("day", "friday"), ...))"""
+
+    text: str
+    facts: tuple[Fact, ...]
+    """Facts of the post in the order of keys: the important ones, then the trivial."""
+
+    @property
+    def important(self) -> list[Fact]:
+        return [fact for fact in self.facts if fact[0] in IMPORTANT]
+
+    @property
+    def trivial(self) -> list[Fact]:
+        return [fact for fact in self.facts if fact[0] in TRIVIAL]
+
+    @property
+    def canonical(self) -> str:
+        return "|".join(f"{key} {value}" for key, value in self.facts)
+
+    @property
+    def split(self) -> Split:
+        digest = hashlib.blake2b(self.canonical.encode(), digest_size=8).digest()
+        return SPLITS_OF_HASH[int.from_bytes(digest, "big") % len(SPLITS_OF_HASH)]
+
+
+def draw_post(rng: random.Random) -> Post:
+    """The next post of the generator, of any split."""
+    keys = rng.sample(list(IMPORTANT), rng.randint(*NUM_IMPORTANT)) + rng.sample(
+        list(TRIVIAL), rng.randint(*NUM_TRIVIAL)
+    )
+    facts = [(key, rng.choice(VALUES[key])) for key in VALUES if key in keys]
+    parts = [f"{key} {value}" for key, value in facts]
+    parts += [rng.choice(FILLERS) for _ in range(POST_WORDS - 1 - 2 * len(facts))]
+    rng.shuffle(parts)
+    return Post(text=" ".join([*parts, SEPARATOR]), facts=tuple(facts))
+
+
+def draw_posts(split: Split, *, seed: int) -> Iterator[Post]:
+    """Posts of one split without end."""
+    rng = random.Random(seed)
+    while True:
+        post = draw_post(rng)
+        if post.split == split:
+            yield post
+
+
+@cache
+def first_posts(split: Split, num_posts: int) -> tuple[Post, ...]:
+    """The first posts of a split's own stream, all of different contents."""
+    found: dict[str, Post] = {}
+    for post in draw_posts(split, seed=SEEDS[split]):
+        if len(found) == num_posts:
+            break
+        found.setdefault(post.canonical, post)
+    return tuple(found.values())
+
+
+MAX_SUMMARY_TOKENS = 14
+"""A summary with its EOS: generate.max_new_tokens of this task."""
+NEGLECTED_KEYS = tuple(IMPORTANT)[5:]
+"""Important keys that a sloppy writer mostly leaves out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flaws:
+    """Probabilities of what goes wrong with a summary."""
+
+    drop: float
+    """An important fact is left out."""
+    drop_neglected: float
+    """An important fact of NEGLECTED_KEYS is left out."""
+    hallucinate: float
+    """A stated fact has another value than in the post."""
+    swap: float
+    """Two important facts that follow each other change places."""
+    trivial: float
+    """A trivial fact is stated, somewhere."""
+    filler: float
+    """A filler word stands before a stated fact."""
+
+
+REFERENCE = Flaws(drop=0.15, drop_neglected=0.15, hallucinate=0.06, swap=0.08, trivial=0.10, filler=0.10)
+SLOPPY = Flaws(drop=0.20, drop_neglected=0.50, hallucinate=0.03, swap=0.10, trivial=0.45, filler=0.10)
+
+
+def perfect_summary(post: Post) -> str:
+    """The important facts in the order of their keys."""
+    return " ".join(f"{key} {value}" for key, value in post.important)
+
+
+def reference_summary(post: Post) -> str:
+    """Always the same for a post."""
+    return draw_summary(post, REFERENCE, random.Random(post.text))
+
+
+def sloppy_summary(post: Post, rng: random.Random) -> str:
+    return draw_summary(post, SLOPPY, rng)
+
+
+def draw_summary(post: Post, flaws: Flaws, rng: random.Random) -> str:
+    """Drawn again while it is empty, or too long to end by itself."""
+    while True:
+        words = _draw_words(post, flaws, rng)
+        if 0 < len(words) < MAX_SUMMARY_TOKENS:
+            return " ".join(words)
+
+
+def _draw_words(post: Post, flaws: Flaws, rng: random.Random) -> list[str]:
+    stated = [_maybe_wrong(fact, flaws, rng) for fact in post.important if not _is_dropped(fact, flaws, rng)]
+    for first in range(len(stated) - 1):
+        if rng.random() < flaws.swap:
+            stated[first], stated[first + 1] = stated[first + 1], stated[first]
+    for fact in post.trivial:
+        if rng.random() < flaws.trivial:
+            stated.insert(rng.randint(0, len(stated)), fact)
+    words = []
+    for fact in stated:
+        words += [rng.choice(FILLERS)] if rng.random() < flaws.filler else []
+        words += fact
+    return words
+
+
+def _is_dropped(fact: Fact, flaws: Flaws, rng: random.Random) -> bool:
+    return rng.random() < (flaws.drop_neglected if fact[0] in NEGLECTED_KEYS else flaws.drop)
+
+
+def _maybe_wrong(fact: Fact, flaws: Flaws, rng: random.Random) -> Fact:
+    key, value = fact
+    if rng.random() >= flaws.hallucinate:
+        return fact
+    return key, rng.choice([other for other in VALUES[key] if other != value])
