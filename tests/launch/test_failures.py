@@ -157,4 +157,8 @@ def test_the_trainer_waits_at_the_replay_ratio_and_never_exceeds_it(folder):
     config = make_config(folder, "name=limit", "replay.max_trained_per_generated=0.5", "train.max_steps=10")
     summary = train(config)
     assert summary["responses_trained"] <= 0.5 * summary["responses_generated"]
+    for record in (
+        record for record in records(config) if "loss" in record
+    ):  # the metric is the number that is limited
+        assert record["buffer/replay_ratio"] == record["buffer/trained"] / record["buffer/generated"] <= 0.5
     assert sum(record.get("time/wait_for_batch", 0.0) for record in records(config)) > 0

@@ -184,24 +184,22 @@ def test_an_error_in_a_group_leaves_the_buffer_as_it_was():
     assert buffer.add(Groups()("a", [[1]]), step=0) == 1
 
 
-def test_an_empty_group_stores_nothing_and_counts_as_generated():
+def test_an_empty_group_stores_nothing():
     buffer = replay()
     lost = TrajectoryGroup(id="g", prompt=Groups()("a", []).prompt, trajectories=(), num_lost=4)
     assert buffer.add(lost, step=0) == 0
-    assert buffer.stats()["generated"] == 4
     with pytest.raises(ReplayEmpty):
         buffer.sample(1, 1, step=0)
 
 
-def test_replay_ratio_and_ages_are_counted():
+def test_ages_are_counted():
     buffer, group = replay(), Groups()
     buffer.add(group("a", [[1], [2]], version=2), step=4)
     buffer.add(group("b", [[1], [2]], version=4), step=4)
     for _ in range(2):
-        buffer.sample(2, 4, step=5)  # there are two of each prompt: no more are trained
-    # 8 trained / 4 generated; two responses of version 2 and two of version 4, at step 5: ages 3 and 1
+        buffer.sample(2, 4, step=5)  # there are two of each prompt: no more are drawn
+    # Two responses of version 2 and two of version 4, at step 5: ages 3 and 1.
     stats = buffer.stats()
-    assert stats["replay_ratio"] == 2.0
     assert (stats["age_mean"], stats["age_max"], stats["prompts"], stats["tokens"]) == (2.0, 3.0, 2.0, 4.0)
 
 

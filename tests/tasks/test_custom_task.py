@@ -1,6 +1,8 @@
 """A user's own problem: data files, tokens, reward functions, and what is said when one of them is wrong."""
 
 import json
+import subprocess
+import sys
 import textwrap
 
 import numpy as np
@@ -260,3 +262,12 @@ def test_unknown_tasks_are_named(tokenizer, tmp_path):
         make_task(TaskConfig(name="arithmetik"), tokenizer, max_prompt_tokens=10)
     with pytest.raises(ValueError, match="'custom' has nothing to prepare"):
         prepare_task("custom", tmp_path)
+
+
+def test_what_a_reward_worker_imports_is_light():
+    """A worker is started anew after every call that hangs: torch or transformers would take seconds each time."""
+    check = (
+        "import sys, tba.tasks.rewards.functions; print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

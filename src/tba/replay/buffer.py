@@ -72,9 +72,7 @@ class ReplayBuffer:
         """(step, arrival number of its first row) for the steps of the fresh window."""
         self._oldest_reference: int | None = None
         """Oldest reference version that is still taken, None = every one."""
-        self._counts = dict.fromkeys(
-            ("generated", "trained", "duplicates", "evicted", "expired", "refused", "dropped"), 0
-        )
+        self._counts = dict.fromkeys(("duplicates", "evicted", "expired", "refused", "dropped"), 0)
         self._ages = np.zeros(0, np.int64)
         """Step - version of each response of the last sample."""
         self._clear()
@@ -123,23 +121,18 @@ class ReplayBuffer:
             return len(self._entries)
         return len({prompt_id for prompt_id, _ in self._entry_of})
 
-    @property
-    def replay_ratio(self) -> float:
-        """Number of responses trained on / number of responses generated."""
-        return self._counts["trained"] / max(1, self._counts["generated"])
-
     def add(self, group: TrajectoryGroup, *, step: int) -> int:
         """Store a group that arrived at an optimizer step; returns the number of its responses that were stored. A group id
         that came before is ignored."""
         if group.id in self._group_ids:
             return 0
         if not group.trajectories:
-            self._count_generated(group)
+            self._group_ids.add(group.id)
             return 0
         # What may raise comes before anything is changed: a group that is wrong leaves the buffer as it was.
         packed = pack_group(group, self.reward_names, step_values=self._step_values)
         entry = self._find_entry(group.prompt, packed.reference_version)
-        self._count_generated(group)
+        self._group_ids.add(group.id)
         if self._oldest_reference is not None and packed.reference_version < self._oldest_reference:
             self._counts["refused"] += len(packed)
             return 0
@@ -162,7 +155,6 @@ class ReplayBuffer:
             chosen = self._mixed.choose(self._entries, draws, num_prompts, samples_per_prompt, self.rng)
             used_up = np.zeros(0, np.int64)
         rows = np.concatenate([own for _, own in chosen])
-        self._counts["trained"] += len(rows)
         self._ages = step - self._table.version[rows].astype(np.int64)
         batch = make_batch(
             chosen,
@@ -235,17 +227,12 @@ class ReplayBuffer:
             "responses": float(len(self)),
             "prompts": float(self.num_prompts),
             "tokens": float(self._token_store.live_tokens),
-            "replay_ratio": self.replay_ratio,
             "age_mean": float(ages.mean()),
             "age_p50": float(p50),
             "age_p90": float(p90),
             "age_max": float(ages.max()),
             **{name: float(count) for name, count in self._counts.items()},
         }
-
-    def _count_generated(self, group: TrajectoryGroup) -> None:
-        self._group_ids.add(group.id)
-        self._counts["generated"] += group.num_generated
 
     def _find_entry(self, prompt: Prompt, reference_version: int) -> PromptEntry:
         """The prompt's entry. A new one is not registered before it has a row: what follows may still raise or refuse."""

@@ -1,20 +1,17 @@
-"""Messages between the trainer and a searcher process: what is said, the two-way link, and the sender of groups.
+"""Messages between the trainer and a child process: what is said, and the two-way link.
 
-A reader thread takes messages in as they come, so neither side ever waits for the other to read. A window of unacknowledged
-groups bounds what is on the way.
+A reader thread takes messages in as they come, so neither side ever waits for the other to read. Nothing here imports torch:
+a reward worker that was killed is back in a moment.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
-
-from tba.runtime.board import Row, wait_until
-from tba.types import TrajectoryGroup
 
 EVALUATES = 0
 """The searcher that is asked for evaluations."""
@@ -97,44 +94,3 @@ class Link:
                 self._inbox.put(None)  # wakes a receiver that waits
                 self._on_close()
                 return
-
-
-class WindowedSender:
-    """A searcher's end. Keeps each group until the trainer has stored it; waits when too many are on the way."""
-
-    def __init__(
-        self, link: Link, row: Row, *, window: int, deadline_seconds: float, handle_messages: Callable[[], None]
-    ) -> None:
-        self._link = link
-        self._row = row
-        self._window = window
-        self._deadline_seconds = deadline_seconds
-        self._handle_messages = handle_messages
-        self._unacknowledged: dict[str, TrajectoryGroup] = {}
-
-    def send(self, group: TrajectoryGroup) -> None:
-        wait_until(
-            self._has_room,
-            name="channel_full",
-            row=self._row,
-            deadline_seconds=self._deadline_seconds,
-            explain=lambda: (
-                f"a searcher waited for the trainer to store its {len(self._unacknowledged)} groups on the way; "
-                "the trainer does not take in groups. Raise runtime.wait_seconds if its steps take this long."
-            ),
-        )
-        self._unacknowledged[group.id] = group
-        self._link.send(group)
-
-    def acknowledge(self, message: Acknowledge) -> None:
-        for group_id in message.group_ids:
-            self._unacknowledged.pop(group_id, None)
-
-    def unacknowledged(self) -> Iterable[TrajectoryGroup]:
-        """What a new trainer would have to be sent again."""
-        return self._unacknowledged.values()
-
-    def _has_room(self) -> bool:
-        if len(self._unacknowledged) >= self._window:
-            self._handle_messages()
-        return len(self._unacknowledged) < self._window

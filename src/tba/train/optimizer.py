@@ -6,9 +6,9 @@ scored again, and their mean |change of log_pi|, in units of the square root of 
 train.movement: the rate is multiplied so that the next steps come nearer to it. How far a step should move depends on how
 much of it is signal, and that can be measured for nothing: on responses that are not trained on yet, the drift of the policy
 since they were generated is the work of other updates, and its correlation with their rewards is the share of signal in it.
-The movement asked for follows that agreement. The rate begins at a tenth of a guess from the
-size of the model, so that a guess ten times too high does no harm, and in the last part of the run (train.settle) it falls
-to zero, so that the noise of single steps averages out.
+The movement asked for follows that agreement. The rate begins at a tenth of a guess from the size of the model, so that a
+guess ten times too high does no harm, and in the last part of the run (train.settle) it falls to zero, so that the noise of
+single steps averages out.
 """
 
 from __future__ import annotations
