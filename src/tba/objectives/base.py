@@ -20,7 +20,7 @@ whenever there is more than one micro-batch."""
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What an objective must be given; the launcher provides it or refuses the combination in words."""
+    """What an objective must be given; the launcher provides it or refuses the combination with an error."""
 
     reference: bool = False
     """log_ref per token (a policy gradient with beta = 0 does without)."""

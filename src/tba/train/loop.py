@@ -66,14 +66,16 @@ class Trainer:
         started = time.perf_counter()
         batch = self.sample() if self.batch is None or self.needs_batch else self.batch
         result = self.optimize(batch)
-        measured = {**result.metrics, **batch_metrics(batch, result.outputs.log_pi_N.cpu(), step=self.step_index)}
-        self.rate.follow(self.step_index, measured)
+        log_pi_N = result.outputs.log_pi_N.cpu()
+        measured = {**result.metrics, **batch_metrics(batch, log_pi_N, step=self.step_index)}
+        self.rate.follow(self.step_index, measured)  # before a checkpoint is written: what it has learned is part of it
         self.batch = with_old_values(batch, result)
         self.counts.trained += batch.totals.responses
         self.step_index += 1
         publishing = self.publish_if_due()
         times = {"step": time.perf_counter() - started, "wait_for_batch": waited, "publish_weights": publishing}
-        self.record(batch, result, measured, times)
+        watched = {**watched_metrics(batch, log_pi_N), "entropy": result.entropy}
+        self.record(batch, measured, watched, times)
         return result
 
     @property
@@ -150,13 +152,17 @@ class Trainer:
             self.recorder.best = self.checkpoints.best
 
     def record(
-        self, batch: Batch, result: StepResult, measured: Mapping[str, float], times: Mapping[str, float]
+        self,
+        batch: Batch,
+        measured: Mapping[str, float],
+        watched: Mapping[str, float],
+        times: Mapping[str, float],
     ) -> None:
-        """Metrics of the step just done; schedules and lag are those of the version that was trained."""
+        """Record the step just done; schedules are those of the version that was trained. `watched` is for the guard."""
         trained = self.step_index - 1
         metrics = {
             **measured,
-            "entropy": result.entropy,
+            "entropy": watched["entropy"],
             "beta": self.config.beta_at(trained),
             "reference_weight": self.config.reference_weight_at(trained),
             "target_temperature": self.config.target_temperature_at(trained),
@@ -170,7 +176,6 @@ class Trainer:
         if self.references is not None:
             metrics["reference_version"] = float(self.references.version)
         if self.health is not None:
-            watched = {**watched_metrics(batch, result.outputs.log_pi_N.cpu()), "entropy": result.entropy}
             metrics |= self.health.step(self.step_index, watched)
         self.recorder.step(self.step_index, metrics)
         if self.health is not None:
