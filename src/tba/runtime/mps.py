@@ -44,8 +44,8 @@ def why_no_mps(config: Config) -> str | None:
 
 
 def start_mps(config: Config) -> bool:
-    """Start a daemon that lives as long as this process, for it and its children. Returns False, with a log line, where it is
-    not wanted or not allowed; `runtime.mps=on` then raises."""
+    """Start a daemon that lives as long as this process, for it and its children. Returns False, with a log line, where it
+    is not wanted or not allowed; `runtime.mps=on` then raises."""
     reason = why_no_mps(config)
     if reason is None:
         folder = Path(tempfile.mkdtemp(prefix="tba-mps-"))
