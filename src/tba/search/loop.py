@@ -11,10 +11,10 @@ from tba.generate.engine import Engine
 from tba.runtime.channels import GroupSender
 from tba.search.exploration import ReferenceSamples
 from tba.search.prompts import Difficulty, PromptStream
-from tba.search.scoring import GroupScorer, texts_of
+from tba.search.scoring import GroupScorer
 from tba.search.values import StepValues, lost_without_values
 from tba.tasks.base import Outcome, RewardFailed
-from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all
+from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all, texts_of
 from tba.types import Completion, Prompt, Request, Sampling, Trajectory, TrajectoryGroup, Weights
 
 GROUPS_AT_ONCE = 4

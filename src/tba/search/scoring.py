@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tba.generate.engine import Scorer
 from tba.tasks.base import Outcome, RewardFailed
-from tba.tasks.rewards.pool import FinishedGroup
+from tba.tasks.rewards.pool import FinishedGroup, texts_of
 from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup, Weights
 
 logger = logging.getLogger("tba.search")
@@ -112,10 +112,6 @@ class GroupScorer:
         if all(value is None for value in outcome.values()):
             return None
         return {name: math.nan if value is None else float(value) for name, value in outcome.items()}
-
-
-def texts_of(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]) -> list[str]:
-    return tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
 
 
 def group_texts(tokenizer: PreTrainedTokenizerBase, group: TrajectoryGroup) -> list[str]:

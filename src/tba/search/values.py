@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tba.generate.engine import Engine
 from tba.tasks.base import Outcome, RewardFailed
-from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all
+from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all, texts_of
 from tba.types import Completion, Prompt, Request, Sampling, combined_reward
 
 
@@ -86,7 +86,7 @@ class StepValues:
         return [self._mean(own.completions, found) for own, found in zip(groups, outcomes)]
 
     def _as_group(self, prompt: Prompt, completions: list[Completion]) -> FinishedGroup:
-        texts = self.tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
+        texts = texts_of(self.tokenizer, completions)
         return FinishedGroup(prompt=prompt, completions=completions, texts=texts)
 
     def _mean(self, completions: Sequence[Completion], outcomes: Sequence[Outcome]) -> float:

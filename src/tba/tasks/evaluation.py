@@ -22,7 +22,7 @@ from tba.generate.sampling import training_sampling
 from tba.models.load import LoadedModel
 from tba.observe.metrics import mean_metrics
 from tba.tasks.base import Task
-from tba.tasks.rewards.pool import FinishedGroup, Rewards
+from tba.tasks.rewards.pool import FinishedGroup, Rewards, texts_of
 from tba.types import Completion, Prompt, Request, Sampling
 
 RESPONSES_AT_ONCE = 256
@@ -105,8 +105,7 @@ def respond(
 def _group(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completions: Sequence[Completion]) -> FinishedGroup:
     # An engine hands completions back in the order in which they end: short ones first.
     ordered = sorted(completions, key=lambda completion: completion.sample_index)
-    texts = tokenizer.batch_decode([c.token_ids.tolist() for c in ordered], skip_special_tokens=True)
-    return FinishedGroup(prompt=prompt, completions=ordered, texts=texts)
+    return FinishedGroup(prompt=prompt, completions=ordered, texts=texts_of(tokenizer, ordered))
 
 
 def in_parts(count: int, size: int, between_steps: BetweenSteps | None) -> Iterator[slice]:

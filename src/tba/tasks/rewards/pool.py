@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from tba.config import Config, RewardConfig
 from tba.runtime.board import POLL_SECONDS
@@ -69,6 +70,11 @@ def make_rewards(
     if not task.isolated:
         return DirectRewards(task)
     return WorkerRewards(config.task.rewards, functions, timeout_seconds=config.search.reward_timeout_seconds, log=log)
+
+
+def texts_of(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]) -> list[str]:
+    """Texts of completions as rewards see them, without special tokens."""
+    return tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
 
 
 def score_all(
