@@ -36,7 +36,7 @@ def when(condition, action) -> threading.Thread:
 
 
 def searcher_processes() -> list[psutil.Process]:
-    return [p for p in children() if "tba.runtime.child" in p.cmdline() and p.ppid() == psutil.Process().pid]
+    return [process for process in children() if process.name().startswith("searcher-")]
 
 
 def test_a_killed_searcher_stops_the_run_with_its_log(folder):

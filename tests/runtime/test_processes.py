@@ -13,8 +13,14 @@ from tba.runtime.processes import RoleDied, RoleProcess, stop_all
 DEADLINE_SECONDS = 60.0
 
 
-def start(target, tmp_path: Path, **arguments) -> RoleProcess:
-    return RoleProcess("role", target, arguments, log=tmp_path / "role.log")
+@pytest.fixture(params=[False, True], ids=["new", "forked"])
+def start(request):
+    """Both ways of starting a process keep the same promises."""
+
+    def start(target, tmp_path: Path, **arguments) -> RoleProcess:
+        return RoleProcess("role", target, arguments, log=tmp_path / "role.log", forked=request.param)
+
+    return start
 
 
 def eventually(condition) -> bool:
@@ -35,7 +41,7 @@ def exists(pid: int) -> bool:
     return state != "Z"
 
 
-def test_messages_go_both_ways_and_the_process_ends(tmp_path):
+def test_messages_go_both_ways_and_the_process_ends(start, tmp_path):
     process = start(targets.echo, tmp_path, prefix="got ")
     process.link.send("one")
     process.link.send("two")
@@ -45,7 +51,7 @@ def test_messages_go_both_ways_and_the_process_ends(tmp_path):
     assert process.wait(DEADLINE_SECONDS)
 
 
-def test_a_process_that_fails_is_reported_with_its_last_lines(tmp_path):
+def test_a_process_that_fails_is_reported_with_its_last_lines(start, tmp_path):
     process = start(targets.fail, tmp_path)
     assert process.wait(DEADLINE_SECONDS)
     with pytest.raises(RoleDied) as error:
@@ -54,14 +60,14 @@ def test_a_process_that_fails_is_reported_with_its_last_lines(tmp_path):
     assert "Traceback" in str(error.value)
 
 
-def test_a_failing_process_tells_its_parent_before_it_ends(tmp_path):
+def test_a_failing_process_tells_its_parent_before_it_ends(start, tmp_path):
     process = start(targets.fail, tmp_path)
     message = process.link.receive(timeout_seconds=DEADLINE_SECONDS)
     assert message == Failed(error="ValueError: this target always fails")
     process.wait(DEADLINE_SECONDS)
 
 
-def test_a_killed_process_is_noticed(tmp_path):
+def test_a_killed_process_is_noticed(start, tmp_path):
     process = start(targets.deaf, tmp_path)
     process.check()
     process.kill()
@@ -69,13 +75,13 @@ def test_a_killed_process_is_noticed(tmp_path):
         process.check()
 
 
-def test_a_process_that_does_not_listen_is_killed(tmp_path):
+def test_a_process_that_does_not_listen_is_killed(start, tmp_path):
     process = start(targets.deaf, tmp_path)
     stop_all([process], "stop", timeout_seconds=0.1)
     assert not process.alive
 
 
-def test_a_child_does_not_outlive_its_parent(tmp_path):
+def test_a_child_does_not_outlive_its_parent(start, tmp_path):
     parent = start(targets.parent_with_child, tmp_path, log=str(tmp_path / "grandchild.log"))
     grandchild = parent.link.receive(timeout_seconds=DEADLINE_SECONDS)
     assert isinstance(grandchild, int)
@@ -84,7 +90,7 @@ def test_a_child_does_not_outlive_its_parent(tmp_path):
     assert grandchild != os.getpid()
 
 
-def test_a_child_stuck_in_c_code_does_not_outlive_its_parent(tmp_path):
+def test_a_child_stuck_in_c_code_does_not_outlive_its_parent(start, tmp_path):
     """A catastrophic regular expression lets no other Python thread run: a typical hanging reward."""
     log = str(tmp_path / "grandchild.log")
     parent = start(targets.parent_with_child, tmp_path, log=log, child=targets.stuck)

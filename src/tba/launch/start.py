@@ -23,6 +23,7 @@ from tba.models.lora import base_of, is_adapter
 from tba.observe.files import RunFolder, write_atomic
 from tba.observe.summary import show_summary
 from tba.runtime.mps import start_mps
+from tba.runtime.processes import prepare_to_fork
 from tba.search.make import make_search_engine
 from tba.tasks.evaluation import make_evaluator
 from tba.tasks.rewards.pool import make_rewards
@@ -36,6 +37,8 @@ def train(config: Config, functions: RewardFunctions = None, *, inputs: RunInput
     torch.set_num_threads(config.runtime.threads)
     config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
     start_mps(config)  # before anything touches the GPU
+    if not config.takes_turns:
+        prepare_to_fork(config.runtime.threads, preload=("tba.search.role",))  # imports while this process loads
     inputs = inputs or load_inputs(config, functions)
     # Bad train rows show here, before a run folder exists.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))

@@ -7,26 +7,23 @@ Link to the parent. A process started this way does not import the parent's main
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
-import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
 
 import cloudpickle
 
+from tba.runtime.fork_server import die_with_parent
 from tba.runtime.link import Failed, Link
 
-PR_SET_PDEATHSIG = 1
 
-
-def main() -> int:
-    _die_with_parent()
+def run_role(link_descriptor: int) -> int:
+    """What the parent asked for, to its end; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    connection = Connection(int(sys.argv[1]))
+    connection = Connection(link_descriptor)
     search_path, payload = connection.recv_bytes(), connection.recv_bytes()
     link = Link(connection, on_close=_parent_is_gone)
     try:
@@ -45,12 +42,8 @@ def _parent_is_gone() -> None:
     os._exit(3)
 
 
-def _die_with_parent() -> None:
-    """Have Linux kill this process when its parent ends: a main thread stuck in C code lets no Python thread run."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 if __name__ == "__main__":
+    die_with_parent()
+    status = run_role(int(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(main())
+    os._exit(status)

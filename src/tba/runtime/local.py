@@ -66,6 +66,7 @@ class LocalRuntime:
                 log=logs / f"searcher-{index}.log",
                 fds=tuple(shared),
                 threads=self.config.threads,
+                forked=True,
             )
             self.searchers.append(process)
 

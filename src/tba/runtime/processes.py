@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 
+from tba.runtime.fork_server import ForkedProcess, ForkServer
 from tba.runtime.link import Failed, Link
 
 
@@ -33,21 +34,19 @@ class RoleProcess:
         log: Path,
         fds: Sequence[int] = (),
         threads: int = 1,
+        forked: bool = False,
     ) -> None:
+        """`fds` are descriptors that it inherits. `forked` saves a process that needs torch its imports."""
         self.name = name
         self.log = log
         ours, theirs = Pipe()
-        with log.open("ab") as stream:
-            # A session of its own: Ctrl-C reaches the trainer alone, which saves and then stops the others.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tba.runtime.child", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                pass_fds=(theirs.fileno(), *fds),
-                env=_environment(threads),
-                start_new_session=True,
-            )
+        environment = role_environment(threads)
+        self._process: subprocess.Popen[bytes] | ForkedProcess
+        if forked and sys.platform == "linux":
+            server = ForkServer.shared(threads, environment)
+            self._process = server.start(name, link=theirs.fileno(), descriptors=fds, log=log, environment=environment)
+        else:
+            self._process = _popen(theirs.fileno(), fds, log, environment)
         theirs.close()
         ours.send_bytes(json.dumps(sys.path).encode())
         ours.send_bytes(cloudpickle.dumps((target, arguments)))
@@ -100,7 +99,27 @@ def last_lines(path: Path, count: int = 20) -> str:
     return "\n".join(f"    {line}" for line in lines[-count:]) or "    (empty)"
 
 
-def _environment(threads: int) -> dict[str, str]:
+def _popen(link: int, fds: Sequence[int], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    with log.open("ab") as stream:
+        # A session of its own: Ctrl-C reaches the trainer alone, which saves and then stops the others.
+        return subprocess.Popen(
+            [sys.executable, "-m", "tba.runtime.child", str(link)],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            pass_fds=(link, *fds),
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def role_environment(threads: int) -> dict[str, str]:
     """Thread counts are fixed before torch starts: processes that share cores must not fight over them."""
     pinned = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     return {**os.environ, **pinned, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+
+
+def prepare_to_fork(threads: int, *, preload: Sequence[str]) -> None:
+    """Roles will be started soon: have what they need imported meanwhile."""
+    if sys.platform == "linux":
+        ForkServer.shared(threads, role_environment(threads), preload)

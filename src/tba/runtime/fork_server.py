@@ -1,0 +1,325 @@
+"""Role processes in a moment: a server process imports torch and the package once, and each role is a fork of it.
+
+Importing torch and transformers takes 4 to 15 s of a core; a fork takes some milliseconds and shares the memory of what was
+imported. The server runs no threads and never touches a GPU, so a fork of it is a process as good as new. A role gets the
+caller's environment, working folder and file descriptors (under the caller's numbers) with its request.
+
+    caller -> server   Start, with the descriptors as SCM_RIGHTS; Kill
+    server -> caller   Started, Ended
+
+The server ends when the caller's end of the socket closes, and its forks with it, however the caller ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+FIRST_SPARE_DESCRIPTOR = 512
+"""Descriptors are parked from here on while a fork gives them their numbers."""
+MAX_DESCRIPTORS = 64
+PRELOADED = ("torch", "transformers", "transformers.models.auto.modeling_auto")
+"""What every role needs; those who start roles name what theirs need besides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Caller to server: fork a role that talks over descriptor `link`."""
+
+    name: str
+    """What `ps` and `top` show (15 letters of it)."""
+    link: int
+    descriptors: tuple[int, ...]
+    """The numbers that the descriptors which come with this message have in the caller, and get in the role."""
+    log: str
+    environment: Mapping[str, str]
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """Caller to server: kill this role, unless it has ended: the server knows which process numbers are still its own."""
+
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """Server to caller, one for each Start, in their order."""
+
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """Server to caller: a role has ended, with its exit status or minus the number of the signal that killed it."""
+
+    pid: int
+    status: int
+
+
+class ForkedProcess:
+    """A role, with the methods of subprocess.Popen that are needed of it."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self._server = server
+
+    def poll(self) -> int | None:
+        return self._server.status(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self._server.wait(self.pid, timeout)
+
+    def kill(self) -> None:
+        self._server.kill(self.pid)
+
+
+class ForkServer:
+    """The caller's end. One server serves all runs of a process that pin the same number of threads."""
+
+    _shared: dict[int, ForkServer] = {}
+    _shared_lock = threading.Lock()
+
+    def __init__(self, environment: Mapping[str, str], preload: Sequence[str] = ()) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tba.runtime.fork_server", str(theirs.fileno()), *PRELOADED, *preload],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env=dict(environment),
+            start_new_session=True,
+        )
+        theirs.close()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._started: list[int] = []
+        self._statuses: dict[int, int] = {}
+        self._alive = True
+        threading.Thread(target=self._read, daemon=True, name="fork-server-reader").start()
+
+    @classmethod
+    def shared(cls, threads: int, environment: Mapping[str, str], preload: Sequence[str] = ()) -> ForkServer:
+        """The server for this number of threads, started if it is not there. `preload` names modules that its roles will
+        need; whoever knows that roles will be started asks for it early, and the imports run meanwhile."""
+        with cls._shared_lock:
+            server = cls._shared.get(threads)
+            if server is None or not server._alive:
+                server = cls._shared[threads] = cls(environment, preload)
+                atexit.register(server.close)
+            return server
+
+    def start(
+        self, name: str, *, link: int, descriptors: Sequence[int], log: Path, environment: Mapping[str, str]
+    ) -> ForkedProcess:
+        """Fork a role; returns as soon as it runs."""
+        numbers = (link, *descriptors)
+        message = pickle.dumps(
+            Start(
+                name=name,
+                link=link,
+                descriptors=numbers,
+                log=str(log),
+                environment=dict(environment),
+                folder=os.getcwd(),
+            )
+        )
+        with self._lock:
+            seen = len(self._started)
+            socket.send_fds(self._socket, [struct.pack("<I", len(message))], list(numbers))
+            self._socket.sendall(message)
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._started) > seen or not self._alive)
+            if len(self._started) == seen:
+                raise RuntimeError("the process that roles are forked from has ended; its last words are on stderr.")
+            return ForkedProcess(self, self._started[seen])
+
+    def status(self, pid: int) -> int | None:
+        """Exit status of a role, None while it runs."""
+        with self._changed:
+            return self._statuses.get(pid, None if self._alive else -signal.SIGKILL)
+
+    def wait(self, pid: int, timeout: float | None) -> int:
+        with self._changed:
+            if not self._changed.wait_for(lambda: pid in self._statuses or not self._alive, timeout):
+                raise subprocess.TimeoutExpired(f"role {pid}", timeout or 0.0)
+        status = self.status(pid)
+        assert status is not None
+        return status
+
+    def kill(self, pid: int) -> None:
+        if self.status(pid) is None:
+            self._send(Kill(pid=pid))
+
+    def close(self) -> None:
+        """End the server and, with it, every role that still runs."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _send(self, message: Any) -> None:
+        data = pickle.dumps(message)
+        try:
+            with self._lock:
+                self._socket.sendall(struct.pack("<I", len(data)) + data)
+        except OSError:
+            self._lost()  # its roles die with it
+
+    def _read(self) -> None:
+        while (message := _receive(self._socket)) is not None:
+            with self._changed:
+                if isinstance(message, Started):
+                    self._statuses.pop(message.pid, None)  # an earlier role may have had this number
+                    self._started.append(message.pid)
+                else:
+                    self._statuses[message.pid] = message.status
+                self._changed.notify_all()
+        self._lost()
+
+    def _lost(self) -> None:
+        with self._changed:
+            self._alive = False
+            self._changed.notify_all()
+
+
+def _receive(connection: socket.socket) -> Any | None:
+    """The next message of a socket; None at its end."""
+    header = _read_exactly(connection, 4)
+    data = None if header is None else _read_exactly(connection, struct.unpack("<I", header)[0])
+    return None if data is None else pickle.loads(data)
+
+
+def _read_exactly(connection: socket.socket, count: int) -> bytes | None:
+    data = b""
+    while len(data) < count:
+        try:
+            part = connection.recv(count - len(data))
+        except OSError:
+            return None
+        if not part:
+            return None
+        data += part
+    return data
+
+
+def serve(connection: socket.socket) -> None:
+    """The server: fork a role for each Start, tell of each one that ends, until the caller is gone."""
+    wake_up, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    running: set[int] = set()
+    while True:
+        ready, _, _ = select.select([connection, wake_up], [], [])
+        if wake_up in ready:
+            os.read(wake_up, 4096)
+        for pid, status in _ended(running):
+            running.discard(pid)
+            _reply(connection, Ended(pid=pid, status=status))
+        if connection not in ready:
+            continue
+        header, descriptors, _, _ = socket.recv_fds(connection, 4, MAX_DESCRIPTORS)
+        data = _read_exactly(connection, struct.unpack("<I", header)[0]) if len(header) == 4 else None
+        if data is None:
+            return
+        message = pickle.loads(data)
+        if isinstance(message, Kill):
+            if message.pid in running:
+                os.kill(message.pid, signal.SIGKILL)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            _become_role(message, descriptors)
+        running.add(pid)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        _reply(connection, Started(pid=pid))
+
+
+def _ended(running: set[int]) -> list[tuple[int, int]]:
+    found = []
+    for pid in running:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            found.append((pid, os.waitstatus_to_exitcode(status)))
+    return found
+
+
+def _reply(connection: socket.socket, message: Any) -> None:
+    data = pickle.dumps(message)
+    connection.sendall(struct.pack("<I", len(data)) + data)
+
+
+def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
+    """In the fork: take the caller's descriptors, environment and folder, and run the role to its end."""
+    status = 1
+    try:
+        die_with_parent()
+        _show_as(start.name)
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        spare = max(FIRST_SPARE_DESCRIPTOR, *start.descriptors) + 1
+        parked = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, spare) for descriptor in descriptors]
+        log = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        # Everything of the server's goes: a role that held its socket would keep it open for ever.
+        os.closerange(3, spare)
+        for held, number in zip(parked, start.descriptors):
+            os.dup2(held, number)
+            os.close(held)
+        os.environ.clear()
+        os.environ.update(start.environment)
+        os.chdir(start.folder)
+        from tba.runtime.child import run_role
+
+        status = run_role(start.link)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def die_with_parent() -> None:
+    """Have Linux kill this process when its parent ends: a main thread stuck in C code lets no Python thread run."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _show_as(name: str) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+
+
+def main() -> None:
+    die_with_parent()
+    _show_as("tba-forks")
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or the first collection in a role would copy every page of what was imported
+    serve(connection)
+
+
+if __name__ == "__main__":
+    # Messages are of the classes of the imported module, not of this file run as a script.
+    importlib.import_module("tba.runtime.fork_server").main()

@@ -1,0 +1,51 @@
+"""Roles as forks of one process that has imported everything."""
+
+import os
+import sys
+
+import psutil
+import pytest
+import targets
+
+from tba.runtime.fork_server import ForkServer
+from tba.runtime.processes import RoleProcess
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="roles are forked on Linux only")
+
+
+def test_a_fork_has_its_callers_descriptors_folder_and_environment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TBA_TEST_SETTING", "as the caller has it now")
+    reading, writing = os.pipe()
+    os.write(writing, b"through an inherited pipe")
+    log = tmp_path / "role.log"
+    process = RoleProcess(
+        "searcher-7", targets.surroundings, {"descriptor": reading}, log=log, fds=(reading,), forked=True
+    )
+    found = process.link.receive(timeout_seconds=60.0)
+    assert found == (b"through an inherited pipe", str(tmp_path), "as the caller has it now", "searcher-7")
+    assert process.wait(60.0)
+    os.close(reading)
+    os.close(writing)
+
+
+def test_roles_end_with_their_server_and_a_new_one_takes_its_place(tmp_path):
+    first = RoleProcess("first", targets.deaf, {}, log=tmp_path / "first.log", forked=True)
+    psutil.Process(first.pid).parent().kill()
+    assert first.wait(60.0)
+    assert not first.alive
+    second = RoleProcess("second", targets.echo, {"prefix": ""}, log=tmp_path / "second.log", forked=True)
+    second.link.send("alive")
+    assert second.link.receive(timeout_seconds=60.0) == "alive"
+    second.kill()
+    assert not second.alive
+
+
+def test_one_server_serves_all_runs_of_a_process(tmp_path):
+    before = ForkServer._shared.get(1)
+    roles = [RoleProcess("role", targets.deaf, {}, log=tmp_path / "role.log", forked=True) for _ in range(2)]
+    parents = {psutil.Process(role.pid).ppid() for role in roles}
+    for role in roles:
+        role.kill()
+    assert len(parents) == 1
+    assert before is None or before is ForkServer._shared[1]
