@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from tba.config import Config
 from tba.generate.engine import Scorer, make_scorer
 from tba.models.load import LoadedModel, checkpoint_layers, compile_layers
@@ -62,7 +64,7 @@ def make_trainer(
     `reference_publisher` is needed with reference.reset_every; `cursors` tells how far each searcher has come in its
     prompts, for checkpoints; `gate` makes an asynchronous trainer wait for data.
     """
-    train_step, rate = learner.train_step, LearningRate(config)
+    train_step, rate = learner.train_step, LearningRate(config, exact_drift=loaded.model.dtype == torch.float32)
     checkpoints = Checkpoints(
         folder=recorder.folder,
         model=loaded.model,

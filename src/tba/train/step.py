@@ -27,6 +27,8 @@ from tba.types import Batch, Forward, Loss
 
 MEASURED_RESPONSES = 32
 """Responses whose movement by an update is measured."""
+MEASURED_STEP = 4.0
+"""Length of the step whose movement is measured where weights are rounded to bf16, in steps."""
 LEAST_SPREAD = 0.1
 """Square root of an entropy of .01 nats: a policy that is sure of every token has nothing left to learn by sampling."""
 
@@ -73,7 +75,8 @@ class TrainStep:
         if batch.totals.responses:
             self.optimizer.step(learning_rate)
             if measure_movement:
-                metrics["movement"] = self.movement(batch, result.outputs)
+                with self.optimizer.extrapolated(MEASURED_STEP) as factor:
+                    metrics["movement"] = self.movement(batch, result.outputs) / factor
         else:  # no response has weight: Adam's momentum alone would move the weights
             self.optimizer.drop_gradients()
         return replace(result, metrics=metrics)
