@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from tba.config.base import Section
 
 
 class RewardConfig(Section):
-    function: str
-    """`path/to/file.py:name`, a function with TRL's signature f(prompts, completions, **columns) -> list[float | None]."""
+    function: str | Callable[..., Any]
+    """`path/to/file.py:name`, a function with TRL's signature f(prompts, completions, **columns) -> list[float | None]. In
+    Python also the function itself; config.yaml then keeps its name only."""
     weight: float = 1.0
     """Factor in the sum of rewards; 0 = measured in evaluations, never trained on."""
     name: str | None = None
     """Name in metrics and stored data; None = the function's own name."""
+
+    @field_validator("function", mode="plain")
+    @classmethod
+    def _check_function(cls, function: Any) -> str | Callable[..., Any]:
+        if not isinstance(function, str) and not callable(function):
+            raise ValueError(f"task.rewards[].function={function!r} is neither `file.py:name` nor a Python function.")
+        return function
+
+    @field_serializer("function", when_used="json")
+    def _name_function(self, function: str | Callable[..., Any]) -> str:
+        return function if isinstance(function, str) else f"<python>:{getattr(function, '__name__', 'reward')}"
 
 
 class TLDRConfig(Section):

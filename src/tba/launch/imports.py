@@ -49,7 +49,7 @@ def import_groups(config: Config, inputs: RunInputs, folder: RunFolder) -> list[
     loaded, task = inputs.loaded, inputs.task
     eos_id = loaded.tokenizer.eos_token_id or stop_ids_of(loaded.model, loaded.tokenizer)[0]
     reference = make_scorer(loaded.model, max_length=loaded.context)
-    rewards = make_rewards(task, config, log=folder.logs / "rewards-import.log", functions=inputs.functions)
+    rewards = make_rewards(task, config, log=folder.logs / "rewards-import.log")
 
     def score_rewards(prompts: list[Prompt], texts: list[str]) -> list[Mapping[str, float]]:
         groups = []

@@ -42,7 +42,6 @@ def read_problem(row: DataRow) -> QuestionAnswer:
 
 
 class GSM8KTask(QuestionTask):
-    name = "gsm8k"
     source = Source(hub_subset="main", read=read_problem)  # another subset has Socratic sub-questions
     template = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # what the paper's SFT model was taught
     instruction = (

@@ -6,7 +6,7 @@ start model in the package is a line in models/load.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,11 @@ PREPARE: dict[str, Callable[[Path], dict[str, Any]]] = {
 """What makes a task's data and start model, where it has one."""
 
 
-def make_task_for(config: Config, loaded: LoadedModel, functions: Sequence[Callable[..., Any]] | None = None) -> Task:
-    """The task of a config for a loaded model. `functions` are rewards given as Python objects, in the order of
-    task.rewards."""
+def make_task_for(config: Config, loaded: LoadedModel) -> Task:
+    """The task of a config for a loaded model."""
     limit = max_prompt_tokens(config, loaded.context)
     device = str(loaded.model.device)
-    return make_task(config.task, loaded.tokenizer, max_prompt_tokens=limit, functions=functions, device=device)
+    return make_task(config.task, loaded.tokenizer, max_prompt_tokens=limit, device=device)
 
 
 def max_prompt_tokens(config: Config, context: int) -> int:
@@ -72,15 +71,12 @@ def make_task(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_prompt_tokens: int,
-    functions: Sequence[Callable[..., Any]] | None = None,
     device: str = "auto",
 ) -> Task:
     """The task of a config for any tokenizer; no model is looked at."""
     if config.name not in TASKS:
         raise ValueError(f"task.name={config.name!r} is not known: it may be {', '.join(TASKS)}.")
-    inputs = TaskInputs(
-        config=config, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, functions=functions, device=device
-    )
+    inputs = TaskInputs(config=config, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, device=device)
     return TASKS[config.name](inputs)
 
 

@@ -78,8 +78,7 @@ OPERATORS: dict[str, Operator] = {
 class ArithmeticTask:
     """Reward `exact_match`: 1 where the response ended by itself and the number after its last `####` is the answer."""
 
-    name = "arithmetic"
-    isolated = False
+    isolated_rewards = ()
 
     def __init__(self, inputs: TaskInputs) -> None:
         self._num_train = inputs.config.num_train_prompts

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tba.config import RewardConfig
 from tba.tasks.answer_evaluator import AnswerEvaluator
 from tba.tasks.base import Outcome, RewardFailed, Split, TaskInputs
 from tba.tasks.custom.prompts import PromptReader, read_prompts
@@ -21,12 +22,9 @@ from tba.types import Completion, Prompt, combined_reward
 class CustomTask:
     """`solved` means that the combined reward reaches 1, the usual meaning of a 0/1 reward."""
 
-    name = "custom"
-    isolated = True
-
     def __init__(self, inputs: TaskInputs) -> None:
         config = inputs.config
-        self.rewards = RewardSet(config.rewards, inputs.functions)
+        self.rewards = RewardSet(config.rewards)
         assert config.data is not None
         reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens)
         fraction = config.eval_fraction if config.eval_data is None else 0.0
@@ -39,6 +37,10 @@ class CustomTask:
         train.leave_out(held_out, data=f"task.data={config.data}", held_out_words=held_out_words)
         self._config = config
         self._prompts: dict[Split, Sequence[Prompt]] = {"train": train.prompts, "held_out": held_out.prompts}
+
+    @property
+    def isolated_rewards(self) -> Sequence[RewardConfig]:
+        return self._config.rewards
 
     @property
     def reward_weights(self) -> Mapping[str, float]:

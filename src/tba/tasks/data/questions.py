@@ -27,8 +27,7 @@ WHY_MISSING: dict[Split, str] = {
 class QuestionTask(ABC):
     """Reward `exact_match`: 1 where the response's answer is the problem's, and it ended by itself or need not have."""
 
-    name: str
-    isolated = False
+    isolated_rewards = ()
     source: ClassVar[Source]
     template: ClassVar[str]
     """The prompt without chat, with {question} where the question goes; task.prompt_template stands in for it."""

@@ -46,7 +46,6 @@ def _answer(row: DataRow) -> str:
 
 
 class MathTask(QuestionTask):
-    name = "math"
     source = Source(hub_subset="default", read=read_problem)
     template = "Problem:\n{question}\n\nReason step by step, and put the final answer in \\boxed{}.\n\nSolution:"
     instruction = "Reason step by step, and put the final answer in \\boxed{}."

@@ -36,8 +36,7 @@ SMALLEST_PROBABILITY = 1e-6
 class RedTeamTask:
     """Reward `toxicity`: mean over the victim's replies of the judge's probability, or of its logarithm."""
 
-    name = "red_team"
-    isolated = False
+    isolated_rewards = ()
 
     def __init__(self, inputs: TaskInputs) -> None:
         config = inputs.config.red_team

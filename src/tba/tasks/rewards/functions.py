@@ -34,15 +34,10 @@ READY = "ready"
 class RewardSet:
     """All reward functions of a task."""
 
-    def __init__(self, configs: Sequence[RewardConfig], functions: Sequence[Callable[..., Any]] | None = None) -> None:
-        """`functions` stand in for those named in the config (rewards given as Python objects)."""
+    def __init__(self, configs: Sequence[RewardConfig]) -> None:
         self._rewards = [
-            RewardFunction(
-                load_reward_function(reward.function) if functions is None else functions[index],
-                name=reward.name,
-                weight=reward.weight,
-            )
-            for index, reward in enumerate(configs)
+            RewardFunction(load_reward_function(reward.function), name=reward.name, weight=reward.weight)
+            for reward in configs
         ]
         names = [reward.name for reward in self._rewards]
         if len(set(names)) != len(names):
@@ -137,18 +132,18 @@ class RewardFunction:
         return [score["score"] if isinstance(score, dict) else score for score in scores]
 
 
-def reward_worker(
-    link: Link, *, configs: Sequence[RewardConfig], functions: Sequence[Callable[..., Any]] | None
-) -> None:
+def reward_worker(link: Link, *, configs: Sequence[RewardConfig]) -> None:
     """Scores what it is sent until its parent is gone."""
-    rewards = RewardSet(configs, functions)
+    rewards = RewardSet(configs)
     link.send(READY)
     while (job := link.receive(timeout_seconds=None)) is not None:
         link.send(rewards.score(*job))
 
 
-def load_reward_function(specification: str) -> Callable[..., Any]:
-    """`path/to/file.py:name` -> the function."""
+def load_reward_function(specification: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The function that `path/to/file.py:name` names; a function given as a Python object is returned as it is."""
+    if not isinstance(specification, str):
+        return specification
     path, colon, name = specification.rpartition(":")
     if path == "<python>":
         raise ValueError(

@@ -58,8 +58,7 @@ class TLDRTask:
     """Reward `reward_model`: the reward model's score. A summary counts as solved above 0: the embedded start model's mean.
     Models are loaded when they are first asked for a score."""
 
-    name = "tldr"
-    isolated = False
+    isolated_rewards = ()
 
     def __init__(self, inputs: TaskInputs) -> None:
         """Reads and checks all rows. The shipped reward model is small and stays on the CPU, whatever the device."""
