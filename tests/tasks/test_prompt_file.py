@@ -10,7 +10,7 @@ from builders import tiny_tokenizer
 
 from tba.config import TaskConfig
 from tba.tasks.base import TaskInputs
-from tba.tasks.custom.task import CustomTask
+from tba.tasks.custom import CustomTask
 
 REWARD = {"function": lambda completions, **_: [0.0]}
 

@@ -18,7 +18,7 @@ from tba.models.weights import CANARY_TOKENS
 from tba.tasks.arithmetic.prepare import prepare_arithmetic
 from tba.tasks.arithmetic.task import ArithmeticTask
 from tba.tasks.base import Task, TaskInputs
-from tba.tasks.custom.task import CustomTask
+from tba.tasks.custom import CustomTask
 from tba.tasks.gsm8k import GSM8KTask
 from tba.tasks.math.task import MathTask
 from tba.tasks.red_team.task import RedTeamTask

@@ -23,10 +23,9 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from tba.tasks.answer_evaluator import AnswerEvaluator
 from tba.tasks.base import Outcome, Split, TaskInputs
-from tba.tasks.data.encoding import make_prompt
-from tba.tasks.evaluation import EvaluationInputs, Evaluator
+from tba.tasks.data.prompts import make_prompt
+from tba.tasks.evaluation import AnswerEvaluator, EvaluationInputs, Evaluator
 from tba.tasks.gsm8k import final_number, same_number
 from tba.types import Completion, Prompt
 

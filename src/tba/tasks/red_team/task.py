@@ -21,7 +21,7 @@ import numpy as np
 from tba.config import RedTeamConfig
 from tba.models.load import check_named
 from tba.tasks.base import Outcome, Split, TaskInputs
-from tba.tasks.data.encoding import make_prompt
+from tba.tasks.data.prompts import make_prompt
 from tba.tasks.evaluation import EvaluationInputs, Evaluator
 from tba.tasks.red_team.encoders import ClassifierJudge, Embedder, Judge, MarkerJudge, SentenceEncoder, WordCounts
 from tba.tasks.red_team.evaluator import DEFAULT_ATTACKS, AttackEvaluator

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from tba.config import GenerateConfig, ModelConfig
 from tba.generate.engine import make_engine
 from tba.models.load import load_model
-from tba.tasks.data.encoding import encode
+from tba.tasks.data.prompts import encode
 from tba.tasks.evaluation import respond
 from tba.tasks.red_team.world import mode_of
 from tba.types import Prompt, Sampling

@@ -16,7 +16,7 @@ from tba.generate.engine import Engine
 from tba.observe.metrics import mean_metrics
 from tba.tasks.evaluation import BetweenSteps, Distance, greedy, in_parts, respond
 from tba.tasks.rewards.pool import FinishedGroup
-from tba.tasks.tldr.gold import wins
+from tba.tasks.tldr.world import wins
 from tba.types import Prompt, Sampling
 
 SUMMARIES_AT_ONCE = 64

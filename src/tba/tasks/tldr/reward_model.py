@@ -37,7 +37,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from tba.models.load import context_length, first_line, resolve_device, resolve_dtype
-from tba.tasks.data.encoding import encode
+from tba.tasks.data.prompts import encode
 
 Pooling = Literal["sum", "last"]
 POOLINGS = ("sum", "last")

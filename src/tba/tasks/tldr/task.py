@@ -26,11 +26,10 @@ from transformers import PreTrainedTokenizerBase
 from tba.config import TaskConfig
 from tba.models.load import check_named
 from tba.tasks.base import Outcome, RewardFailed, Split, TaskInputs
-from tba.tasks.data.encoding import make_prompt
+from tba.tasks.data.prompts import make_prompt
 from tba.tasks.data.rows import SUFFIXES, BadRow, DataRow, keep_some, prompt_column, require_object, text_column
 from tba.tasks.data.splits import QuestionAnswer, Source, make_splits, nothing_left, read_problems
 from tba.tasks.evaluation import EvaluationInputs, Evaluator
-from tba.tasks.tldr import gold
 from tba.tasks.tldr.evaluator import SummaryEvaluator
 from tba.tasks.tldr.reward_model import ModelScorer, load_scorer
 from tba.tasks.tldr.world import (
@@ -40,6 +39,7 @@ from tba.tasks.tldr.world import (
     Post,
     draw_posts,
     first_posts,
+    gold_scores,
     reference_summary,
 )
 from tba.types import Completion, Prompt
@@ -116,7 +116,7 @@ class TLDRTask:
     def gold_scores(self, prompts: Sequence[str], texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
         """float64 [N]: what evaluations judge by, and training never sees."""
         if self._config.tldr.gold_model is None:
-            return gold.gold_scores(prompts, texts, finished)
+            return gold_scores(prompts, texts, finished)
         return self._scorer(self._config.tldr.gold_model).score(prompts, texts, finished)
 
     def _scorer(self, path: str | None) -> ModelScorer:
