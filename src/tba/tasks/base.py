@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:  # reward workers import this file, and a killed one must not wait for torch and transformers again
     from transformers import PreTrainedTokenizerBase
@@ -63,5 +63,8 @@ class TaskInputs:
     config: TaskConfig
     tokenizer: PreTrainedTokenizerBase
     max_prompt_tokens: int
+    settings: Any = None
+    """The task's own settings, task.settings: an instance of the task's class attribute `Settings`, a pydantic model; None
+    for a task without that attribute."""
     device: str = "auto"
     """Device of models that score, the policy's; auto = cuda where there is one, else cpu."""

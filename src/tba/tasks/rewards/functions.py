@@ -144,34 +144,43 @@ def load_reward_function(specification: str | Callable[..., Any]) -> Callable[..
     """The function that `path/to/file.py:name` names; a function given as a Python object is returned as it is."""
     if not isinstance(specification, str):
         return specification
-    path, colon, name = specification.rpartition(":")
+    path, _, name = specification.rpartition(":")
     if path == "<python>":
         raise ValueError(
             f"reward {name!r} was a Python function given to TBATrainer, which the config cannot hold: name it again with "
             "task.rewards=[{function: file.py:name}]."
         )
+    return load_named(specification, what=f"reward {specification!r}", kind="function", fits=callable)
+
+
+def load_named(specification: str, *, what: str, kind: str, fits: Callable[[Any], bool]) -> Any:
+    """The function or class that `path/to/file.py:name` names. `what` begins the error messages, `kind` says what is looked
+    for, `fits` whether an object is one."""
+    path, colon, name = specification.rpartition(":")
     file = Path(path).expanduser()
     if not colon or not name:
-        raise ValueError(f"reward {specification!r}: write file.py:function.")
+        raise ValueError(f"{what}: write file.py:{kind}.")
     if not file.is_file():
-        raise ValueError(f"reward {specification!r}: file {path} does not exist.")
-    module = _load_module(file.resolve())
-    if not callable(getattr(module, name, None)):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        close = difflib.get_close_matches(name, functions, n=3, cutoff=0.4) or functions
         raise ValueError(
-            f"reward {specification!r}: {path} has no function {name!r}; it has {', '.join(close) or 'none'}."
+            f"{what}: file {path} does not exist. Give a Python file, relative to {Path.cwd()} or in full."
         )
+    module = _load_module(file.resolve(), what)
+    if not fits(getattr(module, name, None)):
+        # Those that the file imports from elsewhere are not meant.
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        own = [key for key in own if fits(getattr(module, key))]
+        close = difflib.get_close_matches(name, own, n=3, cutoff=0.4) or own
+        raise ValueError(f"{what}: {path} has no {kind} {name!r}; it has {', '.join(close) or 'none'}.")
     return getattr(module, name)
 
 
-def _load_module(file: Path) -> Any:
+def _load_module(file: Path, what: str) -> Any:
     """Import a file under a name of its own; its folder is on the path, so that it may import its neighbours."""
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
-    spec = importlib.util.spec_from_file_location(f"tba_reward_{file.stem}", file)
+    spec = importlib.util.spec_from_file_location(f"tba_file_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise ValueError(f"reward file {file} cannot be imported: it must be a .py file.")
+        raise ValueError(f"{what}: {file} cannot be imported: it must be a .py file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
