@@ -1,4 +1,4 @@
-"""A task from a file outside the package, task.name=file.py:Class: trained, evaluated later, and refused where it cannot be."""
+"""A task from a file outside the package, task.name=file.py:Class: it is trained, evaluated later, or refused."""
 
 from pathlib import Path
 
@@ -86,18 +86,11 @@ def test_a_task_from_a_file_trains_and_its_own_metric_is_in_the_summary(folder, 
 
 
 def test_the_example_trains_and_measures_lines(tmp_path):
-    settings = ["task.settings.largest=12", "mode=sync", "train.max_steps=2", "train.responses_per_step=16"]
-    config = load_config(
-        None,
-        [
-            f"task.name={EXAMPLE}:SmallSums",
-            *settings,
-            "evaluate.every=0",
-            "evaluate.num_prompts=4",
-            "observe.progress=false",
-        ],
-        output=str(tmp_path),
-    )
+    settings = [
+        "task.settings.largest=12", "mode=sync", "train.max_steps=2", "train.responses_per_step=16",
+        "evaluate.every=0", "evaluate.num_prompts=4", "observe.progress=false",
+    ]  # fmt: skip
+    config = load_config(None, [f"task.name={EXAMPLE}:SmallSums", *settings], output=str(tmp_path))
     summary = train(config)
     assert summary["task"] == "SmallSums"
     # Two equations and the line of the answer, as the start model was taught.
