@@ -18,8 +18,7 @@ from tba.launch.defaults import with_defaults, with_objective_defaults, with_roo
 from tba.launch.imports import import_groups
 from tba.launch.run import RunInputs, load_inputs
 from tba.launch.synchronous import SyncRun
-from tba.models.load import load_model
-from tba.models.lora import base_of, is_adapter
+from tba.models.load import base_of, is_adapter, load_model
 from tba.observe.files import RunFolder, write_atomic
 from tba.observe.summary import show_summary
 from tba.runtime.mps import start_mps
