@@ -23,9 +23,18 @@ from tba.models.load import check_named
 from tba.tasks.base import Outcome, Split, TaskInputs
 from tba.tasks.data.prompts import make_prompt
 from tba.tasks.evaluation import EvaluationInputs, Evaluator
-from tba.tasks.red_team.encoders import ClassifierJudge, Embedder, Judge, MarkerJudge, SentenceEncoder, WordCounts
 from tba.tasks.red_team.evaluator import DEFAULT_ATTACKS, AttackEvaluator
-from tba.tasks.red_team.victim import ModelVictim, RuleVictim, Victim
+from tba.tasks.red_team.models import (
+    ClassifierJudge,
+    Embedder,
+    Judge,
+    MarkerJudge,
+    ModelVictim,
+    RuleVictim,
+    SentenceEncoder,
+    Victim,
+    WordCounts,
+)
 from tba.tasks.red_team.world import mode_of
 from tba.types import Completion, Prompt
 
