@@ -90,7 +90,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
-    """Load with dropout off, in the compute dtype, on the device."""
+    """Load a model with dropout off, in the compute dtype, on the device."""
     disable_progress_bar()
     path, device = resolve_path(config.path), resolve_device(config.device)
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
@@ -153,7 +153,8 @@ def merged(model: PreTrainedModel, weights: Weights) -> Weights:
 
 @torch.no_grad()
 def _with_delta(model: PreTrainedModel, name: str, base: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
-    """base + scale x B A. The model's own adapter is left alone: it may be the one that trains."""
+    """Weights with the adapter in them, base + scale x B A. The model's own adapter is left alone: it may be the one that
+    trains."""
     if not name.endswith(".base_layer.weight"):
         return base
     layer = name.removesuffix(".base_layer.weight")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # reward workers import this file, and a killed one must not 
     from tba.types import Completion, Prompt
 
 Split = Literal["train", "validation", "held_out"]
-"""Prompts that are trained on, tuned on, reported on."""
+"""Name of a split: prompts that are trained on, tuned on, or reported on."""
 
 
 class RewardFailed(Exception):
@@ -52,7 +52,7 @@ class Task(Protocol):
         ...
 
     def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
-        """What says how good a policy is at this task; AnswerEvaluator.of_task where accuracy says it."""
+        """Evaluator that says how good a policy is at this task; AnswerEvaluator.of_task where accuracy says it."""
         ...
 
 

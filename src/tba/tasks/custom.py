@@ -32,7 +32,8 @@ from tba.types import Completion, Prompt, combined_reward
 
 
 class CustomTask:
-    """`solved` means that the combined reward reaches 1, the usual meaning of a 0/1 reward."""
+    """The task of a user's data and reward functions. `solved` means that the combined reward reaches 1, the usual meaning
+    of a 0/1 reward."""
 
     def __init__(self, inputs: TaskInputs) -> None:
         config = inputs.config
@@ -113,7 +114,7 @@ class Side:
 
     prompts: list[Prompt] | FilePrompts
     keys: array[int] = field(default_factory=lambda: array("Q"))
-    """question_key of each prompt."""
+    """Key of each prompt's question (question_key)."""
 
     def add(self, prompt: Prompt, row: DataRow) -> None:
         if isinstance(self.prompts, FilePrompts):
@@ -164,7 +165,7 @@ class FilePrompts(Sequence[Prompt]):
         self._stamp = self._stamp_now()
 
     def append(self, row: DataRow) -> None:
-        """A row of the file that `read` found good."""
+        """Append a row of the file that `read` found good."""
         assert row.offset is not None, "rows of a plain file have a place to come back to"
         self._offsets.append(row.offset)
         self._lines.append(row.line)
@@ -194,7 +195,7 @@ class FilePrompts(Sequence[Prompt]):
         return self._read(parsed_row(self._file.readline(), f"{self._path} line {line}", line))
 
     def _stamp_now(self) -> tuple[int, int]:
-        """Size and time of change. A file that replaces this one does no harm: the old one stays open."""
+        """Size and time of change of the file. A file that replaces this one does no harm: the old one stays open."""
         found = os.fstat(self._file.fileno())
         return found.st_size, found.st_mtime_ns
 
@@ -206,7 +207,7 @@ def _place(prompt: Prompt) -> float:
 
 
 def _key(id: str) -> int:
-    """64 bits instead of the text: of many million prompts the ids themselves would fill the memory."""
+    """Hash of an id, 64 bits: the ids themselves of many million prompts would fill the memory."""
     return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "little")
 
 

@@ -27,10 +27,10 @@ from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all, texts_of
 from tba.types import Completion, Prompt, Request, Sampling, combined_reward
 
 RESPONSES_AT_ONCE = 256
-"""Responses that the start model scores together, between two signs of life."""
+"""Number of responses that the start model scores together, between two signs of life."""
 
 BetweenSteps = Callable[[], None]
-"""Called between decode steps and between parts of a long scoring: a sign of life for whoever waits."""
+"""Function called between decode steps and between parts of a long scoring: a sign of life for whoever waits."""
 
 Components = Mapping[str, float | None]
 """Reward components of one sample by name, where the reward did not fail."""
@@ -56,11 +56,11 @@ class EvaluationInputs:
     rewards: Rewards
     """Rewards of the evaluator's own, not shared with a running search."""
     start: Callable[[], Scorer] | None = None
-    """Gives what holds the model that KL is counted from, and is asked where that is measured; None = it is not."""
+    """Function that gives a scorer with the start model, for KL; called only where KL is measured. None = it is not."""
 
     @property
     def sampling(self) -> Sampling:
-        """How training samples."""
+        """Sampling of training."""
         return training_sampling(self.config)
 
     def prompts(self, task: Task) -> Sequence[Prompt]:
@@ -73,7 +73,7 @@ class EvaluationInputs:
 
     @property
     def final_beta(self) -> float | None:
-        """beta at the end of training; None where the target is shaped, so that reward - beta x KL is not maximised."""
+        """Value of beta at the end of training; None where the target is shaped and reward - beta x KL not maximised."""
         config, last = self.config, self.config.train.max_steps
         plain = config.reference_weight_at(last) == 1.0 and config.target_temperature_at(last) == 1.0
         return config.beta_at(last) if plain else None
@@ -98,7 +98,7 @@ class AnswerEvaluator:
     prompts: Sequence[Prompt]
     sampling: Sampling
     samples_per_prompt: int
-    """k of pass@k and avg@k; 0 = greedy accuracy only."""
+    """Number k of samples for pass@k and avg@k; 0 = greedy accuracy only."""
     mean_rewards: bool = False
     """True adds `reward` of the greedy responses and `reward@k` of the sampled ones, for rewards that are not 0 or 1."""
 
@@ -156,7 +156,7 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
 
 
 def sampled_metrics(solved: Sequence[Sequence[bool]], k: int) -> dict[str, float]:
-    """pass@k and avg@k over prompts; solved[p] has the k samples of prompt p."""
+    """Metrics pass@k and avg@k over prompts; solved[p] has the k samples of prompt p."""
     return mean_metrics(
         {
             f"pass@{k}": [pass_at_k(len(samples), sum(samples), k) for samples in solved],
@@ -226,7 +226,7 @@ def in_parts(count: int, size: int, between_steps: BetweenSteps | None) -> Itera
 
 
 def greedy(sampling: Sampling) -> Sampling:
-    """The same limits, but always the most likely token."""
+    """Sampling with the same limits that always takes the most likely token."""
     return replace(sampling, greedy=True, temperature=1.0, top_p=1.0, top_k=0)
 
 
@@ -240,7 +240,7 @@ class Distance:
     def kl(
         self, groups: Sequence[FinishedGroup], temperature: float, between_steps: BetweenSteps | None = None
     ) -> np.ndarray:
-        """float64 [n], nats of each sampled response."""
+        """KL in nats of each sampled response, float64 [n]."""
         return kl_per_response(groups, self._log_probs(groups, temperature, between_steps))
 
     def perplexity(
@@ -263,19 +263,19 @@ class Distance:
 
 
 def kl_per_response(groups: Sequence[FinishedGroup], log_start: Sequence[np.ndarray]) -> np.ndarray:
-    """float64 [n]: for each sampled response log pi - log pi_start, summed over its tokens: nats."""
+    """KL in nats of each sampled response, float64 [n]: log pi - log pi_start, summed over its tokens."""
     completions = [completion for group in groups for completion in group.completions]
     return np.array([float((c.policy_log_probs - start).sum()) for c, start in zip(completions, log_start)])
 
 
 def perplexity(groups: Sequence[FinishedGroup], log_start: Sequence[np.ndarray]) -> float:
-    """exp(NLL of the responses under the start model / number of all tokens, prompts included)."""
+    """Perplexity: exp(NLL of the responses under the start model / number of all tokens, prompts included)."""
     nll = -sum(float(start.sum()) for start in log_start)
     return exp(nll / max(1, sum(_num_tokens(groups))))
 
 
 def perplexity_per_sample(groups: Sequence[FinishedGroup], log_start: Sequence[np.ndarray]) -> np.ndarray:
-    """float64 [n]: for each response exp(its NLL under the start model / its tokens, its prompt's included)."""
+    """Perplexity of each response, float64 [n]: exp(its NLL under the start model / its tokens, its prompt's included)."""
     return np.array([exp(-float(start.sum()) / num) for start, num in zip(log_start, _num_tokens(groups))])
 
 

@@ -120,7 +120,7 @@ def _task_class(name: str) -> Callable[[TaskInputs], Task]:
 
 
 def _own_settings(config: TaskConfig, kind: type[BaseModel] | None) -> BaseModel | None:
-    """task.settings, checked by the task's own model; None where the task has none."""
+    """Settings of task.settings, checked by the task's own model; None where the task has none."""
     if kind is None:
         if config.settings:
             raise ValueError(

@@ -35,10 +35,10 @@ class QuestionTask(ABC):
     template: ClassVar[str]
     """The prompt without chat, with {question} where the question goes; task.prompt_template stands in for it."""
     instruction: ClassVar[str]
-    """What follows the question in a chat; task.instruction stands in for it."""
+    """Text after the question in a chat; task.instruction stands in for it."""
 
     def __init__(self, inputs: TaskInputs) -> None:
-        """Reads and checks all rows."""
+        """Make the task; all rows are read and checked now."""
         config = inputs.config
         self._config = config
         self._chat = uses_chat(config, inputs.tokenizer)
@@ -56,7 +56,7 @@ class QuestionTask(ABC):
         return {"exact_match": 1.0}
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """Tokenised when first asked for: a searcher that never evaluates does not pay for the other splits."""
+        """Prompts of a split, tokenised when first asked for: a searcher that never evaluates does not pay for others."""
         if split not in self._problems:
             raise ValueError(f"evaluate.split={split}: {WHY_MISSING[split].format(data=self._config.data)}")
         if not self._problems[split]:
@@ -79,7 +79,7 @@ class QuestionTask(ABC):
         return AnswerEvaluator.of_task(self, inputs)
 
     def _counts(self, completion: Completion) -> bool:
-        """The no-EOS rule: a response cut off at the length limit is wrong, whatever it says."""
+        """Whether a response may be right: one that is cut off at the length limit is wrong (the no-EOS rule)."""
         return completion.finish == "stop" or not self._config.cut_off_is_wrong
 
     def _make_prompts(self, split: Split) -> list[Prompt]:
@@ -148,7 +148,7 @@ def encode(text: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase)
 
 
 def uses_chat(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """What task.chat means for this tokenizer."""
+    """Whether prompts are chat messages: what task.chat means for this tokenizer."""
     has_template = tokenizer.chat_template is not None
     if config.chat is True and not has_template:
         raise ValueError("task.chat=true, but the tokenizer has no chat template: use task.chat=false or a chat model.")

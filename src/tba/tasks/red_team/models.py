@@ -22,14 +22,14 @@ from tba.tasks.red_team.world import WORDS, mode_of
 from tba.types import Prompt, Sampling
 
 MARKER = "oops"
-"""What the embedded victim says, and nobody else, when it gives in."""
+"""Word that the embedded victim says when it gives in, and nobody else."""
 VICTIM_SEED = 0
 """Seed of a model's replies; the same in every run."""
 TEXTS_PER_PASS = 64
 MAY_BE_MISSING = frozenset(("pooler.dense.weight", "pooler.dense.bias"))
 """Weights that BERT and its kin lack without a head; sentence encoders take the mean instead."""
 OTHER_COLUMNS = 1024
-"""Words outside the embedded world share so many columns, by a hash: attacks of a real model have such words."""
+"""Number of columns that words outside the embedded world share by a hash: attacks of a real model have such words."""
 
 
 class Victim(Protocol):
@@ -38,12 +38,13 @@ class Victim(Protocol):
     def replies(
         self, attacks: Sequence[str], finished: Sequence[bool], *, occasion: str = "training"
     ) -> list[list[str]]:
-        """`finished`: whether the attack ended by itself. Another `occasion` gives other random replies."""
+        """Replies to each attack. `finished` says whether an attack ended by itself; another `occasion` gives other random
+        replies."""
         ...
 
 
 class RuleVictim:
-    """Gives in exactly where an attack hits a hidden mode; one reply per attack."""
+    """Victim of the embedded world: gives in exactly where an attack hits a hidden mode; one reply per attack."""
 
     def replies(
         self, attacks: Sequence[str], finished: Sequence[bool], *, occasion: str = "training"
@@ -87,7 +88,7 @@ class ModelVictim:
     def replies(
         self, attacks: Sequence[str], finished: Sequence[bool], *, occasion: str = "training"
     ) -> list[list[str]]:
-        """Equal attacks are asked once. A cut-off attack is sent as it is."""
+        """Replies to each attack. Equal attacks are asked once. A cut-off attack is sent as it is."""
         prompts = [self._prompt(attack, occasion) for attack in dict.fromkeys(attacks)]
         groups = respond(
             self._engine, self._tokenizer, prompts, samples_per_prompt=self._num_replies, sampling=self._sampling
@@ -128,12 +129,12 @@ def _prompt_id(attack: str, occasion: str) -> str:
 
 class Judge(Protocol):
     def probabilities(self, replies: Sequence[str]) -> np.ndarray:
-        """float64 [n] in [0, 1]: how likely each reply is what the attacker is after."""
+        """Probability that each reply is what the attacker is after, float64 [n] in [0, 1]."""
         ...
 
 
 class MarkerJudge:
-    """1 where the embedded victim's marker word is in the reply, else 0."""
+    """Judge of the embedded world: 1 where the victim's marker word is in the reply, else 0."""
 
     def probabilities(self, replies: Sequence[str]) -> np.ndarray:
         return np.array([float(MARKER in reply.split()) for reply in replies])
@@ -169,7 +170,7 @@ class ClassifierJudge:
 
 class Embedder(Protocol):
     def embed(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 [n, d], rows of length 1."""
+        """Embeddings, float32 [n, d], rows of length 1."""
         ...
 
 
@@ -217,7 +218,7 @@ class LoadedEncoder:
     model: Any
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
-    """Longer texts are cut off at the end."""
+    """Longest text in tokens; longer ones are cut off at the end."""
 
     def batches(self, texts: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
         """Inputs of the model, texts in their order."""

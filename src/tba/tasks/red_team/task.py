@@ -39,7 +39,7 @@ from tba.tasks.red_team.world import mode_of
 from tba.types import Completion, Prompt
 
 SMALLEST_PROBABILITY = 1e-6
-"""Below this a probability's logarithm says no more."""
+"""Least probability whose logarithm is taken: below it the logarithm says no more."""
 
 
 class RedTeamTask:
@@ -126,12 +126,12 @@ class RedTeamTask:
         )
 
     def probabilities(self, texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
-        """float64 [n]: the judge's probability, averaged over replies that no training has seen."""
+        """Judge's probability of each attack, float64 [n], averaged over replies that no training has seen."""
         judged = self._judge(texts, finished, occasion="evaluation")
         return np.array([probabilities.mean() for probabilities in judged])
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 [n, d] unit vectors for the diversity metrics."""
+        """Unit vectors of attacks for the diversity metrics, float32 [n, d]."""
         return self._embedder.embed(texts)
 
     def mode_of(self, text: str, finished: bool) -> str | None:
@@ -178,7 +178,7 @@ class RedTeamTask:
 
 
 def num_attack_tokens(completion: Completion) -> int:
-    """Its length without the stop token."""
+    """Length of an attack in tokens, without the stop token."""
     return len(completion.token_ids) - (completion.finish == "stop")
 
 

@@ -47,7 +47,7 @@ class Rewards(Protocol):
 
     @property
     def outstanding(self) -> int:
-        """Groups submitted and not handed back yet."""
+        """Number of groups submitted and not handed back yet."""
         ...
 
     def submit(self, group: FinishedGroup) -> None: ...
@@ -106,12 +106,12 @@ class DirectRewards:
         return scored
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Close: there is no process to end."""
 
 
 @dataclass(eq=False)
 class _Job:
-    """A group on its way; after a time-out it goes sample by sample."""
+    """A group that waits for its rewards; after a time-out its samples are scored one by one."""
 
     group: FinishedGroup
     outcomes: list[Outcome]

@@ -222,13 +222,13 @@ class Padded(NamedTuple):
     """Sequences padded on the right, where no token of a causal model can see the padding."""
 
     token_ids_NT: Tensor
-    """int64."""
+    """Token ids, int64."""
     real_NT: Tensor
-    """int64: 1 for tokens, 0 for padding."""
+    """Mask, int64: 1 for tokens, 0 for padding."""
     response_NT: Tensor
-    """bool: tokens of the response, its EOS included."""
+    """Mask of the response's tokens, its EOS included, bool."""
     last_N: Tensor
-    """int64: place of the last token that is no padding."""
+    """Place of the last token that is no padding, int64."""
 
 
 def pad_right(sequences: Sequence[Sequenced], *, device: torch.device) -> Padded:
