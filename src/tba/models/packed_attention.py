@@ -82,7 +82,7 @@ class PackedLayout:
 
     @cached_property
     def branch_key_index(self) -> Tensor:
-        """Mask [B, L + M] of the keys that a branch may see: its root's tokens, then its own."""
+        """Packed index [B, L + M] of the keys that a branch may see: its root's tokens, then its own."""
         _, _, branch_roots = self._lengths
         return torch.cat([self.root_index_RL[branch_roots.to(self.device)], self.branch_index_BM], dim=1)
 
