@@ -1,5 +1,6 @@
 """Settings: pydantic models, YAML files, dotted overrides."""
 
+from tba.config.base import Section
 from tba.config.files import ConfigError, dump_config, load_config, merge, settings_by_name
 from tba.config.root import Config
 from tba.config.schedule import Schedule
@@ -36,6 +37,7 @@ __all__ = [
     "RuntimeConfig",
     "Schedule",
     "SearchConfig",
+    "Section",
     "TLDRConfig",
     "TaskConfig",
     "TrainConfig",

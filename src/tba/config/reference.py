@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -24,7 +24,16 @@ that the value is decided when the run starts; the text of the setting says by w
 
 Made by `tba config > docs/configuration.md` from the schema in `src/tba/config`; a test keeps it current."""
 
-NAMES: dict[Any, str] = {int: "int", float: "float", bool: "bool", str: "text", Path: "path", type(None): "None"}
+NAMES: dict[Any, str] = {
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "text",
+    Path: "path",
+    type(None): "None",
+    Callable[..., Any]: "Python function",
+    dict[str, Any]: "settings by name",
+}
 """Names of plain types, as a user of YAML would say them."""
 SIGNS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
 """Limits of numbers, as pydantic stores them."""

@@ -20,7 +20,7 @@ from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention, SharedPrefixAttention
 from tba.models.decoder_spec import DecoderSpec
 from tba.models.families import make_decoder
-from tba.models.lora import adapter_off
+from tba.models.load import adapter_off
 from tba.models.packed_attention import PackedLayout, attend_packed
 from tba.models.packing import length_batches, pack, padded, split_by_budget
 from tba.models.policy import PolicyModel, chosen_log_probs

@@ -77,7 +77,7 @@ class AsyncRun:
         run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0)
         try:
             runtime.publish(weights)
-            arguments = {"config": config, "functions": inputs.functions, "logs": folder.logs}
+            arguments = {"config": config, "logs": folder.logs}
             runtime.start_searchers(run_searcher, arguments, logs=folder.logs)
         except BaseException:
             run.close()

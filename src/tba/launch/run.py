@@ -1,10 +1,9 @@
-"""What every run is made from (the model, the task, reward functions given as Python objects), and how it is interrupted."""
+"""What every run is made from (the model and the task), and how it is interrupted."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -14,24 +13,21 @@ from tba.models.load import LoadedModel, load_model
 from tba.tasks.base import Task
 from tba.tasks.registry import make_task_for
 
-RewardFunctions = Sequence[Callable[..., Any]] | None
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunInputs:
-    """RunInputs(loaded=..., task=..., functions=None)"""
+    """RunInputs(loaded=..., task=...)"""
 
     loaded: LoadedModel
     task: Task
-    functions: RewardFunctions
 
 
-def load_inputs(config: Config, functions: RewardFunctions = None) -> RunInputs:
+def load_inputs(config: Config) -> RunInputs:
     """Load model and data: what can be wrong with them shows before a run folder exists."""
     loaded = load_model(config.model)
-    task = make_task_for(config, loaded, functions)
+    task = make_task_for(config, loaded)
     task.prompts(config.evaluate.split)  # or a split that the task lacks would only show when a searcher evaluates
-    return RunInputs(loaded=loaded, task=task, functions=functions)
+    return RunInputs(loaded=loaded, task=task)
 
 
 class Interrupt:

@@ -16,10 +16,9 @@ from tba.generate.engine import Scorer, make_scorer
 from tba.launch.asynchronous import AsyncRun
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.imports import import_groups
-from tba.launch.run import RewardFunctions, RunInputs, load_inputs
+from tba.launch.run import RunInputs, load_inputs
 from tba.launch.synchronous import SyncRun
-from tba.models.load import load_model
-from tba.models.lora import base_of, is_adapter
+from tba.models.load import base_of, is_adapter, load_model
 from tba.observe.files import RunFolder, write_atomic
 from tba.observe.summary import show_summary
 from tba.runtime.mps import start_mps
@@ -31,12 +30,12 @@ from tba.train.health import Collapsed
 logger = logging.getLogger("tba")
 
 
-def train(config: Config, functions: RewardFunctions = None, *, inputs: RunInputs | None = None) -> dict[str, Any]:
+def train(config: Config, *, inputs: RunInputs | None = None) -> dict[str, Any]:
     """Run a training and return what summary.json holds. After Ctrl-C it is saved as far as it came, then raised again."""
     torch.set_num_threads(config.runtime.threads)
     config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
     start_mps(config)  # before anything touches the GPU
-    inputs = inputs or load_inputs(config, functions)
+    inputs = inputs or load_inputs(config)
     # Bad train rows show here, before a run folder exists.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))
     config = with_defaults(config, inputs.loaded)

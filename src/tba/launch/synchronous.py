@@ -54,11 +54,9 @@ class SyncRun:
         lags = config.mode == "fixed_lag"
         evaluation_engine = make_search_engine(config, loaded) if lags else engine
         adapt(loaded, config.model, seed=config.seed)
-        rewards = make_rewards(task, config, log=folder.logs / "rewards.log", functions=inputs.functions)
+        rewards = make_rewards(task, config, log=folder.logs / "rewards.log")
         groups = LocalGroups()
-        step_values = make_step_values(
-            config, loaded, task, log=folder.logs / "rewards-values.log", functions=inputs.functions
-        )
+        step_values = make_step_values(config, loaded, task, log=folder.logs / "rewards-values.log")
         searcher = make_searcher(
             config,
             loaded,

@@ -90,7 +90,7 @@ class Recorder:
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.evaluations.append((step, metrics))
-        task = self.config.task.name
+        task = self.config.task.label
         values = {f"eval/{task}/{name}": value for name, value in metrics.items()}
         self._sinks.write(step, {"seconds": self._seconds_at.get(step, self.seconds), **values})
         self._progress.evaluation(step, metrics)
@@ -103,7 +103,7 @@ class Recorder:
     def summary(self) -> dict[str, Any]:
         first, last = (Evaluation.of(self.evaluations[i][1] if self.evaluations else {}) for i in (0, -1))
         return {
-            "task": self.config.task.name,
+            "task": self.config.task.label,
             "objective": self.config.objective.name,
             "seed": self.config.seed,
             "steps": self.steps,

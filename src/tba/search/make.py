@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tba.config import Config
 from tba.generate.engine import Engine, LoraEngine, Scorer, make_engine, make_scorer
@@ -62,7 +61,6 @@ def make_step_values(
     task: Task,
     *,
     log: Path,
-    functions: Sequence[Callable[..., Any]] | None = None,
     between_steps: Callable[[], None] | None = None,
 ) -> StepValues | None:
     """None unless the objective needs Monte-Carlo values."""
@@ -70,7 +68,7 @@ def make_step_values(
     if not continuations:
         return None
     return StepValues(
-        rewards=make_rewards(task, config, log=log, functions=functions),
+        rewards=make_rewards(task, config, log=log),
         reward_weights=task.reward_weights,
         tokenizer=loaded.tokenizer,
         sampling=training_sampling(config),

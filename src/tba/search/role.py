@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -178,18 +176,17 @@ def run_searcher(
     link: Link,
     *,
     config: Config,
-    functions: Sequence[Callable[..., Any]] | None,
     index: int,
     logs: Path,
     board_memory: tuple[int, int],
     weights: SlotsHandle,
     references: SlotsHandle | None,
 ) -> None:
-    """The target of a searcher's process. `functions` are rewards given as Python objects."""
+    """The target of a searcher's process."""
     torch.set_num_threads(config.runtime.threads)
     row = Board(SharedMemory(*board_memory), config.search.num_searchers).searcher(index)
     loaded = load_model(config.model)
-    task = make_task_for(config, loaded, functions)
+    task = make_task_for(config, loaded)
     engine = make_search_engine(config, loaded)
     reference_engine = make_reference_engine(config, loaded)
     adapt(loaded, config.model, seed=config.seed)
@@ -197,12 +194,7 @@ def run_searcher(
     reference_slots = WeightSlots.attach(references) if references is not None else None
     role = SearcherRole(link, row, loader, engine, reference_slots)
     step_values = make_step_values(
-        config,
-        loaded,
-        task,
-        log=logs / f"rewards-{index}-values.log",
-        functions=functions,
-        between_steps=role.beat,
+        config, loaded, task, log=logs / f"rewards-{index}-values.log", between_steps=role.beat
     )
     searcher = make_searcher(
         config,
@@ -210,7 +202,7 @@ def run_searcher(
         task,
         engine=engine,
         reference_engine=reference_engine,
-        rewards=make_rewards(task, config, log=logs / f"rewards-{index}.log", functions=functions),
+        rewards=make_rewards(task, config, log=logs / f"rewards-{index}.log"),
         sender=role.make_sender(config),
         step_values=step_values,
         reference_samples=make_reference_samples(config, reference_engine, between_steps=role.beat),
@@ -218,7 +210,7 @@ def run_searcher(
     )
     evaluation_rewards: Rewards | None = None
     if index == EVALUATES:
-        evaluation_rewards = make_rewards(task, config, log=logs / f"rewards-{index}-evaluate.log", functions=functions)
+        evaluation_rewards = make_rewards(task, config, log=logs / f"rewards-{index}-evaluate.log")
         start = partial(make_start_scorer, config, loaded, searcher)
         role.evaluator = make_evaluator(config, loaded, task, evaluation_rewards, start=start)
     role.searcher = searcher
