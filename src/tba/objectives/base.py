@@ -1,4 +1,9 @@
-"""What an objective is: settings and a pure function of a batch and what the model said about it."""
+"""What an objective is: settings and a pure function of a batch and of what the model said about it. Below it the terms that
+losses share: means over the responses of a prompt, ratios to the behaviour policy, the clipped surrogate of PPO and its kin,
+and the k3 estimate of a KL divergence. A response of weight 0 counts in none of them.
+
+Axes: P prompts, K responses per prompt, N tokens of all responses.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
+from torch import Tensor
 from typing_extensions import Self
 
 from tba.config import Config
@@ -88,3 +95,85 @@ class Objective(Section):
 
     @abstractmethod
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss: ...
+
+
+def prompt_mean(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
+    """Mean over the K responses of each prompt that have weight -> [P, 1]; 0 where none has."""
+    return _kept(value_PK, weight_PK).sum(dim=1, keepdim=True) / _count(weight_PK).clamp(min=1.0)
+
+
+def centred(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
+    """value - mean of its prompt; 0 where it has no weight."""
+    return _kept(value_PK - prompt_mean(value_PK, weight_PK), weight_PK)
+
+
+def leave_one_out(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
+    """value - mean of the prompt's other values = n / (n - 1) x (value - mean); 0 where there is no other."""
+    count_P1 = _count(weight_PK)
+    factor_P1 = torch.where(count_P1 > 1, count_P1 / (count_P1 - 1).clamp(min=1.0), 0.0)
+    return factor_P1 * centred(value_PK, weight_PK)
+
+
+def prompt_std(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
+    """Unbiased standard deviation within each prompt -> [P, 1]; 0 where fewer than two have weight."""
+    squares_P1 = centred(value_PK, weight_PK).square().sum(dim=1, keepdim=True)
+    return (squares_P1 / (_count(weight_PK) - 1).clamp(min=1.0)).sqrt()
+
+
+def penalised_rewards(batch: Batch, *, beta: float) -> Tensor:
+    """R_ij = r_ij - beta sum_t (log pi_old - log ref): the KL penalty in the reward, by the policy that generated."""
+    if beta == 0.0:
+        return batch.reward_PK
+    return batch.reward_PK - beta * batch.sum_per_response(batch.policy_N - batch.log_ref_N)
+
+
+def mean_over_responses(value_PK: Tensor, batch: Batch) -> Tensor:
+    """Sum over the responses that have weight / their number in the whole step."""
+    return _kept(value_PK, batch.weight_PK).sum() / max(1, batch.totals.responses)
+
+
+def mean_where(value: Tensor, kept: Tensor) -> Tensor:
+    """Mean of the values that count, for the log; NaN where none does. Nothing is read back from the device."""
+    return torch.where(kept, value.detach().float(), 0.0).sum() / kept.sum()
+
+
+def _kept(value_PK: Tensor, weight_PK: Tensor) -> Tensor:
+    return torch.where(weight_PK > 0, value_PK, torch.zeros_like(value_PK))
+
+
+def _count(weight_PK: Tensor) -> Tensor:
+    return weight_PK.sum(dim=1, keepdim=True)
+
+
+LARGEST_LOG_RATIO = 20.0
+"""Nats; a ratio of e^20 is far beyond every clip."""
+
+
+def token_log_ratios(batch: Batch, log_pi_N: Tensor) -> Tensor:
+    """log pi - log behaviour, 0 at tokens that do not count: there the behaviour may be unknown (NaN)."""
+    return torch.where(batch.kept_N, log_pi_N - batch.behaviour_N, torch.zeros_like(log_pi_N))
+
+
+def ratios(log_ratio: Tensor) -> Tensor:
+    """exp, with the exponent kept below what fp32 holds: an infinite ratio would stop the run, whatever clips it later."""
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+
+
+def clipped_surrogate(advantage: Tensor, ratio: Tensor, *, low: float, high: float) -> Tensor:
+    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)): PPO's pessimistic loss (arXiv 1707.06347)."""
+    plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1.0 - low, 1.0 + high)
+    # Not torch.maximum: at a tie it halves the gradient of both sides.
+    return torch.where(clipped > plain, clipped, plain)
+
+
+def k3(batch: Batch, log_pi_N: Tensor) -> Tensor:
+    """exp(log ref - log pi) - (log ref - log pi) - 1 >= 0: unbiased for KL(pi, ref) on samples of pi; 0 where nothing
+    counts."""
+    difference_N = torch.where(batch.kept_N, batch.log_ref_N - log_pi_N, torch.zeros_like(log_pi_N))
+    return difference_N.exp() - difference_N - 1.0
+
+
+def ratio_metrics(ratio: Tensor, kept: Tensor, *, low: float, high: float) -> dict[str, Tensor]:
+    """How far the data is off-policy, as the clip sees it."""
+    outside = (ratio < 1.0 - low) | (ratio > 1.0 + high)
+    return {"objective/ratio_mean": mean_where(ratio, kept), "objective/clip_fraction": mean_where(outside, kept)}

@@ -17,8 +17,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from tba.config import Config, ConfigError
-from tba.objectives.base import Coupling, Needs, Objective
-from tba.objectives.terms import (
+from tba.objectives.base import (
+    Coupling,
+    Needs,
+    Objective,
     centred,
     clipped_surrogate,
     k3,

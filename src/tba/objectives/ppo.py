@@ -27,8 +27,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from tba.objectives.base import Coupling, Extras, Needs, Objective
-from tba.objectives.terms import clipped_surrogate, k3, mean_over_responses, ratio_metrics, ratios, token_log_ratios
+from tba.objectives.base import (
+    Coupling,
+    Extras,
+    Needs,
+    Objective,
+    clipped_surrogate,
+    k3,
+    mean_over_responses,
+    ratio_metrics,
+    ratios,
+    token_log_ratios,
+)
 from tba.types import Batch, Forward, Loss
 
 WHITEN_EPSILON = 1e-8

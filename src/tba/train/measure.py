@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tba.objectives.terms import centred
+from tba.objectives.base import centred
 from tba.types import Batch
 
 LEAST_SIZE = 1e-4
