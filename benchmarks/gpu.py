@@ -34,7 +34,7 @@ from tba.runtime.mps import start_mps
 from tba.runtime.processes import RoleProcess
 from tba.runtime.weight_slots import SlotsHandle, WeightSlots
 from tba.search.role import WeightLoader
-from tba.train.collate import Budget
+from tba.train.batch import Budget
 from tba.train.optimizer import MasterAdamW
 from tba.train.step import TrainStep
 from tba.types import Batch, Prompt, Request, Sampling, Totals

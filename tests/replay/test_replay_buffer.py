@@ -10,7 +10,7 @@ from replay_builders import Groups, contents, prompt, replay, responses, traject
 from tba.config import ReplayConfig, TrainConfig
 from tba.objectives.base import leave_one_out
 from tba.replay import ReplayBuffer, ReplayEmpty, batching
-from tba.train.target import combine
+from tba.train.batch import combine
 from tba.types import TrajectoryGroup
 
 

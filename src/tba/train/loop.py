@@ -14,6 +14,7 @@ from tba.models.weights import make_weights
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.runtime.channels import GroupReceiver, WeightPublisher
+from tba.train.batch import combine, shape_target
 from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
 from tba.train.health import Health
@@ -21,7 +22,6 @@ from tba.train.measure import batch_metrics, watched_metrics
 from tba.train.optimizer import LearningRate
 from tba.train.reference import ReferenceResets
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
-from tba.train.target import combine, shape_target
 from tba.types import TOKEN_FIELDS, Batch, ResponseCounts
 
 
@@ -65,7 +65,8 @@ class Trainer:
         self.recorder.training_starts()
         started = time.perf_counter()
         batch = self.sample() if self.batch is None or self.needs_batch else self.batch
-        result = self.optimize(batch)
+        rate = self.rate.at(self.step_index)
+        result = self.optimize(batch, learning_rate=rate, measure_movement=self.rate.measures(self.step_index))
         log_pi_N = result.outputs.log_pi_N.cpu()
         measured = {**result.metrics, **batch_metrics(batch, log_pi_N, step=self.step_index)}
         self.rate.follow(self.step_index, measured)  # before a checkpoint is written: what it has learned is part of it
@@ -115,13 +116,11 @@ class Trainer:
         wanted, only_fresh = self.config.train.prompts_per_step, self.config.replay.on_policy_probability == 1.0
         return min(wanted, self.received) if self.config.takes_turns and only_fresh else wanted
 
-    def optimize(self, batch: Batch) -> StepResult:
+    def optimize(self, batch: Batch, *, learning_rate: float, measure_movement: bool) -> StepResult:
         step = self.step_index
         shaped, beta = shape_target(batch, self.config, step)
         try:
-            result = self.train_step(
-                shaped, beta=beta, learning_rate=self.rate.at(step), measure_movement=self.rate.measures(step)
-            )
+            result = self.train_step(shaped, beta=beta, learning_rate=learning_rate, measure_movement=measure_movement)
         except NonFiniteLoss as error:
             path = save_batch(batch, self.recorder.folder.path / f"failed-batch-step-{step}.safetensors")
             raise NonFiniteLoss(

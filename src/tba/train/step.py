@@ -21,7 +21,7 @@ from torch import Tensor
 from tba.models.policy import PolicyModel
 from tba.objectives.base import Objective
 from tba.observe.metrics import reduce_metrics
-from tba.train.collate import Budget, MicroBatch, pack_responses, split_responses, split_whole_prompts
+from tba.train.batch import Budget, MicroBatch, pack_responses, split_responses, split_whole_prompts
 from tba.train.optimizer import MasterAdamW
 from tba.types import Batch, Forward, Loss
 
