@@ -14,8 +14,8 @@ from tba.observe.files import RunFolder, write_json
 from tba.observe.recorder import Recorder
 from tba.runtime.board import POLL_SECONDS, WaitedTooLong
 from tba.runtime.local import LocalRuntime
+from tba.search.loop import group_texts
 from tba.search.role import run_searcher
-from tba.search.scoring import group_texts
 from tba.train.gate import Gate, Interrupted
 from tba.train.loop import Trainer
 from tba.train.make import make_learner, make_trainer

@@ -13,7 +13,7 @@ from tba.models.weights import make_weights
 from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder
 from tba.runtime.channels import LaggedWeights, LocalGroups, LocalWeights
-from tba.search.loop import Searcher
+from tba.search.loop import Searcher, group_texts
 from tba.search.make import (
     make_reference_engine,
     make_reference_samples,
@@ -22,7 +22,6 @@ from tba.search.make import (
     make_start_scorer,
     make_step_values,
 )
-from tba.search.scoring import group_texts
 from tba.tasks.evaluation import Evaluator, make_evaluator
 from tba.tasks.rewards.pool import make_rewards
 from tba.train.loop import Trainer

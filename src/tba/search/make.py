@@ -12,10 +12,8 @@ from tba.generate.sampling import training_sampling
 from tba.models.load import LoadedModel
 from tba.objectives.registry import make_objective
 from tba.runtime.channels import GroupSender
-from tba.search.exploration import ReferenceSamples, explore
-from tba.search.loop import Searcher
-from tba.search.prompts import Difficulty, PromptStream
-from tba.search.scoring import FailureCount, GroupScorer
+from tba.search.loop import FailureCount, GroupScorer, Searcher
+from tba.search.prompts import Difficulty, PromptStream, ReferenceSamples, explore
 from tba.search.values import StepValues
 from tba.tasks.base import Task
 from tba.tasks.rewards.pool import Rewards, make_rewards
