@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tba.generate.native.kv_cache import Prefilled, SlotCache
-from tba.generate.responses import Response, finished_at_once, responses_of, sequence_of
+from tba.generate.sampling import Response, finished_at_once, responses_of, sequence_of
 from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention
 from tba.models.packing import length_batches, padded
