@@ -9,7 +9,7 @@ from builders import tiny_llama
 from tba.generate.native.engine import NativeEngine
 from tba.models.weights import make_weights
 from tba.runtime.board import Board
-from tba.runtime.link import Evaluate, Evaluated, Link
+from tba.runtime.channels import Evaluate, Evaluated, Link
 from tba.runtime.weight_slots import WeightSlots
 from tba.search.role import SearcherRole, WeightLoader
 

@@ -12,7 +12,7 @@ from tba.models.load import adapt
 from tba.models.weights import make_weights
 from tba.observe.files import RunFolder, write_json
 from tba.observe.recorder import Recorder
-from tba.runtime.board import POLL_SECONDS, WaitedTooLong
+from tba.runtime.channels import POLL_SECONDS, WaitedTooLong
 from tba.runtime.local import LocalRuntime
 from tba.search.loop import group_texts
 from tba.search.role import run_searcher

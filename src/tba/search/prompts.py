@@ -17,7 +17,8 @@ import torch
 from tba.config import ExploreConfig
 from tba.generate.engine import Engine
 from tba.generate.sampling import response_key, uniforms
-from tba.runtime.board import Row, wait_until
+from tba.runtime.board import Row
+from tba.runtime.channels import wait_until
 from tba.types import Completion, Prompt, Request, Sampling, Weights
 
 

@@ -16,8 +16,7 @@ from tba.generate.engine import Engine
 from tba.models.load import adapt, load_model
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, canary_tokens
 from tba.runtime.board import Board, Row, SharedMemory
-from tba.runtime.channels import WindowedSender
-from tba.runtime.link import EVALUATES, Acknowledge, Evaluate, Evaluated, Link, Stop
+from tba.runtime.channels import EVALUATES, Acknowledge, Evaluate, Evaluated, Link, Stop, WindowedSender
 from tba.runtime.weight_slots import SlotsHandle, WeightSlots
 from tba.search.loop import GROUPS_AT_ONCE, Searcher
 from tba.search.make import (
