@@ -13,11 +13,9 @@ import torch
 
 from tba.config import Config, ModelConfig, dump_config, load_config
 from tba.generate.engine import Scorer, make_scorer
-from tba.launch.asynchronous import AsyncRun
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.imports import import_groups
-from tba.launch.run import RewardFunctions, RunInputs, load_inputs
-from tba.launch.synchronous import SyncRun
+from tba.launch.run import AsyncRun, RewardFunctions, RunInputs, SyncRun, load_inputs
 from tba.models.load import load_model
 from tba.models.lora import base_of, is_adapter
 from tba.observe.files import RunFolder, write_atomic

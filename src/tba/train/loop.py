@@ -14,11 +14,10 @@ from tba.models.weights import make_weights
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.runtime.channels import GroupReceiver, WeightPublisher
-from tba.train.batch import combine, shape_target
+from tba.train.batch import batch_metrics, combine, shape_target, watched_metrics
 from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
 from tba.train.health import Health
-from tba.train.measure import batch_metrics, watched_metrics
 from tba.train.optimizer import LearningRate
 from tba.train.reference import ReferenceResets
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
