@@ -39,6 +39,16 @@ class SearchCounts:
     tokens: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class SearchState:
+    """Where a searcher is and what it has done so far: what the trainer is shown while the searcher runs."""
+
+    prompts: PromptStream
+    difficulty: Difficulty
+    failures: FailureCount
+    counts: SearchCounts = field(default_factory=SearchCounts)
+
+
 @dataclass
 class Searcher:
     """consumes: prompts of its shard, newer weights when there are any

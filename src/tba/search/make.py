@@ -12,7 +12,7 @@ from tba.generate.sampling import training_sampling
 from tba.models.load import LoadedModel
 from tba.objectives.registry import make_objective
 from tba.runtime.channels import GroupSender
-from tba.search.loop import FailureCount, GroupScorer, Searcher
+from tba.search.loop import FailureCount, GroupScorer, Searcher, SearchState
 from tba.search.prompts import Difficulty, PromptStream, ReferenceSamples, explore
 from tba.search.values import StepValues
 from tba.tasks.base import Task
@@ -78,22 +78,8 @@ def make_step_values(
     )
 
 
-def make_searcher(
-    config: Config,
-    loaded: LoadedModel,
-    task: Task,
-    *,
-    engine: Engine,
-    rewards: Rewards,
-    sender: GroupSender,
-    reference_engine: Engine | None = None,
-    step_values: StepValues | None = None,
-    reference_samples: ReferenceSamples | None = None,
-    index: int = 0,
-) -> Searcher:
-    """Searcher `index`; the loaded weights become its frozen reference. An engine that holds the reference also scores."""
-    reference = reference_engine or make_scorer(loaded.model, max_length=loaded.context)
-    sampling = training_sampling(config)
+def make_search_state(config: Config, task: Task, *, index: int = 0) -> SearchState:
+    """Searcher `index` before its first visit."""
     difficulty = Difficulty(
         skip_solved_after=config.search.skip_solved_after, skip_unsolved_after=config.search.skip_unsolved_after
     )
@@ -106,19 +92,41 @@ def make_searcher(
         num_shards=config.search.num_searchers,
         skips=difficulty.skips,
     )
+    failures = FailureCount(config.search.max_reward_failures)
+    return SearchState(prompts=prompts, difficulty=difficulty, failures=failures)
+
+
+def make_searcher(
+    config: Config,
+    loaded: LoadedModel,
+    task: Task,
+    *,
+    engine: Engine,
+    state: SearchState,
+    rewards: Rewards,
+    sender: GroupSender,
+    reference_engine: Engine | None = None,
+    step_values: StepValues | None = None,
+    reference_samples: ReferenceSamples | None = None,
+    index: int = 0,
+) -> Searcher:
+    """Searcher `index`; the loaded weights become its frozen reference. An engine that holds the reference also scores."""
+    reference = reference_engine or make_scorer(loaded.model, max_length=loaded.context)
+    sampling = training_sampling(config)
     return Searcher(
         engine=engine,
-        prompts=prompts,
+        prompts=state.prompts,
         rewards=rewards,
         scorer=GroupScorer(
             reference=reference,
             temperature=config.generate.temperature,
-            failures=FailureCount(config.search.max_reward_failures),
+            failures=state.failures,
         ),
         sender=sender,
         tokenizer=loaded.tokenizer,
         solved=task.solved,
-        difficulty=difficulty,
+        difficulty=state.difficulty,
+        counts=state.counts,
         explore=lambda request: explore(request, sampling, config.search.explore, seed=config.seed),
         sampling=sampling,
         samples_per_prompt=config.samples_generated_per_prompt,
