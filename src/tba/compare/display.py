@@ -18,8 +18,8 @@ from rich.text import Text
 
 from tba.compare.results import CellResult, Estimate, Results, gather
 from tba.compare.runs import Cell, Plan, read_holder
+from tba.observe.display import SHARES
 from tba.observe.files import RunFolder
-from tba.observe.summary import SHARES
 
 TITLES = {
     "seconds": "Seconds of training",

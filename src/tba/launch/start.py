@@ -18,8 +18,8 @@ from tba.launch.imports import import_groups
 from tba.launch.run import AsyncRun, RewardFunctions, RunInputs, SyncRun, load_inputs
 from tba.models.load import load_model
 from tba.models.lora import base_of, is_adapter
+from tba.observe.display import show_summary
 from tba.observe.files import RunFolder, write_atomic
-from tba.observe.summary import show_summary
 from tba.runtime.mps import start_mps
 from tba.search.make import make_search_engine
 from tba.tasks.evaluation import make_evaluator

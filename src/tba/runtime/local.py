@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tba.config import RuntimeConfig
-from tba.observe.progress import RoleStatus
+from tba.observe.display import RoleStatus
 from tba.runtime.board import Board
 from tba.runtime.channels import (
     EVALUATES,
