@@ -43,9 +43,9 @@ from tba.types import ResponseCounts
 
 RewardFunctions = Sequence[Callable[..., Any]] | None
 STATUS_SECONDS = 1.0
-"""Between two writes of status.json."""
+"""Seconds between two writes of status.json."""
 MAX_EMPTY_SEARCHES = 20
-"""Searches in a row that may bring nothing to train on."""
+"""Number of searches in a row that may bring nothing to train on."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -95,7 +95,8 @@ class TrajectoryBalance(Objective):
     """What bounds the push of a response that the policy has moved away from since it was generated;
     tba.objectives.trajectory_balance.gradient_share tells the rules apart. exact = the paper's loss."""
     max_drift: float = Field(default=0.1, gt=0.0)
-    """Nats per square root of a response's tokens (off_policy=response), or nats per token (off_policy=token)."""
+    """Largest drift, in nats per square root of a response's tokens (off_policy=response) or nats per token
+    (off_policy=token)."""
     residual_clip: float | None = Field(default=None, gt=0.0)
     """Largest |beta * residual| in reward units whose gradient grows; beyond it the pull is constant (Huber). None = no
     clip."""
@@ -239,16 +240,16 @@ class TBAPrime(Objective):
     ratio_max: float = Field(default=8.0, gt=0.0)
     """The token ratio is clamped here ("not apparently critical")."""
     log_ratio_clamp: float = Field(default=10.0, gt=0.0)
-    """Nats; |log pi - log ref| of a token counts no more than this in KL_ij."""
+    """Largest |log pi - log ref| of a token that counts in KL_ij, in nats."""
     kl_policy: Literal["live", "inference"] = "live"
     """Whose KL to the reference is in the advantage: the policy's as it is now, or that of the policy that generated the
     response. The first sees how far training has gone since; the second is a constant of the response, as its reward."""
     ratio_on_reward: bool = True
-    """False: the reward part of the advantage multiplies log pi instead of the ratio."""
+    """Whether the reward part of the advantage multiplies the ratio; false = it multiplies log pi."""
     ratio_on_kl: bool = True
-    """The same for the KL part."""
+    """Whether the KL part of the advantage multiplies the ratio; false = it multiplies log pi."""
     normal_length: int | None = Field(default=None, ge=1)
-    """Tokens; the constant that token losses are divided by. None = generate.max_new_tokens."""
+    """Number of tokens that token losses are divided by, a constant. None = generate.max_new_tokens."""
 
     coupling: ClassVar[Coupling] = "group"
     needs: ClassVar[Needs] = Needs(reference=True, group=True, behaviour=True, multiplicities=True)

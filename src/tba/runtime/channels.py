@@ -142,7 +142,7 @@ class Link:
         self._reader.start()
 
     def send(self, message: Any) -> bool:
-        """False when the other end is gone."""
+        """Send a message; False when the other end is gone."""
         try:
             with self._send_lock:
                 self._connection.send(message)

@@ -87,7 +87,7 @@ class RoleProcess:
         self._process.wait()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """True when it has ended within the time."""
+        """Wait for its end; True when it came within the time."""
         try:
             self._process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:

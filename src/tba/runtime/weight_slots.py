@@ -101,7 +101,7 @@ class WeightSlots:
     def create(
         cls, tensors: Mapping[str, Tensor], dtype: torch.dtype, *, device: torch.device | None = None
     ) -> WeightSlots:
-        """In host memory, or on a GPU."""
+        """New slots, in host memory or on a GPU."""
         layout = layout_of(tensors, dtype)
         size = _data_bytes(layout)
         on_gpu = device is not None and device.type == "cuda"
@@ -111,7 +111,7 @@ class WeightSlots:
 
     @classmethod
     def attach(cls, handle: SlotsHandle) -> WeightSlots:
-        """In another process, which has inherited the descriptor."""
+        """The same slots in another process, which has inherited the descriptor."""
         device_data = handle.device_data
         opened = None if device_data is None else [open_memory(*arguments) for open_memory, arguments in device_data]
         return cls(SharedMemory(handle.fd, handle.num_bytes), handle.layout, opened)
@@ -149,7 +149,7 @@ class WeightSlots:
         return Weights(version=version, tensors=shared, checksum=found)
 
     def add_canary(self, canary: np.ndarray) -> None:
-        """Of the newest version: log-probs of the canary tokens under what lies in its slot."""
+        """Add to the newest version the log-probs of the canary tokens under what lies in its slot."""
         slot = (int(self._newest[0]) - 1) % 2
         # The numbers first, then the version they belong to: `canary` takes them for complete once it is there.
         self._canaries[slot][:] = canary

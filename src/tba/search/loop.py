@@ -32,9 +32,9 @@ class SearchCounts:
     """What a searcher has done so far."""
 
     generated: int = 0
-    """Groups whose responses are complete."""
+    """Number of groups whose responses are complete."""
     sent: int = 0
-    """Groups that were scored and sent."""
+    """Number of groups that were scored and sent."""
     responses: int = 0
     tokens: int = 0
 
@@ -66,7 +66,7 @@ class Searcher:
     solved: Callable[[Outcome], bool]
     sampling: Sampling
     samples_per_prompt: int
-    """Of a visit, those of the reference included."""
+    """Number of responses of a visit, those of the reference included."""
     index: int = 0
     difficulty: Difficulty = field(default_factory=Difficulty)
     explore: Callable[[Request], Request] = lambda request: request

@@ -30,7 +30,7 @@ def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
 
 
 def make_reference_engine(config: Config, loaded: LoadedModel) -> Engine | None:
-    """With the model's weights as they are now; None unless search.explore.reference_share asks for it."""
+    """An engine with the model's weights as they are now; None unless search.explore.reference_share asks for it."""
     count = config.reference_samples_per_prompt
     if count == 0:
         return None
@@ -63,7 +63,7 @@ def make_step_values(
     functions: Sequence[Callable[..., Any]] | None = None,
     between_steps: Callable[[], None] | None = None,
 ) -> StepValues | None:
-    """None unless the objective needs Monte-Carlo values."""
+    """What estimates the values of step prefixes; None unless the objective needs them."""
     continuations = make_objective(config).extras.continuations
     if not continuations:
         return None

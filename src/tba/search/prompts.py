@@ -100,7 +100,7 @@ class Difficulty:
         self._streaks: dict[str, tuple[bool, int]] = {}
         self._rested: set[str] = set()
         self.skipped: dict[str, int] = defaultdict(int)
-        """By reason: `solved`, `unsolved`."""
+        """Number of visits passed over, by reason: `solved`, `unsolved`."""
 
     def record(self, prompt_id: str, solved: list[bool]) -> None:
         if not solved or any(solved) != all(solved):
@@ -135,11 +135,11 @@ class PacedVisits:
     prompts_per_step: int
     steps_per_batch: int
     max_lag: int | None
-    """None = no pace limit."""
+    """Largest number of versions that a visit's weights may lag behind; None = no pace limit."""
     max_unscored: int
     """Visits that may wait for their rewards: a slow reward slows the searcher down instead of filling its memory."""
     version: Callable[[], int]
-    """Of the weights in use."""
+    """Version of the weights in use."""
     generated: Callable[[], int]
     """Visits of this searcher whose responses are complete."""
     unscored: Callable[[], int]
@@ -211,9 +211,9 @@ class ReferenceSamples:
     """`ReferenceSamples(engine, 16, sampling)(prompt, first_sample=112)` -> samples 112 to 127 of a visit."""
 
     engine: Engine
-    """With the reference's weights; its own, not the one that searches."""
+    """An engine of its own with the reference's weights, not the one that searches."""
     count: int
-    """Responses of each visit."""
+    """Number of responses of each visit."""
     sampling: Sampling
     between_steps: Callable[[], None] | None = None
 

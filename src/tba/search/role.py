@@ -180,17 +180,17 @@ class SearcherRole:
     references: WeightSlots | None
     """Where new references are published; None = they never are."""
     evaluations: Evaluations | None
-    """None for a searcher that is not asked for evaluations."""
+    """What answers requests for evaluations; None for a searcher that is not asked."""
 
     def start(self) -> None:
-        """Before the first decode step."""
+        """What is done before the first decode step."""
         self.inbox.handle_messages()
         self.evaluate_if_asked()  # the start is evaluated with the weights of version 0, however late this searcher is
         self.loader.check_first()
         self.tick()
 
     def tick(self) -> None:
-        """Between decode steps."""
+        """What is done between two decode steps."""
         self.inbox.handle_messages()
         self.evaluate_if_asked()  # before newer weights move on from the version that was asked for
         self.loader.load_newer()

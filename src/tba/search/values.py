@@ -25,7 +25,7 @@ class StepValues:
     """`StepValues(...)(engine, group)` -> per response an array as in Trajectory.step_values."""
 
     rewards: Rewards
-    """Its own: not shared with a running search."""
+    """Rewards of the continuations, not shared with a running search."""
     reward_weights: Mapping[str, float]
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling

@@ -183,7 +183,7 @@ def _reward_std(batch: Batch) -> Tensor:
 
 
 def _lags(batch: Batch, kept_PK: Tensor, step: int) -> Tensor:
-    """Of the responses that the policy generated; imported ones and the reference's have no lag. 0 if there are none."""
+    """Lags of the responses that the policy generated; imported ones and the reference's have none. 0 if no lag is known."""
     own_PK = kept_PK & torch.isfinite(batch.sum_per_response(batch.policy_N))
     return (step - batch.version_PK)[own_PK].float() if own_PK.any() else torch.zeros(1)
 

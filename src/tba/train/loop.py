@@ -49,11 +49,11 @@ class Trainer:
     gate: Gate | None = None
     """Holds a step back until there is enough to train on; None where the roles take turns."""
     received: int = field(default=0, init=False)
-    """Groups with a response taken in since the last step."""
+    """Number of groups with a response that were taken in since the last step."""
     lost: int = field(default=0, init=False)
-    """Groups without one."""
+    """Number of groups without a response that were taken in since the last step."""
     step_index: int = field(default=0, init=False)
-    """Optimizer steps done: the version of the weights."""
+    """Number of optimizer steps done, which is the version of the weights."""
     batch: Batch | None = field(default=None, init=False)
     """The last one sampled; train.updates_per_batch steps train on it."""
 

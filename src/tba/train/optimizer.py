@@ -139,7 +139,7 @@ class LearningRate:
 
     config: Config
     rate: float = field(init=False)
-    """Of `auto` before it falls at the end."""
+    """Learning rate of `auto`, before it falls at the end of the run."""
     agreement: float = field(init=False, default=USUAL_AGREEMENT)
     """Mean over the last steps of the correlation between the policy's drift and the rewards of unseen responses."""
 

@@ -194,7 +194,7 @@ class GatheredOutputs:
         return Forward(**{name: tensor.detach() for name, tensor in self._tensors.items()})
 
     def with_gradients(self) -> Forward:
-        """As leaves of a graph."""
+        """The same outputs as leaves of a graph."""
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in self._tensors.items()}
         return Forward(**leaves)
 
