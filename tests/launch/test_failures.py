@@ -13,7 +13,7 @@ from problem import SETTINGS, children, make_config, wait_for
 
 from tba.launch import train
 from tba.observe.files import RunFolder
-from tba.runtime.board import WaitedTooLong
+from tba.runtime.channels import WaitedTooLong
 from tba.runtime.processes import RoleDied
 
 ENDLESS = "train.max_steps=1000000"
@@ -36,7 +36,7 @@ def when(condition, action) -> threading.Thread:
 
 
 def searcher_processes() -> list[psutil.Process]:
-    return [p for p in children() if "tba.runtime.child" in p.cmdline() and p.ppid() == psutil.Process().pid]
+    return [p for p in children() if "tba.runtime.processes" in p.cmdline() and p.ppid() == psutil.Process().pid]
 
 
 def test_a_killed_searcher_stops_the_run_with_its_log(folder):

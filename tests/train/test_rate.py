@@ -8,8 +8,7 @@ from tba.config import TrainConfig, load_config
 from tba.launch.defaults import with_objective_defaults
 from tba.models.policy import PolicyModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.train.collate import Budget
-from tba.train.measure import agreement
+from tba.train.batch import Budget, agreement
 from tba.train.optimizer import LearningRate, MasterAdamW
 from tba.train.step import TrainStep
 

@@ -12,9 +12,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tba.config.base import Section
+from tba.config.base import Schedule, Section
 from tba.config.root import Config
-from tba.config.schedule import Schedule
 
 INTRODUCTION = """# Configuration
 

@@ -13,14 +13,12 @@ import torch
 
 from tba.config import Config, ModelConfig, dump_config, load_config
 from tba.generate.engine import Scorer, make_scorer
-from tba.launch.asynchronous import AsyncRun
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.imports import import_groups
-from tba.launch.run import RunInputs, load_inputs
-from tba.launch.synchronous import SyncRun
+from tba.launch.run import AsyncRun, RunInputs, SyncRun, load_inputs
 from tba.models.load import base_of, is_adapter, load_model
+from tba.observe.display import show_summary
 from tba.observe.files import RunFolder, write_atomic
-from tba.observe.summary import show_summary
 from tba.runtime.mps import start_mps
 from tba.search.make import make_search_engine
 from tba.tasks.evaluation import make_evaluator

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config
+from tba.observe.display import Curve, Progress, RoleStatus, Stability
 from tba.observe.files import RunFolder, make_sinks, write_json
 from tba.observe.metrics import Evaluation
-from tba.observe.progress import Progress, RoleStatus
-from tba.observe.summary import Curve, Stability
 from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
 
 

@@ -1,20 +1,33 @@
-"""Start a role in a process of its own, watch it, stop it."""
+"""Start a role in a process of its own, watch it, stop it; and what such a process does first.
+
+The child runs `python -m tba.runtime.processes FD`. The parent sends its module search path and (target, keyword arguments)
+over the socket FD, and the target runs with a Link to the parent. A process started this way does not import the parent's
+main script again, so training scripts need no `if __name__ == "__main__"`.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import logging
 import os
+import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
-from tba.runtime.link import Failed, Link
+from tba.runtime.channels import Failed, Link
+
+PR_SET_PDEATHSIG = 1
+"""Linux's number of the prctl option that names a signal for the parent's death."""
 
 
 class RoleDied(RuntimeError):
@@ -40,7 +53,7 @@ class RoleProcess:
         with log.open("ab") as stream:
             # A session of its own: Ctrl-C reaches the trainer alone, which saves and then stops the others.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tba.runtime.child", str(theirs.fileno())],
+                [sys.executable, "-m", "tba.runtime.processes", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
@@ -74,7 +87,7 @@ class RoleProcess:
         self._process.wait()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """True when it has ended within the time."""
+        """Wait for its end; True when it came within the time."""
         try:
             self._process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -104,3 +117,37 @@ def _environment(threads: int) -> dict[str, str]:
     """Thread counts are fixed before torch starts: processes that share cores must not fight over them."""
     pinned = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     return {**os.environ, **pinned, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+
+
+def main() -> int:
+    """Run the target that the parent sends; returns the exit status."""
+    _die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    connection = Connection(int(sys.argv[1]))
+    search_path, payload = connection.recv_bytes(), connection.recv_bytes()
+    link = Link(connection, on_close=_parent_is_gone)
+    try:
+        sys.path[:] = json.loads(search_path)
+        target, arguments = cloudpickle.loads(payload)
+        target(link, **arguments)
+    except Exception as error:  # the process boundary: told to the parent, logged, and the exit status says so
+        traceback.print_exc()
+        link.send(Failed(error=f"{type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+def _parent_is_gone() -> None:
+    """Nobody is left to work for: end at once, whatever the main thread is doing."""
+    os._exit(3)
+
+
+def _die_with_parent() -> None:
+    """Have Linux kill this process when its parent ends: a main thread stuck in C code lets no Python thread run."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    os._exit(main())

@@ -17,8 +17,8 @@ from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.tasks.base import Task
+from tba.train.batch import Budget
 from tba.train.checkpoint import Checkpoints
-from tba.train.collate import Budget
 from tba.train.gate import Gate
 from tba.train.health import Health
 from tba.train.loop import Trainer

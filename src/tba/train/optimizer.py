@@ -174,7 +174,7 @@ class LearningRate:
     """Whether the policy computes in fp32. Elsewhere the drift of log_pi over one or two steps is mostly rounding, different
     in engine and trainer, and its agreement with the rewards says nothing."""
     rate: float = field(init=False)
-    """Of `auto` before it falls at the end."""
+    """Learning rate of `auto`, before it falls at the end of the run."""
     agreement: float = field(init=False, default=USUAL_AGREEMENT)
     """Mean over the last steps of the correlation between the policy's drift and the rewards of unseen responses."""
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from tba.models.policy import PolicyModel
 from tba.objectives.base import Objective
 from tba.observe.metrics import reduce_metrics
-from tba.train.collate import Budget, MicroBatch, pack_responses, split_responses, split_whole_prompts
+from tba.train.batch import Budget, MicroBatch, pack_responses, split_responses, split_whole_prompts
 from tba.train.optimizer import MasterAdamW
 from tba.types import Batch, Forward, Loss
 
@@ -197,7 +197,7 @@ class GatheredOutputs:
         return Forward(**{name: tensor.detach() for name, tensor in self._tensors.items()})
 
     def with_gradients(self) -> Forward:
-        """As leaves of a graph."""
+        """The same outputs as leaves of a graph."""
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in self._tensors.items()}
         return Forward(**leaves)
 

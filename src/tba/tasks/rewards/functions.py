@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import RewardConfig
-from tba.runtime.link import Link
+from tba.runtime.channels import Link
 from tba.tasks.base import Outcome, RewardFailed
 
 PromptText = str | list[dict[str, str]]

@@ -17,8 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import Config, RewardConfig
-from tba.runtime.board import POLL_SECONDS
-from tba.runtime.link import Failed
+from tba.runtime.channels import POLL_SECONDS, Failed
 from tba.runtime.processes import RoleProcess
 from tba.tasks.base import Outcome, RewardFailed, Task
 from tba.tasks.rewards.functions import READY, reward_worker
