@@ -1,6 +1,6 @@
 """A task of your own in one file: word problems of one kind, with the right answer and few lines as rewards.
 
-    tba train task.name=examples/small_sums.py:SmallSums task.settings.largest=20 train.max_steps=50
+tba train task.name=examples/small_sums.py:SmallSums task.settings.largest=20 train.max_steps=50
 """
 
 from tba.config import Section
