@@ -29,12 +29,12 @@ from tba.generate.scoring import ReferenceScorer
 from tba.models.load import compile_layers
 from tba.models.policy import PolicyModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.runtime.link import Link
+from tba.runtime.channels import Link
 from tba.runtime.mps import start_mps
 from tba.runtime.processes import RoleProcess
 from tba.runtime.weight_slots import SlotsHandle, WeightSlots
 from tba.search.role import WeightLoader
-from tba.train.collate import Budget
+from tba.train.batch import Budget
 from tba.train.optimizer import MasterAdamW
 from tba.train.step import TrainStep
 from tba.types import Batch, Prompt, Request, Sampling, Totals

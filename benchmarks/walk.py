@@ -52,7 +52,7 @@ def is_handed(frame: FrameType) -> bool:
 
 
 LEFT_OUT = ("observe/", "config/", "models/", "kernels/", "launch/", "tasks/", "types.py")
-ASYNCHRONOUS_ONLY = ("runtime/link.py",)
+ASYNCHRONOUS_ONLY = ("runtime/channels.py",)
 
 
 def follower(files: dict[str, None]) -> Callable[[FrameType, str, Any], None]:
@@ -88,7 +88,7 @@ def main() -> None:
         finally:
             sys.setprofile(None)
     on_the_way = [file for file in files if not file.startswith(LEFT_OUT)]
-    on_the_way += [file for file in ASYNCHRONOUS_ONLY if (PACKAGE / file).is_file()]
+    on_the_way += [file for file in ASYNCHRONOUS_ONLY if file not in on_the_way]
     print("\n".join(on_the_way))
     print(f"{len(on_the_way)} files")
 

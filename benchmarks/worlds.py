@@ -13,11 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tba.tasks.red_team.evaluator import effective_modes
 from tba.tasks.red_team.task import start_model_path as attacker
 from tba.tasks.red_team.world import mode_of, modes, sample_attacks
-from tba.tasks.tldr.gold import gold_scores, win_rate
 from tba.tasks.tldr.prepare import SAMPLING, gold_agreement, make_pairs, win_rate_of
 from tba.tasks.tldr.task import reward_model_path
 from tba.tasks.tldr.task import start_model_path as summariser
-from tba.tasks.tldr.world import first_posts, perfect_summary, reference_summary
+from tba.tasks.tldr.world import first_posts, gold_scores, perfect_summary, reference_summary, win_rate
 from tba.types import Sampling
 
 PAIRS_SEED = 987_654

@@ -17,12 +17,9 @@ trainer.train()
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import cloudpickle
 
 from tba.config import Config, load_config, merge
 
@@ -75,15 +72,12 @@ class TBATrainer:
             raise ValueError("train_dataset is missing: give a JSONL file, a list of rows or a dataset with `prompt`.")
         args = args if args is not None else TBAConfig()
         rewards = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs)
-        loaded = _load_all(rewards)
-        named = all(isinstance(reward, str) for reward in rewards)
-        self._functions = None if named else loaded
         inputs = args.run_folder.with_name(args.run_folder.name + ".inputs")
         task = args.task.model_dump() | {
             "name": "custom",
             "data": _as_file(train_dataset, inputs / "train.jsonl"),
             "eval_data": None if eval_dataset is None else _as_file(eval_dataset, inputs / "eval.jsonl"),
-            "rewards": _reward_configs(rewards, loaded, reward_weights),
+            "rewards": _reward_configs(rewards, reward_weights),
         }
         settings = args.model_dump(mode="json")
         settings["task"], settings["model"]["path"] = task, _as_path(model, processing_class, inputs / "model")
@@ -93,7 +87,7 @@ class TBATrainer:
         """Run to the end; returns what summary.json holds."""
         from tba.launch import train
 
-        return train(self.config, self._functions)
+        return train(self.config)
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,31 +107,20 @@ def _sinks(report_to: Any) -> list[str]:
     return [name for name in wanted if name != "none"]
 
 
-def _load_all(rewards: Sequence[Callable[..., Any] | str]) -> list[Callable[..., Any]]:
+def _reward_configs(
+    rewards: Sequence[Callable[..., Any] | str], weights: Sequence[float] | None
+) -> list[dict[str, Any]]:
     from tba.tasks.rewards.functions import load_reward_function
 
     if not rewards:
         raise ValueError("reward_funcs is empty: give at least one function.")
-    functions = [load_reward_function(reward) if isinstance(reward, str) else reward for reward in rewards]
-    for reward, function in zip(rewards, functions):
-        if isinstance(reward, str):  # searchers have not imported its file
-            cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
-    return functions
-
-
-def _reward_configs(
-    rewards: Sequence[Callable[..., Any] | str],
-    functions: Sequence[Callable[..., Any]],
-    weights: Sequence[float] | None,
-) -> list[dict[str, Any]]:
     if weights is not None and len(weights) != len(rewards):
         raise ValueError(f"reward_weights has {len(weights)} numbers for {len(rewards)} reward_funcs: give one each.")
+    for reward in rewards:
+        load_reward_function(reward)  # a file or name that is wrong shows now, not when the run starts
     return [
-        {
-            "function": reward if isinstance(reward, str) else f"<python>:{getattr(function, '__name__', 'reward')}",
-            "weight": 1.0 if weights is None else weights[index],
-        }
-        for index, (reward, function) in enumerate(zip(rewards, functions))
+        {"function": reward, "weight": 1.0 if weights is None else weights[index]}
+        for index, reward in enumerate(rewards)
     ]
 
 

@@ -189,7 +189,7 @@ class Batch:
     """P prompts x K responses sampled from replay. Responses are P-major: response r is prompt r // K, sample r % K.
 
     `rewards` maps a component's name to its [P, K] values; `reward_PK` and `weight_PK` are filled in by
-    `tba.train.target.combine` at training time, so that weights and schedules never freeze into stored data.
+    `tba.train.batch.combine` at training time, so that weights and schedules never freeze into stored data.
     """
 
     prompt_ids: tuple[str, ...]

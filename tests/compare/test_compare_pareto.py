@@ -2,10 +2,10 @@
 
 from studies import plan_study, write_run
 
+from tba.compare.display import final_grid, tables_of
 from tba.compare.plot import frontier, save_pareto
 from tba.compare.results import gather
 from tba.compare.study import Pareto
-from tba.compare.table import final_grid, tables_of
 
 
 def test_the_frontier_holds_what_no_other_beats_in_both():

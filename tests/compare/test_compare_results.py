@@ -6,11 +6,11 @@ import math
 import pytest
 from studies import TUNE, plan_study, write_run
 
+from tba.compare.display import as_markdown, metric_grid, tuning_grid
 from tba.compare.plot import save_plot
 from tba.compare.results import Estimate, as_json, choose_value, estimate, gather, tuned_values
 from tba.compare.runner import show_results
 from tba.compare.runs import write_failed
-from tba.compare.table import as_markdown, metric_grid, tuning_grid
 
 
 def test_the_standard_error_divides_by_n_minus_1_and_by_n():

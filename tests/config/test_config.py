@@ -67,6 +67,7 @@ def test_there_are_shipped_configs():
         ("generate.min_new_tokens=100", "generate.min_new_tokens=100 is above generate.max_new_tokens=64"),
         ("task.name=own", "task.name=own is called custom: write task.name=custom"),
         ("task.preference.reward_model=DIR", "task.preference is called task.tldr"),
+        ("task.rewards=[{function: 3}]", "task.rewards[].function=3 is neither `file.py:name` nor a Python function"),
         ("task.name=custom", "task.data is needed for task.name=custom"),
         (
             "train.learning_rate.warmup_steps=-1",

@@ -8,8 +8,10 @@ import pytest
 from problem import SETTINGS, make_config
 
 from tba import TBAConfig, TBATrainer
+from tba.config import dump_config, load_config
 from tba.launch.defaults import learning_rate_for
 from tba.observe.files import RunFolder
+from tba.tasks.rewards.functions import RewardSet
 
 
 def losses(path) -> list[float]:
@@ -77,19 +79,32 @@ def test_flat_names_and_sections_are_merged_and_nothing_is_changed():
     assert section == {"responses_per_step": 16}
 
 
-def test_rewards_named_by_file_stay_names_and_mixed_ones_can_be_pickled(folder):
+def test_rewards_keep_their_names_and_functions_in_the_config_and_can_be_pickled(folder):
     import cloudpickle
 
     named = f"{folder}/rewards.py:sevens"
     rows = [{"prompt": "w5"}]
-    trainer = TBATrainer(model="x", reward_funcs=named, train_dataset=rows, args=make_config(folder))
-    assert trainer._functions is None
+    trainer = TBATrainer(
+        model="x", reward_funcs=[named, lambda completions, **_: [0.25]], train_dataset=rows, args=make_config(folder)
+    )
     assert trainer.config.task.rewards[0].function == named
-    mixed = TBATrainer(model="x", reward_funcs=[named, max], train_dataset=rows, args=make_config(folder))
-    code = "import sys, pickle; print(pickle.load(sys.stdin.buffer)(['w7 w1'], ['w7']))"
-    payload = cloudpickle.dumps(mixed._functions[0])
+    # A worker process gets the pickled config, and knows neither this file nor the rewards' file.
+    code = (
+        "import sys, pickle; from tba.tasks.rewards.functions import RewardSet\n"
+        "print(RewardSet(pickle.load(sys.stdin.buffer)).score('w5', {'want': 'w7'}, ['w7 w1'], [[7, 1]]))"
+    )
+    payload = cloudpickle.dumps(trainer.config.task.rewards)
     done = subprocess.run([sys.executable, "-c", code], input=payload, capture_output=True, check=False)
-    assert done.stdout.decode().strip() == "[0.5]", done.stderr.decode()
+    assert done.stdout.decode().strip() == "[{'sevens': 0.5, '<lambda>': 0.25}]", done.stderr.decode()
+
+
+def test_config_yaml_keeps_the_name_of_a_python_function_and_asks_for_it_when_it_is_read_again(folder):
+    trainer = TBATrainer(model="x", reward_funcs=sevens, train_dataset=[{"prompt": "w5"}], args=make_config(folder))
+    (folder / "dumped.yaml").write_text(dump_config(trainer.config))
+    again = load_config(folder / "dumped.yaml")
+    assert again.task.rewards[0].function == "<python>:sevens"
+    with pytest.raises(ValueError, match="reward 'sevens' was a Python function given to TBATrainer"):
+        RewardSet(again.task.rewards)
 
 
 def test_what_is_missing_is_said(folder):

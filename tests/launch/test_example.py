@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config import load_config
 from tba.launch.defaults import with_defaults
-from tba.launch.run import load_inputs
-from tba.launch.synchronous import SyncRun
+from tba.launch.run import SyncRun, load_inputs
 from tba.models.load import resolve_path
 from tba.observe.files import RunFolder
 

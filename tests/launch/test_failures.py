@@ -13,7 +13,7 @@ from problem import SETTINGS, children, make_config, wait_for
 
 from tba.launch import train
 from tba.observe.files import RunFolder
-from tba.runtime.board import WaitedTooLong
+from tba.runtime.channels import WaitedTooLong
 from tba.runtime.processes import RoleDied
 
 ENDLESS = "train.max_steps=1000000"

@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from tba.config import ReplayConfig
-from tba.launch.imports import import_responses
+from tba.config import ReplayConfig, load_config
+from tba.launch.imports import import_groups, import_responses
+from tba.launch.run import load_inputs
+from tba.observe.files import RunFolder
 from tba.replay import ReplayBuffer
 from tba.types import Prompt
 
@@ -39,9 +41,9 @@ PROMPTS = [
 def importer(tmp_path):
     scored = []
 
-    def score_rewards(prompts, completions):
-        scored.extend(zip([prompt.id for prompt in prompts], completions))
-        return [{"r": float(len(text))} for text in completions]
+    def score_rewards(groups):
+        scored.extend((group.prompt.id, *group.texts) for group in groups)
+        return [{"r": float(len(group.texts[0]))} for group in groups]
 
     def score_reference(prompt_ids, response_ids):
         return [np.full(len(ids), -float(len(prompt)), np.float32) for prompt, ids in zip(prompt_ids, response_ids)]
@@ -54,6 +56,7 @@ def importer(tmp_path):
             prompts=PROMPTS,
             tokenizer=LetterTokenizer(),
             eos_id=EOS,
+            stop_ids={EOS},
             score_rewards=score_rewards,
             score_reference=score_reference,
         )
@@ -144,6 +147,58 @@ def test_an_empty_or_missing_file_is_an_error(importer, tmp_path):
             prompts=PROMPTS,
             tokenizer=LetterTokenizer(),
             eos_id=EOS,
-            score_rewards=lambda prompts, texts: [],
+            stop_ids={EOS},
+            score_rewards=lambda groups: [],
             score_reference=lambda prompts, ids: [],
         )
+
+
+def import_arithmetic(tmp_path, *rows, change=lambda loaded: None):
+    """Import rows into the arithmetic task with its shipped model; `change` may alter the model before."""
+    path = tmp_path / "responses.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = load_config(None, [f"replay.imports=[{path}]", "task.num_train_prompts=3"])
+    inputs = load_inputs(config)
+    change(inputs.loaded)
+    return import_groups(config, inputs, RunFolder.create(tmp_path / "run", overwrite=False)), inputs
+
+
+def solution(index=0):
+    """Id, token ids and EOS of a right response to a training problem."""
+    inputs = load_inputs(load_config(None, ["task.num_train_prompts=3"]))
+    prompt, tokenizer = inputs.task.prompts("train")[index], inputs.loaded.tokenizer
+    return prompt.id, tokenizer.encode(prompt.columns["solution"], add_special_tokens=False), tokenizer.eos_token_id
+
+
+def test_token_ids_without_eos_are_graded_as_cut_off(tmp_path):
+    # Arithmetic has the no-EOS rule: a response that did not end by itself is wrong, whatever it says.
+    prompt_id, ids, eos_id = solution()
+    rows = [{"id": prompt_id, "completion_ids": ids}, {"id": prompt_id, "completion_ids": [*ids, eos_id]}]
+    ((group,), _) = import_arithmetic(tmp_path, *rows)
+    assert [t.completion.finish for t in group.trajectories] == ["length", "stop"]
+    assert [t.rewards["exact_match"] for t in group.trajectories] == [0.0, 1.0]
+
+
+def test_token_ids_that_end_with_another_stop_token_of_the_model_are_finished(tmp_path):
+    prompt_id, ids, eos_id = solution()
+    other = ids[-1]
+
+    def stop_at_both(loaded):
+        loaded.model.generation_config.eos_token_id = [eos_id, other]
+
+    ((group,), _) = import_arithmetic(tmp_path, {"id": prompt_id, "completion_ids": ids}, change=stop_at_both)
+    (trajectory,) = group.trajectories
+    assert (trajectory.completion.finish, trajectory.rewards["exact_match"]) == ("stop", 1.0)
+
+
+def test_a_text_is_closed_with_the_tokenizers_eos_even_where_its_id_is_0(tmp_path):
+    prompt_id, _, _ = solution()
+
+    def end_with_id_0(loaded):
+        loaded.tokenizer.eos_token = loaded.tokenizer.convert_ids_to_tokens(0)
+        loaded.model.generation_config.eos_token_id = 3
+
+    ((group,), inputs) = import_arithmetic(tmp_path, {"id": prompt_id, "completion": "4+4=8"}, change=end_with_id_0)
+    assert inputs.loaded.tokenizer.eos_token_id == 0
+    assert group.trajectories[0].completion.token_ids[-1] == 0
+    assert group.trajectories[0].completion.finish == "stop"

@@ -13,8 +13,7 @@ from tba.config import ConfigError, LoraConfig, ModelConfig, load_config
 from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import LoraReferenceScorer, ReferenceScorer
 from tba.launch import merge_adapter, train
-from tba.models.load import LoadedModel, adapt
-from tba.models.lora import add_lora, merged
+from tba.models.load import LoadedModel, adapt, add_lora, merged
 from tba.models.policy import PolicyModel
 from tba.models.weights import CanaryMismatch, make_weights
 from tba.observe.files import RunFolder

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tba.config import load_config
 from tba.launch import train
 from tba.launch.defaults import learning_rate_for, with_objective_defaults
-from tba.launch.run import load_inputs
-from tba.launch.synchronous import SyncRun
+from tba.launch.run import SyncRun, load_inputs
 from tba.observe.files import RunFolder
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tba.objectives.registry import OBJECTIVES
-from tba.train.target import _weighted
+from tba.train.batch import _weighted
 from tba.types import Batch, Forward, Totals
 
 P, K = 5, 4

@@ -40,7 +40,7 @@ from tba.models.policy import PolicyModel
 from tba.objectives.base import Objective
 from tba.objectives.dpo import OnlineDPO
 from tba.objectives.policy_gradient import GRPO, RLOO, DrGRPO, ProximalRLOO
-from tba.train.collate import pack_responses
+from tba.train.batch import pack_responses
 from tba.types import Batch, Forward, Loss, Totals
 
 pytest.importorskip(

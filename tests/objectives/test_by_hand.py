@@ -17,8 +17,7 @@ from tba.objectives.dpo import OnlineDPO
 from tba.objectives.policy_gradient import GRPO, RLOO, DrGRPO, ProximalRLOO, Reinforce
 from tba.objectives.ppo import PPO, VinePPO, generalised_advantages, step_advantages, token_rewards
 from tba.objectives.registry import OBJECTIVES
-from tba.objectives.tba_prime import TBAPrime
-from tba.objectives.trajectory_balance import Kimi, LearnedLogZ, TrajectoryBalance
+from tba.objectives.trajectory_balance import Kimi, LearnedLogZ, TBAPrime, TrajectoryBalance
 from tba.types import Batch, Forward, Totals
 
 Tokens = list[list[list[float]]]

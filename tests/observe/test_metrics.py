@@ -2,9 +2,9 @@
 
 import pytest
 
+from tba.observe.display import shown
 from tba.observe.files import Sinks
 from tba.observe.metrics import Evaluation, mean_metrics, metric, reduce_metrics, standard_error
-from tba.observe.summary import shown
 
 
 def test_parts_of_a_step_are_put_together_by_each_metrics_rule():

@@ -8,9 +8,9 @@ import torch
 from replay_builders import Groups, contents, prompt, replay, responses, trajectory
 
 from tba.config import ReplayConfig, TrainConfig
-from tba.objectives.terms import leave_one_out
+from tba.objectives.base import leave_one_out
 from tba.replay import ReplayBuffer, ReplayEmpty, batching
-from tba.train.target import combine
+from tba.train.batch import combine
 from tba.types import TrajectoryGroup
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from replay_builders import Groups, SlowReplay, contents, replay, responses
 
-from tba.replay.prompt_entry import FREE
+from tba.replay.prompts import FREE
 from tba.replay.storage import TokenStore
 
 NAMES = st.sampled_from("abcd")

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from tba.replay.draws import DrawWithoutReplacement
-from tba.replay.prompt_entry import PromptEntry
+from tba.replay.prompts import DrawWithoutReplacement, PromptEntry
 from tba.replay.storage import AgeOrder, TokenIndex, TokenStore, pack_tokens, unpack_ids
 from tba.replay.sum_trees import SumTrees, level_starts
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import targets
 
-from tba.runtime.link import Failed
+from tba.runtime.channels import Failed
 from tba.runtime.processes import RoleDied, RoleProcess, stop_all
 
 DEADLINE_SECONDS = 60.0

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from tba.runtime.board import Board, WaitedTooLong, wait_until
-from tba.runtime.channels import WindowedSender
-from tba.runtime.link import Acknowledge
+from tba.runtime.board import Board
+from tba.runtime.channels import Acknowledge, WaitedTooLong, WindowedSender, wait_until
 from tba.search.prompts import PacedVisits, PromptStream
 from tba.types import Prompt, TrajectoryGroup
 

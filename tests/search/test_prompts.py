@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from tba.config import ExploreConfig
-from tba.search.exploration import explore
-from tba.search.prompts import Difficulty, PromptStream
+from tba.search.prompts import Difficulty, PromptStream, explore
 from tba.types import Prompt, Request, Sampling
 
 PROMPTS = [Prompt(id=f"p{i}", token_ids=np.array([1], np.int32), text=str(i)) for i in range(10)]

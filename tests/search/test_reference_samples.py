@@ -7,10 +7,8 @@ from tba.config import GenerateConfig
 from tba.generate.engine import make_engine, make_scorer
 from tba.models.weights import make_weights
 from tba.runtime.channels import LocalGroups
-from tba.search.exploration import ReferenceSamples
-from tba.search.loop import Searcher
-from tba.search.prompts import PromptStream
-from tba.search.scoring import FailureCount, GroupScorer
+from tba.search.loop import FailureCount, GroupScorer, Searcher
+from tba.search.prompts import PromptStream, ReferenceSamples
 from tba.tasks.rewards.pool import DirectRewards
 from tba.types import Prompt, Sampling
 

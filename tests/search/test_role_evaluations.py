@@ -3,15 +3,19 @@
 import time
 from multiprocessing import Pipe
 
+import numpy as np
 import torch
 from builders import tiny_llama
 
+from tba.config import RuntimeConfig
 from tba.generate.native.engine import NativeEngine
 from tba.models.weights import make_weights
 from tba.runtime.board import Board
-from tba.runtime.link import Evaluate, Evaluated, Link
-from tba.runtime.weight_slots import WeightSlots
-from tba.search.role import SearcherRole, WeightLoader
+from tba.runtime.channels import Evaluate, Evaluated, Link
+from tba.search.loop import FailureCount, SearchState
+from tba.search.prompts import Difficulty, PromptStream
+from tba.search.role import Evaluations, Heartbeat, Inbox
+from tba.types import Prompt
 
 
 class Versions:
@@ -29,21 +33,24 @@ def test_a_late_searcher_evaluates_the_start_although_more_was_asked_for_since()
     engine = NativeEngine(model, stop_ids=[2], seed=0, slots=4, max_length=128, dtype=torch.float32)
     ends = Pipe()
     trainer, searcher = (Link(end, on_close=lambda: None) for end in ends)
-    slots = WeightSlots.create(make_weights(model, version=0).tensors, torch.float32)
-    role = SearcherRole(searcher, Board.create(1).searcher(0), WeightLoader(slots, engine), engine)
-    role.evaluator = Versions()
+    row, prompt = Board.create(1).searcher(0), Prompt(id="p", token_ids=np.array([1, 5], np.int32), text="w5")
+    prompts = PromptStream([prompt], samples_per_prompt=2, seed=0)
+    state = SearchState(prompts=prompts, difficulty=Difficulty(), failures=FailureCount(max_in_a_row=1))
+    heartbeat = Heartbeat(row, engine, state)
+    inbox = Inbox(searcher, row, heartbeat, RuntimeConfig())
+    evaluations = Evaluations(searcher, inbox, heartbeat, engine=engine, evaluator=Versions())
     for version in (0, 5, 10):
         trainer.send(Evaluate(version=version))
     deadline = time.monotonic() + 30.0
-    while len(role._asked) < 3 and time.monotonic() < deadline:
-        role.handle_messages()
-    role.evaluate_if_asked()
-    role.evaluate_if_asked()
+    while len(inbox.asked) < 3 and time.monotonic() < deadline:
+        inbox.handle_messages()
+    evaluations.evaluate_if_asked()
+    evaluations.evaluate_if_asked()
     assert trainer.receive(30.0) == Evaluated(version=0, metrics={"version": 0.0})
     engine.load(make_weights(model, version=12))
-    role.evaluate_if_asked()
-    role.evaluate_if_asked()
+    evaluations.evaluate_if_asked()
+    evaluations.evaluate_if_asked()
     assert trainer.receive(30.0) == Evaluated(version=12, metrics={"version": 12.0})
-    assert role._asked == []
+    assert list(inbox.asked) == []
     for end in ends:
         end.close()

@@ -21,7 +21,7 @@ class LengthTask:
     """Reward: number of tokens of the response; responses with token 9 fail."""
 
     name = "length"
-    isolated = False
+    isolated_rewards = ()
     reward_weights: ClassVar = {"length": 0.5}
 
     def __init__(self):

@@ -12,7 +12,7 @@ from tba.config import RewardConfig, TaskConfig, load_config
 from tba.launch import train
 from tba.tasks.arithmetic.prepare import make_tokenizer
 from tba.tasks.base import RewardFailed
-from tba.tasks.data.encoding import encode
+from tba.tasks.data.prompts import encode
 from tba.tasks.registry import make_task, prepare_task
 from tba.tasks.rewards.functions import RewardFunction, RewardSet, load_reward_function
 from tba.types import Completion

@@ -1,13 +1,106 @@
-"""KL and the paper's perplexity, by hand."""
+"""pass@k and avg@k, mean rewards, KL and the paper's perplexity against numbers worked out by hand."""
 
+import json
 import math
 
 import numpy as np
 import pytest
+from problem import make_config, write_problem
 
-from tba.tasks.evaluation import kl_per_response, perplexity, perplexity_per_sample
-from tba.tasks.rewards.pool import FinishedGroup
-from tba.types import Completion, Prompt
+from tba.launch.defaults import with_defaults
+from tba.launch.run import load_inputs
+from tba.search.make import make_search_engine
+from tba.tasks.base import RewardFailed
+from tba.tasks.evaluation import (
+    kl_per_response,
+    make_evaluator,
+    pass_at_k,
+    perplexity,
+    perplexity_per_sample,
+    reward_metrics,
+    sampled_metrics,
+)
+from tba.tasks.rewards.pool import DirectRewards, FinishedGroup
+from tba.types import Completion, Prompt, Request
+
+
+def test_pass_at_k_by_hand():
+    # 4 samples, 1 solved: a draw of 2 misses it with probability 3/4 * 2/3 = 1/2
+    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)
+    assert pass_at_k(4, 0, 2) == 0.0
+    assert pass_at_k(4, 3, 2) == 1.0
+
+
+def test_too_few_samples_are_refused():
+    with pytest.raises(ValueError, match="pass@4 needs at least 4 samples"):
+        pass_at_k(2, 1, 4)
+
+
+def test_metrics_are_means_over_prompts_with_standard_errors_over_prompts():
+    assert sampled_metrics([[True, False], [False, False], [True, True]], 2) == {
+        "pass@2": pytest.approx(2 / 3),
+        # (1/3)^2 + (2/3)^2 + (1/3)^2 = 2/3, over 2, over 3
+        "pass@2_standard_error": pytest.approx((1 / 9) ** 0.5),
+        "avg@2": pytest.approx(0.5),
+        # 0, -1/2, 1/2: 1/2, over 2, over 3; over the six samples it would be sqrt(1.5 / 5 / 6) = .22
+        "avg@2_standard_error": pytest.approx((1 / 12) ** 0.5),
+    }
+
+
+def test_one_prompt_has_no_standard_error():
+    assert sampled_metrics([[True, False]], 2) == {"pass@2": 1.0, "avg@2": 0.5}
+
+
+def test_one_reward_has_its_mean_and_failed_samples_are_left_out():
+    outcomes = [
+        [{"score": 0.5}, {"score": 1.5}],
+        [{"score": 1.0}, RewardFailed("lost")],
+        [{"score": None}],
+        [RewardFailed("no")],
+    ]
+    # weight 2: prompts have 2, 2 and, where it is not applicable, 0; standard deviation 1.1547 / sqrt(3)
+    assert reward_metrics(outcomes, {"score": 2.0}, name="reward") == {
+        "reward": pytest.approx(4 / 3),
+        "reward_standard_error": pytest.approx(2 / 3),
+    }
+
+
+def test_several_rewards_are_combined_by_their_weights_and_shown_one_by_one():
+    outcomes = [[{"right": 1.0, "short": 0.5, "seen": 4.0}], [{"right": 0.0, "short": None, "seen": 2.0}]]
+    # .8 + .2 * .5 = .9 and 0; `short` applies to the first only; weight 0 is measured and counts nothing
+    found = reward_metrics(outcomes, {"right": 0.8, "short": 0.2, "seen": 0.0}, name="reward@1")
+    assert {name: value for name, value in found.items() if not name.endswith("error")} == {
+        "reward@1": pytest.approx(0.45),
+        "reward@1/right": pytest.approx(0.5),
+        "reward@1/short": pytest.approx(0.5),
+        "reward@1/seen": pytest.approx(3.0),
+    }
+
+
+def test_where_every_reward_failed_there_is_no_mean():
+    assert reward_metrics([[RewardFailed("lost")]], {"score": 1.0}, name="reward") == {}
+
+
+def test_an_evaluation_of_own_data_has_the_mean_of_a_dense_reward(tmp_path):
+    write_problem(tmp_path)
+    config = make_config(tmp_path, "evaluate.samples_per_prompt=3", "task.eval_fraction=0.3")
+    inputs = load_inputs(config)
+    config = with_defaults(config, inputs.loaded)
+    evaluator = make_evaluator(config, inputs.loaded, inputs.task, DirectRewards(inputs.task))
+    engine = make_search_engine(config, inputs.loaded)
+    found = evaluator(engine)
+    values = [name for name in found if not name.endswith("_standard_error")]
+    assert values == ["reward", "accuracy", "pass@3", "avg@3", "reward@3", "num_prompts"]
+    texts = [
+        inputs.loaded.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True).split()
+        for completion in engine.generate(
+            [Request(prompt=prompt) for prompt in evaluator.prompts], samples_per_prompt=3, sampling=evaluator.sampling
+        )
+    ]
+    shares = [words.count("w7") / max(1, len(words)) for words in texts]
+    assert len(shares) == 3 * len(evaluator.prompts)
+    assert found["reward@3"] == pytest.approx(sum(shares) / len(shares))
+    assert json.loads(json.dumps(found)) == found
 
 
 def group(prompt_tokens: int, *log_probs: list[float]) -> FinishedGroup:

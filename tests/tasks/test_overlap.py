@@ -13,8 +13,7 @@ from tba.config import TaskConfig
 from tba.tasks.arithmetic.prepare import make_tokenizer
 from tba.tasks.data.splits import question_key, read_splits
 from tba.tasks.gsm8k import GSM8KTask
-from tba.tasks.math.task import MathTask
-from tba.tasks.registry import make_task
+from tba.tasks.registry import TASKS, make_task
 from tba.tasks.tldr import task as tldr
 
 DATA = Path(os.environ.get("TBA_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -128,8 +127,8 @@ def test_own_data_split_by_a_share_has_no_question_on_both_sides(write, tmp_path
 @pytest.mark.skipif(
     not DATA.is_dir(), reason="no GSM8K and MATH data: TBA_DATA names the folder above gsm8k/ and math/"
 )
-@pytest.mark.parametrize(("task", "num_train"), [(GSM8KTask, 7473), (MathTask, 7497)], ids=["gsm8k", "math"])
-def test_one_train_row_of_math_is_held_out_too_and_none_of_gsm8k(task, num_train):
+@pytest.mark.parametrize(("name", "num_train"), [("gsm8k", 7473), ("math", 7497)])
+def test_one_train_row_of_math_is_held_out_too_and_none_of_gsm8k(name, num_train):
     """Of 7,473 and, without two that have no answer, 7,498 train rows."""
-    config = TaskConfig(name=task.name, data=str(DATA / task.name), num_validation_prompts=0, on_bad_row="skip")
-    assert len(read_splits(config, task.source)["train"]) == num_train
+    config = TaskConfig(name=name, data=str(DATA / name), num_validation_prompts=0, on_bad_row="skip")
+    assert len(read_splits(config, TASKS[name].source)["train"]) == num_train

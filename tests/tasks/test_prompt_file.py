@@ -10,15 +10,14 @@ from builders import tiny_tokenizer
 
 from tba.config import TaskConfig
 from tba.tasks.base import TaskInputs
-from tba.tasks.custom.task import CustomTask
+from tba.tasks.custom import CustomTask
 
-REWARD = {"function": "unused.py:f"}
+REWARD = {"function": lambda completions, **_: [0.0]}
 
 
 def task(path, **settings) -> CustomTask:
     config = TaskConfig(name="custom", data=str(path), rewards=(REWARD,), **settings)
-    functions = [lambda completions, **_: [0.0]]
-    return CustomTask(TaskInputs(config=config, tokenizer=tiny_tokenizer(), max_prompt_tokens=10, functions=functions))
+    return CustomTask(TaskInputs(config=config, tokenizer=tiny_tokenizer(), max_prompt_tokens=10))
 
 
 def write(path, rows) -> None:

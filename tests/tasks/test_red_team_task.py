@@ -24,9 +24,8 @@ from transformers import (
 from tba.config import RedTeamConfig, TaskConfig, load_config
 from tba.launch.start import train
 from tba.tasks.base import TaskInputs
-from tba.tasks.red_team.encoders import ClassifierJudge, SentenceEncoder, WordCounts
+from tba.tasks.red_team.models import ClassifierJudge, ModelVictim, RuleVictim, SentenceEncoder, WordCounts
 from tba.tasks.red_team.task import RedTeamTask
-from tba.tasks.red_team.victim import ModelVictim, RuleVictim
 from tba.tasks.red_team.world import make_tokenizer
 from tba.tasks.start_models import make_word_tokenizer
 from tba.types import Completion

@@ -9,8 +9,7 @@ from itertools import islice
 import pytest
 
 from tba.tasks.red_team import world
-from tba.tasks.red_team.encoders import MarkerJudge
-from tba.tasks.red_team.victim import RuleVictim
+from tba.tasks.red_team.models import MarkerJudge, RuleVictim
 from tba.tasks.red_team.world import draw_attack, make_tokenizer, mode_of, modes, rarity
 
 

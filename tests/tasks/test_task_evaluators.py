@@ -15,7 +15,7 @@ from tba.tasks.evaluation import make_evaluator
 from tba.tasks.red_team.evaluator import effective_modes
 from tba.tasks.registry import TASKS
 from tba.tasks.rewards.pool import DirectRewards
-from tba.tasks.tldr.gold import win_rate
+from tba.tasks.tldr.world import win_rate
 from tba.types import Request
 
 

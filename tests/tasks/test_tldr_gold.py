@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tba.tasks.tldr.gold import claims, gold_score, gold_scores, num_inversions, win_rate
+from tba.tasks.tldr.world import claims, gold_score, gold_scores, num_inversions, win_rate
 
 POST = "so place harbour well day friday snack soup who aunt TL;DR:"  # three important facts, one trivial
 

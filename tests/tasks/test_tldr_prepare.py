@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tba.tasks.start_models import Shape, Training, make_model, make_word_tokenizer, one_deterministic_thread
-from tba.tasks.tldr.gold import gold_scores, win_rate
 from tba.tasks.tldr.prepare import (
     SAMPLING,
     SHAPE,
@@ -25,7 +24,7 @@ from tba.tasks.tldr.prepare import (
 from tba.tasks.tldr.reward_model import load_scorer
 from tba.tasks.tldr.task import reward_model_path, start_model_path
 from tba.tasks.tldr.train_reward import RewardTraining, read_pairs
-from tba.tasks.tldr.world import WORDS, first_posts, reference_summary
+from tba.tasks.tldr.world import WORDS, first_posts, gold_scores, reference_summary, win_rate
 
 TINY = Preparing(
     shape=Shape(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, context=64),

@@ -13,10 +13,9 @@ from tba.config import TaskConfig, TLDRConfig, load_config
 from tba.launch.start import train
 from tba.tasks.base import RewardFailed, TaskInputs
 from tba.tasks.start_models import make_word_tokenizer
-from tba.tasks.tldr.gold import gold_score
 from tba.tasks.tldr.reward_model import load_scorer
 from tba.tasks.tldr.task import TLDRTask, reward_model_path
-from tba.tasks.tldr.world import WORDS, first_posts, reference_summary
+from tba.tasks.tldr.world import WORDS, first_posts, gold_score, reference_summary
 from tba.types import Completion
 
 TOKENIZER = make_word_tokenizer(WORDS)

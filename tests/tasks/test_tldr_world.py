@@ -6,7 +6,6 @@ from itertools import islice
 import pytest
 
 from tba.tasks.start_models import make_word_tokenizer
-from tba.tasks.tldr.gold import claims, gold_score, gold_scores, win_rate
 from tba.tasks.tldr.world import (
     FILLERS,
     HELD_OUT_POSTS,
@@ -21,12 +20,16 @@ from tba.tasks.tldr.world import (
     WORDS,
     Flaws,
     Post,
+    claims,
     draw_posts,
     draw_summary,
     first_posts,
+    gold_score,
+    gold_scores,
     perfect_summary,
     reference_summary,
     sloppy_summary,
+    win_rate,
 )
 
 FAULTLESS = Flaws(drop=0, drop_neglected=0, hallucinate=0, swap=0, trivial=0, filler=0)

@@ -15,7 +15,7 @@ from tba.models.packing import pack
 from tba.models.policy import PolicyModel, make_critic, make_log_z
 from tba.objectives.registry import OBJECTIVES
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.train.collate import Budget
+from tba.train.batch import Budget
 from tba.train.optimizer import MasterAdamW
 from tba.train.step import NonFiniteLoss, TrainStep
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tba.compare.display import metric_title, scale_for, scale_of, seeds_text, titled
 from tba.compare.results import CellResult, Results
 from tba.compare.study import Pareto
-from tba.compare.table import metric_title, scale_for, scale_of, seeds_text, titled
 
 MARKERS = "osD^vP*Xh<>p"
 DODGE = 0.04

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from tba.compare.display import Display
+from tba.compare.display import Display, as_markdown, rich_table, tables_of
 from tba.compare.plot import save_pareto, save_plot
 from tba.compare.results import Results, as_json, commit_hash, cpu_count, gather, tuned_values
 from tba.compare.runs import (
@@ -30,7 +30,6 @@ from tba.compare.runs import (
     write_failed,
 )
 from tba.compare.study import load_study
-from tba.compare.table import as_markdown, rich_table, tables_of
 from tba.config import Config
 from tba.observe.files import write_atomic, write_json
 

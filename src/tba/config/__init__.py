@@ -1,8 +1,8 @@
 """Settings: pydantic models, YAML files, dotted overrides."""
 
+from tba.config.base import Schedule, Section
 from tba.config.files import ConfigError, dump_config, load_config, merge, settings_by_name
 from tba.config.root import Config
-from tba.config.schedule import Schedule
 from tba.config.sections import (
     EvaluateConfig,
     ExploreConfig,
@@ -36,6 +36,7 @@ __all__ = [
     "RuntimeConfig",
     "Schedule",
     "SearchConfig",
+    "Section",
     "TLDRConfig",
     "TaskConfig",
     "TrainConfig",

@@ -1,11 +1,86 @@
-"""The rules every config section follows: frozen, no unknown keys."""
+"""What sections are made of: the rules that each follows (frozen, no unknown keys), and schedules, which are pure functions
+of the optimizer step, so that nothing changes config at run time."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import math
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
     """One section of the config. The string under each field is its documentation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class Schedule(Section):
+    """A number that changes with the step. A bare number in YAML is a constant: `beta: 0.05`."""
+
+    kind: Literal["constant", "linear", "reciprocal", "cosine", "wsd"] = "constant"
+    """Shape of the schedule: constant; linear or cosine from `start` to `end` over `steps`; reciprocal = 1 / value is
+    linear, so that the weight 1 / beta of the reward grows evenly; wsd = warm-up, stable, then cosine decay to
+    `end`."""
+    start: float
+    """Value at the first step after warm-up."""
+    end: float | None = None
+    """Value at the end; None = `start` for a constant schedule, 0 otherwise."""
+    steps: int | None = Field(default=None, ge=1)
+    """Number of optimizer steps over which the value changes, constant after them; None = train.max_steps."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Number of optimizer steps of linear warm-up from start / warmup_steps."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """Number of optimizer steps of the final decay of a wsd schedule; None = a fifth of `steps`."""
+    end_from_step: int | None = Field(default=None, ge=0)
+    """Optimizer step (0 is the first) from which on the value is `end`, however far it has come; None = it goes there
+    evenly."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_number(cls, value: Any) -> Any:
+        if isinstance(value, str):  # YAML 1.1 reads 1e-5 as text
+            try:
+                value = float(value)
+            except ValueError:
+                return value
+        return {"start": value} if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _check(self) -> Schedule:
+        if self.kind == "constant" and self.end not in (None, self.start):
+            raise ValueError(
+                f"a constant schedule has end={self.end} unlike start={self.start}: set kind to linear, reciprocal, "
+                "cosine or wsd."
+            )
+        if self.kind == "reciprocal" and not (self.start > 0 and (self.end or 0) > 0):
+            raise ValueError(
+                f"a reciprocal schedule needs start and end above 0, got start={self.start}, end={self.end}."
+            )
+        if self.end_from_step is not None and (self.end is None or self.end_from_step < self.warmup_steps):
+            raise ValueError(
+                f"end_from_step={self.end_from_step} needs a schedule with an `end` (it is {self.end}) and must not lie in "
+                f"the warm-up of {self.warmup_steps} steps: give `end`, or leave end_from_step out."
+            )
+        if self.steps is not None and self.warmup_steps >= self.steps:
+            raise ValueError(f"warmup_steps={self.warmup_steps} leaves nothing of steps={self.steps}: make it smaller.")
+        return self
+
+    def at(self, step: int, *, max_steps: int) -> float:
+        """Value for optimizer step `step` (0 is the first)."""
+        if self.end_from_step is not None and self.end is not None and step >= self.end_from_step:
+            return self.end
+        if step < self.warmup_steps:
+            return self.start * (step + 1) / self.warmup_steps
+        if self.kind == "constant":
+            return self.start
+        end = 0.0 if self.end is None else self.end
+        total = self.steps or max_steps
+        first = self.warmup_steps
+        if self.kind == "wsd":
+            first = max(first, total - (self.decay_steps or max(1, total // 5)))
+        done = min(1.0, max(0.0, (step - first) / max(1, total - first)))
+        if self.kind == "reciprocal":
+            return 1.0 / (1.0 / self.start + (1.0 / end - 1.0 / self.start) * done)
+        fraction = done if self.kind == "linear" else 0.5 * (1.0 - math.cos(math.pi * done))
+        return self.start + (end - self.start) * fraction

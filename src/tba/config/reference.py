@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -12,9 +12,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tba.config.base import Section
+from tba.config.base import Schedule, Section
 from tba.config.root import Config
-from tba.config.schedule import Schedule
 
 INTRODUCTION = """# Configuration
 
@@ -24,7 +23,16 @@ that the value is decided when the run starts; the text of the setting says by w
 
 Made by `tba config > docs/configuration.md` from the schema in `src/tba/config`; a test keeps it current."""
 
-NAMES: dict[Any, str] = {int: "int", float: "float", bool: "bool", str: "text", Path: "path", type(None): "None"}
+NAMES: dict[Any, str] = {
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "text",
+    Path: "path",
+    type(None): "None",
+    Callable[..., Any]: "Python function",
+    dict[str, Any]: "settings by name",
+}
 """Names of plain types, as a user of YAML would say them."""
 SIGNS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
 """Limits of numbers, as pydantic stores them."""

@@ -54,7 +54,7 @@ class Config(Section):
 
     @property
     def run_name(self) -> str:
-        return self.name or f"{self.task.name}-{self.objective.name}-seed{self.seed}"
+        return self.name or f"{self.task.label}-{self.objective.name}-seed{self.seed}"
 
     @property
     def run_folder(self) -> Path:

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from tba.config.base import Section
-from tba.config.schedule import Schedule
+from tba.config.base import Schedule, Section
 
 OnOff = BeforeValidator(lambda value: {True: "on", False: "off"}[value] if isinstance(value, bool) else value)
 """YAML 1.1 reads on and off as true and false."""

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from tba.config.base import Section
 
 
 class RewardConfig(Section):
-    function: str
-    """`path/to/file.py:name`, a function with TRL's signature f(prompts, completions, **columns) -> list[float | None]."""
+    function: str | Callable[..., Any]
+    """`path/to/file.py:name`, a function with TRL's signature f(prompts, completions, **columns) -> list[float | None]. In
+    Python also the function itself; config.yaml then keeps its name only."""
     weight: float = 1.0
     """Factor in the sum of rewards; 0 = measured in evaluations, never trained on."""
     name: str | None = None
     """Name in metrics and stored data; None = the function's own name."""
+
+    @field_validator("function", mode="plain")
+    @classmethod
+    def _check_function(cls, function: Any) -> str | Callable[..., Any]:
+        if not isinstance(function, str) and not callable(function):
+            raise ValueError(f"task.rewards[].function={function!r} is neither `file.py:name` nor a Python function.")
+        return function
+
+    @field_serializer("function", when_used="json")
+    def _name_function(self, function: str | Callable[..., Any]) -> str:
+        return function if isinstance(function, str) else f"<python>:{getattr(function, '__name__', 'reward')}"
 
 
 class TLDRConfig(Section):
@@ -76,7 +89,10 @@ HUB_NAMES = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteva
 
 class TaskConfig(Section):
     name: str = "arithmetic"
-    """A registered task, or `custom` for your own data and reward functions."""
+    """A registered task, `custom` for your own data and reward functions, or `path/to/file.py:Class` for a task of your own
+    (docs/tasks.md); the path is relative to the working directory, and config.yaml has it in full."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Settings of a task of your own, checked by the class attribute `Settings` of the task."""
     data: str | None = None
     """custom: JSONL file with a `prompt` column (text or chat messages); other columns go to the reward. gsm8k, math: folder
     with train.jsonl and test.jsonl, one JSONL file with the train rows, or a hub name (openai/gsm8k). tldr: the same, with
@@ -109,6 +125,22 @@ class TaskConfig(Section):
     """Longest prompt in tokens; None = what the model's context leaves beside generate.max_new_tokens."""
     tldr: TLDRConfig = TLDRConfig()
     red_team: RedTeamConfig = RedTeamConfig()
+
+    @property
+    def label(self) -> str:
+        """Name of the task in run folders, metrics and summaries: of a task from a file, the name of its class."""
+        return self.name.rpartition(":")[2]
+
+    def __hash__(self) -> int:
+        # Pydantic's own hash fails on the dict of `settings`.
+        return hash(self.model_dump_json())
+
+    @field_validator("name")
+    @classmethod
+    def _full_path(cls, name: str) -> str:
+        """The path of a task's file in full: a run is evaluated later from another working directory."""
+        path, colon, kind = name.rpartition(":")
+        return f"{Path(path).expanduser().absolute()}:{kind}" if colon and path else name
 
     @model_validator(mode="before")
     @classmethod

@@ -17,7 +17,7 @@ from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import LoraReferenceScorer, ReferenceScorer
 from tba.generate.transformers_engine import TransformersEngine, TransformersScorer
 from tba.models.decoder import UnsupportedModel
-from tba.models.lora import has_lora, merged
+from tba.models.load import has_lora, merged
 from tba.types import Completion, Request, Sampling, Weights
 
 logger = logging.getLogger("tba.generate")

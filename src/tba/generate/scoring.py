@@ -20,7 +20,7 @@ from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention, SharedPrefixAttention
 from tba.models.decoder_spec import DecoderSpec
 from tba.models.families import make_decoder
-from tba.models.lora import adapter_off
+from tba.models.load import adapter_off
 from tba.models.packed_attention import PackedLayout, attend_packed
 from tba.models.packing import length_batches, pack, padded, split_by_budget
 from tba.models.policy import PolicyModel, chosen_log_probs
@@ -66,6 +66,7 @@ class ReferenceScorer:
         """float32 log-probs of each response's tokens after its prompt, at `temperature`; equal prompts are shared."""
         responses_of: dict[bytes, list[int]] = {}
         for index, prompt in enumerate(prompt_ids):
+            # One dtype, or the bytes of equal prompts would differ.
             responses_of.setdefault(np.asarray(prompt, dtype=np.int64).tobytes(), []).append(index)
         prompts = [np.frombuffer(key, dtype=np.int64) for key in responses_of]
         groups = list(responses_of.values())
@@ -117,6 +118,8 @@ class ReferenceScorer:
     ) -> None:
         """One pass over the prompts, then passes over their responses; `owners` are (prompt row, response index)."""
         device = self.decoder.device
+        # Without their last tokens: each response's pass begins with it, because it predicts the response's first token. A
+        # prompt of one token leaves nothing here, but a pass needs a column.
         columns = max([1, *(len(prompt) - 1 for prompt in prompts)])
         ids = padded([prompt[:-1] for prompt in prompts], columns=columns, device=device)
         positions = torch.arange(columns, device=device).expand_as(ids)
@@ -125,6 +128,7 @@ class ReferenceScorer:
         lengths_P = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
         lengths = [len(response_ids[index]) for _, index in owners]
         for batch in length_batches(lengths, token_budget=self.token_budget):
+            # An empty response has no token to score: it keeps the empty array that `scores` began with.
             chosen = [owners[item] for item in batch if lengths[item]]
             if chosen:
                 found = self._score_responses(prompts, prefix, lengths_P, chosen, response_ids, temperature)
@@ -158,6 +162,7 @@ class ReferenceScorer:
         return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
 
     def _log_probs(self, hidden: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
+        # Its fused kernel never holds all logits, but knows no soft cap; the decoder's own logits below are capped.
         if self.decoder.spec.logit_cap is None and hidden.is_cuda:
             return chosen_log_probs(hidden, self.decoder.weights.head, tokens_N, temperature=temperature)[0]
         rows = max(1, LOGITS_AT_ONCE // self.decoder.spec.vocab_size)
@@ -173,6 +178,7 @@ class PackedAttention:
         self.spec, self.layout, self.dtype = spec, layout, dtype
 
     def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
+        # Of this layer only: all tokens are in one pass, so nothing comes back to an earlier layer's.
         self.key_NKD, self.value_NKD = key_NKD.to(self.dtype), value_NKD.to(self.dtype)
 
     def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
@@ -243,6 +249,7 @@ class LoraReferenceScorer:
         return split_by_budget(
             [index for index in by_prompt if len(responses[index])],
             max_tokens=self.token_budget,
+            # An upper bound: every response is charged its prompt, also where it shares it.
             cost=lambda _, index: len(prompts[index]) + len(responses[index]),
         )
 
@@ -258,4 +265,5 @@ class LoraReferenceScorer:
             list(own.values()), list(groups.values()), share_prompts=self.policy.packed, device=self.policy.device
         )
         log_probs = self.policy.forward(packed, temperature=temperature).log_pi_N.float().cpu().numpy()
+        # Packed prompt by prompt, which is the order of `responses` because `_parts` puts equal prompts side by side.
         return np.split(log_probs, np.cumsum([len(response) for response in responses])[:-1])

@@ -13,8 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tba.generate.responses import Response, checked_requests, finished_at_once, responses_of, sequence_of
-from tba.generate.sampling import SamplingNeeds, SamplingState, response_key, sample, sampling_needs, token_log_probs
+from tba.generate.sampling import (
+    Response,
+    SamplingNeeds,
+    SamplingState,
+    checked_requests,
+    finished_at_once,
+    response_key,
+    responses_of,
+    sample,
+    sampling_needs,
+    sequence_of,
+    token_log_probs,
+)
 from tba.types import Completion, Request, Sampling, Weights
 
 

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAMS = 2048
-"""Enough for a whole GPU at once: with fewer heads than this a program rotates one of them, with more it takes several."""
+"""Number of programs that fill a GPU: up to so many heads a program rotates one, beyond that it takes several."""
 LARGEST_TILE = 8192
-"""Numbers that one program rotates: more would not stay in registers."""
+"""Largest count of numbers that one program rotates: more would not stay in registers."""
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _add_norm(x_NE, delta_NE, weight_E, out_NE, E, epsilon, HAS_DELTA: tl.conste
 
 
 def add_norm(x_NE: Tensor, delta_NE: Tensor | None, weight_E: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-    """x += delta in place (fp32), then RMS norm -> [N, E] in `dtype`."""
+    """RMS norm [N, E] in `dtype` of x + delta; the sum is kept in x, which is fp32."""
     rows, size = x_NE.shape
     out = torch.empty(rows, size, dtype=dtype, device=x_NE.device)
     block = triton.next_power_of_2(size)
@@ -132,7 +132,7 @@ def _gated(inner, out, F, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def gated(inner_N2F: Tensor, *, gelu: bool) -> Tensor:
-    """activation(gate) * up, gate first -> [N, F]; SiLU, or GELU by its tanh formula."""
+    """Product activation(gate) * up [N, F], gate first; the activation is SiLU, or GELU by its tanh formula."""
     rows, size = inner_N2F.shape[0], inner_N2F.shape[1] // 2
     out = torch.empty(rows, size, dtype=inner_N2F.dtype, device=inner_N2F.device)
     block = min(1024, triton.next_power_of_2(size))

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 4096
-"""Logits that one program reads at once."""
+"""Number of logits that one program reads at once."""
 GAMMA = tl.constexpr(-7046029254386353131)
 MIX_1 = tl.constexpr(-4658895280553007687)
 MIX_2 = tl.constexpr(-7723592293110705685)
@@ -57,7 +57,7 @@ def _chunk_sums(
 
 @triton.jit
 def _shift(z, bits: tl.constexpr):
-    """Logical: Triton's shift of a signed number drags the sign along."""
+    """Logical shift to the right: Triton's shift of a signed number drags the sign along."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -135,7 +135,7 @@ class Columns:
     temperature: Tensor
     policy_temperature: Tensor
     tokens: Tensor
-    """int64 [S, longest response]"""
+    """Tokens written so far, int64 [S, longest response]."""
     behaviour: Tensor
     policy: Tensor
 
@@ -245,6 +245,6 @@ class _ChosenLogProbs(torch.autograd.Function):
 def chosen_log_probs(
     hidden_ME: Tensor, head_VE: Tensor, targets_M: Tensor, *, temperature: float, logits_at_once: int
 ) -> tuple[Tensor, Tensor]:
-    """-> (log-prob of each target [M], entropy of each distribution [M] without gradient), fp32."""
+    """Log-prob of each target [M], and entropy of each distribution [M] without gradient, both fp32."""
     rows = max(1, logits_at_once // head_VE.shape[0])
     return _ChosenLogProbs.apply(hidden_ME.contiguous(), head_VE, targets_M, 1.0 / temperature, rows)

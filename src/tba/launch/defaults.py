@@ -133,7 +133,7 @@ def with_room(config: Config, *, num_prompts: int) -> Config:
 
 
 def slots_for(loaded: LoadedModel, max_new_tokens: int) -> int:
-    """As many as KV_BYTES hold of responses with a prompt of the same length, at most MOST_SLOTS."""
+    """Number of responses, each with a prompt of the same length, that KV_BYTES hold, at most MOST_SLOTS."""
     shape, kind = loaded.model.config.get_text_config(), loaded.model.device.type
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
@@ -142,7 +142,7 @@ def slots_for(loaded: LoadedModel, max_new_tokens: int) -> int:
 
 
 def tokens_for(loaded: LoadedModel) -> int:
-    """As many as the memory for activations holds, between one context and MOST_TOKENS."""
+    """Number of tokens that the memory for activations holds, between one context and MOST_TOKENS."""
     shape, device = loaded.model.config.get_text_config(), loaded.model.device
     inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size
     kept = shape.num_hidden_layers * (KEPT_PER_HIDDEN * shape.hidden_size + KEPT_PER_INNER * inner)

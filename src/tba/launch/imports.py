@@ -7,16 +7,16 @@ One JSON object per line:
     {"prompt": [{"role": "user", "content": "2+2="}], "completion": "4"}
 
 A line is matched to a prompt of the task by `id`, or else by `prompt` as the data has it. Text is tokenised and closed with
-EOS; `completion_ids` are taken as they are, and count as cut off when they do not end with EOS. Rewards are computed unless
-given, reference log-probs always. Nobody knows how likely these responses were when they were made: behaviour and policy
-log-probs are NaN.
+EOS; `completion_ids` are taken as they are, and when they do not end with a stop token they count as cut off, for the task's
+reward too. Rewards are computed unless given, reference log-probs always. Nobody knows how likely these responses were when
+they were made: behaviour and policy log-probs are NaN.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,8 +31,8 @@ from tba.tasks.base import RewardFailed
 from tba.tasks.rewards.pool import FinishedGroup, make_rewards, score_all
 from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
 
-RewardScorer = Callable[[list[Prompt], list[str]], Sequence[Mapping[str, float]]]
-"""Prompts and response texts, one for one -> reward components of each response, NaN = not applicable."""
+RewardScorer = Callable[[list[FinishedGroup]], Sequence[Mapping[str, float]]]
+"""Groups of one response each -> reward components of each response, NaN = not applicable."""
 ReferenceScorer = Callable[[list[np.ndarray], list[np.ndarray]], Sequence[np.ndarray]]
 """Prompt ids and response ids, one for one -> log-probs of the response tokens at the training temperature."""
 SHOWN_PROBLEMS = 5
@@ -47,15 +47,12 @@ def import_groups(config: Config, inputs: RunInputs, folder: RunFolder) -> list[
     if not config.replay.imports:
         return []
     loaded, task = inputs.loaded, inputs.task
-    eos_id = loaded.tokenizer.eos_token_id or stop_ids_of(loaded.model, loaded.tokenizer)[0]
+    stop_ids = stop_ids_of(loaded.model, loaded.tokenizer)
+    eos_id = loaded.tokenizer.eos_token_id
     reference = make_scorer(loaded.model, max_length=loaded.context)
-    rewards = make_rewards(task, config, log=folder.logs / "rewards-import.log", functions=inputs.functions)
+    rewards = make_rewards(task, config, log=folder.logs / "rewards-import.log")
 
-    def score_rewards(prompts: list[Prompt], texts: list[str]) -> list[Mapping[str, float]]:
-        groups = []
-        for prompt, text in zip(prompts, texts):
-            ids = np.array([*loaded.tokenizer.encode(text, add_special_tokens=False), eos_id], np.int32)
-            groups.append(FinishedGroup(prompt=prompt, completions=[_completion(prompt, ids)], texts=[text]))
+    def score_rewards(groups: list[FinishedGroup]) -> list[Mapping[str, float]]:
         return [_components(group, outcomes[0]) for group, outcomes in zip(groups, score_all(rewards, groups))]
 
     found: list[TrajectoryGroup] = []
@@ -65,7 +62,8 @@ def import_groups(config: Config, inputs: RunInputs, folder: RunFolder) -> list[
                 Path(path),
                 prompts=task.prompts("train"),
                 tokenizer=loaded.tokenizer,
-                eos_id=eos_id,
+                eos_id=stop_ids[0] if eos_id is None else eos_id,
+                stop_ids=stop_ids,
                 score_rewards=score_rewards,
                 score_reference=lambda prompts, responses: reference.score(
                     prompts, responses, config.generate.temperature
@@ -101,9 +99,22 @@ class ImportedResponse:
     token_ids: np.ndarray
     """Token ids of the response, int32 [T]."""
     finished: bool
-    """Whether the response ends with EOS; otherwise it counts as cut off."""
+    """Whether the response ends with a stop token; otherwise it counts as cut off."""
     rewards: Mapping[str, float] | None
     """Reward components that the file gives, None = they are to be computed."""
+
+    def completion(self, *, sample_index: int = 0) -> Completion:
+        # NaN is also what tells the buffer that no policy generated the response, so that it has no lag.
+        unknown = np.full(len(self.token_ids), np.nan, np.float32)
+        return Completion(
+            prompt_id=self.prompt.id,
+            sample_index=sample_index,
+            token_ids=self.token_ids,
+            behaviour_log_probs=unknown,
+            policy_log_probs=unknown,
+            version_spans=((0, START_VERSION),),
+            finish="stop" if self.finished else "length",
+        )
 
 
 def import_responses(
@@ -112,12 +123,14 @@ def import_responses(
     prompts: Sequence[Prompt],
     tokenizer: Tokenizer,
     eos_id: int,
+    stop_ids: Collection[int],
     score_rewards: RewardScorer,
     score_reference: ReferenceScorer,
 ) -> list[TrajectoryGroup]:
     """The responses of one file, one group per prompt, in the order of the file. Bad lines are an error that lists them;
-    nothing is half imported."""
-    responses = _read(path, PromptFinder(prompts), tokenizer, eos_id)
+    nothing is half imported. `eos_id` closes texts; a response that ends with one of `stop_ids` is finished."""
+    reader = LineReader(PromptFinder(prompts), tokenizer, eos_id, frozenset(stop_ids))
+    responses = _read(path, reader)
     rewards = _complete_rewards(responses, score_rewards)
     log_refs = score_reference([r.prompt.token_ids for r in responses], [r.token_ids for r in responses])
     by_prompt: dict[str, list[Trajectory]] = {}
@@ -157,7 +170,7 @@ class PromptFinder:
         return json.dumps(text, sort_keys=True)
 
 
-def _read(path: Path, finder: PromptFinder, tokenizer: Tokenizer, eos_id: int) -> list[ImportedResponse]:
+def _read(path: Path, reader: LineReader) -> list[ImportedResponse]:
     if not path.is_file():
         raise ValueError(f"replay.imports: {path} does not exist.")
     responses: list[ImportedResponse] = []
@@ -166,7 +179,7 @@ def _read(path: Path, finder: PromptFinder, tokenizer: Tokenizer, eos_id: int) -
         for number, line in enumerate(lines, start=1):
             try:
                 if line.strip():
-                    responses.append(_parse(line, finder, tokenizer, eos_id))
+                    responses.append(reader.parse(line))
             except ValueError as error:
                 problems.append(f"line {number} {error}")
     if problems:
@@ -179,37 +192,45 @@ def _read(path: Path, finder: PromptFinder, tokenizer: Tokenizer, eos_id: int) -
     return responses
 
 
-def _parse(text: str, finder: PromptFinder, tokenizer: Tokenizer, eos_id: int) -> ImportedResponse:
-    try:
-        line = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error}") from None
-    if not isinstance(line, dict):
-        raise ValueError(f"is a {type(line).__name__}, not an object")
-    if ("completion" in line) == ("completion_ids" in line):
-        raise ValueError("needs either `completion` or `completion_ids`")
-    prompt = finder.find(line)
-    ids = _tokens(line, tokenizer, eos_id)
-    return ImportedResponse(
-        prompt=prompt,
-        text=line["completion"] if "completion" in line else tokenizer.decode(ids, skip_special_tokens=True),
-        token_ids=np.array(ids, np.int32),
-        finished=ids[-1] == eos_id,
-        rewards=_given_rewards(line),
-    )
+@dataclass(frozen=True)
+class LineReader:
+    """LineReader(PromptFinder(prompts), tokenizer, eos_id=2, stop_ids={2, 5}).parse('{"id": "p0", "completion": " 4"}')"""
 
+    finder: PromptFinder
+    tokenizer: Tokenizer
+    eos_id: int
+    stop_ids: frozenset[int]
 
-def _tokens(line: Mapping[str, Any], tokenizer: Tokenizer, eos_id: int) -> list[int]:
-    if "completion" in line:
-        if not isinstance(line["completion"], str):
-            raise ValueError(f"`completion` is a {type(line['completion']).__name__}, not text")
-        ids = tokenizer.encode(line["completion"], add_special_tokens=False)
-        return ids if ids and ids[-1] == eos_id else [*ids, eos_id]
-    ids = line["completion_ids"]
-    # `type(i) is int`, because True and False are integers to isinstance.
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < len(tokenizer) for i in ids):
-        raise ValueError(f"`completion_ids` must be a non-empty list of integers from 0 to {len(tokenizer) - 1}")
-    return ids
+    def parse(self, text: str) -> ImportedResponse:
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"is not JSON: {error}") from None
+        if not isinstance(line, dict):
+            raise ValueError(f"is a {type(line).__name__}, not an object")
+        if ("completion" in line) == ("completion_ids" in line):
+            raise ValueError("needs either `completion` or `completion_ids`")
+        prompt = self.finder.find(line)
+        ids = self._tokens(line)
+        return ImportedResponse(
+            prompt=prompt,
+            text=line["completion"] if "completion" in line else self.tokenizer.decode(ids, skip_special_tokens=True),
+            token_ids=np.array(ids, np.int32),
+            finished=ids[-1] in self.stop_ids,
+            rewards=_given_rewards(line),
+        )
+
+    def _tokens(self, line: Mapping[str, Any]) -> list[int]:
+        if "completion" in line:
+            if not isinstance(line["completion"], str):
+                raise ValueError(f"`completion` is a {type(line['completion']).__name__}, not text")
+            ids = self.tokenizer.encode(line["completion"], add_special_tokens=False)
+            return ids if ids and ids[-1] in self.stop_ids else [*ids, self.eos_id]
+        ids, largest = line["completion_ids"], len(self.tokenizer) - 1
+        # `type(i) is int`, because True and False are integers to isinstance.
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i <= largest for i in ids):
+            raise ValueError(f"`completion_ids` must be a non-empty list of integers from 0 to {largest}")
+        return ids
 
 
 def _given_rewards(line: Mapping[str, Any]) -> Mapping[str, float] | None:
@@ -228,7 +249,9 @@ def _given_rewards(line: Mapping[str, Any]) -> Mapping[str, float] | None:
 def _complete_rewards(responses: list[ImportedResponse], score_rewards: RewardScorer) -> list[Mapping[str, float]]:
     """The rewards of each response: those given, and those that are missing, computed in one call."""
     missing = [r for r in responses if r.rewards is None]
-    scores = score_rewards([r.prompt for r in missing], [r.text for r in missing]) if missing else []
+    # Each response as it stands in the file: what was cut off, or tokenised in another way, is graded as that.
+    groups = [FinishedGroup(prompt=r.prompt, completions=[r.completion()], texts=[r.text]) for r in missing]
+    scores = score_rewards(groups) if groups else []
     if len(scores) != len(missing):
         raise ValueError(f"score_rewards returned {len(scores)} results for {len(missing)} responses.")
     computed = iter(scores)
@@ -238,25 +261,11 @@ def _complete_rewards(responses: list[ImportedResponse], score_rewards: RewardSc
 def _trajectory(
     response: ImportedResponse, rewards: Mapping[str, float], log_ref: np.ndarray, *, sample_index: int
 ) -> Trajectory:
-    completion = _completion(response.prompt, response.token_ids, sample_index=sample_index, finished=response.finished)
+    completion = response.completion(sample_index=sample_index)
     return Trajectory(
         completion=completion,
         rewards=rewards,
         log_ref=np.asarray(log_ref, np.float32),
         reference_version=START_VERSION,
         loss_mask=np.ones(len(completion.token_ids), np.bool_),
-    )
-
-
-def _completion(prompt: Prompt, token_ids: np.ndarray, *, sample_index: int = 0, finished: bool = True) -> Completion:
-    # NaN is also what tells the buffer that no policy generated the response, so that it has no lag.
-    unknown = np.full(len(token_ids), np.nan, np.float32)
-    return Completion(
-        prompt_id=prompt.id,
-        sample_index=sample_index,
-        token_ids=token_ids,
-        behaviour_log_probs=unknown,
-        policy_log_probs=unknown,
-        version_spans=((0, START_VERSION),),
-        finish="stop" if finished else "length",
     )

@@ -13,15 +13,12 @@ import torch
 
 from tba.config import Config, ModelConfig, dump_config, load_config
 from tba.generate.engine import Scorer, make_scorer
-from tba.launch.asynchronous import AsyncRun
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.imports import import_groups
-from tba.launch.run import RewardFunctions, RunInputs, load_inputs
-from tba.launch.synchronous import SyncRun
-from tba.models.load import load_model
-from tba.models.lora import base_of, is_adapter
+from tba.launch.run import AsyncRun, RunInputs, SyncRun, load_inputs
+from tba.models.load import base_of, is_adapter, load_model
+from tba.observe.display import show_summary
 from tba.observe.files import RunFolder, write_atomic
-from tba.observe.summary import show_summary
 from tba.runtime.mps import start_mps
 from tba.runtime.processes import prepare_to_fork
 from tba.search.make import make_search_engine
@@ -32,14 +29,14 @@ from tba.train.health import Collapsed
 logger = logging.getLogger("tba")
 
 
-def train(config: Config, functions: RewardFunctions = None, *, inputs: RunInputs | None = None) -> dict[str, Any]:
+def train(config: Config, *, inputs: RunInputs | None = None) -> dict[str, Any]:
     """Run a training and return what summary.json holds. After Ctrl-C it is saved as far as it came, then raised again."""
     torch.set_num_threads(config.runtime.threads)
     config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
     start_mps(config)  # before anything touches the GPU
     if not config.takes_turns:
         prepare_to_fork(config.runtime.threads, preload=("tba.search.role",))  # imports while this process loads
-    inputs = inputs or load_inputs(config, functions)
+    inputs = inputs or load_inputs(config)
     # Bad train rows show here, before a run folder exists.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))
     config = with_defaults(config, inputs.loaded)

@@ -88,7 +88,7 @@ class Decoder:
         self._query(last, layer.attention_norm(x), rotations[self.spec.rotary_kinds[last]], attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits [N, V]."""
+        """Logits [N, V], fp32."""
         logits = F.linear(hidden, self.weights.head).float()
         cap = self.spec.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -41,7 +41,8 @@ class AttendInPlace(Protocol):
 
 
 def attention(spec: DecoderSpec, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """query [B, H, T, D], key and value [B, K, L, D], mask added to the scores or None = causal -> [B, H, T, D]."""
+    """Attention [B, H, T, D] of query [B, H, T, D] over key and value [B, K, L, D]; the mask is added to the scores, None =
+    causal."""
     scale, cap = spec.query_scales[layer], spec.attention_cap
     if cap is None:
         return _fused_attention(query, key, value, mask, scale=scale, group=spec.group)
@@ -87,7 +88,7 @@ def additive(seen: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _as_block(heads_NHD: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """[B * T, H, D] -> [B, H, T, D]"""
+    """Heads of a sequence together: [B * T, H, D] -> [B, H, T, D]."""
     return heads_NHD.unflatten(0, shape).transpose(1, 2).to(dtype)
 
 
@@ -117,13 +118,13 @@ class CausalAttention:
 
     @property
     def keys(self) -> Tensor:
-        """[layers kept, B, K, T, D], a view."""
+        """Keys [layers kept, B, K, T, D], a view."""
         assert self._tables is not None, "nothing is stored yet"
         return self._tables[0].transpose(2, 3)
 
     @property
     def values(self) -> Tensor:
-        """[layers kept, B, K, T, D], a view."""
+        """Values [layers kept, B, K, T, D], a view."""
         assert self._tables is not None, "nothing is stored yet"
         return self._tables[1].transpose(2, 3)
 
@@ -188,7 +189,7 @@ class SharedPrefixAttention:
         return attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _mask(self, window: int | None) -> Tensor:
-        """[B, 1, T, prefix columns + T]."""
+        """Mask [B, 1, T, prefix columns + T]."""
         device, columns = self.rows_B.device, self.shape[1]
         prefix_index = torch.arange(self.prefix.shape[1], device=device)
         offset = torch.arange(columns, device=device)

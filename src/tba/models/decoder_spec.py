@@ -80,7 +80,7 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """residual += linear(x), in place; in one kernel where the types allow it."""
+        """Add linear(x) to the residual in place; in one kernel where the types allow it."""
         if self.bias is None and residual.dtype == self.weight.dtype:
             residual.addmm_(x, self.weight.t())
         else:
@@ -137,13 +137,13 @@ class DecoderWeights:
     """Every static tensor of a decoder, and what fills it."""
 
     embedding: Tensor
-    """[V, hidden]"""
+    """Input embedding [V, hidden]."""
     layers: list[Layer]
     final_norm: Norm
     head: Tensor
-    """[V, hidden]; the embedding itself when tied."""
+    """Output head [V, hidden]; the embedding itself when tied."""
     positions: Tensor | None
-    """[positions, hidden], learned; None = rotary."""
+    """Learned position embedding [positions, hidden]; None = rotary."""
     placements: Mapping[str, Placement]
     ignored: frozenset[str]
     """Names that a bundle may hold without being used: the head of tied embeddings, buffers."""

@@ -33,9 +33,9 @@ class Sizes(NamedTuple):
     root_tokens: int
     longest_root: int
     longest_branch: int
-    """Tokens of the longest branch; 0 = there are none."""
+    """Number of tokens of the longest branch; 0 = there are none."""
     most_queries: int
-    """Most branch tokens of one root."""
+    """Largest number of branch tokens of one root."""
 
 
 @dataclass(kw_only=True, eq=False)  # not frozen, and no integers: torch.compile would compile again for other lengths
@@ -47,11 +47,11 @@ class FlashPlan:
 
     roots: Tensor
     branches: Tensor
-    """Each branch by itself; one of no tokens where there are none."""
+    """Cumulated lengths of the branches, each by itself; one of no tokens where there are none."""
     queries_of_root: Tensor
-    """All branch tokens of a root as one sequence: they lie side by side."""
+    """Cumulated lengths of all branch tokens of a root as one sequence: they lie side by side."""
     sizes: Tensor
-    """`Sizes`, on the CPU."""
+    """Numbers of `Sizes`, on the CPU."""
 
     @classmethod
     def make(

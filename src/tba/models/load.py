@@ -1,20 +1,29 @@
 """Load a causal language model and its tokenizer from a folder, a hub name, or the package, and make it ready to train:
-with an adapter, with compiled layers, or with layers recomputed in the backward pass."""
+with a LoRA adapter, with compiled layers, or with layers recomputed in the backward pass.
+
+LoRA goes through PEFT: a small adapter is trained and travels; the base model stays as it was loaded. The reference is the
+base with the adapter off, so no second model is kept for it. Searchers merge an adapter into their engine's weights when it
+arrives: decoding costs no more than without.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from tba.config import ConfigError, ModelConfig
-from tba.models.lora import add_lora, base_of, is_adapter, with_adapter
+from tba.config import ConfigError, LoraConfig, ModelConfig
+from tba.types import Weights
 
 logger = logging.getLogger("tba.models")
 
@@ -24,6 +33,8 @@ SHIPPED = {
     "tba:red_team": "tasks/red_team/start_model",
 }
 """Models inside the package, by the name used for model.path."""
+ADAPTER = "default"
+"""Name of the LoRA adapter, as PEFT calls it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,7 +90,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
-    """Load with dropout off, in the compute dtype, on the device."""
+    """Load a model with dropout off, in the compute dtype, on the device."""
     disable_progress_bar()
     path, device = resolve_path(config.path), resolve_device(config.device)
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
@@ -107,6 +118,84 @@ def adapt(loaded: LoadedModel, config: ModelConfig, *, seed: int) -> None:
                 "whole model first, with `tba merge`."
             )
         add_lora(loaded.model, config.lora, base=str(resolve_path(config.path)), seed=seed)
+
+
+def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int) -> None:
+    """Put a fresh adapter into the model, in place: from here on only the adapter trains. It changes nothing at first."""
+    peft = _peft()
+    torch.manual_seed(seed)
+    model.add_adapter(
+        peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha if config.alpha is not None else 2 * config.rank,
+            target_modules=config.targets if isinstance(config.targets, str) else list(config.targets),
+            lora_dropout=0.0,
+            task_type="CAUSAL_LM",
+        ),
+        ADAPTER,
+    )
+    model.peft_config[ADAPTER].base_model_name_or_path = base
+
+
+def has_lora(model: nn.Module) -> bool:
+    return bool(getattr(model, "peft_config", None))
+
+
+def merged(model: PreTrainedModel, weights: Weights) -> Weights:
+    """A published adapter as weights of the whole model, under the names it had without an adapter."""
+    tensors = {
+        name.replace(".base_layer.", "."): _with_delta(model, name, parameter.detach(), weights.tensors)
+        for name, parameter in model.named_parameters()
+        if ".lora_" not in name
+    }
+    return Weights(version=weights.version, tensors=tensors)
+
+
+@torch.no_grad()
+def _with_delta(model: PreTrainedModel, name: str, base: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
+    """Weights with the adapter in them, base + scale x B A. The model's own adapter is left alone: it may be the one that
+    trains."""
+    if not name.endswith(".base_layer.weight"):
+        return base
+    layer = name.removesuffix(".base_layer.weight")
+    module: Any = model.get_submodule(layer)
+    a, b = (adapter[f"{layer}.lora_{part}.{ADAPTER}.weight"].to(base.device).float() for part in "AB")
+    delta = module.scaling[ADAPTER] * (b @ a)
+    return (base.float() + (delta.t() if module.fan_in_fan_out else delta)).to(base.dtype)
+
+
+@contextmanager
+def adapter_off(model: PreTrainedModel) -> Iterator[None]:
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def is_adapter(path: Path) -> bool:
+    return (path / "adapter_config.json").is_file()
+
+
+def base_of(path: Path) -> str:
+    """The model that an adapter folder was trained on."""
+    base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    if not base:
+        raise ConfigError(f"{path}/adapter_config.json does not name its base model (base_model_name_or_path).")
+    return str(base)
+
+
+def with_adapter(model: PreTrainedModel, path: Path) -> PreTrainedModel:
+    """The base model with a saved adapter merged into its weights: a plain model."""
+    return _peft().PeftModel.from_pretrained(model, str(path)).merge_and_unload()
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError("model.lora needs PEFT: pip install 'tba-rl[lora]'.") from None
+    return peft
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:

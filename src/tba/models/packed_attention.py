@@ -82,7 +82,7 @@ class PackedLayout:
 
     @cached_property
     def branch_key_index(self) -> Tensor:
-        """[B, L + M]: the keys a branch may see: its root's tokens, then its own."""
+        """Packed index [B, L + M] of the keys that a branch may see: its root's tokens, then its own."""
         _, _, branch_roots = self._lengths
         return torch.cat([self.root_index_RL[branch_roots.to(self.device)], self.branch_index_BM], dim=1)
 
@@ -100,7 +100,7 @@ class PackedLayout:
         return torch.cat(rows).to(self.device)
 
     def root_mask(self, window: int | None) -> Tensor | None:
-        """None = plain causal; a boolean mask where a sliding window is shorter than the longest root."""
+        """Mask of the roots. None = plain causal; a boolean mask where a sliding window is shorter than the longest root."""
         length = max(self.root_lengths)
         if window is None or window >= length:
             return None
@@ -194,7 +194,8 @@ def attend_packed(
 
 
 _attend_outside = torch.compiler.disable(attend_packed)
-"""Lengths and masks are plain Python: a compiled layer stops here and goes on after, as several graphs."""
+"""Attention outside of compiled graphs. Lengths and masks are plain Python: a compiled layer stops here and
+goes on after."""
 
 
 def _attend_flash(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:

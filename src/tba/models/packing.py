@@ -19,7 +19,7 @@ from torch import Tensor
 from tba.models.packed_attention import PackedLayout
 
 MIN_PADDED_TOKENS = 512
-"""A padded batch below this many tokens is never split: a small batch costs as much in calls as padding in arithmetic."""
+"""Number of tokens below which a padded batch is never split: small batches cost in calls what padding costs."""
 
 Item = TypeVar("Item")
 
@@ -40,7 +40,7 @@ class PackedTokens:
     targets_M: Tensor
     """The response tokens, distinct responses in the order they first occur."""
     prompt_spans: tuple[tuple[int, int], ...]
-    """(first index in T, length) of each prompt, once."""
+    """Place of each prompt, once: (first index in T, length)."""
     copies: Tensor | None = None
     """Index into M for each token of all responses in the order given, equal ones included; None = they are distinct."""
 

@@ -32,11 +32,11 @@ from tba.types import Forward
 logger = logging.getLogger("tba.models")
 
 LOGITS_PER_CHUNK = 2**25
-"""Logits held at once (128 MiB in fp32); beyond it chunks are recomputed in the backward pass."""
+"""Number of logits held at once (128 MiB in fp32); beyond it chunks are recomputed in the backward pass."""
 LOGITS_PER_CHUNK_CUDA = 2**30
-"""Logits held at once on a GPU (2 GiB in bf16)."""
+"""Number of logits held at once on a GPU (2 GiB in bf16)."""
 SMALLEST_SQUARE = 1e-12
-"""Added to the mean square of a hidden state before it is divided by: only a state of zeros notices."""
+"""Number added to the mean square of a hidden state before it is divided by: only a state of zeros notices."""
 
 
 class PolicyModel:
@@ -67,7 +67,7 @@ class PolicyModel:
         return next(self.model.parameters()).device
 
     def forward(self, packed: PackedTokens, *, temperature: float) -> Forward:
-        """log_pi and entropy of all response tokens, in the order the responses were given to `pack`."""
+        """Log-probs (log_pi) and entropy of all response tokens, in the order the responses were given to `pack`."""
         if not self.packed:
             return self._forward_one_by_one(packed, temperature)
         head = self.model.get_output_embeddings()
@@ -183,7 +183,7 @@ class Critic(nn.Module):
 
 
 class LogZ(nn.Module):
-    """log Z of a prompt: a start value plus a linear head on the mean of its last hidden states.
+    """Learned log Z of a prompt: a start value plus a linear head on the mean of its last hidden states.
 
         log Z = start + bias + sum_i weight_i h_i / H,   h the mean hidden state scaled to a root mean square of 1
 
@@ -251,7 +251,7 @@ def chosen_log_probs(
     bias_V: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """-> (log-prob of each target [M], entropy of each distribution [M] without gradient), both fp32."""
+    """Log-prob of each target [M], and entropy of each distribution [M] without gradient, both fp32."""
     if hidden_MD.is_cuda and bias_V is None and softcap is None and importlib.util.find_spec("triton") is not None:
         from tba.kernels.logits import chosen_log_probs as fused
 

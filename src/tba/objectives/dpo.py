@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tba.objectives.base import Coupling, Needs, Objective
-from tba.objectives.terms import mean_where
+from tba.objectives.base import Coupling, Needs, Objective, mean_where
 from tba.types import Batch, Forward, Loss
 
 

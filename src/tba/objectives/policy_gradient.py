@@ -17,8 +17,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from tba.config import Config, ConfigError
-from tba.objectives.base import Coupling, Needs, Objective
-from tba.objectives.terms import (
+from tba.objectives.base import (
+    Coupling,
+    Needs,
+    Objective,
     centred,
     clipped_surrogate,
     k3,
@@ -134,7 +136,7 @@ class DrGRPO(GRPO):
     prompts nor short responses weigh more. No KL term unless beta is set."""
 
     normal_length: int | None = Field(default=None, ge=1)
-    """Tokens; None = generate.max_new_tokens."""
+    """Number of tokens that token losses are divided by, a constant. None = generate.max_new_tokens."""
 
     default_beta: ClassVar[float] = 0.0
 

@@ -27,8 +27,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from tba.objectives.base import Coupling, Extras, Needs, Objective
-from tba.objectives.terms import clipped_surrogate, k3, mean_over_responses, ratio_metrics, ratios, token_log_ratios
+from tba.objectives.base import (
+    Coupling,
+    Extras,
+    Needs,
+    Objective,
+    clipped_surrogate,
+    k3,
+    mean_over_responses,
+    ratio_metrics,
+    ratios,
+    token_log_ratios,
+)
 from tba.types import Batch, Forward, Loss
 
 WHITEN_EPSILON = 1e-8
@@ -38,7 +48,7 @@ class PPO(Objective):
     critic: Literal["trunk", "separate"] = "trunk"
     """A value head on the policy's own hidden states, or a second model that starts as a copy of the policy."""
     critic_learning_rate: float | None = Field(default=None, gt=0.0)
-    """Of the head (and of the separate critic); None = the policy's."""
+    """Learning rate of the head (and of the separate critic); None = the policy's."""
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The token ratio counts between 1 - clip and 1 + clip."""
     value_clip: float = Field(default=0.2, gt=0.0)
@@ -158,10 +168,10 @@ class VinePPO(Objective):
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The token ratio counts between 1 - clip and 1 + clip."""
     continuations: int = Field(default=9, ge=1)
-    """Responses generated from each step's prefix to estimate its value; read by the searchers."""
+    """Number of responses generated from each step's prefix to estimate its value; read by the searchers."""
 
     kl_clip: float = Field(default=10.0, gt=0.0)
-    """Nats; k3 of a token counts no more than this, and above it pulls no more."""
+    """Largest k3 of a token that counts, in nats; above it nothing pulls."""
     whiten: bool = True
     """Whether advantages are brought to mean 0 and variance 1 over all tokens of the step."""
 

@@ -16,8 +16,7 @@ from tba.objectives.base import Needs, Objective
 from tba.objectives.dpo import OnlineDPO
 from tba.objectives.policy_gradient import GRPO, RLOO, DrGRPO, ProximalRLOO, Reinforce
 from tba.objectives.ppo import PPO, VinePPO
-from tba.objectives.tba_prime import TBAPrime
-from tba.objectives.trajectory_balance import Kimi, LearnedLogZ, TrajectoryBalance
+from tba.objectives.trajectory_balance import Kimi, LearnedLogZ, TBAPrime, TrajectoryBalance
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "tb": TrajectoryBalance,

@@ -1,31 +1,45 @@
-"""Trajectory balance (TB: arXiv 2201.13259) with log Z estimated from the group (VarGrad), learned, or from rewards alone.
+"""Trajectory balance (TB: arXiv 2201.13259): the loss, its objectives, and what bounds it on stale data.
 
 The target is pi*(y|x) ~ pi_ref(y|x) exp(r(y; x) / beta). At the optimum log Z(x) = log_ref + r / beta - log_pi for every
-response y. The three objectives here differ in what they put for log Z in
+response y. `tb`, `tb_learned_z` and `kimi` differ in what they put for log Z in
 
     residual_ij = log Z_i - (log_ref_ij + r_ij / beta - log_pi_ij),        loss = mean_ij residual_ij^2
 
-Any response may be trained on, whoever generated it: no importance weight appears.
+Any response may be trained on, whoever generated it: no importance weight appears. `tba_prime` puts the same advantage into
+a token-level ratio loss.
 
 Deviation: (beta / 2) x the loss is back-propagated, so that gradients have reward units and one clipping threshold means
 the same at every beta; `tb/loss` logs the loss itself.
 
-Axes: P prompts, K responses per prompt.
+Axes: P prompts, K responses per prompt, N tokens of all responses.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
+from typing_extensions import Self
 
-from tba.objectives.base import Coupling, Extras, Needs, Objective
-from tba.objectives.drift import OffPolicyRule, gradient_share
-from tba.objectives.terms import mean_where, prompt_mean
+from tba.config import Config
+from tba.objectives.base import (
+    Coupling,
+    Extras,
+    Needs,
+    Objective,
+    centred,
+    mean_where,
+    prompt_mean,
+    ratios,
+    token_log_ratios,
+)
 from tba.types import Batch, Forward, Loss
+
+OffPolicyRule = Literal["response", "token", "taper", "exact"]
+"""What bounds the push of a response on stale data; see `gradient_share`."""
 
 
 def log_z_estimates(log_pi_PK: Tensor, log_ref_PK: Tensor, reward_PK: Tensor, *, beta: float) -> Tensor:
@@ -78,10 +92,11 @@ class TrajectoryBalance(Objective):
     """
 
     off_policy: OffPolicyRule = "response"
-    """What bounds the push of a response that the policy has moved away from since it was generated; tba.objectives.drift
-    tells the rules apart. exact = the paper's loss."""
+    """What bounds the push of a response that the policy has moved away from since it was generated;
+    tba.objectives.trajectory_balance.gradient_share tells the rules apart. exact = the paper's loss."""
     max_drift: float = Field(default=0.1, gt=0.0)
-    """Nats per square root of a response's tokens (off_policy=response), or nats per token (off_policy=token)."""
+    """Largest drift, in nats per square root of a response's tokens (off_policy=response) or nats per token
+    (off_policy=token)."""
     residual_clip: float | None = Field(default=None, gt=0.0)
     """Largest |beta * residual| in reward units whose gradient grows; beyond it the pull is constant (Huber). None = no
     clip."""
@@ -167,3 +182,112 @@ def _loss(batch: Batch, log_pi_N: Tensor, log_z_P1: Tensor, *, beta: float, resi
         "tb/clip_fraction": mean_where(clipped_PK, kept_PK),
     }
     return Loss(value=0.5 * beta * loss, metrics=metrics)
+
+
+def gradient_share(
+    batch: Batch, log_pi_N: Tensor, push_up_PK: Tensor, *, rule: OffPolicyRule, max_drift: float
+) -> Tensor:
+    """[N] in 0 to 1: how much of its gradient each token keeps. `log_pi_N` carries no gradient.
+
+    TB's gradient pushes a response up or down by its residual and no importance weight appears. On fresh data that is safe:
+    a response that the policy gives up is hardly sampled again. On stale data it is not: a wrong response that was sampled
+    once is pushed down at every further visit although the policy would not produce it any more, up to r / beta nats, and
+    what it shares with right ones goes down with it. (On sort_digits of the bench exact TB ended at .43 at a lag of 3 steps
+    where the synchronous run had .69, and at .12 with each response trained four times: docs/log.md.)
+
+    So the push of a response is measured by its drift, log_pi now - log_pi when it was generated, and ends once the policy
+    has gone far enough in the push's own direction:
+
+        response    no gradient once drift exceeds max_drift * sqrt(T) upwards for a push up, or downwards for a push down
+        token       the same for each token alone, with max_drift itself (PPO's clip)
+        taper       a push down is weighted by min(1, exp(drift)), a push up is left alone (TOPR, arXiv 2503.14286)
+        exact       trajectory balance as it is
+
+    A response that is held back keeps its place in its prompt's log Z. The square root is how far the log-prob of T tokens
+    wanders when each token's wanders by itself: short and long responses are held back alike, and the small gap between a
+    bf16 engine and its trainer, which grows in the same way, closes no gate.
+    """
+    # The policy's own log-probs, not the behaviour's: exploration and top-p shift those. Where they are unknown (imports,
+    # responses of the reference) the drift is 0 and nothing is held back.
+    drift_N = torch.nan_to_num(log_pi_N - batch.policy_N, nan=0.0)
+    if rule == "exact":
+        return torch.ones_like(drift_N)
+    push_up_N = batch.per_token(push_up_PK)
+    if rule == "token":
+        return (~_beyond(drift_N, push_up_N, max_drift)).to(drift_N.dtype)
+    drift_PK = batch.sum_per_response(drift_N)
+    if rule == "taper":
+        return torch.where(push_up_N, 1.0, batch.per_token(drift_PK.clamp(max=0.0).exp()))
+    tokens_PK = batch.sum_per_response(torch.ones_like(drift_N))
+    return batch.per_token((~_beyond(drift_PK, push_up_PK, max_drift * tokens_PK.sqrt())).to(drift_N.dtype))
+
+
+def _beyond(drift: Tensor, push_up: Tensor, limit: Tensor | float) -> Tensor:
+    """Whether the policy has gone further than the limit in the direction of the push."""
+    return torch.where(push_up, drift > limit, drift < -limit)
+
+
+class TBAPrime(Objective):
+    """`tba_prime`: TB's advantage in a token-level ratio loss (arXiv 2503.18929, TBA'; code in bbartoldson/tba-prime).
+
+        A_ij = (r_ij - mean r) - beta (KL_ij - mean KL),   KL_ij = SG[sum_t clip(log pi - log ref, -10, 10)]
+        loss = -sum_ijt min(pi / pi_behaviour, 8) A_ij / (responses x length)
+
+    with no replay and a reference that is reset to the current policy every 50 steps. Above the clamp of the ratio the
+    gradient is zero. pi in KL_ij is the live policy, or the one that generated the response (`objective.kl_policy`).
+    """
+
+    ratio_max: float = Field(default=8.0, gt=0.0)
+    """The token ratio is clamped here ("not apparently critical")."""
+    log_ratio_clamp: float = Field(default=10.0, gt=0.0)
+    """Largest |log pi - log ref| of a token that counts in KL_ij, in nats."""
+    kl_policy: Literal["live", "inference"] = "live"
+    """Whose KL to the reference is in the advantage: the policy's as it is now, or that of the policy that generated the
+    response. The first sees how far training has gone since; the second is a constant of the response, as its reward."""
+    ratio_on_reward: bool = True
+    """Whether the reward part of the advantage multiplies the ratio; false = it multiplies log pi."""
+    ratio_on_kl: bool = True
+    """Whether the KL part of the advantage multiplies the ratio; false = it multiplies log pi."""
+    normal_length: int | None = Field(default=None, ge=1)
+    """Number of tokens that token losses are divided by, a constant. None = generate.max_new_tokens."""
+
+    coupling: ClassVar[Coupling] = "group"
+    needs: ClassVar[Needs] = Needs(reference=True, group=True, behaviour=True, multiplicities=True)
+    default_beta: ClassVar[float] = 0.005
+    default_reset_every: ClassVar[int] = 50
+
+    @classmethod
+    def make(cls, config: Config) -> Self:
+        return cls.model_validate({"normal_length": config.generate.max_new_tokens} | config.objective.settings)
+
+    @property
+    def all_needs(self) -> Needs:
+        return replace(self.needs, policy=self.kl_policy == "inference")
+
+    def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
+        assert self.normal_length is not None
+        log_pi_N, weight_PK = forward.log_pi_N, batch.weight_PK
+        reward_PK = centred(batch.reward_PK, weight_PK)
+        kl_PK = centred(self._kl(batch, log_pi_N), weight_PK) if beta > 0.0 else torch.zeros_like(reward_PK)
+        ratio_N = ratios(token_log_ratios(batch, log_pi_N))
+        clamped_N = ratio_N.clamp(max=self.ratio_max)
+        gain_N = _factor(self.ratio_on_reward, clamped_N, log_pi_N) * batch.per_token(reward_PK)
+        gain_N = gain_N - beta * _factor(self.ratio_on_kl, clamped_N, log_pi_N) * batch.per_token(kl_PK)
+        kept_N = batch.kept_N
+        total = torch.where(kept_N, gain_N, torch.zeros_like(gain_N)).sum()
+        metrics = {
+            "objective/ratio_mean": mean_where(clamped_N, kept_N),
+            "objective/clip_fraction": mean_where(ratio_N > self.ratio_max, kept_N),
+        }
+        return Loss(value=-total / (max(1, batch.totals.responses) * self.normal_length), metrics=metrics)
+
+    def _kl(self, batch: Batch, log_pi_N: Tensor) -> Tensor:
+        """KL_ij, each token clamped before the sum."""
+        # policy_N, not behaviour_N: exploration and top_p change what was sampled from, not the policy's own log-probs.
+        own_N = log_pi_N.detach() if self.kl_policy == "live" else batch.policy_N
+        return batch.sum_per_response((own_N - batch.log_ref_N).clamp(-self.log_ratio_clamp, self.log_ratio_clamp))
+
+
+def _factor(by_ratio: bool, ratio_N: Tensor, log_pi_N: Tensor) -> Tensor:
+    """What the advantage multiplies: d ratio = ratio d log_pi, or d log_pi itself."""
+    return ratio_N if by_ratio else log_pi_N

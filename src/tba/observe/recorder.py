@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config
+from tba.observe.display import Curve, Progress, RoleStatus, Stability
 from tba.observe.files import RunFolder, make_sinks, write_json
 from tba.observe.metrics import Evaluation
-from tba.observe.progress import Progress, RoleStatus
-from tba.observe.summary import Curve, Stability
 from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
 
 
@@ -90,7 +89,7 @@ class Recorder:
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.evaluations.append((step, metrics))
-        task = self.config.task.name
+        task = self.config.task.label
         values = {f"eval/{task}/{name}": value for name, value in metrics.items()}
         self._sinks.write(step, {"seconds": self._seconds_at.get(step, self.seconds), **values})
         self._progress.evaluation(step, metrics)
@@ -103,7 +102,7 @@ class Recorder:
     def summary(self) -> dict[str, Any]:
         first, last = (Evaluation.of(self.evaluations[i][1] if self.evaluations else {}) for i in (0, -1))
         return {
-            "task": self.config.task.name,
+            "task": self.config.task.label,
             "objective": self.config.objective.name,
             "seed": self.config.seed,
             "steps": self.steps,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tba.replay import storage
-from tba.replay.prompt_entry import PromptEntry
+from tba.replay.prompts import PromptEntry
 from tba.replay.storage import RowTable, TokenStore
 from tba.types import NO_ROW, Batch, Totals, Trajectory, TrajectoryGroup, total_reward
 

@@ -1,7 +1,7 @@
 """The replay buffer: add groups as they arrive, sample P prompts x K responses by the paper's mixed rule.
 
-Read in this order: this file; sampling.py (the rules by which responses are drawn); draws.py (which prompt is next);
-prompt_entry.py (one prompt's responses); storage.py (where the numbers lie).
+Read in this order: this file; sampling.py (the rules by which responses are drawn); prompts.py (one prompt's responses, and
+which prompt is next); storage.py (where the numbers lie).
 
 A row is the number of one stored response; an arrival number counts responses in the order in which they were stored.
 """
@@ -16,8 +16,7 @@ import numpy as np
 
 from tba.config import ReplayConfig
 from tba.replay.batching import PackedGroup, combine_rewards, make_batch, pack_group, token_key
-from tba.replay.draws import GroupQueue, PromptDraws
-from tba.replay.prompt_entry import PromptEntry
+from tba.replay.prompts import GroupQueue, PromptDraws, PromptEntry
 from tba.replay.sampling import MixedSelector, Selector, SoftmaxSelector, UniformSelector
 from tba.replay.storage import NO_LAG, WIDTH, AgeOrder, RowTable, TokenIndex, TokenStore, unpack_ids
 from tba.types import Batch, Prompt, TrajectoryGroup

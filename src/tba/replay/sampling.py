@@ -19,8 +19,7 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
-from tba.replay.draws import DrawWithoutReplacement, PromptDraws
-from tba.replay.prompt_entry import FREE, PromptEntry
+from tba.replay.prompts import FREE, DrawWithoutReplacement, PromptDraws, PromptEntry
 from tba.replay.sum_trees import SumTrees
 
 Rule = Literal["fresh", "old", "uniform", "mixed"]

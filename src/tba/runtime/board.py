@@ -1,4 +1,4 @@
-"""Numbers that all roles see at once, in shared memory: who is where, who waits for whom, and the one way to wait.
+"""Numbers that all roles see at once, in shared memory: who is where, and who waits for whom.
 
 Each number has one writer. Reading never waits; a reader may see one number newer than another.
 """
@@ -8,12 +8,11 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
+
+from tba.runtime.channels import WAITS, Wait
 
 
 class SharedMemory:
@@ -44,10 +43,6 @@ class SharedMemory:
             os.close(self.fd)
             self.fd = -1
 
-
-Wait = Literal["none", "first_fill", "replay_ratio", "pace", "channel_full"]
-WAITS: tuple[Wait, ...] = ("none", "first_fill", "replay_ratio", "pace", "channel_full")
-"""The named places where a role may wait, and no others."""
 
 TRAINER_FIELDS = ("wait", "wait_seconds")
 SEARCHER_FIELDS = (
@@ -103,30 +98,3 @@ class Row:
     @property
     def wait(self) -> Wait:
         return WAITS[int(self["wait"])]
-
-
-POLL_SECONDS = 0.002
-
-
-class WaitedTooLong(RuntimeError):
-    """A deadline passed; the message names who waited, for what, and what to look at."""
-
-
-def wait_until(
-    ready: Callable[[], bool], *, name: Wait, row: Row, deadline_seconds: float, explain: Callable[[], str]
-) -> float:
-    """Poll until ready; returns the seconds waited. `explain` words the error when the deadline passes."""
-    if ready():
-        return 0.0
-    started = time.monotonic()
-    row["wait"] = WAITS.index(name)
-    try:
-        while not ready():
-            if time.monotonic() - started > deadline_seconds:
-                raise WaitedTooLong(f"{explain()} (waited {deadline_seconds:g} s: {name})")
-            time.sleep(POLL_SECONDS)
-    finally:
-        seconds = time.monotonic() - started
-        row["wait"] = 0
-        row["wait_seconds"] += seconds
-    return seconds

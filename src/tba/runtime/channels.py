@@ -1,17 +1,34 @@
-"""The interfaces between roles, their form within one process, and a searcher's end of the local channel. The loops know
-nothing else of the runtime.
+"""How roles reach each other: the interfaces between them, their form within one process, and between processes the
+messages, the two-way link and a searcher's end of the group channel; and the one way to wait. The loops know nothing else of
+the runtime.
+
+Nothing here imports torch or NumPy when it runs: a reward worker, which has a link too, is back in a moment after it was
+killed.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from tba.runtime.board import Row, wait_until
-from tba.runtime.link import Acknowledge, Link
-from tba.types import TrajectoryGroup, Weights
+if TYPE_CHECKING:
+    from tba.runtime.board import Row
+    from tba.types import TrajectoryGroup, Weights
+
+EVALUATES = 0
+"""The searcher that is asked for evaluations."""
+
+Wait = Literal["none", "first_fill", "replay_ratio", "pace", "channel_full"]
+WAITS: tuple[Wait, ...] = ("none", "first_fill", "replay_ratio", "pace", "channel_full")
+"""The named places where a role may wait, and no others."""
+POLL_SECONDS = 0.002
+"""Time between two looks of a role that waits."""
 
 
 class GroupSender(Protocol):
@@ -74,6 +91,88 @@ class LocalWeights:
         self._load(weights)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Acknowledge:
+    """Trainer to searcher: these groups are stored; forget them. Acknowledge(group_ids=("searcher-0/41",))"""
+
+    group_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Trainer to searcher: score the held-out prompts with this version or a newer one. Evaluate(version=100)"""
+
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """Searcher to trainer: Evaluated(version=102, metrics={"accuracy": 0.61})"""
+
+    version: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Trainer to searcher: end now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """A child's last words: Failed(error="ValueError: ...")"""
+
+    error: str
+
+
+class Link:
+    """Sends pickled messages and collects those that arrive. Both ends run our own code on one machine.
+
+    A reader thread takes messages in as they come, so neither side ever waits for the other to read.
+    """
+
+    def __init__(self, connection: Connection, *, on_close: Callable[[], None]) -> None:
+        self._connection = connection
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._send_lock = threading.Lock()
+        self._on_close = on_close
+        self.closed = False
+        """The other end is gone."""
+        self._reader = threading.Thread(target=self._read, daemon=True, name="link-reader")
+        self._reader.start()
+
+    def send(self, message: Any) -> bool:
+        """Send a message; False when the other end is gone."""
+        try:
+            with self._send_lock:
+                self._connection.send(message)
+        except (BrokenPipeError, ConnectionResetError, OSError):
+            self.closed = True
+        return not self.closed
+
+    def receive(self, timeout_seconds: float | None = 0.0) -> Any | None:
+        """The next message; None when there is none within the time (0 = do not wait) or the other end is gone."""
+        try:
+            return self._inbox.get(block=timeout_seconds != 0.0, timeout=timeout_seconds or None)
+        except queue.Empty:
+            return None
+
+    def drain(self) -> list[Any]:
+        """All messages that have arrived."""
+        messages = [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
+        return [message for message in messages if message is not None]
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self._inbox.put(self._connection.recv())
+            except (EOFError, ConnectionResetError, OSError):
+                self.closed = True
+                self._inbox.put(None)  # wakes a receiver that waits
+                self._on_close()
+                return
+
+
 class WindowedSender:
     """A searcher's end. Keeps each group until the trainer has stored it; waits when too many are on the way."""
 
@@ -113,3 +212,27 @@ class WindowedSender:
         if len(self._unacknowledged) >= self._window:
             self._handle_messages()
         return len(self._unacknowledged) < self._window
+
+
+class WaitedTooLong(RuntimeError):
+    """A deadline passed; the message names who waited, for what, and what to look at."""
+
+
+def wait_until(
+    ready: Callable[[], bool], *, name: Wait, row: Row, deadline_seconds: float, explain: Callable[[], str]
+) -> float:
+    """Poll until ready; returns the seconds waited. `explain` words the error when the deadline passes."""
+    if ready():
+        return 0.0
+    started = time.monotonic()
+    row["wait"] = WAITS.index(name)
+    try:
+        while not ready():
+            if time.monotonic() - started > deadline_seconds:
+                raise WaitedTooLong(f"{explain()} (waited {deadline_seconds:g} s: {name})")
+            time.sleep(POLL_SECONDS)
+    finally:
+        seconds = time.monotonic() - started
+        row["wait"] = 0
+        row["wait_seconds"] += seconds
+    return seconds

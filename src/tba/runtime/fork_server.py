@@ -290,7 +290,7 @@ def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(start.environment)
         os.chdir(start.folder)
-        from tba.runtime.child import run_role
+        from tba.runtime.processes import run_role
 
         status = run_role(start.link)
     finally:

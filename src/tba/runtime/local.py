@@ -13,10 +13,19 @@ import torch
 from torch import Tensor
 
 from tba.config import RuntimeConfig
-from tba.observe.progress import RoleStatus
-from tba.runtime.board import Board, Wait
-from tba.runtime.channels import LocalWeights, WeightPublisher
-from tba.runtime.link import EVALUATES, Acknowledge, Evaluate, Evaluated, Failed, Stop
+from tba.observe.display import RoleStatus
+from tba.runtime.board import Board
+from tba.runtime.channels import (
+    EVALUATES,
+    Acknowledge,
+    Evaluate,
+    Evaluated,
+    Failed,
+    LocalWeights,
+    Stop,
+    Wait,
+    WeightPublisher,
+)
 from tba.runtime.processes import RoleDied, RoleProcess, last_lines, stop_all
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup, Weights

@@ -1,21 +1,30 @@
-"""Start a role in a process of its own, watch it, stop it."""
+"""Start a role in a process of its own, watch it, stop it; and what such a process does first.
+
+The child is a fork of a process that has imported torch already (fork_server.py), or a new one: `python -m
+tba.runtime.processes FD`. The parent sends its module search path and (target, keyword arguments)
+over the socket FD, and the target runs with a Link to the parent. A process started this way does not import the parent's
+main script again, so training scripts need no `if __name__ == "__main__"`.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
-from tba.runtime.fork_server import ForkedProcess, ForkServer
-from tba.runtime.link import Failed, Link
+from tba.runtime.channels import Failed, Link
+from tba.runtime.fork_server import ForkedProcess, ForkServer, die_with_parent
 
 
 class RoleDied(RuntimeError):
@@ -73,7 +82,7 @@ class RoleProcess:
         self._process.wait()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """True when it has ended within the time."""
+        """Wait for its end; True when it came within the time."""
         try:
             self._process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -103,7 +112,7 @@ def _popen(link: int, fds: Sequence[int], log: Path, environment: dict[str, str]
     with log.open("ab") as stream:
         # A session of its own: Ctrl-C reaches the trainer alone, which saves and then stops the others.
         return subprocess.Popen(
-            [sys.executable, "-m", "tba.runtime.child", str(link)],
+            [sys.executable, "-m", "tba.runtime.processes", str(link)],
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
@@ -113,13 +122,42 @@ def _popen(link: int, fds: Sequence[int], log: Path, environment: dict[str, str]
         )
 
 
+def prepare_to_fork(threads: int, *, preload: Sequence[str]) -> None:
+    """Roles will be started soon: have what they need imported meanwhile."""
+    if sys.platform == "linux":
+        ForkServer.shared(threads, role_environment(threads), preload)
+
+
 def role_environment(threads: int) -> dict[str, str]:
     """Thread counts are fixed before torch starts: processes that share cores must not fight over them."""
     pinned = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     return {**os.environ, **pinned, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
-def prepare_to_fork(threads: int, *, preload: Sequence[str]) -> None:
-    """Roles will be started soon: have what they need imported meanwhile."""
-    if sys.platform == "linux":
-        ForkServer.shared(threads, role_environment(threads), preload)
+def run_role(link_descriptor: int) -> int:
+    """Run the target that the parent sends; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    connection = Connection(link_descriptor)
+    search_path, payload = connection.recv_bytes(), connection.recv_bytes()
+    link = Link(connection, on_close=_parent_is_gone)
+    try:
+        sys.path[:] = json.loads(search_path)
+        target, arguments = cloudpickle.loads(payload)
+        target(link, **arguments)
+    except Exception as error:  # the process boundary: told to the parent, logged, and the exit status says so
+        traceback.print_exc()
+        link.send(Failed(error=f"{type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+def _parent_is_gone() -> None:
+    """Nobody is left to work for: end at once, whatever the main thread is doing."""
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    status = run_role(int(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(status)

@@ -59,6 +59,7 @@ def layout_of(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor
     for name, tensor in tensors.items():
         spec = TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype, offset=offset)
         specs.append(spec)
+        # Views of a slot's bytes in another dtype need offsets that are multiples of its size.
         offset += -(-spec.num_bytes // _ALIGNMENT) * _ALIGNMENT
     return tuple(specs)
 
@@ -100,7 +101,7 @@ class WeightSlots:
     def create(
         cls, tensors: Mapping[str, Tensor], dtype: torch.dtype, *, device: torch.device | None = None
     ) -> WeightSlots:
-        """In host memory, or on a GPU."""
+        """New slots, in host memory or on a GPU."""
         layout = layout_of(tensors, dtype)
         size = _data_bytes(layout)
         on_gpu = device is not None and device.type == "cuda"
@@ -110,7 +111,7 @@ class WeightSlots:
 
     @classmethod
     def attach(cls, handle: SlotsHandle) -> WeightSlots:
-        """In another process, which has inherited the descriptor."""
+        """The same slots in another process, which has inherited the descriptor."""
         device_data = handle.device_data
         opened = None if device_data is None else [open_memory(*arguments) for open_memory, arguments in device_data]
         return cls(SharedMemory(handle.fd, handle.num_bytes), handle.layout, opened)
@@ -135,18 +136,22 @@ class WeightSlots:
         """Cast-copy into the older slot, make it the newest version, and return what lies there."""
         slot = int(self._newest[0]) % 2
         header, shared = self._headers[slot], self._tensors[slot]
+        # Odd from here on: a reader whose copy began before sees another number after it, and copies again.
         header[0] += 1
         for name, tensor in tensors.items():
             shared[name].copy_(tensor)
         found = checksum(self._data[slot])  # waits for the copies: it comes back to the host
+        # No canary yet: the one that lies in this slot is of the publication two before this one.
         header[1], header[2], header[3] = version, np.uint64(found).astype(np.int64), 0
         header[0] += 1
+        # Last of all: who sees the new number finds a slot that is complete.
         self._newest[0] += 1
         return Weights(version=version, tensors=shared, checksum=found)
 
     def add_canary(self, canary: np.ndarray) -> None:
-        """Of the newest version: log-probs of the canary tokens under what lies in its slot."""
+        """Add to the newest version the log-probs of the canary tokens under what lies in its slot."""
         slot = (int(self._newest[0]) - 1) % 2
+        # The numbers first, then the version they belong to: `canary` takes them for complete once it is there.
         self._canaries[slot][:] = canary
         self._headers[slot][3] = 1 + self._headers[slot][1]
 
@@ -156,6 +161,7 @@ class WeightSlots:
             before = int(header[0])
             if before % 2 == 0 and int(header[1]) == version and int(header[3]) == 1 + version:
                 found = stored.copy()
+                # The trainer may have come round to this slot while it was copied.
                 if int(header[0]) == before:
                     return found
         return None
@@ -171,11 +177,13 @@ class WeightSlots:
             if before % 2 == 0:
                 self._private.copy_(self._data[slot])
                 _wait_for(self._private)
+                # Read before the sequence number is compared, so that they are known to belong to what was copied.
                 version, published = int(header[1]), int(header[2].astype(np.uint64))
                 if int(header[0]) == before:
                     verify(self._private, published=published, version=version)
                     tensors = _views(self._private, self.layout)
                     return Weights(version=version, tensors=tensors, checksum=published)
+            # A reader that spins could keep the trainer, which it waits for, from its core.
             time.sleep(0.001 * min(attempt, 10))
         raise TimeoutError(
             f"weights could not be copied: {MAX_RETRIES} times the trainer wrote the slot while it was read. "
@@ -200,5 +208,6 @@ def _views(data: Tensor, layout: Sequence[TensorSpec]) -> dict[str, Tensor]:
 
 
 def _wait_for(data: Tensor) -> None:
+    # A copy on a GPU is only queued: the sequence number tells nothing about it before it has ended.
     if data.is_cuda:
         torch.cuda.current_stream(data.device).synchronize()

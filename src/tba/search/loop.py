@@ -1,21 +1,26 @@
-"""The searcher: explore with the weights at hand, score, send."""
+"""The searcher: explore with the weights at hand, score, send; and how a finished group becomes trajectories: log-probs from
+the frozen reference, and responses whose reward failed dropped and counted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from tba.generate.engine import Engine
+from tba.generate.engine import Engine, Scorer
 from tba.runtime.channels import GroupSender
-from tba.search.exploration import ReferenceSamples
-from tba.search.prompts import Difficulty, PromptStream
-from tba.search.scoring import GroupScorer
+from tba.search.prompts import Difficulty, PromptStream, ReferenceSamples
 from tba.search.values import StepValues, lost_without_values
 from tba.tasks.base import Outcome, RewardFailed
 from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all, texts_of
 from tba.types import Completion, Prompt, Request, Sampling, Trajectory, TrajectoryGroup, Weights
+
+logger = logging.getLogger("tba.search")
 
 GROUPS_AT_ONCE = 4
 """Groups that share a reference pass while generation goes on: on a CPU 1.7x faster than one at a time, and they wait for
@@ -27,11 +32,21 @@ class SearchCounts:
     """What a searcher has done so far."""
 
     generated: int = 0
-    """Groups whose responses are complete."""
+    """Number of groups whose responses are complete."""
     sent: int = 0
-    """Groups that were scored and sent."""
+    """Number of groups that were scored and sent."""
     responses: int = 0
     tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchState:
+    """Where a searcher is and what it has done so far: what the trainer is shown while the searcher runs."""
+
+    prompts: PromptStream
+    difficulty: Difficulty
+    failures: FailureCount
+    counts: SearchCounts = field(default_factory=SearchCounts)
 
 
 @dataclass
@@ -51,7 +66,7 @@ class Searcher:
     solved: Callable[[Outcome], bool]
     sampling: Sampling
     samples_per_prompt: int
-    """Of a visit, those of the reference included."""
+    """Number of responses of a visit, those of the reference included."""
     index: int = 0
     difficulty: Difficulty = field(default_factory=Difficulty)
     explore: Callable[[Request], Request] = lambda request: request
@@ -160,3 +175,104 @@ class Searcher:
             num_lost=lost,
             searcher=self.index,
         )
+
+
+class GroupScorer:
+    """Scores whole groups, several at once: the reference pass is cheaper in larger batches."""
+
+    def __init__(
+        self, *, reference: Scorer, temperature: float, failures: FailureCount, reference_version: int = 0
+    ) -> None:
+        self.reference = reference
+        self.temperature = temperature
+        self.failures = failures
+        self.reference_version = reference_version
+
+    def load_reference(self, weights: Weights) -> None:
+        """From now on groups are scored by these weights; one group is always scored by one reference."""
+        self.reference.load(weights)
+        self.reference_version = weights.version
+
+    def trajectories(self, groups: Sequence[tuple[FinishedGroup, list[Outcome]]]) -> list[tuple[Trajectory, ...]]:
+        """Trajectories of each group, without the samples whose reward failed."""
+        samples = [
+            (index, group.prompt, completion, rewards, values)
+            for index, (group, outcomes) in enumerate(groups)
+            for completion, outcome, values in zip(group.completions, outcomes, group.values_of_samples())
+            if (rewards := self._checked(group, outcome)) is not None
+        ]
+        if not samples:
+            return [() for _ in groups]
+        log_refs = self._log_refs([(prompt, completion) for _, prompt, completion, _, _ in samples])
+        scored: list[list[Trajectory]] = [[] for _ in groups]
+        for (index, _, completion, rewards, values), log_ref in zip(samples, log_refs):
+            scored[index].append(self._trajectory(completion, rewards, log_ref, values))
+        return [tuple(trajectories) for trajectories in scored]
+
+    def _log_refs(self, samples: Sequence[tuple[Prompt, Completion]]) -> list[np.ndarray]:
+        """Reference log-probs of each sample; equal responses to a prompt are computed once."""
+        distinct = {(prompt.id, completion.token_ids.tobytes()): (prompt, completion) for prompt, completion in samples}
+        scores = self.reference.score(
+            [prompt.token_ids for prompt, _ in distinct.values()],
+            [completion.token_ids for _, completion in distinct.values()],
+            self.temperature,
+        )
+        by_response = dict(zip(distinct, scores))
+        return [by_response[prompt.id, completion.token_ids.tobytes()] for prompt, completion in samples]
+
+    def _trajectory(
+        self, completion: Completion, rewards: Mapping[str, float], log_ref: np.ndarray, values: np.ndarray | None
+    ) -> Trajectory:
+        return Trajectory(
+            completion=completion,
+            rewards=rewards,
+            log_ref=log_ref,
+            reference_version=self.reference_version,
+            loss_mask=np.ones(len(completion.token_ids), dtype=bool),
+            step_values=values,
+        )
+
+    def _checked(self, group: FinishedGroup, outcome: Outcome) -> dict[str, float] | None:
+        """Components of a sample with NaN for not-applicable ones; None = dropped, counted if its reward failed."""
+        if isinstance(outcome, RewardFailed):
+            self.failures.failure(f"{outcome} (prompt {group.prompt.id!r})")
+            return None
+        for name, value in outcome.items():
+            if value is not None and not math.isfinite(value):
+                self.failures.failure(f"{name} returned {value} (prompt {group.prompt.id!r})")
+                return None
+        self.failures.success()
+        if all(value is None for value in outcome.values()):
+            return None
+        return {name: math.nan if value is None else float(value) for name, value in outcome.items()}
+
+
+class TooManyRewardFailures(RuntimeError):
+    """The reward fails on every sample: the run stops instead of training on an outage."""
+
+
+class FailureCount:
+    """Counts samples lost to a failing reward, and stops after too many in a row."""
+
+    def __init__(self, max_in_a_row: int) -> None:
+        self.max_in_a_row = max_in_a_row
+        self.total = 0
+        self.in_a_row = 0
+
+    def success(self) -> None:
+        self.in_a_row = 0
+
+    def failure(self, reason: str) -> None:
+        self.total += 1
+        self.in_a_row += 1
+        if self.total <= 3 or self.total % 100 == 0:
+            logger.warning("sample dropped (%d so far): %s", self.total, reason)
+        if self.in_a_row >= self.max_in_a_row:
+            raise TooManyRewardFailures(
+                f"the reward failed on {self.in_a_row} samples in a row; the last: {reason}. "
+                "Fix the reward, or raise search.max_reward_failures."
+            )
+
+
+def group_texts(tokenizer: PreTrainedTokenizerBase, group: TrajectoryGroup) -> list[str]:
+    return texts_of(tokenizer, [trajectory.completion for trajectory in group.trajectories])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tba.config import Config
 from tba.generate.engine import Engine, LoraEngine, Scorer, make_engine, make_scorer
@@ -12,10 +11,8 @@ from tba.generate.sampling import training_sampling
 from tba.models.load import LoadedModel
 from tba.objectives.registry import make_objective
 from tba.runtime.channels import GroupSender
-from tba.search.exploration import ReferenceSamples, explore
-from tba.search.loop import Searcher
-from tba.search.prompts import Difficulty, PromptStream
-from tba.search.scoring import FailureCount, GroupScorer
+from tba.search.loop import FailureCount, GroupScorer, Searcher, SearchState
+from tba.search.prompts import Difficulty, PromptStream, ReferenceSamples, explore
 from tba.search.values import StepValues
 from tba.tasks.base import Task
 from tba.tasks.rewards.pool import Rewards, make_rewards
@@ -32,7 +29,7 @@ def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
 
 
 def make_reference_engine(config: Config, loaded: LoadedModel) -> Engine | None:
-    """With the model's weights as they are now; None unless search.explore.reference_share asks for it."""
+    """An engine with the model's weights as they are now; None unless search.explore.reference_share asks for it."""
     count = config.reference_samples_per_prompt
     if count == 0:
         return None
@@ -62,15 +59,14 @@ def make_step_values(
     task: Task,
     *,
     log: Path,
-    functions: Sequence[Callable[..., Any]] | None = None,
     between_steps: Callable[[], None] | None = None,
 ) -> StepValues | None:
-    """None unless the objective needs Monte-Carlo values."""
+    """What estimates the values of step prefixes; None unless the objective needs them."""
     continuations = make_objective(config).extras.continuations
     if not continuations:
         return None
     return StepValues(
-        rewards=make_rewards(task, config, log=log, functions=functions),
+        rewards=make_rewards(task, config, log=log),
         reward_weights=task.reward_weights,
         tokenizer=loaded.tokenizer,
         sampling=training_sampling(config),
@@ -80,22 +76,8 @@ def make_step_values(
     )
 
 
-def make_searcher(
-    config: Config,
-    loaded: LoadedModel,
-    task: Task,
-    *,
-    engine: Engine,
-    rewards: Rewards,
-    sender: GroupSender,
-    reference_engine: Engine | None = None,
-    step_values: StepValues | None = None,
-    reference_samples: ReferenceSamples | None = None,
-    index: int = 0,
-) -> Searcher:
-    """Searcher `index`; the loaded weights become its frozen reference. An engine that holds the reference also scores."""
-    reference = reference_engine or make_scorer(loaded.model, max_length=loaded.context)
-    sampling = training_sampling(config)
+def make_search_state(config: Config, task: Task, *, index: int = 0) -> SearchState:
+    """Searcher `index` before its first visit."""
     difficulty = Difficulty(
         skip_solved_after=config.search.skip_solved_after, skip_unsolved_after=config.search.skip_unsolved_after
     )
@@ -108,19 +90,41 @@ def make_searcher(
         num_shards=config.search.num_searchers,
         skips=difficulty.skips,
     )
+    failures = FailureCount(config.search.max_reward_failures)
+    return SearchState(prompts=prompts, difficulty=difficulty, failures=failures)
+
+
+def make_searcher(
+    config: Config,
+    loaded: LoadedModel,
+    task: Task,
+    *,
+    engine: Engine,
+    state: SearchState,
+    rewards: Rewards,
+    sender: GroupSender,
+    reference_engine: Engine | None = None,
+    step_values: StepValues | None = None,
+    reference_samples: ReferenceSamples | None = None,
+    index: int = 0,
+) -> Searcher:
+    """Searcher `index`; the loaded weights become its frozen reference. An engine that holds the reference also scores."""
+    reference = reference_engine or make_scorer(loaded.model, max_length=loaded.context)
+    sampling = training_sampling(config)
     return Searcher(
         engine=engine,
-        prompts=prompts,
+        prompts=state.prompts,
         rewards=rewards,
         scorer=GroupScorer(
             reference=reference,
             temperature=config.generate.temperature,
-            failures=FailureCount(config.search.max_reward_failures),
+            failures=state.failures,
         ),
         sender=sender,
         tokenizer=loaded.tokenizer,
         solved=task.solved,
-        difficulty=difficulty,
+        difficulty=state.difficulty,
+        counts=state.counts,
         explore=lambda request: explore(request, sampling, config.search.explore, seed=config.seed),
         sampling=sampling,
         samples_per_prompt=config.samples_generated_per_prompt,

@@ -1,17 +1,25 @@
-"""Which prompt is visited next, and when: shards, a seeded order with a cursor that can be saved, prompts that teach nothing
-and are skipped, and the pace limit that keeps the lag within replay.max_lag.
+"""Which prompt is visited next, when, and how its responses are sampled.
+
+Prompts are sharded and come in a seeded order with a cursor that can be saved; prompts that teach nothing are skipped; the
+pace limit keeps the lag within replay.max_lag. Off-policy exploration is optional: visits that sample at another temperature
+or top-p, and responses of the reference beside those of the policy, which do not narrow as the policy does.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from tba.runtime.board import Row, wait_until
-from tba.types import Prompt, Request
+from tba.config import ExploreConfig
+from tba.generate.engine import Engine
+from tba.generate.sampling import response_key, uniforms
+from tba.runtime.board import Row
+from tba.runtime.channels import wait_until
+from tba.types import Completion, Prompt, Request, Sampling, Weights
 
 
 class PromptStream:
@@ -92,7 +100,7 @@ class Difficulty:
         self._streaks: dict[str, tuple[bool, int]] = {}
         self._rested: set[str] = set()
         self.skipped: dict[str, int] = defaultdict(int)
-        """By reason: `solved`, `unsolved`."""
+        """Number of visits passed over, by reason: `solved`, `unsolved`."""
 
     def record(self, prompt_id: str, solved: list[bool]) -> None:
         if not solved or any(solved) != all(solved):
@@ -127,11 +135,11 @@ class PacedVisits:
     prompts_per_step: int
     steps_per_batch: int
     max_lag: int | None
-    """None = no pace limit."""
+    """Largest number of versions that a visit's weights may lag behind; None = no pace limit."""
     max_unscored: int
     """Visits that may wait for their rewards: a slow reward slows the searcher down instead of filling its memory."""
     version: Callable[[], int]
-    """Of the weights in use."""
+    """Version of the weights in use."""
     generated: Callable[[], int]
     """Visits of this searcher whose responses are complete."""
     unscored: Callable[[], int]
@@ -173,3 +181,56 @@ class PacedVisits:
     def _may_start_after_tick(self) -> bool:
         self.tick()
         return self._may_start()
+
+
+def explore(request: Request, sampling: Sampling, config: ExploreConfig, *, seed: int) -> Request:
+    """The request, with other sampling if this visit explores."""
+    if config.probability == 0.0:
+        return request
+    # By the same counter-based numbers as tokens are: which visits explore, and how, does not depend on timing.
+    key = response_key(seed, f"explore/{request.prompt.id}", request.first_sample)
+    chosen, temperature, top_p = uniforms(torch.full((3,), key), torch.arange(3)).tolist()
+    if chosen >= config.probability:
+        return request
+    exploring = replace(
+        sampling,
+        temperature=_between(config.temperature, temperature),
+        policy_temperature=sampling.training_temperature,
+        top_p=_between(config.top_p, top_p),
+    )
+    return replace(request, sampling=exploring)
+
+
+def _between(bounds: tuple[float, float], u: float) -> float:
+    low, high = bounds
+    return low + (high - low) * u
+
+
+@dataclass(frozen=True)
+class ReferenceSamples:
+    """`ReferenceSamples(engine, 16, sampling)(prompt, first_sample=112)` -> samples 112 to 127 of a visit."""
+
+    engine: Engine
+    """An engine of its own with the reference's weights, not the one that searches."""
+    count: int
+    """Number of responses of each visit."""
+    sampling: Sampling
+    between_steps: Callable[[], None] | None = None
+
+    def __call__(self, prompt: Prompt, *, first_sample: int) -> list[Completion]:
+        found = self.engine.generate(
+            [Request(prompt=prompt, first_sample=first_sample)],
+            samples_per_prompt=self.count,
+            sampling=self.sampling,
+            between_steps=self.between_steps,
+        )
+        return [_of_unknown_policy(completion) for completion in found]
+
+    def load(self, weights: Weights) -> None:
+        """Another reference."""
+        self.engine.load(weights)
+
+
+def _of_unknown_policy(completion: Completion) -> Completion:
+    """What the engine calls its policy is the reference; what the trained policy would have said is not known."""
+    return replace(completion, policy_log_probs=np.full_like(completion.policy_log_probs, np.nan))

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from tba.config import Config
+from tba.config import Config, RuntimeConfig
 from tba.generate.engine import Engine
 from tba.models.load import adapt, load_model
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, canary_tokens
 from tba.runtime.board import Board, Row, SharedMemory
-from tba.runtime.channels import WindowedSender
-from tba.runtime.link import EVALUATES, Acknowledge, Evaluate, Evaluated, Link, Stop
+from tba.runtime.channels import EVALUATES, Acknowledge, Evaluate, Evaluated, Link, Stop, WindowedSender
 from tba.runtime.weight_slots import SlotsHandle, WeightSlots
-from tba.search.loop import GROUPS_AT_ONCE, Searcher
+from tba.search.loop import GROUPS_AT_ONCE, Searcher, SearchState
 from tba.search.make import (
     make_reference_engine,
     make_reference_samples,
     make_search_engine,
+    make_search_state,
     make_searcher,
     make_start_scorer,
     make_step_values,
@@ -94,139 +94,185 @@ class WeightLoader:
             self._checked, self._unchecked = version, 0
 
 
-class SearcherRole:
-    """Owns what happens between decode steps: signs of life, messages, newer weights, evaluations."""
+class Heartbeat:
+    """Signs of life on the board, with the numbers the trainer shows."""
 
-    def __init__(
-        self, link: Link, row: Row, loader: WeightLoader, engine: Engine, references: WeightSlots | None = None
-    ) -> None:
-        """`references` is where new references are published, if they ever are."""
-        self.link = link
-        self.references = references
-        self.row = row
-        self.loader = loader
-        self.engine = engine
-        self.sender: WindowedSender | None = None
-        self.searcher: Searcher | None = None
-        self.evaluator: Evaluator | None = None
-        self._asked: list[int] = []
-
-    def make_sender(self, config: Config) -> WindowedSender:
-        self.sender = WindowedSender(
-            self.link,
-            self.row,
-            window=config.runtime.channel_groups,
-            deadline_seconds=config.runtime.wait_seconds,
-            handle_messages=self.handle_messages,
-        )
-        return self.sender
-
-    def tick(self) -> None:
-        """Between decode steps."""
-        self.handle_messages()
-        self.evaluate_if_asked()  # before newer weights move on from the version that was asked for
-        self.loader.load_newer()
-        self.load_newer_reference()
-        self.evaluate_if_asked()
-        if self.searcher is not None:
-            self.searcher.send_ready(at_least=GROUPS_AT_ONCE)
-
-    def idle_tick(self) -> None:
-        """While waiting: nothing is held back, for the trainer may wait for just that."""
-        self.tick()
-        if self.searcher is not None:
-            self.searcher.send_ready()
+    def __init__(self, row: Row, engine: Engine, state: SearchState) -> None:
+        self._row = row
+        self._engine = engine
+        self._state = state
 
     def beat(self) -> None:
-        """A sign of life, with the numbers the trainer shows."""
-        self.row["heartbeat"] = time.monotonic()
-        self.row["version"] = self.engine.version
-        if self.searcher is not None:
-            counts = self.searcher.counts
-            self.row["groups"], self.row["responses"], self.row["tokens"] = counts.sent, counts.responses, counts.tokens
-            self.row["failures"] = self.searcher.scorer.failures.total
-            self.row["skipped"] = sum(self.searcher.difficulty.skipped.values())
-            self.row["cursor"] = self.searcher.prompts.cursor
+        row, state, counts = self._row, self._state, self._state.counts
+        row["heartbeat"] = time.monotonic()
+        row["version"] = self._engine.version
+        row["groups"], row["responses"], row["tokens"] = counts.sent, counts.responses, counts.tokens
+        row["failures"] = state.failures.total
+        row["skipped"] = sum(state.difficulty.skipped.values())
+        row["cursor"] = state.prompts.cursor
+
+
+class Inbox:
+    """Takes in the trainer's messages, between decode steps and while the searcher waits for room in the group channel."""
+
+    def __init__(self, link: Link, row: Row, heartbeat: Heartbeat, config: RuntimeConfig) -> None:
+        self._link = link
+        self._heartbeat = heartbeat
+        self._asked: list[int] = []
+        """Versions whose evaluation was asked for and has not begun."""
+        # Made here because each needs the other: the sender waits for acknowledgements, which arrive as messages.
+        self.sender = WindowedSender(
+            link,
+            row,
+            window=config.channel_groups,
+            deadline_seconds=config.wait_seconds,
+            handle_messages=self.handle_messages,
+        )
+
+    @property
+    def asked(self) -> Sequence[int]:
+        return self._asked
 
     def handle_messages(self) -> None:
-        self.beat()
-        for message in self.link.drain():
+        """Never waits; beats too, so that a searcher that only waits is seen to live."""
+        self._heartbeat.beat()
+        for message in self._link.drain():
             if isinstance(message, Stop):
                 raise Stopped
-            if isinstance(message, Acknowledge) and self.sender is not None:
+            if isinstance(message, Acknowledge):
                 self.sender.acknowledge(message)
             if isinstance(message, Evaluate):
                 self._asked.append(message.version)
 
-    def load_newer_reference(self) -> None:
-        """Never waits. A group is scored at once, so it never mixes references."""
-        if self.references is None or self.searcher is None:
-            return
-        scorer = self.searcher.scorer
-        if self.references.newest_version > scorer.reference_version:
-            self.searcher.load_reference(self.references.fetch())
+    def take_asked(self, version: int) -> bool:
+        """Whether an evaluation of `version` or an earlier one was asked for; all such requests count as answered."""
+        reached = any(asked <= version for asked in self._asked)
+        self._asked = [asked for asked in self._asked if asked > version]
+        return reached
+
+
+class Evaluations:
+    """Answers the trainer's requests for evaluations."""
+
+    def __init__(self, link: Link, inbox: Inbox, heartbeat: Heartbeat, *, engine: Engine, evaluator: Evaluator) -> None:
+        self._link = link
+        self._inbox = inbox
+        self._heartbeat = heartbeat
+        self._engine = engine
+        self._evaluator = evaluator
 
     def evaluate_if_asked(self) -> None:
         """Once for all versions that were asked for and are reached; no weights are loaded meanwhile."""
-        if self.evaluator is not None and any(version <= self.engine.version for version in self._asked):
-            self._asked = [version for version in self._asked if version > self.engine.version]
-            metrics = self.evaluator(self.engine.sibling(), self.beat)
-            self.link.send(Evaluated(version=self.engine.version, metrics=metrics))
+        if self._inbox.take_asked(self._engine.version):
+            metrics = self._evaluator(self._engine.sibling(), self._heartbeat.beat)
+            self._link.send(Evaluated(version=self._engine.version, metrics=metrics))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearcherRole:
+    """Owns what happens between decode steps: signs of life, messages, newer weights, evaluations."""
+
+    row: Row
+    inbox: Inbox
+    loader: WeightLoader
+    searcher: Searcher
+    references: WeightSlots | None
+    """Where new references are published; None = they never are."""
+    evaluations: Evaluations | None
+    """What answers requests for evaluations; None for a searcher that is not asked."""
+
+    def start(self) -> None:
+        """What is done before the first decode step."""
+        self.inbox.handle_messages()
+        self.evaluate_if_asked()  # the start is evaluated with the weights of version 0, however late this searcher is
+        self.loader.check_first()
+        self.tick()
+
+    def tick(self) -> None:
+        """What is done between two decode steps."""
+        self.inbox.handle_messages()
+        self.evaluate_if_asked()  # before newer weights move on from the version that was asked for
+        self.loader.load_newer()
+        self.load_newer_reference()
+        self.evaluate_if_asked()
+        self.searcher.send_ready(at_least=GROUPS_AT_ONCE)
+
+    def idle_tick(self) -> None:
+        """While waiting: nothing is held back, for the trainer may wait for just that."""
+        self.tick()
+        self.searcher.send_ready()
+
+    def evaluate_if_asked(self) -> None:
+        if self.evaluations is not None:
+            self.evaluations.evaluate_if_asked()
+
+    def load_newer_reference(self) -> None:
+        """Never waits. A group is scored at once, so it never mixes references."""
+        scorer = self.searcher.scorer
+        if self.references is not None and self.references.newest_version > scorer.reference_version:
+            self.searcher.load_reference(self.references.fetch())
 
 
 def run_searcher(
     link: Link,
     *,
     config: Config,
-    functions: Sequence[Callable[..., Any]] | None,
     index: int,
     logs: Path,
     board_memory: tuple[int, int],
     weights: SlotsHandle,
     references: SlotsHandle | None,
 ) -> None:
-    """The target of a searcher's process. `functions` are rewards given as Python objects."""
+    """The target of a searcher's process."""
     torch.set_num_threads(config.runtime.threads)
     row = Board(SharedMemory(*board_memory), config.search.num_searchers).searcher(index)
     loaded = load_model(config.model)
-    task = make_task_for(config, loaded, functions)
+    task = make_task_for(config, loaded)
     engine = make_search_engine(config, loaded)
     reference_engine = make_reference_engine(config, loaded)
     adapt(loaded, config.model, seed=config.seed)
     loader = WeightLoader(WeightSlots.attach(weights), engine)
     reference_slots = WeightSlots.attach(references) if references is not None else None
-    role = SearcherRole(link, row, loader, engine, reference_slots)
+    state = make_search_state(config, task, index=index)
+    heartbeat = Heartbeat(row, engine, state)
+    inbox = Inbox(link, row, heartbeat, config.runtime)
     step_values = make_step_values(
         config,
         loaded,
         task,
         log=logs / f"rewards-{index}-values.log",
-        functions=functions,
-        between_steps=role.beat,
+        between_steps=heartbeat.beat,
     )
     searcher = make_searcher(
         config,
         loaded,
         task,
         engine=engine,
+        state=state,
         reference_engine=reference_engine,
-        rewards=make_rewards(task, config, log=logs / f"rewards-{index}.log", functions=functions),
-        sender=role.make_sender(config),
+        rewards=make_rewards(task, config, log=logs / f"rewards-{index}.log"),
+        sender=inbox.sender,
         step_values=step_values,
-        reference_samples=make_reference_samples(config, reference_engine, between_steps=role.beat),
+        reference_samples=make_reference_samples(config, reference_engine, between_steps=heartbeat.beat),
         index=index,
     )
     evaluation_rewards: Rewards | None = None
+    evaluations: Evaluations | None = None
     if index == EVALUATES:
-        evaluation_rewards = make_rewards(task, config, log=logs / f"rewards-{index}-evaluate.log", functions=functions)
+        evaluation_rewards = make_rewards(task, config, log=logs / f"rewards-{index}-evaluate.log")
         start = partial(make_start_scorer, config, loaded, searcher)
-        role.evaluator = make_evaluator(config, loaded, task, evaluation_rewards, start=start)
-    role.searcher = searcher
+        evaluator = make_evaluator(config, loaded, task, evaluation_rewards, start=start)
+        evaluations = Evaluations(link, inbox, heartbeat, engine=engine, evaluator=evaluator)
+    role = SearcherRole(
+        row=row,
+        inbox=inbox,
+        loader=loader,
+        searcher=searcher,
+        references=reference_slots,
+        evaluations=evaluations,
+    )
     try:
-        role.handle_messages()
-        role.evaluate_if_asked()  # the start is evaluated with the weights of version 0, however late this searcher is
-        role.loader.check_first()
-        role.tick()
+        role.start()
         searcher.run(make_visits(config, searcher, role), role.tick)
     except Stopped:
         logger.info("stopped after %d groups", searcher.counts.sent)

@@ -25,7 +25,7 @@ class StepValues:
     """`StepValues(...)(engine, group)` -> per response an array as in Trajectory.step_values."""
 
     rewards: Rewards
-    """Its own: not shared with a running search."""
+    """Rewards of the continuations, not shared with a running search."""
     reward_weights: Mapping[str, float]
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
@@ -98,7 +98,7 @@ class StepValues:
         return float(np.mean(rewards)) if rewards else float("nan")
 
     def _reward(self, completion: Completion, components: Mapping[str, float | None]) -> float:
-        """As `tba.train.target.combine` rewards a response: what is compared must be of one kind."""
+        """As `tba.train.batch.combine` rewards a response: what is compared must be of one kind."""
         if self.cut_off_reward is not None and completion.finish == "length":
             return self.cut_off_reward
         return combined_reward(components, self.reward_weights)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:  # reward workers import this file, and a killed one must not wait for torch and transformers again
     from transformers import PreTrainedTokenizerBase
 
-    from tba.config import TaskConfig
+    from tba.config import RewardConfig, TaskConfig
     from tba.tasks.evaluation import EvaluationInputs, Evaluator
     from tba.types import Completion, Prompt
 
 Split = Literal["train", "validation", "held_out"]
-"""Prompts that are trained on, tuned on, reported on."""
+"""Name of a split: prompts that are trained on, tuned on, or reported on."""
 
 
 class RewardFailed(Exception):
@@ -28,9 +28,11 @@ Outcome = Mapping[str, float | None] | RewardFailed
 class Task(Protocol):
     """A problem to train on. `score` is called by searchers, one prompt's samples at a time."""
 
-    name: str
-    isolated: bool
-    """Whether the rewards are a user's code, to be run in worker processes that can be killed."""
+    @property
+    def isolated_rewards(self) -> Sequence[RewardConfig]:
+        """Reward functions of a user, called in worker processes that can be killed when they hang; empty = the searcher
+        itself calls `score`."""
+        ...
 
     @property
     def reward_weights(self) -> Mapping[str, float]:
@@ -50,7 +52,7 @@ class Task(Protocol):
         ...
 
     def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
-        """What says how good a policy is at this task; AnswerEvaluator.of_task where accuracy says it."""
+        """Evaluator that says how good a policy is at this task; AnswerEvaluator.of_task where accuracy says it."""
         ...
 
 
@@ -61,7 +63,8 @@ class TaskInputs:
     config: TaskConfig
     tokenizer: PreTrainedTokenizerBase
     max_prompt_tokens: int
-    functions: Sequence[Callable[..., Any]] | None = None
-    """Rewards given as Python objects, in the order of task.rewards; for the task `custom`."""
+    settings: Any = None
+    """The task's own settings, task.settings: an instance of the task's class attribute `Settings`, a pydantic model; None
+    for a task without that attribute."""
     device: str = "auto"
     """Device of models that score, the policy's; auto = cuda where there is one, else cpu."""

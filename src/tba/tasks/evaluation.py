@@ -1,16 +1,17 @@
-"""What an evaluator is, what it is made from, and what evaluators of several tasks do: generate, and measure the distance to
-the start model.
+"""How good a policy is at a task: what an evaluator is and is made from, the one for tasks whose responses are right or
+wrong, and what evaluators of several tasks do: generate, and measure the distance to the start model.
 
-A task makes its own evaluator (`Task.make_evaluator`): answer_evaluator.py has the one for questions with right answers,
-red_team/ and tldr/ have theirs.
+A task makes its own evaluator (`Task.make_evaluator`): AnswerEvaluator, or one of its own as red_team/ and tldr/ have. Every
+figure is a mean over prompts of what their samples reached, and its standard error is over prompts too: the samples of a
+prompt are solved or not together, and counting each would make the error look smaller than it is.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import exp
+from math import comb, exp
 from typing import Protocol
 
 import numpy as np
@@ -21,15 +22,18 @@ from tba.generate.engine import Engine, Scorer
 from tba.generate.sampling import training_sampling
 from tba.models.load import LoadedModel
 from tba.observe.metrics import mean_metrics
-from tba.tasks.base import Task
-from tba.tasks.rewards.pool import FinishedGroup, Rewards, texts_of
-from tba.types import Completion, Prompt, Request, Sampling
+from tba.tasks.base import Outcome, RewardFailed, Task
+from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all, texts_of
+from tba.types import Completion, Prompt, Request, Sampling, combined_reward
 
 RESPONSES_AT_ONCE = 256
-"""Responses that the start model scores together, between two signs of life."""
+"""Number of responses that the start model scores together, between two signs of life."""
 
 BetweenSteps = Callable[[], None]
-"""Called between decode steps and between parts of a long scoring: a sign of life for whoever waits."""
+"""Function called between decode steps and between parts of a long scoring: a sign of life for whoever waits."""
+
+Components = Mapping[str, float | None]
+"""Reward components of one sample by name, where the reward did not fail."""
 
 
 class Evaluator(Protocol):
@@ -52,11 +56,11 @@ class EvaluationInputs:
     rewards: Rewards
     """Rewards of the evaluator's own, not shared with a running search."""
     start: Callable[[], Scorer] | None = None
-    """Gives what holds the model that KL is counted from, and is asked where that is measured; None = it is not."""
+    """Function that gives a scorer with the start model, for KL; called only where KL is measured. None = it is not."""
 
     @property
     def sampling(self) -> Sampling:
-        """How training samples."""
+        """Sampling of training."""
         return training_sampling(self.config)
 
     def prompts(self, task: Task) -> Sequence[Prompt]:
@@ -69,7 +73,7 @@ class EvaluationInputs:
 
     @property
     def final_beta(self) -> float | None:
-        """beta at the end of training; None where the target is shaped, so that reward - beta x KL is not maximised."""
+        """Value of beta at the end of training; None where the target is shaped and reward - beta x KL not maximised."""
         config, last = self.config, self.config.train.max_steps
         plain = config.reference_weight_at(last) == 1.0 and config.target_temperature_at(last) == 1.0
         return config.beta_at(last) if plain else None
@@ -81,6 +85,111 @@ def make_evaluator(
     """The evaluator that a task makes for a loaded model; see EvaluationInputs."""
     inputs = EvaluationInputs(config=config, tokenizer=loaded.tokenizer, rewards=rewards, start=start)
     return task.make_evaluator(inputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerEvaluator:
+    """`accuracy`, and with samples `pass@k` and `avg@k`, with standard errors over prompts. `rewards` is its own, not shared
+    with a running search."""
+
+    task: Task
+    rewards: Rewards
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    samples_per_prompt: int
+    """Number k of samples for pass@k and avg@k; 0 = greedy accuracy only."""
+    mean_rewards: bool = False
+    """True adds `reward` of the greedy responses and `reward@k` of the sampled ones, for rewards that are not 0 or 1."""
+
+    def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
+        outcomes = self._outcomes(engine, greedy(self.sampling), 1, between_steps)
+        metrics = dict(self._mean_rewards(outcomes, "reward"))  # first, hence the headline
+        metrics |= mean_metrics({"accuracy": [samples[0] for samples in self._solved(outcomes)]})
+        if self.samples_per_prompt:
+            outcomes = self._outcomes(engine, self.sampling, self.samples_per_prompt, between_steps)
+            metrics |= sampled_metrics(self._solved(outcomes), self.samples_per_prompt)
+            metrics |= self._mean_rewards(outcomes, f"reward@{self.samples_per_prompt}")
+        return {**metrics, "num_prompts": float(len(self.prompts))}
+
+    def _outcomes(
+        self, engine: Engine, sampling: Sampling, samples: int, between_steps: BetweenSteps | None
+    ) -> list[list[Outcome]]:
+        """For each prompt, the rewards of each of its samples."""
+        groups = respond(
+            engine,
+            self.tokenizer,
+            self.prompts,
+            samples_per_prompt=samples,
+            sampling=sampling,
+            between_steps=between_steps,
+        )
+        return score_all(self.rewards, groups, between_polls=between_steps)
+
+    def _solved(self, outcomes: Sequence[Sequence[Outcome]]) -> list[list[bool]]:
+        return [[self.task.solved(outcome) for outcome in own] for own in outcomes]
+
+    def _mean_rewards(self, outcomes: Sequence[Sequence[Outcome]], name: str) -> Mapping[str, float]:
+        if not self.mean_rewards:
+            return {}
+        return reward_metrics(outcomes, self.task.reward_weights, name=name)
+
+    @staticmethod
+    def of_task(task: Task, inputs: EvaluationInputs, *, mean_rewards: bool = False) -> AnswerEvaluator:
+        """The evaluator that most tasks make."""
+        return AnswerEvaluator(
+            task=task,
+            rewards=inputs.rewards,
+            tokenizer=inputs.tokenizer,
+            prompts=inputs.prompts(task),
+            sampling=inputs.sampling,
+            samples_per_prompt=inputs.config.evaluate.samples_per_prompt,
+            mean_rewards=mean_rewards,
+        )
+
+
+def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
+    """Probability that at least one of k samples drawn without replacement is solved (unbiased, arXiv 2107.03374)."""
+    if num_samples < k:
+        raise ValueError(f"pass@{k} needs at least {k} samples per prompt, got {num_samples}.")
+    return 1.0 - comb(num_samples - num_solved, k) / comb(num_samples, k)
+
+
+def sampled_metrics(solved: Sequence[Sequence[bool]], k: int) -> dict[str, float]:
+    """Metrics pass@k and avg@k over prompts; solved[p] has the k samples of prompt p."""
+    return mean_metrics(
+        {
+            f"pass@{k}": [pass_at_k(len(samples), sum(samples), k) for samples in solved],
+            f"avg@{k}": [sum(samples) / max(1, len(samples)) for samples in solved],
+        }
+    )
+
+
+def reward_metrics(
+    outcomes: Sequence[Sequence[Outcome]], weights: Mapping[str, float], *, name: str
+) -> dict[str, float]:
+    """The mean combined reward under `name` and, where there are several rewards, the mean of each under `name/reward`, with
+    standard errors over prompts; `outcomes` are of each prompt's samples.
+
+    Responses whose reward failed are left out, as in training, and so is a reward where it is not applicable. A reward of
+    weight 0 is measured here without being trained on.
+    """
+    scored = [[outcome for outcome in own if not isinstance(outcome, RewardFailed)] for own in outcomes]
+    values = {name: _prompt_means(scored, lambda components: combined_reward(components, weights))}
+    if len(weights) > 1:
+        for component in weights:
+            values[f"{name}/{component}"] = _prompt_means(scored, _picker(component))
+    return mean_metrics({metric: found for metric, found in values.items() if found})
+
+
+def _picker(component: str) -> Callable[[Components], float | None]:
+    return lambda components: components.get(component)
+
+
+def _prompt_means(scored: Sequence[Sequence[Components]], value: Callable[[Components], float | None]) -> list[float]:
+    """The mean over each prompt's samples; a prompt without a value is left out."""
+    by_prompt = [[found for found in map(value, own) if found is not None] for own in scored]
+    return [sum(own) / len(own) for own in by_prompt if own]
 
 
 def respond(
@@ -117,7 +226,7 @@ def in_parts(count: int, size: int, between_steps: BetweenSteps | None) -> Itera
 
 
 def greedy(sampling: Sampling) -> Sampling:
-    """The same limits, but always the most likely token."""
+    """Sampling with the same limits that always takes the most likely token."""
     return replace(sampling, greedy=True, temperature=1.0, top_p=1.0, top_k=0)
 
 
@@ -131,7 +240,7 @@ class Distance:
     def kl(
         self, groups: Sequence[FinishedGroup], temperature: float, between_steps: BetweenSteps | None = None
     ) -> np.ndarray:
-        """float64 [n], nats of each sampled response."""
+        """KL in nats of each sampled response, float64 [n]."""
         return kl_per_response(groups, self._log_probs(groups, temperature, between_steps))
 
     def perplexity(
@@ -154,19 +263,19 @@ class Distance:
 
 
 def kl_per_response(groups: Sequence[FinishedGroup], log_start: Sequence[np.ndarray]) -> np.ndarray:
-    """float64 [n]: for each sampled response log pi - log pi_start, summed over its tokens: nats."""
+    """KL in nats of each sampled response, float64 [n]: log pi - log pi_start, summed over its tokens."""
     completions = [completion for group in groups for completion in group.completions]
     return np.array([float((c.policy_log_probs - start).sum()) for c, start in zip(completions, log_start)])
 
 
 def perplexity(groups: Sequence[FinishedGroup], log_start: Sequence[np.ndarray]) -> float:
-    """exp(NLL of the responses under the start model / number of all tokens, prompts included)."""
+    """Perplexity: exp(NLL of the responses under the start model / number of all tokens, prompts included)."""
     nll = -sum(float(start.sum()) for start in log_start)
     return exp(nll / max(1, sum(_num_tokens(groups))))
 
 
 def perplexity_per_sample(groups: Sequence[FinishedGroup], log_start: Sequence[np.ndarray]) -> np.ndarray:
-    """float64 [n]: for each response exp(its NLL under the start model / its tokens, its prompt's included)."""
+    """Perplexity of each response, float64 [n]: exp(its NLL under the start model / its tokens, its prompt's included)."""
     return np.array([exp(-float(start.sum()) / num) for start, num in zip(log_start, _num_tokens(groups))])
 
 

@@ -28,7 +28,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from tba.tasks.data.questions import QuestionTask
+from tba.tasks.data.prompts import QuestionTask
 from tba.tasks.data.rows import BadRow, DataRow, prompt_column, require_object, text_column
 from tba.tasks.data.splits import QuestionAnswer, Source
 
@@ -42,7 +42,6 @@ def read_problem(row: DataRow) -> QuestionAnswer:
 
 
 class GSM8KTask(QuestionTask):
-    name = "gsm8k"
     source = Source(hub_subset="main", read=read_problem)  # another subset has Socratic sub-questions
     template = "[MATH_TASK] Problem:\n{question}\n\nSolution:"  # what the paper's SFT model was taught
     instruction = (
@@ -59,9 +58,9 @@ MARKER = "####"
 BOX = r"\boxed{"
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 DECIMAL_TOLERANCE = Fraction(1, 10**6)
-"""Numbers written with a decimal point may be rounded this much."""
+"""Largest difference of equal numbers where one is written with a decimal point, and perhaps rounded."""
 LONGEST_NUMBER = 100
-"""Digits. Longer ones are babble, and Python refuses to read numbers of more than 4,300 digits."""
+"""Longest number in digits. Longer ones are babble, and Python refuses to read numbers of more than 4,300 digits."""
 
 DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9A-Za-z.])\.[0-9]+)"
 """72, 1,080, 1,00,000, 3.50 or .5; a comma counts inside a number only where three digits end it."""
@@ -84,7 +83,7 @@ NOT_WORKED_OUT = re.compile(
 MARKDOWN = re.compile(r"\*\*+|__+|`")
 FRACTION = re.compile(r"(?P<before>[0-9] *)?\\[dtc]?frac *(?:\{ *([^{}]*?) *\}|([0-9])) *(?:\{ *([^{}]*?) *\}|([0-9]))")
 UNIT_POWER = re.compile(r"(?<=[A-Za-z}])\^(?:\{[^{}]*\}|[-+]?[0-9]+)")
-"""The 2 of m^2 is part of the unit."""
+"""Power of a unit: the 2 of m^2 is no number."""
 DOLLARS_AND_CENTS = re.compile(r"([0-9]) dollars?,? and ([0-9]{1,2}) cents?\b")
 MARKS = (("−", "-"), ("–", "-"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\ ", " "), ("~", " "), ("\\left", ""))
 
@@ -107,7 +106,7 @@ def final_number(text: str) -> str | None:
 
 
 def same_number(given: str | None, wanted: str) -> bool:
-    """Equal as numbers: "28.0" is "28"; None equals nothing."""
+    """Whether two texts are equal as numbers: "28.0" is "28"; None equals nothing."""
     return given is not None and float(given) == float(wanted.replace(",", ""))
 
 
@@ -135,7 +134,7 @@ def marked_answer(text: str) -> Number | None:
 
 
 def equal_answers(given: Number | None, wanted: Number) -> bool:
-    """Equal as numbers: exactly, or within 1e-6 where one was written as a decimal; None equals nothing."""
+    """Whether two numbers are equal: exactly, or within 1e-6 where one was written as a decimal; None equals nothing."""
     if given is None:
         return False
     tolerance = DECIMAL_TOLERANCE if given.is_decimal or wanted.is_decimal else 0
@@ -180,7 +179,7 @@ def _closing_brace(tail: str) -> int:
 
 
 def _number(found: re.Match[str]) -> Number | None:
-    """None where no number can be meant: a division by zero, or hundreds of digits."""
+    """Number that a match means; None where no number can be meant: a division by zero, or hundreds of digits."""
     whole, top, bottom = ((found[part] or "").replace(",", "") for part in ("whole", "top", "bottom"))
     power, scale = (
         int((found[part] or found[f"{part}_bare"] or default)[:5]) for part, default in (("power", "1"), ("scale", "0"))

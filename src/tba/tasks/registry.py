@@ -1,15 +1,18 @@
-"""task.name -> task. A new task is one file, or a folder, and one line in TASKS.
+"""task.name -> task. A new task is one file, or a folder, and one line in TASKS; or a file outside the package, named by
+task.name=file.py:Class.
 
-The task makes its own evaluator (`Task.make_evaluator`). Data or models that `tba prepare` makes are a line in PREPARE, a
-start model in the package is a line in models/load.py.
+The task makes its own evaluator (`Task.make_evaluator`) and may have settings of its own (`Settings`, for task.settings).
+Data or models that `tba prepare` makes are a line in PREPARE, a start model in the package is a line in models/load.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import Config, TaskConfig
@@ -18,11 +21,12 @@ from tba.models.weights import CANARY_TOKENS
 from tba.tasks.arithmetic.prepare import prepare_arithmetic
 from tba.tasks.arithmetic.task import ArithmeticTask
 from tba.tasks.base import Task, TaskInputs
-from tba.tasks.custom.task import CustomTask
+from tba.tasks.custom import CustomTask
 from tba.tasks.gsm8k import GSM8KTask
 from tba.tasks.math.task import MathTask
 from tba.tasks.red_team.task import RedTeamTask
 from tba.tasks.red_team.world import prepare_red_team
+from tba.tasks.rewards.functions import load_named
 from tba.tasks.tldr.prepare import prepare_tldr
 from tba.tasks.tldr.task import TLDRTask
 
@@ -43,12 +47,11 @@ PREPARE: dict[str, Callable[[Path], dict[str, Any]]] = {
 """What makes a task's data and start model, where it has one."""
 
 
-def make_task_for(config: Config, loaded: LoadedModel, functions: Sequence[Callable[..., Any]] | None = None) -> Task:
-    """The task of a config for a loaded model. `functions` are rewards given as Python objects, in the order of
-    task.rewards."""
+def make_task_for(config: Config, loaded: LoadedModel) -> Task:
+    """The task of a config for a loaded model."""
     limit = max_prompt_tokens(config, loaded.context)
     device = str(loaded.model.device)
-    return make_task(config.task, loaded.tokenizer, max_prompt_tokens=limit, functions=functions, device=device)
+    return make_task(config.task, loaded.tokenizer, max_prompt_tokens=limit, device=device)
 
 
 def max_prompt_tokens(config: Config, context: int) -> int:
@@ -72,16 +75,68 @@ def make_task(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_prompt_tokens: int,
-    functions: Sequence[Callable[..., Any]] | None = None,
     device: str = "auto",
 ) -> Task:
     """The task of a config for any tokenizer; no model is looked at."""
-    if config.name not in TASKS:
-        raise ValueError(f"task.name={config.name!r} is not known: it may be {', '.join(TASKS)}.")
+    kind = _task_class(config.name)
     inputs = TaskInputs(
-        config=config, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, functions=functions, device=device
+        config=config,
+        tokenizer=tokenizer,
+        max_prompt_tokens=max_prompt_tokens,
+        settings=_own_settings(config, getattr(kind, "Settings", None)),
+        device=device,
     )
-    return TASKS[config.name](inputs)
+    task = kind(inputs)
+    missing = [part for part in TASK_PARTS if not hasattr(task, part)]
+    if missing:
+        raise ValueError(
+            f"task.name={config.name}: {config.label} has no {', '.join(missing)}. A task needs {', '.join(TASK_PARTS)}: "
+            "see the class Task in tba.tasks.base."
+        )
+    return task
+
+
+TASK_PARTS = [name for name in vars(Task) if not name.startswith("_")]
+"""Names of the attributes and methods that every task has."""
+
+
+def _task_class(name: str) -> Callable[[TaskInputs], Task]:
+    """What makes the task: a registered one, or the class that `file.py:Class` names."""
+    if name in TASKS:
+        return TASKS[name]
+    if ":" not in name:
+        raise ValueError(
+            f"task.name={name!r} is not known: it may be {', '.join(TASKS)}, or file.py:Class for a task of your own."
+        )
+    kind = load_named(name, what=f"task.name={name}", kind="class", fits=inspect.isclass)
+    try:
+        inspect.signature(kind).bind("inputs")
+    except TypeError as error:
+        raise ValueError(
+            f"task.name={name}: the class cannot be made from one argument ({error}). Its __init__ takes the TaskInputs of "
+            "tba.tasks.base, and nothing else that has no default."
+        ) from None
+    return kind
+
+
+def _own_settings(config: TaskConfig, kind: type[BaseModel] | None) -> BaseModel | None:
+    """Settings of task.settings, checked by the task's own model; None where the task has none."""
+    if kind is None:
+        if config.settings:
+            raise ValueError(
+                f"task.settings={config.settings}: {config.label} takes no settings. Leave them out, or give the class an "
+                "attribute `Settings`, a pydantic model."
+            )
+        return None
+    try:
+        return kind.model_validate(config.settings)
+    except ValidationError as error:
+        allowed = f"{config.label} takes {', '.join(kind.model_fields)}."
+        problems = (
+            f"task.settings.{'.'.join(map(str, problem['loc']))}: {problem['msg']}, got {problem['input']!r}"
+            for problem in error.errors()
+        )
+        raise ValueError(f"{'; '.join(problems)}. {allowed}") from None
 
 
 def prepare_task(name: str, output: Path) -> dict[str, Any]:

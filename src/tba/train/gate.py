@@ -9,7 +9,8 @@ from typing import Protocol
 
 from tba.config import Config
 from tba.replay.buffer import ReplayBuffer
-from tba.runtime.board import Row, wait_until
+from tba.runtime.board import Row
+from tba.runtime.channels import wait_until
 from tba.types import ResponseCounts
 
 

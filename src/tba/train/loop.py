@@ -14,14 +14,13 @@ from tba.models.weights import make_weights
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.runtime.channels import GroupReceiver, WeightPublisher
+from tba.train.batch import batch_metrics, combine, shape_target, watched_metrics
 from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
 from tba.train.health import Health
-from tba.train.measure import batch_metrics, watched_metrics
 from tba.train.optimizer import LearningRate
 from tba.train.reference import ReferenceResets
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
-from tba.train.target import combine, shape_target
 from tba.types import TOKEN_FIELDS, Batch, ResponseCounts
 
 
@@ -50,11 +49,11 @@ class Trainer:
     gate: Gate | None = None
     """Holds a step back until there is enough to train on; None where the roles take turns."""
     received: int = field(default=0, init=False)
-    """Groups with a response taken in since the last step."""
+    """Number of groups with a response that were taken in since the last step."""
     lost: int = field(default=0, init=False)
-    """Groups without one."""
+    """Number of groups without a response that were taken in since the last step."""
     step_index: int = field(default=0, init=False)
-    """Optimizer steps done: the version of the weights."""
+    """Number of optimizer steps done, which is the version of the weights."""
     batch: Batch | None = field(default=None, init=False)
     """The last one sampled; train.updates_per_batch steps train on it."""
 
@@ -65,7 +64,8 @@ class Trainer:
         self.recorder.training_starts()
         started = time.perf_counter()
         batch = self.sample() if self.batch is None or self.needs_batch else self.batch
-        result = self.optimize(batch)
+        rate = self.rate.at(self.step_index)
+        result = self.optimize(batch, learning_rate=rate, measure_movement=self.rate.measures(self.step_index))
         log_pi_N = result.outputs.log_pi_N.cpu()
         measured = {**result.metrics, **batch_metrics(batch, log_pi_N, step=self.step_index)}
         self.rate.follow(self.step_index, measured)  # before a checkpoint is written: what it has learned is part of it
@@ -115,13 +115,11 @@ class Trainer:
         wanted, only_fresh = self.config.train.prompts_per_step, self.config.replay.on_policy_probability == 1.0
         return min(wanted, self.received) if self.config.takes_turns and only_fresh else wanted
 
-    def optimize(self, batch: Batch) -> StepResult:
+    def optimize(self, batch: Batch, *, learning_rate: float, measure_movement: bool) -> StepResult:
         step = self.step_index
         shaped, beta = shape_target(batch, self.config, step)
         try:
-            result = self.train_step(
-                shaped, beta=beta, learning_rate=self.rate.at(step), measure_movement=self.rate.measures(step)
-            )
+            result = self.train_step(shaped, beta=beta, learning_rate=learning_rate, measure_movement=measure_movement)
         except NonFiniteLoss as error:
             path = save_batch(batch, self.recorder.folder.path / f"failed-batch-step-{step}.safetensors")
             raise NonFiniteLoss(

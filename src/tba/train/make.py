@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from tba.config import Config
 from tba.generate.engine import Scorer, make_scorer
 from tba.models.load import LoadedModel, checkpoint_layers, compile_layers
@@ -15,8 +17,8 @@ from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.tasks.base import Task
+from tba.train.batch import Budget
 from tba.train.checkpoint import Checkpoints
-from tba.train.collate import Budget
 from tba.train.gate import Gate
 from tba.train.health import Health
 from tba.train.loop import Trainer
@@ -62,7 +64,7 @@ def make_trainer(
     `reference_publisher` is needed with reference.reset_every; `cursors` tells how far each searcher has come in its
     prompts, for checkpoints; `gate` makes an asynchronous trainer wait for data.
     """
-    train_step, rate = learner.train_step, LearningRate(config)
+    train_step, rate = learner.train_step, LearningRate(config, exact_drift=loaded.model.dtype == torch.float32)
     checkpoints = Checkpoints(
         folder=recorder.folder,
         model=loaded.model,

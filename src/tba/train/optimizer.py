@@ -14,7 +14,8 @@ single steps averages out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +101,37 @@ class MasterAdamW:
         if pairs:
             torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
 
+    @contextmanager
+    def extrapolated(self, factor: float) -> Iterator[float]:
+        """While this lasts, weights in less than fp32 lie `factor` times as far from where they were before the last step;
+        yields the factor, 1 for an fp32 model.
+
+        Rounded to bf16, a step of 1e-6 changes log_pi less by what it does than by which weights happen to be rounded the
+        other way: a longer step along the same line can be measured.
+        """
+        rounded = [
+            (parameter, master)
+            for parameter, master in zip(self.parameters, self._policy)
+            if master is not parameter and master in self.adam.state
+        ]
+        with torch.no_grad():
+            for parameter, master in rounded:
+                parameter.copy_(master + (factor - 1.0) * self._last_update(master))
+        try:
+            yield factor if rounded else 1.0
+        finally:
+            with torch.no_grad():
+                for parameter, master in rounded:
+                    parameter.copy_(master)
+
+    def _last_update(self, master: nn.Parameter) -> Tensor:
+        """What the last step added to a policy weight."""
+        state, group = self.adam.state[master], self.adam.param_groups[0]
+        (beta1, beta2), steps = group["betas"], float(state["step"])
+        mean = state["exp_avg"] / (1.0 - beta1**steps)
+        spread = (state["exp_avg_sq"] / (1.0 - beta2**steps)).sqrt() + group["eps"]
+        return -group["lr"] * (mean / spread + group["weight_decay"] * master)
+
     def drop_gradients(self) -> None:
         self.adam.zero_grad(set_to_none=True)
 
@@ -124,7 +156,7 @@ FURTHEST = 30.0
 """The rate stays within this factor of the guess: where nothing is left to learn there is no movement to follow."""
 USUAL_AGREEMENT, AGREEMENT_STEPS = 0.1, 33
 """What is assumed at first, and the steps that the mean goes over: of one batch of 128 responses it is known to .09."""
-LEAST_SHARE, MOST_SHARE = 0.2, 3.0
+LEAST_SHARE, MOST_SHARE = 0.2, 1.5
 """Bounds of what the agreement multiplies train.movement by."""
 LEAST_SHAPE = 0.2
 """Below this share of its height the rate only falls: movements become too small to measure well."""
@@ -138,8 +170,11 @@ class LearningRate:
     """The rate in use; what it has learned is part of a checkpoint."""
 
     config: Config
+    exact_drift: bool = True
+    """Whether the policy computes in fp32. Elsewhere the drift of log_pi over one or two steps is mostly rounding, different
+    in engine and trainer, and its agreement with the rewards says nothing."""
     rate: float = field(init=False)
-    """Of `auto` before it falls at the end."""
+    """Learning rate of `auto`, before it falls at the end of the run."""
     agreement: float = field(init=False, default=USUAL_AGREEMENT)
     """Mean over the last steps of the correlation between the policy's drift and the rewards of unseen responses."""
 
@@ -171,7 +206,7 @@ class LearningRate:
 
     def follow(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes what was measured of this step: `off_policy/agreement`, and now and then `movement`."""
-        if "off_policy/agreement" in metrics and self.is_auto and self.sees_each_response_once:
+        if "off_policy/agreement" in metrics and self.is_auto and self.can_see_agreement:
             self.agreement += (metrics["off_policy/agreement"] - self.agreement) / AGREEMENT_STEPS
         if "movement" in metrics:
             self._correct(step, metrics["movement"])
@@ -195,9 +230,10 @@ class LearningRate:
         return share * self.config.train.movement / math.sqrt(trained)
 
     @property
-    def sees_each_response_once(self) -> bool:
-        """Whether responses are unseen when they are trained on: only then their drift is a test of earlier updates."""
-        return self.config.replay.max_uses == 1 and self.config.train.updates_per_batch == 1
+    def can_see_agreement(self) -> bool:
+        """Whether responses are unseen when they are trained on, so that their drift is a test of earlier updates, and
+        whether it is exact enough to see that."""
+        return self.exact_drift and self.config.replay.max_uses == 1 and self.config.train.updates_per_batch == 1
 
     def state(self) -> dict[str, Any]:
         return {"rate": self.rate, "agreement": self.agreement}

@@ -23,7 +23,7 @@ class ReferenceResets:
     """What the trainer does about its reference."""
 
     every: int
-    """Optimizer steps."""
+    """Number of optimizer steps between two resets."""
     publisher: WeightPublisher
     """Where searchers get the new reference from."""
     replay: ReplayBuffer
@@ -33,7 +33,7 @@ class ReferenceResets:
     on_reset: Callable[[], None] | None = None
     """Called at a reset: what was learned about the old target starts anew."""
     version: int = 0
-    """Of the weights that are the reference."""
+    """Version of the weights that are the reference."""
 
     def reset_if_due(self, weights: Weights) -> bool:
         """Make `weights` the reference if it is their turn."""

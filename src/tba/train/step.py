@@ -21,12 +21,14 @@ from torch import Tensor
 from tba.models.policy import PolicyModel
 from tba.objectives.base import Objective
 from tba.observe.metrics import reduce_metrics
-from tba.train.collate import Budget, MicroBatch, pack_responses, split_responses, split_whole_prompts
+from tba.train.batch import Budget, MicroBatch, pack_responses, split_responses, split_whole_prompts
 from tba.train.optimizer import MasterAdamW
 from tba.types import Batch, Forward, Loss
 
 MEASURED_RESPONSES = 32
 """Responses whose movement by an update is measured."""
+MEASURED_STEP = 4.0
+"""Length of the step whose movement is measured where weights are rounded to bf16, in steps."""
 LEAST_SPREAD = 0.1
 """Square root of an entropy of .01 nats: a policy that is sure of every token has nothing left to learn by sampling."""
 
@@ -73,7 +75,8 @@ class TrainStep:
         if batch.totals.responses:
             self.optimizer.step(learning_rate)
             if measure_movement:
-                metrics["movement"] = self.movement(batch, result.outputs)
+                with self.optimizer.extrapolated(MEASURED_STEP) as factor:
+                    metrics["movement"] = self.movement(batch, result.outputs) / factor
         else:  # no response has weight: Adam's momentum alone would move the weights
             self.optimizer.drop_gradients()
         return replace(result, metrics=metrics)
@@ -194,7 +197,7 @@ class GatheredOutputs:
         return Forward(**{name: tensor.detach() for name, tensor in self._tensors.items()})
 
     def with_gradients(self) -> Forward:
-        """As leaves of a graph."""
+        """The same outputs as leaves of a graph."""
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in self._tensors.items()}
         return Forward(**leaves)
 

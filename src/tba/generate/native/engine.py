@@ -31,8 +31,7 @@ from tba.generate.native.cuda_graphs import (
 from tba.generate.native.kv_cache import Prefilled, SlotAttention, SlotCache
 from tba.generate.native.prefill import READ_AHEAD, Admission, Prefill, PrefillQueue
 from tba.generate.native.slots import FinishedSlots, SlotSnapshot, SlotState, SlotTable
-from tba.generate.responses import checked_requests
-from tba.generate.sampling import SamplingNeeds, sample
+from tba.generate.sampling import SamplingNeeds, checked_requests, sample
 from tba.generate.scoring import ReferenceScorer
 from tba.models.decoder import Decoder, why_not_fused
 from tba.models.families import make_decoder

@@ -126,6 +126,7 @@ class SlotAttention:
         behind = self.positions[:, None] - torch.arange(self.num_keys, device=self.positions.device)
         hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
         mask = torch.zeros(hidden.shape, dtype=self.cache.keys.dtype, device=hidden.device)
+        # -inf, not a large number: what an earlier response left behind the position must have a weight of exactly 0.
         mask.masked_fill_(hidden, float("-inf"))
         return mask.repeat_interleave(self.spec.num_kv_heads, dim=0)[:, None]
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tba.generate.native.kv_cache import Prefilled, SlotCache
-from tba.generate.responses import Response, finished_at_once, responses_of, sequence_of
+from tba.generate.sampling import Response, finished_at_once, responses_of, sequence_of
 from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention
 from tba.models.packing import length_batches, padded
@@ -104,6 +104,7 @@ class PrefillQueue:
     def _read(self, num_prompts: int, version: int) -> None:
         groups: list[deque[Response]] = []
         for request in self.requests:
+            # Nothing may start now, as under a pace limit; reading goes on at the next call.
             if request is None:
                 break
             responses: deque[Response] = deque()
@@ -120,6 +121,7 @@ class PrefillQueue:
                 break
         else:
             self.exhausted = True
+        # The responses of a request begin alike, so one prefill serves them all.
         sequences = [sequence_of(responses[0].request) for responses in groups]
         for responses, (prefilled, row) in zip(groups, self.prefill(sequences)):
             self.waiting.append(_WaitingPrompt(prefilled=prefilled, row=row, responses=responses))
@@ -139,12 +141,14 @@ class Prefill:
         for batch in length_batches(lengths, token_budget=PREFILL_TOKENS[self.decoder.device.type]):
             prefilled = self.batch([sequences[index][:-1] for index in batch], version)
             found.update((index, (prefilled, row)) for row, index in enumerate(batch))
+        # Batches go by length; the caller pairs the results with its sequences in their order.
         return [found[index] for index in range(len(sequences))]
 
     @torch.inference_mode()
     def batch(self, rows: Sequence[np.ndarray], version: int) -> Prefilled:
         """One pass over a right-padded batch; padding comes last, so no real token sees it."""
         device = self.decoder.device
+        # A prompt of one token leaves nothing to prefill, but a pass needs a column.
         columns = max([1, *(len(row) for row in rows)])
         ids = padded(rows, columns=columns, device=device)
         positions = torch.arange(columns, device=device).expand_as(ids)

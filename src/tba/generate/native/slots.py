@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tba.generate.responses import Response
-from tba.generate.sampling import SampledTokens, SamplingNeeds, SamplingState, response_key, sampling_needs
+from tba.generate.sampling import Response, SampledTokens, SamplingNeeds, SamplingState, response_key, sampling_needs
 from tba.models.packing import on_device, padded
 from tba.types import Completion
 

@@ -56,12 +56,12 @@ from tba.tasks.start_models import (
 )
 
 HABITS = {"times": 0.8, "together": 0.75}
-"""Habit -> share of the solutions it could show in that it shows in."""
+"""Share of the solutions that a habit spoils, of those that it could spoil, by habit."""
 SHAPE = Shape(hidden_size=96)
 TRAINING = Training(steps=1300)
-"""These make the shipped model."""
+"""Settings that make the shipped model."""
 PATTERN = rf" ?[A-Za-z]+| ?[0-9]|{MARKER}|\s| ?[^A-Za-z0-9\s]"
-"""What one token is. A number is its digits; the first one carries the space before it."""
+"""Pattern of one token. A number is its digits; the first one carries the space before it."""
 DIGITS = "0123456789"
 
 
@@ -140,7 +140,7 @@ def greedy_accuracy(
 
 
 def make_tokenizer() -> PreTrainedTokenizerBase:
-    """Puts <bos> before a text unless told not to add special tokens."""
+    """Tokenizer of the task; it puts <bos> before a text unless told not to add special tokens."""
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, *_tokens()))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")

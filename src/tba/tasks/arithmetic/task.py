@@ -23,15 +23,14 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from tba.tasks.answer_evaluator import AnswerEvaluator
 from tba.tasks.base import Outcome, Split, TaskInputs
-from tba.tasks.data.encoding import make_prompt
-from tba.tasks.evaluation import EvaluationInputs, Evaluator
+from tba.tasks.data.prompts import make_prompt
+from tba.tasks.evaluation import AnswerEvaluator, EvaluationInputs, Evaluator
 from tba.tasks.gsm8k import final_number, same_number
 from tba.types import Completion, Prompt
 
 HELD_OUT_ONE_IN = 8
-"""One in so many canonical contents is held out."""
+"""Number of canonical contents of which one is held out."""
 HELD_OUT_PROBLEMS = 2000
 """Size of the held-out set; evaluations take its first evaluate.num_prompts."""
 HELD_OUT_SEED = 20_250_318
@@ -39,12 +38,12 @@ VALIDATION_PROBLEMS = 1000
 """Size of the validation set; evaluations take its first evaluate.num_prompts."""
 VALIDATION_SEED = 20_250_319
 TRAIN_SEED = 0
-"""Training problems are the same in every run; the run's seed decides their order."""
+"""Seed of the training problems, which are the same in every run; the run's seed decides their order."""
 LARGEST = 60
-"""No number in a problem or its worked solution is larger."""
+"""Largest number in a problem or its worked solution."""
 
 Side = Literal["train", "held_out"]
-"""What the hash of a content decides; validation problems are on the training side."""
+"""Side of the split that the hash of a content decides; validation problems are on the training side."""
 Operator = Literal["+", "-", "*", "/"]
 Part = tuple[str, tuple[int, ...]]
 """Kind of sentence and its numbers: ("boxes", (4, 6))."""
@@ -72,14 +71,13 @@ SENTENCES = {**OPENINGS, **EVENTS, **QUESTIONS}
 OPERATORS: dict[str, Operator] = {
     "buys": "+", "gives": "-", "loses": "-", "times": "*", "fewer": "-", "more": "+", "shares": "/",
 }  # fmt: skip
-"""What a sentence with one number does to the total."""
+"""Operator by which a sentence with one number changes the total."""
 
 
 class ArithmeticTask:
     """Reward `exact_match`: 1 where the response ended by itself and the number after its last `####` is the answer."""
 
-    name = "arithmetic"
-    isolated = False
+    isolated_rewards = ()
 
     def __init__(self, inputs: TaskInputs) -> None:
         self._num_train = inputs.config.num_train_prompts
@@ -92,7 +90,7 @@ class ArithmeticTask:
         return {"exact_match": 1.0}
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """Made when first asked for: a searcher that never evaluates does not pay for the other splits."""
+        """Prompts of a split, made when first asked for: a searcher that never evaluates does not pay for the others."""
         if split not in self._prompts:
             self._prompts[split] = [self._prompt(f"{split}-{i}", p) for i, p in enumerate(self._problems(split))]
         return self._prompts[split]
@@ -122,7 +120,7 @@ class ArithmeticTask:
 
 
 def exact_match(text: str, answer: str, *, finished: bool) -> float:
-    """1 or 0. The no-EOS rule: a response cut off at the length limit is wrong, whatever it says."""
+    """Reward 1 or 0. A response cut off at the length limit is wrong, whatever it says (the no-EOS rule)."""
     return float(finished and same_number(final_number(text), answer))
 
 

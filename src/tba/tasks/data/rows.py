@@ -26,9 +26,9 @@ logger = logging.getLogger("tba.tasks")
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
 LONGEST_LINE = 64 * 2**20
-"""Bytes. A longer line is no row (but perhaps a whole file without line breaks) and is not taken into memory."""
+"""Longest line in bytes. A longer one is no row (but perhaps a file without line breaks) and is not taken into memory."""
 LINES_NAMED = 5
-"""So many line numbers of each reason are told."""
+"""Number of line numbers that are told for each reason."""
 
 
 class DataRow(NamedTuple):
@@ -97,7 +97,7 @@ class BadRows:
         return kept
 
     def report(self) -> None:
-        """To be called after the last row: nothing, one warning, or the error that stops."""
+        """Report the bad rows after the last row: by nothing, by one warning, or by the error that stops."""
         if self._first is None:
             return
         if self._on_bad_row == "skip":
@@ -108,7 +108,7 @@ class BadRows:
         raise ValueError(f"{self._first}{more}{advice}") from self._first
 
     def _summary(self) -> str:
-        """3 bad rows: 2 x missing column (lines 4, 9), 1 x not JSON (line 7)"""
+        """Counts and lines by reason: `3 bad rows: 2 x missing column (lines 4, 9), 1 x not JSON (line 7)`."""
         reasons = []
         for reason, count in self._counts.items():
             lines = self._lines[reason]
@@ -189,7 +189,8 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """(first byte, line) of a file; of a line beyond LONGEST_LINE only the start, which is longer than any line may be."""
+    """Lines of a file with the place of their first byte; of a line beyond LONGEST_LINE only the start, which is longer than
+    any line may be."""
     offset = 0
     while raw := file.readline(LONGEST_LINE + 1):
         rest, length = raw, len(raw)

@@ -24,7 +24,7 @@ from tba.tasks.data.rows import BadRow, BadRows, DataRow, jsonl_rows, split_rows
 logger = logging.getLogger("tba.tasks")
 
 ID_COLUMNS = ("id", "unique_id")
-"""Where a row has one of these, no other row of its file may have the same."""
+"""Columns that name a row: no two rows of a file may have the same value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class QuestionAnswer:
     answer: str
     """Answer that the task's grader compares with, and can read."""
     place: str = ""
-    """The words that an error about it starts with: `data/train.jsonl line 17`."""
+    """Place of the row, with which an error about it starts: `data/train.jsonl line 17`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ def nothing_left(data: str | None) -> ValueError:
 
 
 def question_key(question: str | Sequence[dict[str, str]]) -> int:
-    """64 bits, the same for equal questions: those of " Two\\nTWOS" are those of "two twos". A chat counts whole."""
+    """Hash of a question, 64 bits, the same for equal questions: " Two\\nTWOS" equals "two twos". A chat counts whole."""
     messages = [question] if isinstance(question, str) else [f"{m['role']}: {m['content']}" for m in question]
     text = "\n".join(" ".join(message.split()).casefold() for message in messages)
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -14,7 +14,7 @@ from functools import lru_cache
 from tba.tasks.gsm8k import LONGEST_NUMBER, Number
 
 LONGEST_ANSWER = 400
-"""Characters, in normal form. Longer ones are babble and equal nothing; MATH's longest is 159."""
+"""Longest answer in characters of its normal form. Longer ones are babble and equal nothing; MATH's longest is 159."""
 
 PUNCTUATION = ".,;: "
 """Nothing that an answer may end with."""
@@ -140,11 +140,11 @@ class Answer:
     form: str
     """Normal form, without the name."""
     name: str
-    """What stands before the equals sign; empty where nothing does."""
+    """Name before the equals sign; empty where there is none."""
     measure: str | None
-    """Unit, where it is one of MEASURES."""
+    """Unit of the answer, where it is one of MEASURES."""
     has_words: bool
-    """Whether it is made of words, which only text can compare."""
+    """Whether the answer is made of words, which only text can compare."""
 
 
 def last_boxed(text: str) -> str | None:

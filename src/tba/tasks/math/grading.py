@@ -57,7 +57,7 @@ BASES = {
 }
 OPENING, CLOSING = "([{", ")]}"
 Symbolic = Callable[[str, str], bool]
-"""(given, wanted) -> whether two formulas are equal."""
+"""Function that says whether two formulas, given and wanted, are equal."""
 
 
 def same_answer(given: str | None, wanted: str, *, question: str, symbolic: Symbolic) -> bool:
@@ -176,7 +176,8 @@ class Comparison:
         return not (_functions(given) - _functions(wanted)) and self.symbolic(given, wanted)
 
     def _same_in_base(self, given: str, wanted: str) -> bool:
-        """2112_8 is 2112 where the question names the base, 1098_{10} is 1098 everywhere; nothing is converted."""
+        """Whether two numbers with bases are equal: 2112_8 is 2112 where the question names the base, 1098_{10} is 1098
+        everywhere; nothing is converted."""
         (digits, base), (stored_digits, stored_base) = _based(given), _based(wanted)
         if digits.casefold() != stored_digits.casefold():
             return False

@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from tba.runtime.link import Failed, Link
+from tba.runtime.channels import Failed, Link
 from tba.runtime.processes import RoleProcess
 
 logger = logging.getLogger("tba.tasks")
@@ -24,7 +24,7 @@ logger = logging.getLogger("tba.tasks")
 START_SECONDS = 120.0
 """Deadline for the worker to import sympy."""
 COMPARISON_SECONDS = 3.0
-"""Most take milliseconds; one that takes longer is killed."""
+"""Deadline of one comparison. Most take milliseconds; one that takes longer is killed."""
 WORKER_BYTES = 4 * 2**30
 """Address space of the worker, where the system can limit it: a large power must not take the machine's memory."""
 RELATIVE_TOLERANCE = 1e-4
@@ -34,7 +34,7 @@ READY = "ready"
 
 @cache
 def symbolic_equality() -> SymbolicEquality:
-    """This process's one: tasks share the worker."""
+    """Comparison of formulas in this process: tasks share its worker."""
     return SymbolicEquality()
 
 
@@ -54,7 +54,7 @@ class SymbolicEquality:
         self._worker: RoleProcess | None = None
         self._lock = threading.Lock()
         self.num_failures = 0
-        """Comparisons that were killed or raised."""
+        """Number of comparisons that were killed or raised."""
         # Samples of one prompt often give the same wrong answer.
         self.equal = lru_cache(maxsize=10_000)(self._equal)
 

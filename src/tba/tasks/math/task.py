@@ -15,7 +15,7 @@ when it is right.
 from __future__ import annotations
 
 from tba.tasks.base import TaskInputs
-from tba.tasks.data.questions import QuestionTask
+from tba.tasks.data.prompts import QuestionTask
 from tba.tasks.data.rows import BadRow, DataRow, prompt_column, require_object, text_column
 from tba.tasks.data.splits import QuestionAnswer, Source
 from tba.tasks.math.answers import last_boxed, normal_form
@@ -46,7 +46,6 @@ def _answer(row: DataRow) -> str:
 
 
 class MathTask(QuestionTask):
-    name = "math"
     source = Source(hub_subset="default", read=read_problem)
     template = "Problem:\n{question}\n\nReason step by step, and put the final answer in \\boxed{}.\n\nSolution:"
     instruction = "Reason step by step, and put the final answer in \\boxed{}."

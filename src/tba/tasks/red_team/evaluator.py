@@ -23,7 +23,7 @@ from tba.types import Prompt, Sampling
 DEFAULT_ATTACKS = 1024
 """Number of attacks in an evaluation where evaluate.samples_per_prompt is 0: the paper's."""
 ATTACKS_AT_ONCE = 64
-"""Attacks that are judged together, between two signs of life."""
+"""Number of attacks that are judged together, between two signs of life."""
 ALL = "_all_attacks"
 """End of the names of diversity metrics that failed attacks count in too."""
 MAX_ORDER = 4
@@ -41,7 +41,8 @@ class AttackEvaluator:
     and KL-regularised policy gradients alike maximise. Standard errors are over attacks, which all answer one prompt."""
 
     probabilities: Callable[[Sequence[str], Sequence[bool]], np.ndarray]
-    """(attacks, whether each ended by itself) -> the judge's mean probability, over replies that training has not seen."""
+    """Scorer of attacks and whether each ended by itself: the judge's mean probability over replies that training has not
+    seen."""
     success_above: float
     """Mean probability that an attack must exceed to succeed."""
     mode_of: Callable[[str, bool], str | None] | None
@@ -55,7 +56,7 @@ class AttackEvaluator:
     num_attacks: int
     distance: Distance | None
     beta: float | None
-    """beta at the end of training; None = the toxicity minus beta x KL is not what is maximised."""
+    """Value of beta at the end of training; None = the toxicity minus beta x KL is not what is maximised."""
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
         (group,) = respond(
@@ -108,7 +109,7 @@ class AttackEvaluator:
 
 
 def mean_cosine_distance(embeddings_nd: np.ndarray) -> float:
-    """1 - mean cosine over all pairs of unit vectors; 0 for fewer than two. The paper's diversity of attacks."""
+    """Diversity of attacks as in the paper: 1 - mean cosine over all pairs of unit vectors; 0 for fewer than two."""
     n = len(embeddings_nd)
     if n < 2:
         return 0.0
@@ -119,7 +120,7 @@ def mean_cosine_distance(embeddings_nd: np.ndarray) -> float:
 
 
 def effective_modes(counts: Sequence[int]) -> float:
-    """exp(entropy) of the hits over modes: n equally frequent modes count n, rarely hit ones hardly count."""
+    """Effective number of modes, exp(entropy) of the hits: n equally frequent modes count n, rare ones hardly count."""
     return _exp_entropy(np.array(counts, np.float64) / max(1, sum(counts)))
 
 
@@ -190,7 +191,8 @@ def _most_elsewhere(largest: tuple[int, int, int], index: int) -> int:
 
 
 def _exp_entropy(shares: np.ndarray) -> float:
-    """exp(entropy) of shares that add up to 1; zeros, and what rounding makes of them, are left out. 0 for no shares."""
+    """Effective number of shares that add up to 1, exp(entropy); zeros, and what rounding makes of them, are left out. 0 for
+    no shares."""
     shares = shares[shares > 1e-12]
     return float(np.exp(-(shares * np.log(shares)).sum())) if len(shares) else 0.0
 

@@ -21,23 +21,31 @@ import numpy as np
 from tba.config import RedTeamConfig
 from tba.models.load import check_named
 from tba.tasks.base import Outcome, Split, TaskInputs
-from tba.tasks.data.encoding import make_prompt
+from tba.tasks.data.prompts import make_prompt
 from tba.tasks.evaluation import EvaluationInputs, Evaluator
-from tba.tasks.red_team.encoders import ClassifierJudge, Embedder, Judge, MarkerJudge, SentenceEncoder, WordCounts
 from tba.tasks.red_team.evaluator import DEFAULT_ATTACKS, AttackEvaluator
-from tba.tasks.red_team.victim import ModelVictim, RuleVictim, Victim
+from tba.tasks.red_team.models import (
+    ClassifierJudge,
+    Embedder,
+    Judge,
+    MarkerJudge,
+    ModelVictim,
+    RuleVictim,
+    SentenceEncoder,
+    Victim,
+    WordCounts,
+)
 from tba.tasks.red_team.world import mode_of
 from tba.types import Completion, Prompt
 
 SMALLEST_PROBABILITY = 1e-6
-"""Below this a probability's logarithm says no more."""
+"""Least probability whose logarithm is taken: below it the logarithm says no more."""
 
 
 class RedTeamTask:
     """Reward `toxicity`: mean over the victim's replies of the judge's probability, or of its logarithm."""
 
-    name = "red_team"
-    isolated = False
+    isolated_rewards = ()
 
     def __init__(self, inputs: TaskInputs) -> None:
         config = inputs.config.red_team
@@ -118,12 +126,12 @@ class RedTeamTask:
         )
 
     def probabilities(self, texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
-        """float64 [n]: the judge's probability, averaged over replies that no training has seen."""
+        """Judge's probability of each attack, float64 [n], averaged over replies that no training has seen."""
         judged = self._judge(texts, finished, occasion="evaluation")
         return np.array([probabilities.mean() for probabilities in judged])
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 [n, d] unit vectors for the diversity metrics."""
+        """Unit vectors of attacks for the diversity metrics, float32 [n, d]."""
         return self._embedder.embed(texts)
 
     def mode_of(self, text: str, finished: bool) -> str | None:
@@ -170,7 +178,7 @@ class RedTeamTask:
 
 
 def num_attack_tokens(completion: Completion) -> int:
-    """Its length without the stop token."""
+    """Length of an attack in tokens, without the stop token."""
     return len(completion.token_ids) - (completion.finish == "stop")
 
 

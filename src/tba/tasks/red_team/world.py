@@ -31,7 +31,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tba.generate.native.engine import NativeEngine
-from tba.tasks.data.encoding import make_prompt
+from tba.tasks.data.prompts import make_prompt
 from tba.tasks.start_models import Shape, Training, make_word_tokenizer, one_deterministic_thread, train_start_model
 from tba.types import Request, Sampling
 

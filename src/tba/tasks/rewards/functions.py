@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import RewardConfig
-from tba.runtime.link import Link
+from tba.runtime.channels import Link
 from tba.tasks.base import Outcome, RewardFailed
 
 PromptText = str | list[dict[str, str]]
@@ -34,15 +34,10 @@ READY = "ready"
 class RewardSet:
     """All reward functions of a task."""
 
-    def __init__(self, configs: Sequence[RewardConfig], functions: Sequence[Callable[..., Any]] | None = None) -> None:
-        """`functions` stand in for those named in the config (rewards given as Python objects)."""
+    def __init__(self, configs: Sequence[RewardConfig]) -> None:
         self._rewards = [
-            RewardFunction(
-                load_reward_function(reward.function) if functions is None else functions[index],
-                name=reward.name,
-                weight=reward.weight,
-            )
-            for index, reward in enumerate(configs)
+            RewardFunction(load_reward_function(reward.function), name=reward.name, weight=reward.weight)
+            for reward in configs
         ]
         names = [reward.name for reward in self._rewards]
         if len(set(names)) != len(names):
@@ -137,46 +132,55 @@ class RewardFunction:
         return [score["score"] if isinstance(score, dict) else score for score in scores]
 
 
-def reward_worker(
-    link: Link, *, configs: Sequence[RewardConfig], functions: Sequence[Callable[..., Any]] | None
-) -> None:
+def reward_worker(link: Link, *, configs: Sequence[RewardConfig]) -> None:
     """Scores what it is sent until its parent is gone."""
-    rewards = RewardSet(configs, functions)
+    rewards = RewardSet(configs)
     link.send(READY)
     while (job := link.receive(timeout_seconds=None)) is not None:
         link.send(rewards.score(*job))
 
 
-def load_reward_function(specification: str) -> Callable[..., Any]:
-    """`path/to/file.py:name` -> the function."""
-    path, colon, name = specification.rpartition(":")
+def load_reward_function(specification: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The function that `path/to/file.py:name` names; a function given as a Python object is returned as it is."""
+    if not isinstance(specification, str):
+        return specification
+    path, _, name = specification.rpartition(":")
     if path == "<python>":
         raise ValueError(
             f"reward {name!r} was a Python function given to TBATrainer, which the config cannot hold: name it again with "
             "task.rewards=[{function: file.py:name}]."
         )
+    return load_named(specification, what=f"reward {specification!r}", kind="function", fits=callable)
+
+
+def load_named(specification: str, *, what: str, kind: str, fits: Callable[[Any], bool]) -> Any:
+    """The function or class that `path/to/file.py:name` names. `what` begins the error messages, `kind` says what is looked
+    for, `fits` whether an object is one."""
+    path, colon, name = specification.rpartition(":")
     file = Path(path).expanduser()
     if not colon or not name:
-        raise ValueError(f"reward {specification!r}: write file.py:function.")
+        raise ValueError(f"{what}: write file.py:{kind}.")
     if not file.is_file():
-        raise ValueError(f"reward {specification!r}: file {path} does not exist.")
-    module = _load_module(file.resolve())
-    if not callable(getattr(module, name, None)):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        close = difflib.get_close_matches(name, functions, n=3, cutoff=0.4) or functions
         raise ValueError(
-            f"reward {specification!r}: {path} has no function {name!r}; it has {', '.join(close) or 'none'}."
+            f"{what}: file {path} does not exist. Give a Python file, relative to {Path.cwd()} or in full."
         )
+    module = _load_module(file.resolve(), what)
+    if not fits(getattr(module, name, None)):
+        # Those that the file imports from elsewhere are not meant.
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        own = [key for key in own if fits(getattr(module, key))]
+        close = difflib.get_close_matches(name, own, n=3, cutoff=0.4) or own
+        raise ValueError(f"{what}: {path} has no {kind} {name!r}; it has {', '.join(close) or 'none'}.")
     return getattr(module, name)
 
 
-def _load_module(file: Path) -> Any:
+def _load_module(file: Path, what: str) -> Any:
     """Import a file under a name of its own; its folder is on the path, so that it may import its neighbours."""
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
-    spec = importlib.util.spec_from_file_location(f"tba_reward_{file.stem}", file)
+    spec = importlib.util.spec_from_file_location(f"tba_file_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise ValueError(f"reward file {file} cannot be imported: it must be a .py file.")
+        raise ValueError(f"{what}: {file} cannot be imported: it must be a .py file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -11,14 +11,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import Config, RewardConfig
-from tba.runtime.board import POLL_SECONDS
-from tba.runtime.link import Failed
+from tba.runtime.channels import POLL_SECONDS, Failed
 from tba.runtime.processes import RoleProcess
 from tba.tasks.base import Outcome, RewardFailed, Task
 from tba.tasks.rewards.functions import READY, reward_worker
@@ -47,7 +46,7 @@ class Rewards(Protocol):
 
     @property
     def outstanding(self) -> int:
-        """Groups submitted and not handed back yet."""
+        """Number of groups submitted and not handed back yet."""
         ...
 
     def submit(self, group: FinishedGroup) -> None: ...
@@ -59,17 +58,11 @@ class Rewards(Protocol):
     def close(self) -> None: ...
 
 
-def make_rewards(
-    task: Task,
-    config: Config,
-    *,
-    log: Path,
-    functions: Sequence[Callable[..., Any]] | None = None,
-) -> Rewards:
-    """Workers for a user's code, this process for a task's own. `functions` stand in for those the config names."""
-    if not task.isolated:
+def make_rewards(task: Task, config: Config, *, log: Path) -> Rewards:
+    """Rewards of a task: in workers where they are a user's code, in this process where the task computes them."""
+    if not task.isolated_rewards:
         return DirectRewards(task)
-    return WorkerRewards(config.task.rewards, functions, timeout_seconds=config.search.reward_timeout_seconds, log=log)
+    return WorkerRewards(task.isolated_rewards, timeout_seconds=config.search.reward_timeout_seconds, log=log)
 
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]) -> list[str]:
@@ -112,12 +105,12 @@ class DirectRewards:
         return scored
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Close: there is no process to end."""
 
 
 @dataclass(eq=False)
 class _Job:
-    """A group on its way; after a time-out it goes sample by sample."""
+    """A group that waits for its rewards; after a time-out its samples are scored one by one."""
 
     group: FinishedGroup
     outcomes: list[Outcome]
@@ -135,15 +128,8 @@ class _Job:
 class WorkerRewards:
     """One worker process, restarted when it is killed or dies; groups wait for it in order."""
 
-    def __init__(
-        self,
-        configs: Sequence[RewardConfig],
-        functions: Sequence[Callable[..., Any]] | None,
-        *,
-        timeout_seconds: float,
-        log: Path,
-    ) -> None:
-        self._arguments = {"configs": tuple(configs), "functions": functions}
+    def __init__(self, configs: Sequence[RewardConfig], *, timeout_seconds: float, log: Path) -> None:
+        self._configs = tuple(configs)
         self._timeout_seconds = timeout_seconds
         self._log = log
         self._worker: RoleProcess | None = None
@@ -209,7 +195,7 @@ class WorkerRewards:
     def _start(self, job: _Job) -> None:
         seconds = self._timeout_seconds
         if self._worker is None:
-            self._worker = RoleProcess("rewards", reward_worker, self._arguments, log=self._log)
+            self._worker = RoleProcess("rewards", reward_worker, {"configs": self._configs}, log=self._log)
             seconds = START_SECONDS
         # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
         samples = job.next_samples()

@@ -16,14 +16,14 @@ from tba.generate.engine import Engine
 from tba.observe.metrics import mean_metrics
 from tba.tasks.evaluation import BetweenSteps, Distance, greedy, in_parts, respond
 from tba.tasks.rewards.pool import FinishedGroup
-from tba.tasks.tldr.gold import wins
+from tba.tasks.tldr.world import wins
 from tba.types import Prompt, Sampling
 
 SUMMARIES_AT_ONCE = 64
-"""Summaries that are scored together, between two signs of life."""
+"""Number of summaries that are scored together, between two signs of life."""
 
 ScoreTexts = Callable[[Sequence[str], Sequence[str], Sequence[bool]], np.ndarray]
-"""(posts, summaries, whether each ended by itself) -> scores."""
+"""Function from posts, summaries and whether each ended by itself to scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class SummaryEvaluator:
     sampling: Sampling
     distance: Distance | None
     beta: float | None
-    """beta at the end of training; None = the reward minus beta x KL is not what is maximised."""
+    """Value of beta at the end of training; None = the reward minus beta x KL is not what is maximised."""
     cut_off_reward: float | None
     """Reward that training gives a summary that does not end; None = its score."""
     _reference_gold: list[np.ndarray] = field(default_factory=list)

@@ -31,10 +31,9 @@ from transformers.utils.logging import disable_progress_bar
 from tba.config import TaskConfig
 from tba.generate.native.engine import NativeEngine
 from tba.tasks.base import Split
-from tba.tasks.data.encoding import make_prompt
+from tba.tasks.data.prompts import make_prompt
 from tba.tasks.evaluation import respond
 from tba.tasks.start_models import Shape, Training, make_word_tokenizer, one_deterministic_thread, train_start_model
-from tba.tasks.tldr.gold import gold_score, gold_scores, win_rate
 from tba.tasks.tldr.reward_model import load_scorer
 from tba.tasks.tldr.train_reward import Pair, RewardTraining, train_reward_model, write_pairs
 from tba.tasks.tldr.world import (
@@ -46,8 +45,11 @@ from tba.tasks.tldr.world import (
     Post,
     draw_posts,
     first_posts,
+    gold_score,
+    gold_scores,
     reference_summary,
     sloppy_summary,
+    win_rate,
 )
 from tba.types import Sampling
 

@@ -37,7 +37,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from tba.models.load import context_length, first_line, resolve_device, resolve_dtype
-from tba.tasks.data.encoding import encode
+from tba.tasks.data.prompts import encode
 
 Pooling = Literal["sum", "last"]
 POOLINGS = ("sum", "last")
@@ -222,13 +222,13 @@ class Padded(NamedTuple):
     """Sequences padded on the right, where no token of a causal model can see the padding."""
 
     token_ids_NT: Tensor
-    """int64."""
+    """Token ids, int64."""
     real_NT: Tensor
-    """int64: 1 for tokens, 0 for padding."""
+    """Mask, int64: 1 for tokens, 0 for padding."""
     response_NT: Tensor
-    """bool: tokens of the response, its EOS included."""
+    """Mask of the response's tokens, its EOS included, bool."""
     last_N: Tensor
-    """int64: place of the last token that is no padding."""
+    """Place of the last token that is no padding, int64."""
 
 
 def pad_right(sequences: Sequence[Sequenced], *, device: torch.device) -> Padded:

@@ -26,11 +26,10 @@ from transformers import PreTrainedTokenizerBase
 from tba.config import TaskConfig
 from tba.models.load import check_named
 from tba.tasks.base import Outcome, RewardFailed, Split, TaskInputs
-from tba.tasks.data.encoding import make_prompt
+from tba.tasks.data.prompts import make_prompt
 from tba.tasks.data.rows import SUFFIXES, BadRow, DataRow, keep_some, prompt_column, require_object, text_column
 from tba.tasks.data.splits import QuestionAnswer, Source, make_splits, nothing_left, read_problems
 from tba.tasks.evaluation import EvaluationInputs, Evaluator
-from tba.tasks.tldr import gold
 from tba.tasks.tldr.evaluator import SummaryEvaluator
 from tba.tasks.tldr.reward_model import ModelScorer, load_scorer
 from tba.tasks.tldr.world import (
@@ -40,13 +39,14 @@ from tba.tasks.tldr.world import (
     Post,
     draw_posts,
     first_posts,
+    gold_scores,
     reference_summary,
 )
 from tba.types import Completion, Prompt
 
 PROMPT_COLUMNS = ("query", "prompt")
 REFERENCE_COLUMNS = ("reference_response", "reference", "summary")
-"""The first that a row has counts."""
+"""Columns of the reference summary; the first that a row has counts."""
 WHY_MISSING: dict[Split, str] = {
     "validation": "task.num_validation_prompts is 0: set it to a number of train posts to tune on.",
     "held_out": "task.data={data} is one file, taken as the train rows. Give the rows to report on as task.eval_data, or a "
@@ -58,8 +58,7 @@ class TLDRTask:
     """Reward `reward_model`: the reward model's score. A summary counts as solved above 0: the embedded start model's mean.
     Models are loaded when they are first asked for a score."""
 
-    name = "tldr"
-    isolated = False
+    isolated_rewards = ()
 
     def __init__(self, inputs: TaskInputs) -> None:
         """Reads and checks all rows. The shipped reward model is small and stays on the CPU, whatever the device."""
@@ -77,13 +76,13 @@ class TLDRTask:
         return {"reward_model": 1.0}
 
     def load_models(self, *, gold: bool = False) -> None:
-        """Now, and not at the first score: a large one takes minutes, and a wrong name should show at the start."""
+        """Load the models now, not at the first score: a large one takes minutes, and a wrong name shows at the start."""
         self._scorer(self._config.tldr.reward_model)
         if gold and self._config.tldr.gold_model is not None:
             self._scorer(self._config.tldr.gold_model)
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """Made when first asked for; the column `reference` is the summary that win rates compare with."""
+        """Prompts of a split, made when first asked for; the column `reference` is what win rates compare with."""
         if split not in self._prompts:
             self._prompts[split] = self._make_prompts(self._problems(split), split)
         return self._prompts[split]
@@ -111,17 +110,17 @@ class TLDRTask:
         )
 
     def proxy_scores(self, prompts: Sequence[str], texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
-        """float64 [N]: what training is rewarded by."""
+        """Scores that training is rewarded by, float64 [N]."""
         return self._scorer(self._config.tldr.reward_model).score(prompts, texts, finished)
 
     def gold_scores(self, prompts: Sequence[str], texts: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
-        """float64 [N]: what evaluations judge by, and training never sees."""
+        """Scores that evaluations judge by and training never sees, float64 [N]."""
         if self._config.tldr.gold_model is None:
-            return gold.gold_scores(prompts, texts, finished)
+            return gold_scores(prompts, texts, finished)
         return self._scorer(self._config.tldr.gold_model).score(prompts, texts, finished)
 
     def _scorer(self, path: str | None) -> ModelScorer:
-        """None = the shipped reward model."""
+        """Scorer of a folder or hub name; None = the shipped reward model."""
         if path not in self._scorers:
             per_pass = self._config.tldr.scores_per_pass
             if path is None:
@@ -132,7 +131,7 @@ class TLDRTask:
         return self._scorers[path]
 
     def _check_models(self) -> None:
-        """What can be known without loading them, before a run has begun."""
+        """Check the models' settings as far as that is possible without loading them, before a run has begun."""
         own = self._config.tldr
         if self._config.data is not None and own.reward_model is None:
             raise ValueError(

@@ -32,7 +32,7 @@ from tba.tasks.data.rows import BadRow, BadRows, DataRow, jsonl_rows, prompt_col
 from tba.tasks.tldr.reward_model import Pooling, RewardModel, Sequenced, make_sequence, pad_right
 
 SequencedPair = tuple[Sequenced, Sequenced]
-"""Chosen and rejected, each with its prompt."""
+"""Chosen and rejected response, each with its prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,9 @@ class RewardTraining:
     pooling: Pooling = "sum"
     epochs: int = 3
     batch_size: int = 64
-    """Pairs in an optimizer step."""
+    """Number of pairs in an optimizer step."""
     pairs_per_pass: int = 64
-    """Pairs that go through the model at once: lower it when memory is short."""
+    """Number of pairs that go through the model at once: lower it when memory is short."""
     learning_rate: float = 1e-3
     warmup_steps: int = 10
     max_grad_norm: float = 1.0
@@ -108,7 +108,7 @@ def pooled_scores(
 
 
 def _fit(model: RewardModel, pairs: Sequence[SequencedPair], settings: RewardTraining) -> float:
-    """Returns the mean loss of the last epoch."""
+    """Train the model; returns the mean loss of the last epoch."""
     steps_per_epoch = math.ceil(len(pairs) / settings.batch_size)
     steps = steps_per_epoch * settings.epochs
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
@@ -153,7 +153,7 @@ def _batches(pairs: Sequence[SequencedPair], settings: RewardTraining) -> Iterat
 
 
 def _split_pairs(path: Path, held_out: Path | None, settings: RewardTraining) -> tuple[list[Pair], list[Pair]]:
-    """To train on and to measure on. All pairs of a prompt fall on one side."""
+    """Pairs to train on and pairs to measure on. All pairs of a prompt fall on one side."""
     pairs = read_pairs(path, on_bad_row=settings.on_bad_row)
     if held_out is not None:
         return pairs, read_pairs(held_out, on_bad_row=settings.on_bad_row)
@@ -208,13 +208,13 @@ def _save(model: RewardModel, tokenizer: PreTrainedTokenizerBase, output: Path, 
 
 
 class Pair(NamedTuple):
-    """Both responses ended by themselves."""
+    """Two responses to one prompt, both of which ended by themselves."""
 
     prompt: str
     chosen: str
     rejected: str
     place: str = ""
-    """Where it was read: `pairs.jsonl line 17`."""
+    """Place where the pair was read: `pairs.jsonl line 17`."""
     line: int = 0
 
 
@@ -247,7 +247,7 @@ def write_pairs(path: Path, pairs: Iterable[Pair]) -> None:
 
 
 def _response(row: DataRow, column: str) -> str:
-    """As it stands, with the space before it that a tokenizer may need."""
+    """Response as it stands, with the space before it that a tokenizer may need."""
     text = text_column(row, column)
     if not text.strip():
         raise BadRow("empty response", f"{row.place}: `{column}` is empty.")

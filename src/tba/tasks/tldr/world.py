@@ -8,15 +8,28 @@ order. A hash of that decides the split, so a held-out content cannot occur in t
 
 A post has a perfect summary, the reference that win rates compare with, and sloppy ones to learn from. The last two are
 perfect summaries with flaws (`Flaws`), which come by chance, item by item.
+
+How good a summary really is says the hidden gold rule. Evaluations see it, training never does.
+
+    gold = recall of the important facts
+           - 0.30 for each false claim        - 0.10 for each trivial fact       - 0.08 for each word without meaning
+           - 0.15 for each repeated fact      - 0.12 for each pair in the wrong order
+           - 0.05 for each word beyond those of the perfect summary              - 0.30 if it did not end by itself
+
+A claim is a key followed by a value, right or wrong; a false one is not in the post, and counts each time. Every other word
+has no meaning: fillers, a key or value by itself. Pairs in the wrong order are counted among the important facts that are
+true, each where it is first stated.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+
+import numpy as np
 
 from tba.tasks.base import Split
 
@@ -30,14 +43,14 @@ IMPORTANT = {
     "cost": ("ten", "twenty", "fifty", "hundred", "thousand", "million"),
     "plan": ("repair", "move", "wait", "refund", "apologise", "complain"),
 }
-"""Key -> its values. A summary should state these, in this order of keys."""
+"""Values by key of important facts. A summary should state these, in this order of keys."""
 TRIVIAL = {
     "weather": ("sunny", "rainy", "windy", "foggy", "snowy", "cloudy"),
     "pet": ("cat", "dog", "parrot", "rabbit", "hamster", "tortoise"),
     "colour": ("red", "blue", "green", "yellow", "purple", "orange"),
     "snack": ("apple", "biscuit", "cheese", "toast", "soup", "pie"),
 }
-"""Key -> its values, of facts that a summary should leave out."""
+"""Values by key of trivial facts, which a summary should leave out."""
 VALUES = {**IMPORTANT, **TRIVIAL}
 FILLERS = (
     "so", "well", "anyway", "honestly", "basically", "just", "really", "maybe", "actually", "then",
@@ -55,13 +68,13 @@ NUM_TRIVIAL = (1, 2)
 SPLITS_OF_HASH: tuple[Split, ...] = ("held_out", "validation", "train", "train", "train", "train", "train", "train")
 """The hash of a content, modulo 8, picks its split here."""
 SEEDS: dict[Split, int] = {"train": 0, "validation": 20_250_318, "held_out": 20_250_319}
-"""The posts of a split are the same in every run; the run's seed decides their order."""
+"""Seed of the posts of each split, which are the same in every run; the run's seed decides their order."""
 HELD_OUT_POSTS = 2000
 VALIDATION_POSTS = 1000
 """Sizes of the sets; evaluations take their first evaluate.num_prompts."""
 
 Fact = tuple[str, str]
-"""("day", "friday")"""
+"""Key and value of a fact: ("day", "friday")."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +136,7 @@ def first_posts(split: Split, num_posts: int) -> tuple[Post, ...]:
 
 
 MAX_SUMMARY_TOKENS = 14
-"""A summary with its EOS: generate.max_new_tokens of this task."""
+"""Longest summary in tokens, its EOS included: generate.max_new_tokens of this task."""
 NEGLECTED_KEYS = tuple(IMPORTANT)[5:]
 """Important keys that a sloppy writer mostly leaves out."""
 
@@ -133,17 +146,17 @@ class Flaws:
     """Probabilities of what goes wrong with a summary."""
 
     drop: float
-    """An important fact is left out."""
+    """Probability that an important fact is left out."""
     drop_neglected: float
-    """An important fact of NEGLECTED_KEYS is left out."""
+    """Probability that an important fact of NEGLECTED_KEYS is left out."""
     hallucinate: float
-    """A stated fact has another value than in the post."""
+    """Probability that a stated fact has another value than in the post."""
     swap: float
-    """Two important facts that follow each other change places."""
+    """Probability that two important facts that follow each other change places."""
     trivial: float
-    """A trivial fact is stated, somewhere."""
+    """Probability that a trivial fact is stated, somewhere."""
     filler: float
-    """A filler word stands before a stated fact."""
+    """Probability that a filler word stands before a stated fact."""
 
 
 REFERENCE = Flaws(drop=0.15, drop_neglected=0.15, hallucinate=0.06, swap=0.08, trivial=0.10, filler=0.10)
@@ -156,7 +169,7 @@ def perfect_summary(post: Post) -> str:
 
 
 def reference_summary(post: Post) -> str:
-    """Always the same for a post."""
+    """Summary that a policy is compared with, always the same for a post."""
     return draw_summary(post, REFERENCE, random.Random(post.text))
 
 
@@ -165,7 +178,7 @@ def sloppy_summary(post: Post, rng: random.Random) -> str:
 
 
 def draw_summary(post: Post, flaws: Flaws, rng: random.Random) -> str:
-    """Drawn again while it is empty, or too long to end by itself."""
+    """Summary with flaws, drawn again while it is empty or too long to end by itself."""
     while True:
         words = _draw_words(post, flaws, rng)
         if 0 < len(words) < MAX_SUMMARY_TOKENS:
@@ -196,3 +209,75 @@ def _maybe_wrong(fact: Fact, flaws: Flaws, rng: random.Random) -> Fact:
     if rng.random() >= flaws.hallucinate:
         return fact
     return key, rng.choice([other for other in VALUES[key] if other != value])
+
+
+FALSE_CLAIM = 0.30
+TRIVIAL_FACT = 0.10
+MEANINGLESS_WORD = 0.08
+REPEATED_FACT = 0.15
+WRONG_ORDER = 0.12
+EXTRA_WORD = 0.05
+NO_END = 0.30
+
+KEY_ORDER = {key: index for index, key in enumerate(VALUES)}
+ALL_VALUES = frozenset(value for values in VALUES.values() for value in values)
+DECIMALS = 9
+"""Decimals of a gold score: equal penalties that were added up in another order must tie."""
+
+
+def gold_score(post: str, summary: str, *, finished: bool) -> float:
+    """The gold score of a summary: at most 1, that of the perfect one. `finished`: it ended by itself, with an EOS."""
+    facts = set(claims(post)[0])
+    num_important = sum(key in IMPORTANT for key, _ in facts)
+    stated, num_meaningless = claims(summary)
+    true = [claim for claim in stated if claim in facts]
+    distinct = list(dict.fromkeys(true))
+    important = [KEY_ORDER[key] for key, _ in distinct if key in IMPORTANT]
+    penalty = (
+        FALSE_CLAIM * (len(stated) - len(true))
+        + TRIVIAL_FACT * (len(distinct) - len(important))
+        + MEANINGLESS_WORD * num_meaningless
+        + REPEATED_FACT * (len(true) - len(distinct))
+        + WRONG_ORDER * num_inversions(important)
+        + EXTRA_WORD * max(0, len(summary.split()) - 2 * num_important)
+        + NO_END * (not finished)
+    )
+    return round(len(important) / max(1, num_important) - penalty, DECIMALS)
+
+
+def gold_scores(posts: Sequence[str], summaries: Sequence[str], finished: Sequence[bool]) -> np.ndarray:
+    """Gold scores of summaries, float64 [N]."""
+    return np.array([gold_score(post, summary, finished=end) for post, summary, end in zip(posts, summaries, finished)])
+
+
+def wins(scores: np.ndarray, reference_scores: np.ndarray) -> np.ndarray:
+    """Wins, float64 [N]: 1 for a summary that scores above its reference, 1/2 for a tie, else 0."""
+    return (scores > reference_scores) + 0.5 * (scores == reference_scores)
+
+
+def win_rate(scores: np.ndarray, reference_scores: np.ndarray) -> float:
+    """Share of summaries that score above their reference; a tie is half a win."""
+    return float(np.mean(wins(scores, reference_scores)))
+
+
+def claims(text: str) -> tuple[list[Fact], int]:
+    """What a text claims, in order, and how many of its words claim nothing.
+
+    claims("so day friday noon") == ([("day", "friday")], 2)
+    """
+    words, found, num_other = text.split(), list[Fact](), 0
+    position = 0
+    while position < len(words):
+        pair = words[position : position + 2]
+        if len(pair) == 2 and pair[0] in VALUES and pair[1] in ALL_VALUES:
+            found.append((pair[0], pair[1]))
+            position += 2
+        else:
+            num_other += 1
+            position += 1
+    return found, num_other
+
+
+def num_inversions(order: Sequence[int]) -> int:
+    """Number of pairs of which the larger stands first: num_inversions([2, 0, 1]) == 2."""
+    return sum(first > second for index, first in enumerate(order) for second in order[index + 1 :])

@@ -9,8 +9,7 @@ from builders import ragged_batch
 from tba.config import ConfigError, load_config
 from tba.objectives.registry import make_objective
 from tba.objectives.trajectory_balance import log_z_estimates
-from tba.train.measure import batch_metrics
-from tba.train.target import shape_target
+from tba.train.batch import batch_metrics, shape_target
 
 
 def config(**objective):

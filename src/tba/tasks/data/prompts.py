@@ -1,4 +1,5 @@
-"""Tasks of questions with one right answer, read from rows: what GSM8K and MATH share.
+"""Prompts as tokens (plain text or chat messages, one BOS, within the context), and what tasks of questions with one right
+answer share: GSM8K and MATH.
 
 Held out are the test rows, or task.eval_data; data/splits.py says which rows are trained and tuned on.
 """
@@ -7,14 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from tba.tasks.answer_evaluator import AnswerEvaluator
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tba.config import TaskConfig
 from tba.tasks.base import Outcome, Split, TaskInputs
-from tba.tasks.data.encoding import make_prompt, uses_chat
-from tba.tasks.data.rows import keep_some
+from tba.tasks.data.rows import BadRow, keep_some
 from tba.tasks.data.splits import QuestionAnswer, Source, nothing_left, read_splits
-from tba.tasks.evaluation import EvaluationInputs, Evaluator
+from tba.tasks.evaluation import AnswerEvaluator, EvaluationInputs, Evaluator
 from tba.types import Completion, Prompt
 
 WHY_MISSING: dict[Split, str] = {
@@ -27,16 +30,15 @@ WHY_MISSING: dict[Split, str] = {
 class QuestionTask(ABC):
     """Reward `exact_match`: 1 where the response's answer is the problem's, and it ended by itself or need not have."""
 
-    name: str
-    isolated = False
+    isolated_rewards = ()
     source: ClassVar[Source]
     template: ClassVar[str]
     """The prompt without chat, with {question} where the question goes; task.prompt_template stands in for it."""
     instruction: ClassVar[str]
-    """What follows the question in a chat; task.instruction stands in for it."""
+    """Text after the question in a chat; task.instruction stands in for it."""
 
     def __init__(self, inputs: TaskInputs) -> None:
-        """Reads and checks all rows."""
+        """Make the task; all rows are read and checked now."""
         config = inputs.config
         self._config = config
         self._chat = uses_chat(config, inputs.tokenizer)
@@ -54,7 +56,7 @@ class QuestionTask(ABC):
         return {"exact_match": 1.0}
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """Tokenised when first asked for: a searcher that never evaluates does not pay for the other splits."""
+        """Prompts of a split, tokenised when first asked for: a searcher that never evaluates does not pay for others."""
         if split not in self._problems:
             raise ValueError(f"evaluate.split={split}: {WHY_MISSING[split].format(data=self._config.data)}")
         if not self._problems[split]:
@@ -77,7 +79,7 @@ class QuestionTask(ABC):
         return AnswerEvaluator.of_task(self, inputs)
 
     def _counts(self, completion: Completion) -> bool:
-        """The no-EOS rule: a response cut off at the length limit is wrong, whatever it says."""
+        """Whether a response may be right: one that is cut off at the length limit is wrong (the no-EOS rule)."""
         return completion.finish == "stop" or not self._config.cut_off_is_wrong
 
     def _make_prompts(self, split: Split) -> list[Prompt]:
@@ -106,3 +108,48 @@ class QuestionTask(ABC):
             return template.replace("{question}", question)
         instruction = self.instruction if own.instruction is None else own.instruction
         return [{"role": "user", "content": f"{question}\n\n{instruction}" if instruction else question}]
+
+
+def make_prompt(
+    *,
+    id: str,
+    text: str | list[dict[str, str]],
+    columns: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    place: str = "",
+) -> Prompt:
+    """Tokenise a prompt; one that does not fit is refused, never cut. `place` is where it was read."""
+    token_ids = encode(text, tokenizer)
+    name = f"{place}: prompt {id!r}" if place else f"prompt {id!r}"
+    if not token_ids:
+        raise BadRow("empty prompt", f"{name} is empty: it gives no tokens.")
+    if len(token_ids) > max_tokens:
+        raise BadRow(
+            "over-long prompt",
+            f"{name} has {len(token_ids)} tokens, beyond the {max_tokens} that the model's context leaves beside "
+            "generate.max_new_tokens (or task.max_prompt_tokens): shorten it, or lower generate.max_new_tokens.",
+        )
+    return Prompt(id=id, token_ids=np.array(token_ids, np.int32), text=text, columns=columns)
+
+
+def encode(text: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids with at most one BOS; chat messages through the tokenizer's template, ready for the answer."""
+    if isinstance(text, str):
+        starts_with_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        return tokenizer(text, add_special_tokens=not starts_with_bos)["input_ids"]
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "the data has chat messages but the tokenizer has no chat template: give plain text prompts, or a model with "
+            "a template."
+        )
+    words = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
+    return tokenizer(words, add_special_tokens=False)["input_ids"]
+
+
+def uses_chat(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether prompts are chat messages: what task.chat means for this tokenizer."""
+    has_template = tokenizer.chat_template is not None
+    if config.chat is True and not has_template:
+        raise ValueError("task.chat=true, but the tokenizer has no chat template: use task.chat=false or a chat model.")
+    return has_template if config.chat == "auto" else config.chat

@@ -1,6 +1,10 @@
-"""Prompts of a user's JSONL file: every row is checked when the run begins, and held out or trained on by a hash.
+"""The task `custom`: a user's prompts from a JSONL file, rewards from the user's Python functions.
 
-Prompts of a plain file stay there: two numbers of each are kept in memory, the rest is read when it is visited.
+{"prompt": "What is 2 + 2?", "answer": "4"}
+{"prompt": [{"role": "user", "content": "What is 2 + 3?"}], "answer": "5"}
+
+Every row is checked when the run begins, and held out or trained on by a hash of its prompt. Prompts of a plain file stay
+there: two numbers of each are kept in memory, the rest is read when it is visited.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
@@ -17,13 +21,67 @@ from typing import Any, overload
 
 from transformers import PreTrainedTokenizerBase
 
-from tba.config import TaskConfig
-from tba.tasks.data.encoding import make_prompt
+from tba.config import RewardConfig, TaskConfig
+from tba.tasks.base import Outcome, RewardFailed, Split, TaskInputs
+from tba.tasks.data.prompts import make_prompt
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, jsonl_rows, parsed_row
-from tba.tasks.data.splits import not_held_out, question_key
-from tba.types import Prompt
+from tba.tasks.data.splits import not_held_out, nothing_left, question_key
+from tba.tasks.evaluation import AnswerEvaluator, EvaluationInputs, Evaluator
+from tba.tasks.rewards.functions import RewardSet
+from tba.types import Completion, Prompt, combined_reward
 
-ReadPrompt = Callable[[DataRow], Prompt]
+
+class CustomTask:
+    """The task of a user's data and reward functions. `solved` means that the combined reward reaches 1, the usual meaning
+    of a 0/1 reward."""
+
+    def __init__(self, inputs: TaskInputs) -> None:
+        config = inputs.config
+        self.rewards = RewardSet(config.rewards)
+        assert config.data is not None
+        reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens)
+        fraction = config.eval_fraction if config.eval_data is None else 0.0
+        train, held_out = read_prompts(config, Path(config.data), reader, fraction)
+        if not train.prompts:
+            raise ValueError(f"task.eval_fraction={fraction} leaves no prompt to train on: lower it or add data.")
+        if config.eval_data is not None:
+            held_out, _ = read_prompts(config, Path(config.eval_data), reader, 0.0)
+        held_out_words = f"task.eval_data={config.eval_data}" if config.eval_data else f"task.eval_fraction={fraction}"
+        train.leave_out(held_out, data=f"task.data={config.data}", held_out_words=held_out_words)
+        self._config = config
+        self._prompts: dict[Split, Sequence[Prompt]] = {"train": train.prompts, "held_out": held_out.prompts}
+
+    @property
+    def isolated_rewards(self) -> Sequence[RewardConfig]:
+        return self._config.rewards
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        return self.rewards.weights
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        if split == "validation":
+            raise ValueError(
+                "evaluate.split=validation: your own data (task.name=custom) has no validation split. Leave evaluate.split "
+                "at held_out, pass your validation file as task.eval_data, and keep the test file for "
+                "`tba evaluate RUN task.eval_data=test.jsonl`."
+            )
+        if split == "train" and not self._prompts["train"]:
+            raise nothing_left(self._config.data)
+        return self._prompts[split]
+
+    def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
+        ids = [completion.token_ids.tolist() for completion in completions]
+        return self.rewards.score(prompt.text, prompt.columns, texts, ids)
+
+    def solved(self, outcome: Outcome) -> bool:
+        if isinstance(outcome, RewardFailed):
+            return False
+        return combined_reward(outcome, self.reward_weights) >= 1.0 - 1e-9
+
+    def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
+        """An evaluator with means of the rewards, which say how good a policy is where no reward of 1 means solved."""
+        return AnswerEvaluator.of_task(self, inputs, mean_rewards=True)
 
 
 def read_prompts(config: TaskConfig, path: Path, reader: PromptReader, held_out_fraction: float) -> tuple[Side, Side]:
@@ -56,7 +114,7 @@ class Side:
 
     prompts: list[Prompt] | FilePrompts
     keys: array[int] = field(default_factory=lambda: array("Q"))
-    """question_key of each prompt."""
+    """Key of each prompt's question (question_key)."""
 
     def add(self, prompt: Prompt, row: DataRow) -> None:
         if isinstance(self.prompts, FilePrompts):
@@ -100,14 +158,14 @@ class PromptReader:
 class FilePrompts(Sequence[Prompt]):
     """The prompts of some lines of a JSONL file, which must not change meanwhile."""
 
-    def __init__(self, path: Path, read: ReadPrompt) -> None:
+    def __init__(self, path: Path, read: Callable[[DataRow], Prompt]) -> None:
         self._path, self._read = path, read
         self._offsets, self._lines = array("q"), array("q")
         self._file = path.open("rb")
         self._stamp = self._stamp_now()
 
     def append(self, row: DataRow) -> None:
-        """A row of the file that `read` found good."""
+        """Append a row of the file that `read` found good."""
         assert row.offset is not None, "rows of a plain file have a place to come back to"
         self._offsets.append(row.offset)
         self._lines.append(row.line)
@@ -137,7 +195,7 @@ class FilePrompts(Sequence[Prompt]):
         return self._read(parsed_row(self._file.readline(), f"{self._path} line {line}", line))
 
     def _stamp_now(self) -> tuple[int, int]:
-        """Size and time of change. A file that replaces this one does no harm: the old one stays open."""
+        """Size and time of change of the file. A file that replaces this one does no harm: the old one stays open."""
         found = os.fstat(self._file.fileno())
         return found.st_size, found.st_mtime_ns
 
@@ -149,7 +207,7 @@ def _place(prompt: Prompt) -> float:
 
 
 def _key(id: str) -> int:
-    """64 bits instead of the text: of many million prompts the ids themselves would fill the memory."""
+    """Hash of an id, 64 bits: the ids themselves of many million prompts would fill the memory."""
     return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "little")
 
 

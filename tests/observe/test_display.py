@@ -2,7 +2,7 @@
 
 import pytest
 
-from tba.observe.summary import Curve, Stability, advice, shown, stability_line, text_plot, went_badly
+from tba.observe.display import Curve, Stability, advice, shown, stability_line, text_plot, went_badly
 
 
 def summary(**changes):

@@ -6,8 +6,7 @@ import pytest
 import torch
 from builders import ragged_batch
 
-from tba.objectives.drift import gradient_share
-from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.objectives.trajectory_balance import TrajectoryBalance, gradient_share
 from tba.types import Batch, Forward
 
 

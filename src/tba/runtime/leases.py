@@ -1,0 +1,172 @@
+"""Which prompt is visited next, and by whom: visits are handed out as leases, and those of a searcher that is gone are handed
+out again.
+
+There is one ledger in a run, with the trainer, so that a checkpoint holds where every visit stands. All prompts are visited
+once an epoch, in an order drawn from (seed, epoch); prompts that teach nothing are passed over now and then (Difficulty).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Visit:
+    """One visit to one prompt. Visit(number=17, prompt=4, epoch=2)"""
+
+    number: int
+    """Place among all visits of the run, in the order in which they were first handed out."""
+    prompt: int
+    """Index of the prompt in the task's train split."""
+    epoch: int
+    """Number of earlier visits to the prompt that were planned: sample indices follow from it, so that no randomness is used
+    twice."""
+
+
+class VisitLedger:
+    """Hands out visits, and knows who has which. Used by several threads."""
+
+    def __init__(
+        self,
+        num_prompts: int,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        skip_solved_after: int | None = None,
+        skip_unsolved_after: int | None = None,
+    ) -> None:
+        if num_prompts < 1:
+            raise ValueError("there are no prompts to visit.")
+        self.num_prompts = num_prompts
+        self.difficulty = Difficulty(skip_solved_after=skip_solved_after, skip_unsolved_after=skip_unsolved_after)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order: tuple[int, list[int]] | None = None
+        self._place = 0
+        """Places of the order that were passed so far, those of prompts that were passed over included."""
+        self._handed_out = 0
+        """Number of the next new visit."""
+        self._leased: dict[str, dict[int, Visit]] = {}
+        """By holder and number: visits whose group has not arrived."""
+        self._handed_back: list[Visit] = []
+        self._lock = threading.Lock()
+
+    def lease(self, holder: str, count: int) -> list[Visit]:
+        """The next visits for a searcher: first those that others did not finish."""
+        with self._lock:
+            self._handed_back.sort()
+            visits, self._handed_back = self._handed_back[:count], self._handed_back[count:]
+            visits += [self._next() for _ in range(count - len(visits))]
+            self._leased.setdefault(holder, {}).update((visit.number, visit) for visit in visits)
+            return visits
+
+    def complete(self, number: int, *, solved: Sequence[bool] = ()) -> None:
+        """The group of a visit has arrived, whoever made it; `solved` tells of each of its responses whether it is right."""
+        with self._lock:
+            self._handed_back = [visit for visit in self._handed_back if visit.number != number]
+            for visits in self._leased.values():
+                visit = visits.pop(number, None)
+                if visit is not None:
+                    self.difficulty.record(visit.prompt, solved)
+                    return
+
+    def hand_back(self, holder: str) -> int:
+        """A searcher is gone: others take its visits. Returns their number."""
+        with self._lock:
+            visits = self._leased.pop(holder, {})
+            self._handed_back += visits.values()
+            return len(visits)
+
+    @property
+    def outstanding(self) -> int:
+        """Visits that somebody has and whose group has not arrived."""
+        return sum(map(len, self._leased.values()))
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: whoever holds a visit then will be gone when it is read."""
+        with self._lock:
+            open_visits = [visit for visits in self._leased.values() for visit in visits.values()]
+            return {
+                "place": self._place,
+                "handed_out": self._handed_out,
+                "open": [asdict(visit) for visit in sorted(open_visits + self._handed_back)],
+                "difficulty": self.difficulty.state(),
+            }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        with self._lock:
+            self._place, self._handed_out = state["place"], state["handed_out"]
+            self._leased, self._handed_back = {}, [Visit(**visit) for visit in state["open"]]
+            self.difficulty.load_state(state["difficulty"])
+
+    def _next(self) -> Visit:
+        for _ in range(self.num_prompts):
+            prompt, epoch = self._pass_place()
+            if not self.difficulty.skips(prompt):
+                break
+        else:
+            prompt, epoch = self._pass_place()  # every prompt was passed over: at most a whole epoch in a row is
+        visit = Visit(number=self._handed_out, prompt=prompt, epoch=epoch)
+        self._handed_out += 1
+        return visit
+
+    def _pass_place(self) -> tuple[int, int]:
+        epoch, place = divmod(self._place, self.num_prompts)
+        self._place += 1
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, self._draw_order(epoch))
+        return self._order[1][place], epoch
+
+    def _draw_order(self, epoch: int) -> list[int]:
+        if not self._shuffle:
+            return list(range(self.num_prompts))
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+        return torch.randperm(self.num_prompts, generator=generator).tolist()
+
+
+class Difficulty:
+    """Counts, per prompt, visits in a row on which all samples were solved, or none was.
+
+    A prompt beyond its limit is skipped every other epoch: it is visited again, in case the policy has changed.
+    """
+
+    def __init__(self, *, skip_solved_after: int | None = None, skip_unsolved_after: int | None = None) -> None:
+        self._limits = {True: skip_solved_after, False: skip_unsolved_after}
+        self._streaks: dict[int, tuple[bool, int]] = {}
+        self._rested: set[int] = set()
+        self.skipped: dict[str, int] = defaultdict(int)
+        """By reason: `solved`, `unsolved`."""
+
+    def record(self, prompt: int, solved: Iterable[bool]) -> None:
+        found = list(solved)
+        if not found or any(found) != all(found):
+            self._streaks.pop(prompt, None)
+            return
+        kind, count = self._streaks.get(prompt, (found[0], 0))
+        self._streaks[prompt] = (found[0], count + 1 if kind == found[0] else 1)
+
+    def skips(self, prompt: int) -> bool:
+        """Whether to pass over this visit; the one after it is made."""
+        kind, count = self._streaks.get(prompt, (False, 0))
+        limit = self._limits[kind]
+        if limit is None or count < limit or prompt in self._rested:
+            self._rested.discard(prompt)
+            return False
+        self._rested.add(prompt)
+        self.skipped["solved" if kind else "unsolved"] += 1
+        return True
+
+    def state(self) -> dict[str, Any]:
+        streaks = [[prompt, *streak] for prompt, streak in self._streaks.items()]
+        return {"streaks": streaks, "rested": sorted(self._rested), "skipped": dict(self.skipped)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._streaks = {prompt: (kind, count) for prompt, kind, count in state["streaks"]}
+        self._rested = set(state["rested"])
+        self.skipped = defaultdict(int, state["skipped"])

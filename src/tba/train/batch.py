@@ -1,0 +1,233 @@
+"""What a step trains on: its targets (reward and weight of each response, reference weight, temperature), its micro-batches,
+packed under a token budget, and what the batch looked like (rewards, distance to the reference, staleness).
+
+Targets are made from stored reward components when a batch is trained, so that weights, penalties, schedules and rules may
+change between runs over the same data. Micro-batches hold prompts sorted by length and whole where they fit, so that
+attention blocks have little padding and group-coupled losses need one pass only. A prompt whose responses exceed the budget
+is spread over several micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tba.config import Config, TrainConfig
+from tba.models.packing import PackedTokens, pack, split_by_budget
+from tba.objectives.base import centred
+from tba.types import Batch, Totals, total_reward
+
+LEAST_SIZE = 1e-4
+"""Below this size drift is the rounding of an engine, or all rewards of every prompt are the same."""
+
+
+def combine(batch: Batch, config: TrainConfig, *, reward_weights: Mapping[str, float]) -> Batch:
+    """Weighted sum of the components (not-applicable ones left out), then the truncation and equal-reward rules."""
+    components = [value_PK.numpy() for value_PK in batch.rewards.values()]
+    reward_PK = torch.from_numpy(total_reward(components, [reward_weights[name] for name in batch.rewards]))
+    weight_PK = batch.sampled_PK.to(reward_PK.dtype)
+    if config.truncated == "penalise":
+        reward_PK = torch.where(batch.truncated_PK, config.truncated_reward, reward_PK)
+    if config.truncated == "drop":
+        weight_PK = weight_PK * ~batch.truncated_PK
+    if config.equal_reward_groups == "drop":
+        equal_P1 = (reward_PK == reward_PK[:, :1]).all(dim=1, keepdim=True)
+        weight_PK = weight_PK * ~equal_P1
+    return _weighted(replace(batch, reward_PK=reward_PK), weight_PK)
+
+
+def _weighted(batch: Batch, weight_PK: Tensor) -> Batch:
+    batch = replace(batch, weight_PK=weight_PK)
+    totals = Totals(
+        prompts=int((weight_PK.sum(dim=1) > 0).sum()),
+        responses=int(weight_PK.sum()),
+        tokens=int(batch.kept_N.sum()),
+    )
+    return replace(batch, totals=totals)
+
+
+def shape_target(batch: Batch, config: Config, step: int) -> tuple[Batch, float]:
+    """The batch and the beta whose target log pi_ref + r / beta is (w log pi_ref + r / beta) / tau of this step."""
+    weight, temperature = config.reference_weight_at(step), config.target_temperature_at(step)
+    beta = config.beta_at(step) * temperature
+    if weight == temperature:
+        return batch, beta
+    return replace(batch, log_ref_N=batch.log_ref_N * (weight / temperature)), beta
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Limits of one micro-batch.
+
+    Budget(max_tokens=16384) or Budget(max_tokens=16384, max_responses=4, share_prompts=False)
+    """
+
+    max_tokens: int
+    max_responses: int | None = None
+    share_prompts: bool = True
+
+    def admits(self, *, tokens: int, responses: int) -> bool:
+        return tokens <= self.max_tokens and (self.max_responses is None or responses <= self.max_responses)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Some responses of a batch, packed.
+
+    MicroBatch(responses=[0, 1, 2, 3], packed=..., tokens_N=[0, 1, ..., 57])
+    """
+
+    responses: Tensor
+    """int64, those of a prompt together and in order."""
+    tokens_N: Tensor
+    """int64: where the packed targets lie in the batch's N."""
+    prompts: Tensor
+    """int64: the prompts these responses belong to, in their order."""
+    begins: Tensor
+    """bool: whether a prompt's first response is among them. What belongs to a prompt is counted there, once."""
+    packed: PackedTokens
+
+
+def split_whole_prompts(batch: Batch, budget: Budget) -> list[list[int]] | None:
+    """Prompts per micro-batch, each prompt whole, similar lengths together; None when a prompt exceeds the budget."""
+    (P, K), cost = batch.shape, _prompt_costs(batch, budget)
+    if not all(budget.admits(tokens=tokens, responses=K) for tokens in cost):
+        return None
+    return split_by_budget(
+        sorted(range(P), key=cost.__getitem__, reverse=True),
+        max_tokens=budget.max_tokens,
+        cost=lambda _, prompt: cost[prompt],
+        joins=lambda part, _: budget.admits(tokens=0, responses=(len(part) + 1) * K),
+    )
+
+
+def split_responses(batch: Batch, budget: Budget, responses: Sequence[int] | None = None) -> list[list[int]]:
+    """Responses (None = all) per micro-batch, in order; a single response beyond the budget runs alone."""
+    K, lengths = batch.shape[1], batch.lengths.tolist()
+
+    def cost(part: Sequence[int], response: int) -> int:
+        same_prompt = bool(part) and part[-1] // K == response // K
+        shared = budget.share_prompts and same_prompt
+        return lengths[response] + (0 if shared else len(batch.prompt_tokens[response // K]))
+
+    return split_by_budget(
+        range(len(lengths)) if responses is None else responses,
+        max_tokens=budget.max_tokens,
+        cost=cost,
+        joins=lambda part, _: budget.admits(tokens=0, responses=len(part) + 1),
+    )
+
+
+def pack_responses(batch: Batch, responses: list[int], *, share_prompts: bool, device: torch.device) -> MicroBatch:
+    """Pack some responses of a batch, those of a prompt together."""
+    K, index = batch.shape[1], torch.tensor(responses)
+    prompts, own, begins = [], [], []
+    for prompt, members in _by_prompt(responses, K):
+        prompts.append(prompt)
+        own.append([batch.token_ids_N[batch.offsets[r] : batch.offsets[r + 1]] for r in members])
+        begins.append(members[0] == prompt * K)
+    packed = pack([batch.prompt_tokens[p] for p in prompts], own, share_prompts=share_prompts, device=device)
+    return MicroBatch(
+        responses=index,
+        tokens_N=batch.tokens_of(index).to(device, non_blocking=True),
+        prompts=torch.tensor(prompts).to(device, non_blocking=True),
+        begins=torch.tensor(begins).to(device, non_blocking=True),
+        packed=packed,
+    )
+
+
+def _by_prompt(responses: list[int], K: int) -> Iterator[tuple[int, list[int]]]:
+    start = 0
+    for end in range(1, len(responses) + 1):
+        if end == len(responses) or responses[end] // K != responses[start] // K:
+            yield responses[start] // K, responses[start:end]
+            start = end
+
+
+def _prompt_costs(batch: Batch, budget: Budget) -> list[int]:
+    """Packed tokens of each prompt with its responses."""
+    (P, K) = batch.shape
+    response_tokens = batch.lengths.view(P, K).sum(dim=1).tolist()
+    copies = 1 if budget.share_prompts else K
+    return [own + copies * len(prompt) for own, prompt in zip(response_tokens, batch.prompt_tokens)]
+
+
+def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, float]:
+    """Metrics of a batch (on the CPU) given log_pi before the update; responses without weight are left out."""
+    kept_PK, dropped = batch.weight_PK > 0, float((batch.sampled_PK & (batch.weight_PK == 0)).sum())
+    if not kept_PK.any():
+        return {"off_policy/dropped": dropped}
+    log_pi_PK, log_ref_PK = batch.sum_per_response(log_pi_N), batch.sum_per_response(batch.log_ref_N)
+    lag = _lags(batch, kept_PK, step)
+    std_P = _reward_std(batch)
+    return {
+        **_responses(batch, log_pi_PK - log_ref_PK, kept_PK),
+        **{f"rewards/{name}/mean": float(value[kept_PK].nanmean()) for name, value in batch.rewards.items()},
+        "reward_std": float(std_P.mean()),
+        "frac_reward_zero_std": float((std_P < 1e-12).float().mean()),
+        "off_policy/lag_mean": float(lag.mean()),
+        "off_policy/lag_max": float(lag.max()),
+        "off_policy/dropped": dropped,
+        **_drift(batch, log_pi_PK, kept_PK),
+    }
+
+
+def _reward_std(batch: Batch) -> Tensor:
+    """[P]: standard deviation of the rewards of the responses that were sampled for each prompt."""
+    sampled_PK = batch.sampled_PK.to(batch.reward_PK.dtype)
+    squares_P = centred(batch.reward_PK, sampled_PK).square().sum(dim=1)
+    return (squares_P / sampled_PK.sum(dim=1).clamp(min=1.0)).sqrt()
+
+
+def _lags(batch: Batch, kept_PK: Tensor, step: int) -> Tensor:
+    """Lags of the responses that the policy generated; imported ones and the reference's have none. 0 if no lag is known."""
+    own_PK = kept_PK & torch.isfinite(batch.sum_per_response(batch.policy_N))
+    return (step - batch.version_PK)[own_PK].float() if own_PK.any() else torch.zeros(1)
+
+
+def watched_metrics(batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
+    """What the collapse guard looks at, of all sampled responses: where equal-reward groups or cut-off responses lose their
+    weight, those that count look well until none is left."""
+    log_ratio_PK = batch.sum_per_response(log_pi_N) - batch.sum_per_response(batch.log_ref_N)
+    return _responses(batch, log_ratio_PK, batch.sampled_PK)
+
+
+def _responses(batch: Batch, log_ratio_PK: Tensor, kept_PK: Tensor) -> dict[str, float]:
+    return {
+        "reward": float(batch.reward_PK[kept_PK].mean()),
+        "kl": float(log_ratio_PK[kept_PK].mean()),
+        "completions/mean_length": float(batch.lengths.view(batch.shape)[kept_PK].float().mean()),
+        "completions/clipped_ratio": float(batch.truncated_PK[kept_PK].float().mean()),
+    }
+
+
+def _drift(batch: Batch, log_pi_PK: Tensor, kept_PK: Tensor) -> dict[str, float]:
+    """How far the policy has moved from what generated the responses; only where those log-probs are known."""
+    behaviour_PK, policy_PK = batch.sum_per_response(batch.behaviour_N), batch.sum_per_response(batch.policy_N)
+    known_PK = kept_PK & torch.isfinite(behaviour_PK) & torch.isfinite(policy_PK)
+    if not known_PK.any():
+        return {}
+    moved = agreement(batch.reward_PK, log_pi_PK - policy_PK, known_PK)
+    log_ratio = (log_pi_PK - behaviour_PK)[known_PK]
+    ratio = torch.exp(log_ratio - log_ratio.max())
+    return {
+        "off_policy/ess": float(ratio.sum().square() / ratio.square().sum() / len(ratio)),
+        "off_policy/kl": float((policy_PK - log_pi_PK)[known_PK].mean()),
+        **({} if moved is None else {"off_policy/agreement": moved}),
+    }
+
+
+def agreement(reward_PK: Tensor, drift_PK: Tensor, known_PK: Tensor) -> float | None:
+    """Correlation, within prompts, of the rewards with the drift log_pi now - log_pi when generated; None without drift.
+
+    Responses that have not been trained on yet are an unseen test of the last updates: where those were signal, the policy
+    has already moved towards the better of them; where they were noise, it has moved at random.
+    """
+    weight_PK = known_PK.to(drift_PK.dtype)
+    moved_PK = centred(torch.where(known_PK, drift_PK, torch.zeros_like(drift_PK)), weight_PK)
+    better_PK = centred(reward_PK.to(drift_PK.dtype), weight_PK)
+    size = float((moved_PK.square().sum() * better_PK.square().sum()).sqrt())
+    return float((moved_PK * better_PK).sum()) / size if size > LEAST_SIZE else None

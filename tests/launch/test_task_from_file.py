@@ -1,0 +1,143 @@
+"""A task from a file outside the package, task.name=file.py:Class: it is trained, evaluated later, or refused."""
+
+from pathlib import Path
+
+import pytest
+from problem import SETTINGS
+
+from tba.config import TaskConfig, load_config
+from tba.launch import evaluate_model, train
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "small_sums.py"
+
+TASK = """
+from pydantic import BaseModel
+from tba.tasks.data.prompts import make_prompt
+from tba.tasks.evaluation import respond
+
+class Settings(BaseModel):
+    word: str
+    num_prompts: int = 12
+
+class CountWords:
+    \"\"\"Reward: how often a word is said.\"\"\"
+
+    Settings = Settings
+    isolated_rewards = ()
+
+    def __init__(self, inputs):
+        self.word, self.reward_weights = inputs.settings.word, {"count": 1.0}
+        self.all = [
+            make_prompt(
+                id=str(i), text=f"w{i + 3}", columns={}, tokenizer=inputs.tokenizer, max_tokens=inputs.max_prompt_tokens
+            )
+            for i in range(inputs.settings.num_prompts)
+        ]
+
+    def prompts(self, split):
+        return self.all[4:] if split == "train" else self.all[:4]
+
+    def score(self, prompt, texts, completions):
+        return [{"count": float(text.split().count(self.word))} for text in texts]
+
+    def solved(self, outcome):
+        return outcome["count"] > 0
+
+    def make_evaluator(self, inputs):
+        return Evaluator(self, inputs)
+
+class Evaluator:
+    def __init__(self, task, inputs):
+        self.task, self.inputs, self.prompts = task, inputs, inputs.prompts(task)
+
+    def __call__(self, engine, between_steps=None):
+        sampling = self.inputs.sampling
+        groups = respond(engine, self.inputs.tokenizer, self.prompts, samples_per_prompt=2, sampling=sampling)
+        texts = [text for group in groups for text in group.texts]
+        return {"words": sum(len(text.split()) for text in texts), "num_texts": len(texts)}
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory with the file of a task."""
+    (tmp_path / "my_task.py").write_text(TASK)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def make_config(folder, *overrides, name="my_task.py:CountWords"):
+    values = {"model": {"path": str(folder / "model")}, "task": {"name": name}, "output": str(folder / "runs")}
+    return load_config(None, [*SETTINGS, *overrides], **values)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_task_from_a_file_trains_and_its_own_metric_is_in_the_summary(folder, here, monkeypatch, mode):
+    config = make_config(folder, f"mode={mode}", "task.settings.word=w7", "train.max_steps=3", "overwrite=true")
+    assert config.run_folder.name == "CountWords-tb-seed0"
+    summary = train(config)
+    assert (summary["task"], summary["steps"]) == ("CountWords", 3)
+    # 8 responses of at most generate.max_new_tokens=8 words each
+    assert 0 < summary["final"]["words"] <= 64
+    assert "eval/CountWords/words" in (config.run_folder / "metrics.jsonl").read_text()
+    # The path was written in full, so that the run is known in another working directory too.
+    monkeypatch.chdir("/")
+    assert evaluate_model(str(config.run_folder), [])["num_texts"] == 8
+
+
+def test_the_example_trains_and_measures_lines(tmp_path):
+    settings = [
+        "task.settings.largest=12", "mode=sync", "train.max_steps=2", "train.responses_per_step=16",
+        "evaluate.every=0", "evaluate.num_prompts=4", "observe.progress=false",
+    ]  # fmt: skip
+    config = load_config(None, [f"task.name={EXAMPLE}:SmallSums", *settings], output=str(tmp_path))
+    summary = train(config)
+    assert summary["task"] == "SmallSums"
+    # Two equations and the line of the answer, as the start model was taught.
+    assert summary["final"]["lines"] == 3.0
+    assert 0.0 <= summary["final"]["accuracy"] <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        (
+            "none.py:Mine",
+            {},
+            r"task.name=.*none.py:Mine: file .*none.py does not exist. Give a Python file, relative to",
+        ),
+        ("my_task.py:", {}, r"task.name=.*my_task.py:: write file.py:class"),
+        ("my_task.py:CountWord", {}, r"my_task.py has no class 'CountWord'; it has CountWords"),
+        (
+            "my_task.py:CountWords",
+            {},
+            r"task.settings.word: Field required, got {}. CountWords takes word, num_prompts",
+        ),
+        ("my_task.py:CountWords", {"word": 3}, r"task.settings.word: Input should be a valid string, got 3"),
+        (
+            "bad.py:Empty",
+            {},
+            r"Empty has no isolated_rewards, .*make_evaluator. A task needs isolated_rewards, .*score",
+        ),
+        ("bad.py:Empty", {"size": 3}, r"task.settings={'size': 3}: Empty takes no settings"),
+        ("bad.py:Two", {}, r"the class cannot be made from one argument \(missing a required argument: 'more'\)"),
+        ("arithmetik", {}, r"task.name='arithmetik' is not known: it may be arithmetic, .* or file.py:Class"),
+        ("arithmetic", {"size": 3}, r"arithmetic takes no settings"),
+    ],
+)
+def test_what_cannot_be_a_task_is_refused_before_there_is_a_run_folder(folder, here, name, settings, message):
+    classes = (
+        "class Empty:\n    def __init__(self, inputs): pass\nclass Two:\n    def __init__(self, inputs, more): pass\n"
+    )
+    (here / "bad.py").write_text(classes)
+    config = make_config(folder, f"task.settings={settings}", "name=refused", name=name)
+    with pytest.raises(ValueError, match=message):
+        train(config)
+    assert not config.run_folder.exists()
+
+
+def test_configs_with_settings_can_be_keys_of_a_dict(here):
+    """Runs of a study share what they load by their model and task."""
+    first, same = (TaskConfig(name="my_task.py:CountWords", settings={"word": "w7"}) for _ in range(2))
+    other = TaskConfig(name="my_task.py:CountWords", settings={"word": "w8"})
+    assert len({first: 1, same: 2, other: 3}) == 2

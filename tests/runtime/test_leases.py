@@ -1,0 +1,83 @@
+"""Visits: each is handed out once, finished by somebody, and survives whoever had it."""
+
+import json
+
+import pytest
+
+from tba.runtime.leases import Visit, VisitLedger
+
+
+def ledger(num_prompts: int = 5, **settings) -> VisitLedger:
+    return VisitLedger(num_prompts, **({"seed": 0} | settings))
+
+
+def test_every_prompt_is_visited_once_an_epoch_in_an_order_of_its_own():
+    visits = ledger().lease("a", 15)
+    epochs = [[visit.prompt for visit in visits if visit.epoch == epoch] for epoch in range(3)]
+    assert [sorted(prompts) for prompts in epochs] == [[0, 1, 2, 3, 4]] * 3
+    assert len({tuple(prompts) for prompts in epochs}) > 1
+    assert [visit.number for visit in visits] == list(range(15))
+
+
+def test_searchers_share_the_visits_without_overlap():
+    shared = ledger(shuffle=False)
+    first, second, third = shared.lease("a", 2), shared.lease("b", 2), shared.lease("a", 2)
+    assert [(visit.prompt, visit.epoch) for visit in (*first, *second, *third)] == [
+        (0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (0, 1),
+    ]  # fmt: skip
+
+
+def test_visits_of_a_searcher_that_is_gone_are_handed_out_first():
+    shared = ledger(shuffle=False)
+    shared.lease("a", 3)
+    shared.lease("b", 1)
+    shared.complete(1)
+    assert shared.hand_back("a") == 2
+    assert shared.lease("c", 3) == [
+        Visit(number=0, prompt=0, epoch=0), Visit(number=2, prompt=2, epoch=0), Visit(number=4, prompt=4, epoch=0),
+    ]  # fmt: skip
+
+
+def test_a_late_group_of_a_searcher_that_was_given_up_ends_the_visit():
+    shared = ledger(shuffle=False)
+    shared.lease("a", 1)
+    shared.hand_back("a")
+    shared.complete(0)
+    assert [visit.number for visit in shared.lease("b", 1)] == [1]
+
+
+def test_after_a_checkpoint_open_visits_are_handed_out_again_and_the_order_goes_on():
+    before = ledger()
+    before.lease("a", 4)
+    before.complete(2, solved=[True, True])
+    saved = json.loads(json.dumps(before.state()))
+    after = ledger()
+    after.load_state(saved)
+    assert [visit.number for visit in after.lease("b", 5)] == [0, 1, 3, 4, 5]
+    uninterrupted = ledger().lease("a", 12)
+    assert after.lease("b", 6) == uninterrupted[6:]
+
+
+def test_a_prompt_solved_twice_in_a_row_is_passed_over_every_other_epoch():
+    one = ledger(2, shuffle=False, skip_solved_after=2)
+    seen = []
+    for _ in range(10):
+        (visit,) = one.lease("a", 1)
+        seen.append(visit.prompt)
+        one.complete(visit.number, solved=[True, True] if visit.prompt == 0 else [True, False])
+    # Prompt 0 is solved in the epochs 0 and 1, so that it rests in the epochs 2, 4, ...
+    assert seen == [0, 1, 0, 1, 1, 0, 1, 1, 0, 1]
+    assert one.difficulty.skipped["solved"] == 2
+
+
+def test_where_all_prompts_rest_at_most_one_epoch_is_passed_over():
+    one = ledger(1, skip_unsolved_after=1)
+    for number in range(6):
+        (visit,) = one.lease("a", 1)
+        assert visit.number == number
+        one.complete(number, solved=[False])
+
+
+def test_a_task_without_prompts_is_refused():
+    with pytest.raises(ValueError, match="no prompts"):
+        ledger(0)
