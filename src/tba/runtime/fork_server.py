@@ -29,7 +29,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 FIRST_SPARE_DESCRIPTOR = 512
@@ -95,7 +95,7 @@ class ForkedProcess:
 class ForkServer:
     """The caller's end. One server serves all runs of a process that pin the same number of threads."""
 
-    _shared: dict[int, ForkServer] = {}
+    _shared: ClassVar[dict[int, ForkServer]] = {}
     _shared_lock = threading.Lock()
 
     def __init__(self, environment: Mapping[str, str], preload: Sequence[str] = ()) -> None:
@@ -228,13 +228,13 @@ def serve(connection: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     running: set[int] = set()
     while True:
-        ready, _, _ = select.select([connection, wake_up], [], [])
+        ready, _, _ = select.select([connection.fileno(), wake_up], [], [])
         if wake_up in ready:
             os.read(wake_up, 4096)
         for pid, status in _ended(running):
             running.discard(pid)
             _reply(connection, Ended(pid=pid, status=status))
-        if connection not in ready:
+        if connection.fileno() not in ready:
             continue
         header, descriptors, _, _ = socket.recv_fds(connection, 4, MAX_DESCRIPTORS)
         data = _read_exactly(connection, struct.unpack("<I", header)[0]) if len(header) == 4 else None

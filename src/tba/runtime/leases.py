@@ -1,5 +1,5 @@
-"""Which prompt is visited next, and by whom: visits are handed out as leases, and those of a searcher that is gone are handed
-out again.
+"""Which prompt is visited next, and by whom: visits are handed out as leases, and those of a searcher that is gone are
+handed out again.
 
 There is one ledger in a run, with the trainer, so that a checkpoint holds where every visit stands. All prompts are visited
 once an epoch, in an order drawn from (seed, epoch); prompts that teach nothing are passed over now and then (Difficulty).
