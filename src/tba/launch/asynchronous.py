@@ -143,3 +143,4 @@ class AsyncRun:
     def close(self) -> None:
         self.runtime.stop()
         self.recorder.close()
+        self.trainer.close()  # last: it raises where groups could not be written

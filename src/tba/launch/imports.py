@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ from tba.launch.run import RunInputs
 from tba.observe.files import RunFolder
 from tba.tasks.base import RewardFailed
 from tba.tasks.rewards.pool import FinishedGroup, make_rewards, score_all
-from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
+from tba.types import Completion, GroupId, Prompt, Trajectory, TrajectoryGroup
 
 RewardScorer = Callable[[list[Prompt], list[str]], Sequence[Mapping[str, float]]]
 """Prompts and response texts, one for one -> reward components of each response, NaN = not applicable."""
@@ -125,9 +126,15 @@ def import_responses(
         members = by_prompt.setdefault(response.prompt.id, [])
         members.append(_trajectory(response, components, log_ref, sample_index=len(members)))
     prompt_of = {response.prompt.id: response.prompt for response in responses}
+    # Made from the path: a file that is imported again, in the same run, brings groups that are known.
+    incarnation = blake2b(str(path).encode(), digest_size=4).hexdigest()
     return [
-        TrajectoryGroup(id=f"import:{path}:{prompt_id}", prompt=prompt_of[prompt_id], trajectories=tuple(members))
-        for prompt_id, members in by_prompt.items()
+        TrajectoryGroup(
+            id=str(GroupId(sender="import", incarnation=incarnation, number=number)),
+            prompt=prompt_of[prompt_id],
+            trajectories=tuple(members),
+        )
+        for number, (prompt_id, members) in enumerate(by_prompt.items())
     ]
 
 

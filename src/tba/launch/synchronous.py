@@ -146,3 +146,4 @@ class SyncRun:
     def close(self) -> None:
         self.searcher.close()
         self.recorder.close()
+        self.trainer.close()  # last: it raises where groups could not be written

@@ -45,8 +45,8 @@ class SharedMemory:
             self.fd = -1
 
 
-Wait = Literal["none", "first_fill", "replay_ratio", "pace", "channel_full"]
-WAITS: tuple[Wait, ...] = ("none", "first_fill", "replay_ratio", "pace", "channel_full")
+Wait = Literal["none", "first_fill", "replay_ratio", "pace", "channel_full", "durable_replay"]
+WAITS: tuple[Wait, ...] = ("none", "first_fill", "replay_ratio", "pace", "channel_full", "durable_replay")
 """The named places where a role may wait, and no others."""
 
 TRAINER_FIELDS = ("wait", "wait_seconds")

@@ -23,8 +23,8 @@ class GroupReceiver(Protocol):
         """Everything that has arrived, at once; never waits. Raises when a sender has died."""
         ...
 
-    def acknowledge(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """The groups are stored: their senders may forget them."""
+    def acknowledge(self, group_ids: Sequence[str]) -> None:
+        """These groups are stored: their senders may forget them."""
         ...
 
 
@@ -45,7 +45,7 @@ class LocalGroups:
         groups, self._groups = self._groups, []
         return groups
 
-    def acknowledge(self, groups: Sequence[TrajectoryGroup]) -> None:
+    def acknowledge(self, group_ids: Sequence[str]) -> None:
         """Nothing to forget: the queue is empty already."""
 
 

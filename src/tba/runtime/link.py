@@ -19,7 +19,7 @@ EVALUATES = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Acknowledge:
-    """Trainer to searcher: these groups are stored; forget them. Acknowledge(group_ids=("searcher-0/41",))"""
+    """Trainer to searcher: these groups are stored; forget them. Acknowledge(group_ids=("searcher-0.5f3a91c2/41",))"""
 
     group_ids: tuple[str, ...]
 

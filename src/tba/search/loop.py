@@ -15,7 +15,7 @@ from tba.search.scoring import GroupScorer
 from tba.search.values import StepValues, lost_without_values
 from tba.tasks.base import Outcome, RewardFailed
 from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all, texts_of
-from tba.types import Completion, Prompt, Request, Sampling, Trajectory, TrajectoryGroup, Weights
+from tba.types import Completion, GroupId, Prompt, Request, Sampling, Trajectory, TrajectoryGroup, Weights
 
 GROUPS_AT_ONCE = 4
 """Groups that share a reference pass while generation goes on: on a CPU 1.7x faster than one at a time, and they wait for
@@ -53,6 +53,8 @@ class Searcher:
     samples_per_prompt: int
     """Of a visit, those of the reference included."""
     index: int = 0
+    incarnation: str = "0"
+    """Short id of this start of the searcher, part of the ids of its groups; 0 where the roles take turns."""
     difficulty: Difficulty = field(default_factory=Difficulty)
     explore: Callable[[Request], Request] = lambda request: request
     """Gives some visits other sampling."""
@@ -154,7 +156,7 @@ class Searcher:
 
     def _group(self, prompt: Prompt, trajectories: tuple[Trajectory, ...], *, lost: int) -> TrajectoryGroup:
         return TrajectoryGroup(
-            id=f"searcher-{self.index}/{self.counts.sent}",
+            id=str(GroupId(sender=f"searcher-{self.index}", incarnation=self.incarnation, number=self.counts.sent)),
             prompt=prompt,
             trajectories=trajectories,
             num_lost=lost,
