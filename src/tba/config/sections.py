@@ -189,7 +189,8 @@ class ReplayConfig(Section):
     a power failure, at the price of a disk flush for every batch of groups; off = nothing is written, and groups are gone
     with the trainer (docs/durability.md)."""
     imports: tuple[str, ...] = ()
-    """JSONL files of existing responses to start from (`prompt`, `completion`; optional `rewards`)."""
+    """JSONL files of existing responses to start from (`prompt`, `completion`; optional `rewards`), also those that `tba
+    replay RUN --export` writes."""
 
 
 class ObjectiveConfig(Section):

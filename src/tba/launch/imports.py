@@ -3,11 +3,12 @@
 One JSON object per line:
 
     {"prompt": "2+2=", "completion": " 4"}
-    {"id": "train-17", "completion_ids": [9, 4, 2], "rewards": {"exact_match": 1.0}}
+    {"id": "train-17", "completion_ids": [9, 4, 2], "rewards": {"exact_match": 1.0}, "finish": "stop"}
     {"prompt": [{"role": "user", "content": "2+2="}], "completion": "4"}
 
 A line is matched to a prompt of the task by `id`, or else by `prompt` as the data has it. Text is tokenised and closed with
-EOS; `completion_ids` are taken as they are, and count as cut off when they do not end with EOS. Rewards are computed unless
+EOS; `completion_ids` are taken as they are, and count as cut off when they do not end with EOS, unless `finish` says that
+they ended (`stop`) or were cut off (`length`). `tba replay RUN --export` writes such files. Rewards are computed unless
 given, reference log-probs always. Nobody knows how likely these responses were when they were made: behaviour and policy
 log-probs are NaN.
 """
@@ -201,7 +202,7 @@ def _parse(text: str, finder: PromptFinder, tokenizer: Tokenizer, eos_id: int) -
         prompt=prompt,
         text=line["completion"] if "completion" in line else tokenizer.decode(ids, skip_special_tokens=True),
         token_ids=np.array(ids, np.int32),
-        finished=ids[-1] == eos_id,
+        finished=_finish(line, "stop" if ids[-1] == eos_id else "length") == "stop",
         rewards=_given_rewards(line),
     )
 
@@ -217,6 +218,13 @@ def _tokens(line: Mapping[str, Any], tokenizer: Tokenizer, eos_id: int) -> list[
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < len(tokenizer) for i in ids):
         raise ValueError(f"`completion_ids` must be a non-empty list of integers from 0 to {len(tokenizer) - 1}")
     return ids
+
+
+def _finish(line: Mapping[str, Any], otherwise: str) -> str:
+    finish = line.get("finish", otherwise)
+    if finish not in ("stop", "length"):
+        raise ValueError(f'`finish` is {finish!r}: write "stop" or "length", or leave it out')
+    return finish
 
 
 def _given_rewards(line: Mapping[str, Any]) -> Mapping[str, float] | None:

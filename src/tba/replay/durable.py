@@ -14,7 +14,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +81,8 @@ class GroupStore:
     """Where the caller's wait shows."""
     wait_seconds: float = 300.0
     """Deadline of that wait."""
+    clock: Callable[[], float] = time.time
+    """Seconds since 1970, for the column `time`."""
     final_copy: Path | None = None
     """Where the file moves at the end; None = it stays. For a file that could not be made in the run folder."""
 
@@ -126,7 +128,7 @@ class GroupStore:
             self._marks.raise_to(group_id)
         with self._changed:
             self._pending.append(
-                _Pending(group=group if new else None, id=group.id, step=step, time=time.time(), num_bytes=num_bytes)
+                _Pending(group=group if new else None, id=group.id, step=step, time=self.clock(), num_bytes=num_bytes)
             )
             self._pending_bytes += num_bytes
             if len(self._pending) == 1:  # otherwise the writer is awake already
