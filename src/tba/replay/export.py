@@ -76,7 +76,8 @@ def database_of(target: Path) -> Path:
 
 def table(path: Path, wanted: GroupFilter) -> Iterator[str]:
     """Lines of a table of groups, oldest first, and a line with their number."""
-    lines: list[tuple[str, ...]] = [("arrival", "time", "group", "prompt", "step", "version", "responses", "reward", "components")]
+    header = ("arrival", "time", "group", "prompt", "step", "version", "responses", "reward", "components")
+    lines: list[tuple[str, ...]] = [header]
     with closing(connect(path)) as database:
         for arrival in wanted.arrivals(path):
             row = database.execute(
@@ -87,7 +88,7 @@ def table(path: Path, wanted: GroupFilter) -> Iterator[str]:
             if row is not None:  # it may have left meanwhile
                 lines.append((str(arrival), *_cells(*row)))
         groups, responses = database.execute("SELECT COUNT(*), TOTAL(responses) FROM groups").fetchone()
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     for line in lines:
         yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
     yield f"{len(lines) - 1} of {groups} groups ({responses:.0f} responses) in {path}"

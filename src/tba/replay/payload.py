@@ -78,7 +78,9 @@ def encode(group: TrajectoryGroup) -> bytes:
         "has_step_values": [trajectory.step_values is not None for trajectory in trajectories],
     }
     text = _header(header)
-    parts = [np.concatenate(values).astype(ARRAYS[name]).tobytes() for name, values in arrays.items() if values]
+    parts = [
+        np.concatenate(values).astype(ARRAYS[name], copy=False).tobytes() for name, values in arrays.items() if values
+    ]
     return b"".join([PREFIX.pack(MAGIC, len(text)), text, *parts])
 
 
