@@ -248,6 +248,24 @@ def test_a_corrupt_row_is_named_and_left_out(tmp_path, caplog, column):
     assert "1 of 3 rows were corrupt" in caplog.text
 
 
+def test_damage_in_the_file_costs_the_rows_it_is_in(tmp_path, caplog):
+    path = tmp_path / "r.sqlite"
+    store = make_store(path)
+    for number in range(20):
+        store.append(group(number, tokens=range(1000 * number, 1000 * number + 900)), step=0)
+    store.close()
+    content = bytearray(path.read_bytes())
+    place = content.index(np.arange(7100, 7140, dtype="<i4").tobytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    assert ids_in(path) == [f"searcher-3.aa/{number}" for number in range(20) if number != 7]
+    assert "row 8 is corrupt" in caplog.text
+    content[4096:8192] = bytes(4096)  # the root of the table
+    path.write_bytes(content)
+    with pytest.raises(DurableReplayError, match=r"could not be read .*malformed"):
+        ids_in(path)
+
+
 def test_another_schema_version_is_refused(tmp_path):
     path = tmp_path / "r.sqlite"
     make_store(path).close()

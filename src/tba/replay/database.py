@@ -14,7 +14,7 @@ import sqlite3
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -77,7 +77,7 @@ def load_groups(path: Path, *, after: int = 0, arrivals: list[int] | None = None
     """Groups of a file in the order of their arrival: those after an arrival number, or the given ones. A row whose content
     does not match its checksum is named in a warning and left out; at the end a warning gives their number."""
     corrupt = 0
-    with closing(connect(path)) as database:
+    with reading(path) as database:
         if arrivals is None:
             found = database.execute("SELECT arrival FROM groups WHERE arrival > ? ORDER BY arrival", (after,))
             arrivals = [arrival for (arrival,) in found]
@@ -144,6 +144,21 @@ def connect(path: Path) -> sqlite3.Connection:
     return database
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """The database to read from, for the length of a `with` block; a damaged file is one clear error."""
+    database = connect(path)
+    try:
+        yield database
+    except sqlite3.Error as error:
+        raise DurableReplayError(
+            f"durable replay: {path} could not be read ({type(error).__name__}: {error}). If it is damaged, "
+            "`sqlite3 FILE .recover` may save what is left."
+        ) from None
+    finally:
+        database.close()
+
+
 def check_schema(database: sqlite3.Connection, path: Path) -> None:
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version != SCHEMA_VERSION:
@@ -190,6 +205,10 @@ def place_database(home: Path) -> Path:
     digest = blake2b(str(home.absolute()).encode(), digest_size=6).hexdigest()
     local, noted = temporary / f"tba-{os.getuid()}" / f"{home.parent.name}-{digest}.sqlite", location_file(home)
     local.parent.mkdir(mode=0o700, exist_ok=True)
+    if local.parent.stat().st_uid != os.getuid():
+        raise DurableReplayError(
+            f"durable replay: {local.parent} belongs to another user: set TMPDIR to another folder."
+        )
     if not noted.exists():
         remove_database(local)  # of an earlier run in a folder of this name
     logger.warning(

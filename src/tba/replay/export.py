@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.observe.files import RunFolder
-from tba.replay.database import StoredGroup, connect, find_database, load_groups
+from tba.replay.database import StoredGroup, find_database, load_groups, reading
 
 SHOWN_GROUPS = 20
 """Number of groups that a listing shows unless told otherwise."""
@@ -59,7 +58,7 @@ class GroupFilter:
         }
         wanted = {condition: value for condition, value in conditions.items() if value is not None}
         query = f"SELECT arrival FROM groups WHERE {' AND '.join(wanted) or 'TRUE'} ORDER BY arrival DESC LIMIT ?"
-        with closing(connect(path)) as database:
+        with reading(path) as database:
             found = database.execute(query, (*wanted.values(), -1 if self.limit is None else self.limit))
             return [arrival for (arrival,) in found][::-1]
 
@@ -78,7 +77,7 @@ def table(path: Path, wanted: GroupFilter) -> Iterator[str]:
     """Lines of a table of groups, oldest first, and a line with their number."""
     header = ("arrival", "time", "group", "prompt", "step", "version", "responses", "reward", "components")
     lines: list[tuple[str, ...]] = [header]
-    with closing(connect(path)) as database:
+    with reading(path) as database:
         for arrival in wanted.arrivals(path):
             row = database.execute(
                 "SELECT time, incarnation || '/' || number, prompt_id, step, version, responses, lost, reward, rewards "
