@@ -40,12 +40,12 @@ from tba.replay.database import (
 )
 from tba.replay.payload import encode
 from tba.runtime.board import TRAINER_FIELDS, Row, wait_until
-from tba.types import GroupId, HighWaterMarks, TrajectoryGroup, total_reward
+from tba.types import GroupId, HighWaterMarks, TrajectoryGroup
 
 INSERT = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 RAISE_MARK = "INSERT INTO incarnations VALUES (?, ?) ON CONFLICT DO UPDATE SET highest = excluded.highest"
 
-GATHER_SECONDS = 0.02
+GATHER_SECONDS = 0.05
 """Time for which the writer gathers groups before a commit: a commit for each would cost several times as much."""
 MAX_PENDING_BYTES = 256 * 2**20
 """Memory of groups that wait to be written; a caller that would exceed it waits."""
@@ -58,7 +58,7 @@ class _Pending:
     """A group on its way to the writer; None = it came before, and only its acknowledgement waits for a commit."""
 
     group: TrajectoryGroup | None
-    id: str
+    id: GroupId
     step: int
     time: float
     num_bytes: int
@@ -94,10 +94,9 @@ class GroupStore:
         self._changed = threading.Condition()
         """Guards all that follows."""
         self._pending: list[_Pending] = []
-        self._pending_bytes = 0
-        self._writing = False
-        self._hurry = False
-        """Whether a commit is wanted now, without gathering."""
+        self._uncommitted_bytes = 0
+        self._num_appended, self._num_committed, self._num_wanted = 0, 0, 0
+        """Counts of calls of `append`; those up to `_num_wanted` are to be committed now, without gathering."""
         self._closing = False
         self._committed: list[str] = []
         self._error: DurableReplayError | None = None
@@ -120,17 +119,18 @@ class GroupStore:
             row=self.row,
             deadline_seconds=self.wait_seconds,
             explain=lambda: (
-                f"the trainer waited for {len(self._pending)} groups to be written to {self.path}: the disk does not keep "
-                "up. Use a faster disk (output=...), replay.durability=process, or replay.durability=off"
+                f"the trainer waited for {self._num_appended - self._num_committed} groups to be written to {self.path}: "
+                "the disk does not keep up. Use a faster one (output=...), or replay.durability=process or off"
             ),
         )
         if new:
             self._marks.raise_to(group_id)
         with self._changed:
             self._pending.append(
-                _Pending(group=group if new else None, id=group.id, step=step, time=self.clock(), num_bytes=num_bytes)
+                _Pending(group=group if new else None, id=group_id, step=step, time=self.clock(), num_bytes=num_bytes)
             )
-            self._pending_bytes += num_bytes
+            self._num_appended += 1
+            self._uncommitted_bytes += num_bytes
             if len(self._pending) == 1:  # otherwise the writer is awake already
                 self._changed.notify_all()
         return new
@@ -143,12 +143,12 @@ class GroupStore:
         return committed
 
     def flush(self) -> None:
-        """Wait until everything that was appended is committed."""
+        """Wait until everything that was appended before is committed."""
         with self._changed:
-            self._hurry = True
+            appended = self._num_wanted = self._num_appended
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._error is not None or not (self._pending or self._writing))
-            self._hurry = False
+            # Not until nothing waits: while another thread appends, that would not end.
+            self._changed.wait_for(lambda: self._error is not None or self._num_committed >= appended)
             self._raise_error()
 
     def snapshot(self, path: Path) -> None:
@@ -188,7 +188,7 @@ class GroupStore:
     def _has_room(self, num_bytes: int) -> bool:
         with self._changed:
             self._raise_error()
-            return not self._pending or self._pending_bytes + num_bytes <= MAX_PENDING_BYTES
+            return not self._uncommitted_bytes or self._uncommitted_bytes + num_bytes <= MAX_PENDING_BYTES
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -201,8 +201,9 @@ class GroupStore:
             while batch := self._take():
                 self._commit(batch)
                 with self._changed:
-                    self._committed += [pending.id for pending in batch]
-                    self._writing = False
+                    self._committed += [str(pending.id) for pending in batch]
+                    self._num_committed += len(batch)
+                    self._uncommitted_bytes -= sum(pending.num_bytes for pending in batch)
                     self._changed.notify_all()
             with suppress(sqlite3.OperationalError):  # somebody reads it: then the -wal file stays beside it
                 self._database.execute("PRAGMA busy_timeout = 0")
@@ -218,31 +219,33 @@ class GroupStore:
         """All groups that wait; none at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._closing)
-            self._changed.wait_for(lambda: self._hurry or self._closing, timeout=GATHER_SECONDS)
-            batch, self._pending, self._pending_bytes = self._pending, [], 0
-            self._writing = bool(batch)
+            self._changed.wait_for(
+                lambda: self._closing or self._num_wanted > self._num_committed, timeout=GATHER_SECONDS
+            )
+            batch, self._pending = self._pending, []
         return batch
 
     def _commit(self, batch: list[_Pending]) -> None:
         database = self._database
+        highest: dict[str, int] = {}
         database.execute("BEGIN IMMEDIATE")
         for pending in batch:
             if pending.group is not None:
-                row = self._make_row(pending, pending.group)
-                database.execute(INSERT, row)
-                database.execute(RAISE_MARK, row[1:3])
+                database.execute(INSERT, self._make_row(pending, pending.group))
+                highest[pending.id.source] = pending.id.number
                 self._next_arrival += 1
                 self._num_responses += len(pending.group.trajectories)
+        database.executemany(RAISE_MARK, highest.items())
         self._remove_oldest()
         database.execute("COMMIT")
 
     def _make_row(self, pending: _Pending, group: TrajectoryGroup) -> tuple[Any, ...]:
-        group_id, trajectories = GroupId.parse(group.id), group.trajectories
+        trajectories = group.trajectories
         reward, rewards = mean_rewards(group, self.reward_weights)
         columns = (
             self._next_arrival,
-            group_id.source,
-            group_id.number,
+            pending.id.source,
+            pending.id.number,
             group.searcher,
             # Data may hold half a surrogate pair, which is no text to SQLite; the payload has it as it is.
             group.prompt.id.encode("utf-8", "backslashreplace").decode(),
@@ -273,14 +276,15 @@ class GroupStore:
 def mean_rewards(group: TrajectoryGroup, weights: Mapping[str, float]) -> tuple[float | None, dict[str, float | None]]:
     """The mean combined reward of a group's responses, and the mean of each component over those that have it; None where
     there is no number."""
-    values = [np.array([t.rewards.get(name, np.nan) for t in group.trajectories]) for name in weights]
-    if not group.trajectories:
-        return None, dict.fromkeys(weights)
-    means = {name: column[~np.isnan(column)] for name, column in zip(weights, values)}
-    total = float(total_reward(values, list(weights.values())).mean())
-    return _number(total), {
-        name: _number(float(column.mean())) if len(column) else None for name, column in means.items()
-    }
+    means: dict[str, float | None] = dict.fromkeys(weights)
+    total = 0.0
+    # Plain Python: for a handful of numbers NumPy would take most of the writer's time.
+    for name, weight in weights.items():
+        given = [t.rewards[name] for t in group.trajectories if not math.isnan(t.rewards.get(name, math.nan))]
+        if given:
+            means[name] = _number(sum(given) / len(given))
+            total += weight * sum(given)  # a component that is not applicable adds nothing: types.total_reward
+    return (_number(total / len(group.trajectories)) if group.trajectories else None), means
 
 
 def _number(value: float) -> float | None:
@@ -297,9 +301,9 @@ def make_store(
     path = place_database(folder.replay)
     return GroupStore(
         path,
-        durability,
-        config.replay.capacity,
-        reward_weights,
+        durability=durability,
+        capacity=config.replay.capacity,
+        reward_weights=reward_weights,
         row=row or Row(np.zeros(len(TRAINER_FIELDS)), TRAINER_FIELDS),
         wait_seconds=config.runtime.wait_seconds,
         final_copy=None if path == folder.replay else folder.replay,

@@ -34,7 +34,7 @@ ARRAYS: dict[str, np.dtype[Any]] = {
     "policy": np.dtype("<f4"),
     "log_ref": np.dtype("<f4"),
     "step_values": np.dtype("<f4"),
-    "loss_mask": np.dtype("u1"),
+    "loss_mask": np.dtype(np.bool_),
 }
 """Arrays of a payload: token ids of the prompt; reward components, response after response; the columns of all responses'
 tokens, of which step_values are there only for responses that have them."""
@@ -44,9 +44,10 @@ def encode(group: TrajectoryGroup) -> bytes:
     """The payload of a group."""
     trajectories, completions = group.trajectories, [t.completion for t in group.trajectories]
     tokens = [len(completion.token_ids) for completion in completions]
-    arrays: dict[str, Sequence[Any]] = {
+    rewards = [value for trajectory in trajectories for value in trajectory.rewards.values()]
+    arrays: dict[str, Sequence[np.ndarray]] = {
         "prompt": [group.prompt.token_ids],
-        "rewards": [list(trajectory.rewards.values()) for trajectory in trajectories],
+        "rewards": [np.array(rewards, np.float64)],
         "token_ids": [completion.token_ids for completion in completions],
         "behaviour": [completion.behaviour_log_probs for completion in completions],
         "policy": [completion.policy_log_probs for completion in completions],
@@ -78,10 +79,12 @@ def encode(group: TrajectoryGroup) -> bytes:
         "has_step_values": [trajectory.step_values is not None for trajectory in trajectories],
     }
     text = _header(header)
-    parts = [
-        np.concatenate(values).astype(ARRAYS[name], copy=False).tobytes() for name, values in arrays.items() if values
-    ]
-    return b"".join([PREFIX.pack(MAGIC, len(text)), text, *parts])
+    parts = [PREFIX.pack(MAGIC, len(text)), text]
+    for name, column in arrays.items():
+        dtype = ARRAYS[name]
+        # Nothing is converted or laid end to end first: most arrays are short, and each NumPy call costs more than its copy.
+        parts += [(array if array.dtype == dtype else array.astype(dtype)).tobytes() for array in column]
+    return b"".join(parts)
 
 
 def decode(payload: bytes) -> TrajectoryGroup:
@@ -101,7 +104,7 @@ def decode(payload: bytes) -> TrajectoryGroup:
     for name, dtype in ARRAYS.items():
         ends = list(accumulate(lengths[name], initial=0))
         # Copied once: views of the payload could not be written to, and would keep all of it in memory.
-        values = np.frombuffer(payload, dtype, ends[-1], offset).astype(np.bool_ if name == "loss_mask" else dtype)
+        values = np.frombuffer(payload, dtype, ends[-1], offset).copy()
         columns[name] = [values[start:end] for start, end in pairwise(ends)]
         offset += ends[-1] * dtype.itemsize
     return TrajectoryGroup(
@@ -141,12 +144,12 @@ def _trajectory(header: Mapping[str, Any], columns: Mapping[str, list[np.ndarray
 
 def _header(header: dict[str, Any]) -> bytes:
     try:
-        return json.dumps(header, separators=(",", ":"), default=_mapping).encode("ascii")
+        return ENCODER.encode(header).encode("ascii")
     except (TypeError, ValueError):
         prompt = header["prompt"]
         kept = {name: value for name, value in prompt["columns"].items() if _is_json(value)}
         left_out = sorted(set(prompt["columns"]) - set(kept))
-        return json.dumps({**header, "prompt": {**prompt, "columns": kept, "left_out": left_out}}).encode("ascii")
+        return ENCODER.encode({**header, "prompt": {**prompt, "columns": kept, "left_out": left_out}}).encode("ascii")
 
 
 def _mapping(value: Any) -> Any:
@@ -155,9 +158,12 @@ def _mapping(value: Any) -> Any:
     raise TypeError(f"JSON cannot hold a {type(value).__name__}")
 
 
+ENCODER = json.JSONEncoder(separators=(",", ":"), default=_mapping)
+
+
 def _is_json(value: Any) -> bool:
     try:
-        json.dumps(value, default=_mapping)
+        ENCODER.encode(value)
     except (TypeError, ValueError):
         return False
     return True

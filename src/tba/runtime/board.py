@@ -118,7 +118,7 @@ def wait_until(
     """Poll until ready; returns the seconds waited. `explain` words the error when the deadline passes."""
     if ready():
         return 0.0
-    started = time.monotonic()
+    started, outer = time.monotonic(), row["wait"]
     row["wait"] = WAITS.index(name)
     try:
         while not ready():
@@ -127,6 +127,6 @@ def wait_until(
             time.sleep(POLL_SECONDS)
     finally:
         seconds = time.monotonic() - started
-        row["wait"] = 0
+        row["wait"] = outer  # groups may be taken in, and that may wait, while the trainer waits for them
         row["wait_seconds"] += seconds
     return seconds
