@@ -70,7 +70,7 @@ def make_group(number: int, prompt: Prompt, rng: np.random.Generator) -> Traject
     trajectories = tuple(
         _trajectory(i, ids[i, :n], log_probs[:, i, :n], float(rng.random())) for i, n in enumerate(lengths)
     )
-    return TrajectoryGroup(id=f"searcher-0/{number}", prompt=prompt, trajectories=trajectories)
+    return TrajectoryGroup(id=f"searcher-0.0/{number}", prompt=prompt, trajectories=trajectories)
 
 
 def _trajectory(index: int, ids: np.ndarray, log_probs: np.ndarray, reward: float) -> Trajectory:

@@ -4,6 +4,7 @@ tba train configs/arithmetic.yaml train.max_steps=100
 tba evaluate runs/arithmetic-tb-seed0 --task arithmetic
 tba prepare arithmetic --output prepared
 tba compare STUDY.yaml --quick
+tba replay runs/arithmetic-tb-seed0 --min-reward 0.5 --export good.jsonl
 tba config
 """
 
@@ -168,6 +169,47 @@ def prepare(
 
     settings = RewardTraining(learning_rate=learning_rate, epochs=epochs, pairs_per_pass=8)
     typer.echo(json.dumps(train_reward_model(model, pairs, output, settings, held_out=held_out)))
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a snapshot of its replay.sqlite.")],
+    prompt: Annotated[str | None, typer.Option(help="Only groups of the prompt with this id.")] = None,
+    min_reward: Annotated[float | None, number_option("Only groups whose mean reward is at least this.")] = None,
+    max_reward: Annotated[float | None, number_option("Only groups whose mean reward is at most this.")] = None,
+    version: Annotated[str | None, typer.Option(help="Only groups of this version, or of a range: 10:20.")] = None,
+    since: Annotated[str | None, typer.Option(help="Only groups since 2026-11-16T14:30, or 30m, 2h, 1d ago.")] = None,
+    until: Annotated[str | None, typer.Option(help="Only groups until then.")] = None,
+    limit: Annotated[int | None, count_option("Only the newest so many groups; a listing shows 20.")] = None,
+    export: Annotated[Path | None, typer.Option(help="FILE.jsonl (for replay.imports) or FILE.parquet.")] = None,
+) -> None:
+    """List the groups that a run has stored, or export their responses."""
+    from tba.replay import export as exporting
+
+    def parsed(name: str, parse: Any, text: str | None) -> Any:
+        try:
+            return None if text is None else parse(text)
+        except ValueError as error:
+            raise typer.BadParameter(f"{name}: {error}") from None
+
+    first, last = parsed("--version", exporting.parse_versions, version) or (None, None)
+    wanted = exporting.GroupFilter(
+        prompt=prompt,
+        min_reward=min_reward,
+        max_reward=max_reward,
+        first_version=first,
+        last_version=last,
+        since=parsed("--since", exporting.parse_time, since),
+        until=parsed("--until", exporting.parse_time, until),
+        limit=exporting.SHOWN_GROUPS if limit is None and export is None else limit,
+    )
+    path = exporting.database_of(run)
+    if export is None:
+        for line in exporting.table(path, wanted):
+            typer.echo(line)
+        return
+    count = exporting.export(path, export, wanted)
+    typer.echo(json.dumps({"responses": count, "file": str(export)}))
 
 
 @app.command()

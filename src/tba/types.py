@@ -128,11 +128,11 @@ class Trajectory:
 class TrajectoryGroup:
     """The responses of one visit to one prompt, sent and stored together.
 
-    TrajectoryGroup(id="searcher-0/41", prompt=prompt, trajectories=(t0, t1, t2, t3), searcher=0)
+    TrajectoryGroup(id="searcher-0.5f3a91c2/41", prompt=prompt, trajectories=(t0, t1, t2, t3), searcher=0)
     """
 
     id: str
-    """Unique in a run: no group is stored twice."""
+    """Unique in a run, in the form of `GroupId`: no group is stored twice."""
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     """Empty when every reward of the visit failed: it still counts as generated."""
@@ -148,6 +148,52 @@ class TrajectoryGroup:
     def version(self) -> int:
         """The oldest version behind any of its tokens; of a group that has trajectories."""
         return min(trajectory.completion.version for trajectory in self.trajectories)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupId:
+    """The parts of a group's id: who made the group, in which incarnation, and which of its groups it is.
+
+    GroupId(sender="searcher-0", incarnation="5f3a91c2", number=41) is written searcher-0.5f3a91c2/41.
+    """
+
+    sender: str
+    """A searcher (searcher-0), or an import."""
+    incarnation: str
+    """Short id of one start of the sender: a searcher that was restarted numbers its groups from 0 again."""
+    number: int
+    """Number of the group within the incarnation; it rises in the order in which groups are sent."""
+
+    @classmethod
+    def parse(cls, text: str) -> GroupId:
+        source, _, number = text.rpartition("/")
+        sender, _, incarnation = source.rpartition(".")
+        if not sender or not incarnation or not number.isdecimal():
+            raise ValueError(f"group id {text!r} is not SENDER.INCARNATION/NUMBER, as in searcher-0.5f3a91c2/41.")
+        return cls(sender=sender, incarnation=incarnation, number=int(number))
+
+    def __str__(self) -> str:
+        return f"{self.source}/{self.number}"
+
+    @property
+    def source(self) -> str:
+        """Sender and incarnation: what numbers are counted within."""
+        return f"{self.sender}.{self.incarnation}"
+
+
+class HighWaterMarks:
+    """The highest group number that has come from each source. The numbers of a source rise in the order of arrival, so that
+    one at or below its mark came before: memory grows with restarts of senders, not with groups."""
+
+    def __init__(self, marks: Mapping[str, int] | None = None) -> None:
+        self._marks = dict(marks or {})
+
+    def passed(self, group: GroupId) -> bool:
+        """Whether this group, or a later one of its source, has come."""
+        return group.number <= self._marks.get(group.source, -1)
+
+    def raise_to(self, group: GroupId) -> None:
+        self._marks[group.source] = group.number
 
 
 @dataclass

@@ -102,6 +102,14 @@ def test_a_text_that_ends_with_eos_gets_no_second_one(importer):
     assert group.trajectories[0].completion.token_ids.tolist() == [1, 2, EOS]
 
 
+def test_a_line_may_say_how_its_response_ended(importer):
+    (group,) = importer(
+        {"id": "p0", "completion_ids": [1, 2], "finish": "stop"},  # by another stop token than EOS
+        {"id": "p0", "completion_ids": [1, EOS], "finish": "length"},
+    )
+    assert [trajectory.completion.finish for trajectory in group.trajectories] == ["stop", "length"]
+
+
 def test_a_null_reward_is_not_applicable(importer):
     (group,) = importer({"id": "p0", "completion": "a", "rewards": {"r": None}})
     assert np.isnan(group.trajectories[0].rewards["r"])
@@ -120,6 +128,7 @@ def test_a_null_reward_is_not_applicable(importer):
         ({"id": "p0", "completion": 3}, "line 2 `completion` is a int, not text"),
         ({"id": "p0", "completion_ids": []}, "line 2 `completion_ids` must be a non-empty list"),
         ({"id": "p0", "completion_ids": [27]}, "integers from 0 to 26"),
+        ({"id": "p0", "completion": "a", "finish": "done"}, 'line 2 `finish` is \'done\': write "stop" or "length"'),
         ({"id": "p0", "completion": "a", "rewards": {"r": "x"}}, "line 2 `rewards` must be an object of numbers"),
     ],
 )

@@ -44,7 +44,7 @@ class Groups:
         self.count += 1
         rewards = [0.0] * len(responses) if rewards is None else rewards
         members = [trajectory(tokens, reward, **options) for tokens, reward in zip(responses, rewards)]
-        return TrajectoryGroup(id=f"g{self.count}", prompt=prompt(name), trajectories=tuple(members))
+        return TrajectoryGroup(id=f"test.0/{self.count}", prompt=prompt(name), trajectories=tuple(members))
 
 
 def replay(

@@ -11,7 +11,7 @@ from tba.config import ReplayConfig, TrainConfig
 from tba.objectives.base import leave_one_out
 from tba.replay import ReplayBuffer, ReplayEmpty, batching
 from tba.train.batch import combine
-from tba.types import TrajectoryGroup
+from tba.types import GroupId, TrajectoryGroup
 
 
 def tokens_of(buffer):
@@ -28,6 +28,34 @@ def test_a_group_id_is_stored_once():
     assert buffer.add(group, step=0) == 2
     assert buffer.add(group, step=1) == 0
     assert len(buffer) == 2
+
+
+def test_a_restarted_searcher_numbers_its_groups_anew_and_what_the_old_one_sends_again_is_ignored():
+    buffer, made = replay(), Groups()("a", [[1], [2]])
+    sent = [
+        ("searcher-0.aa/0", 2),
+        ("searcher-0.aa/1", 2),
+        ("searcher-0.bb/0", 2),
+        ("searcher-0.aa/0", 0),
+        ("searcher-0.aa/1", 0),
+        ("searcher-0.aa/2", 2),
+        ("searcher-0.bb/0", 0),
+        ("searcher-1.aa/0", 2),
+    ]
+    for group_id, stored in sent:
+        assert buffer.add(dataclasses.replace(made, id=group_id), step=0) == stored, group_id
+
+
+@pytest.mark.parametrize("text", ["", "g1", "searcher-0/1", "searcher-0.aa/", "searcher-0.aa/-1", "s.aa/x", ".aa/1"])
+def test_a_group_id_of_another_form_is_refused(text):
+    with pytest.raises(ValueError, match=r"is not SENDER.INCARNATION/NUMBER"):
+        GroupId.parse(text)
+
+
+def test_a_group_id_is_written_as_it_is_read():
+    parts = GroupId(sender="searcher-12", incarnation="5f3a91c2", number=41)
+    assert str(parts) == "searcher-12.5f3a91c2/41"
+    assert GroupId.parse("searcher-12.5f3a91c2/41") == parts
 
 
 def test_the_newer_of_two_equal_responses_wins_and_becomes_the_newest():
@@ -112,7 +140,7 @@ def test_every_field_of_the_batch_is_what_was_stored():
     first = trajectory([4, 5, 6], version=3, mask=[True, False, True], rewards={"x": 1.0, "y": 4.0})
     second = trajectory([7], version=5, finish="length", rewards={"x": float("nan"), "y": 2.0})
     group = Groups()("a", [])
-    buffer.add(TrajectoryGroup(id="g", prompt=group.prompt, trajectories=(first, second)), step=6)
+    buffer.add(TrajectoryGroup(id="other.0/0", prompt=group.prompt, trajectories=(first, second)), step=6)
     batch = buffer.sample(1, 2, step=6)
     order = [0, 1] if batch.truncated_PK[0].tolist() == [False, True] else [1, 0]
     ids, masks = [[4, 5, 6], [7]], [[True, False, True], [True]]
@@ -164,7 +192,7 @@ def test_dropping_a_reference_removes_its_responses_and_refuses_late_ones():
 def test_a_group_of_several_reference_versions_is_an_error():
     group = Groups()("a", [])
     mixed = TrajectoryGroup(
-        id="g", prompt=group.prompt, trajectories=(trajectory([1], reference=0), trajectory([2], reference=1))
+        id="other.0/0", prompt=group.prompt, trajectories=(trajectory([1], reference=0), trajectory([2], reference=1))
     )
     with pytest.raises(ValueError, match=r"mixes reference versions \[0, 1\]"):
         replay().add(mixed, step=0)
@@ -177,7 +205,7 @@ def test_an_error_in_a_group_leaves_the_buffer_as_it_was():
         (trajectory([1, 2], mask=[True]), r"2 tokens, but .* \[1, 2, 2, 2\]"),
         (trajectory([1], rewards={"q": 1.0}), r"rewards \['q'\]; the buffer knows \['r'\]"),
     ):
-        group = TrajectoryGroup(id="g", prompt=Groups()("a", []).prompt, trajectories=(bad,))
+        group = TrajectoryGroup(id="other.0/0", prompt=Groups()("a", []).prompt, trajectories=(bad,))
         with pytest.raises(ValueError, match=message):
             buffer.add(group, step=0)
     assert len(buffer) == buffer.num_prompts == 0
@@ -186,7 +214,7 @@ def test_an_error_in_a_group_leaves_the_buffer_as_it_was():
 
 def test_an_empty_group_stores_nothing():
     buffer = replay()
-    lost = TrajectoryGroup(id="g", prompt=Groups()("a", []).prompt, trajectories=(), num_lost=4)
+    lost = TrajectoryGroup(id="other.0/0", prompt=Groups()("a", []).prompt, trajectories=(), num_lost=4)
     assert buffer.add(lost, step=0) == 0
     with pytest.raises(ReplayEmpty):
         buffer.sample(1, 1, step=0)
@@ -361,7 +389,7 @@ def test_step_values_are_stored_where_the_objective_needs_them():
     members = [trajectory([5, 6, 7]), trajectory([8])]
     values = [np.array([0.5, np.nan, 0.25], np.float32), np.array([0.75], np.float32)]
     members = [dataclasses.replace(member, step_values=own) for member, own in zip(members, values)]
-    group = TrajectoryGroup(id="g", prompt=prompt("a"), trajectories=tuple(members))
+    group = TrajectoryGroup(id="other.0/0", prompt=prompt("a"), trajectories=tuple(members))
     buffer = ReplayBuffer(
         ReplayConfig(), fresh_steps=1, seed=0, reward_names=("r",), reward_weights=(1.0,), step_values=True
     )
@@ -370,6 +398,6 @@ def test_step_values_are_stored_where_the_objective_needs_them():
     by_token = dict(zip(batch.token_ids_N.tolist(), batch.step_values_N.tolist()))
     assert (by_token[5], by_token[7], by_token[8]) == (0.5, 0.25, 0.75)
     assert np.isnan(by_token[6])
-    without = TrajectoryGroup(id="h", prompt=prompt("b"), trajectories=(trajectory([5]),))
+    without = TrajectoryGroup(id="other.0/1", prompt=prompt("b"), trajectories=(trajectory([5]),))
     with pytest.raises(ValueError, match="no Monte-Carlo values of its steps"):
         buffer.add(without, step=0)

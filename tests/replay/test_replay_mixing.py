@@ -144,6 +144,6 @@ def test_a_cut_off_response_is_drawn_by_the_reward_it_will_train_with():
         truncated_reward=-1.0,
     )
     members = (trajectory([0], 4.0, finish="length"), trajectory([1], 0.0))
-    buffer.add(TrajectoryGroup(id="g", prompt=prompt("a"), trajectories=members), step=0)
+    buffer.add(TrajectoryGroup(id="other.0/0", prompt=prompt("a"), trajectories=members), step=0)
     share = 1 / (1 + math.e)
     assert_frequencies(drawn_responses(buffer, 1, 3000), {((0,),): share, ((1,),): 1 - share})

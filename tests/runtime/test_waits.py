@@ -40,6 +40,34 @@ def test_waiting_shows_on_the_board_and_is_counted():
     assert row["wait_seconds"] == pytest.approx(seconds)
 
 
+def test_a_wait_within_a_wait_gives_the_outer_one_its_name_back():
+    row = Board.create(1).searcher(0)
+    seen = []
+
+    def ready() -> bool:
+        seen.append(row.wait)
+        return len(seen) % 2 == 0
+
+    def outer_ready() -> bool:
+        wait_until(ready, name="durable_replay", row=row, deadline_seconds=10.0, explain=lambda: "")
+        seen.append(row.wait)
+        seen.append(row.wait)
+        return len(seen) > 4
+
+    wait_until(outer_ready, name="first_fill", row=row, deadline_seconds=10.0, explain=lambda: "")
+    assert seen == [
+        "none",
+        "durable_replay",
+        "none",
+        "none",
+        "first_fill",
+        "durable_replay",
+        "first_fill",
+        "first_fill",
+    ]
+    assert row.wait == "none"
+
+
 def test_a_full_channel_blocks_until_the_trainer_has_stored_a_group():
     row, link = Board.create(1).searcher(0), Recording()
     sender = WindowedSender(link, row, window=2, deadline_seconds=10.0, handle_messages=lambda: deliver())

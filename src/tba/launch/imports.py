@@ -3,12 +3,13 @@
 One JSON object per line:
 
     {"prompt": "2+2=", "completion": " 4"}
-    {"id": "train-17", "completion_ids": [9, 4, 2], "rewards": {"exact_match": 1.0}}
+    {"id": "train-17", "completion_ids": [9, 4, 2], "rewards": {"exact_match": 1.0}, "finish": "stop"}
     {"prompt": [{"role": "user", "content": "2+2="}], "completion": "4"}
 
 A line is matched to a prompt of the task by `id`, or else by `prompt` as the data has it. Text is tokenised and closed with
 EOS; `completion_ids` are taken as they are, and when they do not end with a stop token they count as cut off, for the task's
-reward too. Rewards are computed unless given, reference log-probs always. Nobody knows how likely these responses were when
+reward too, unless `finish` says that they ended (`stop`) or were cut off (`length`). `tba replay RUN --export` writes such
+files. Rewards are computed unless given, reference log-probs always. Nobody knows how likely these responses were when
 they were made: behaviour and policy log-probs are NaN.
 """
 
@@ -18,6 +19,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +31,7 @@ from tba.launch.run import RunInputs
 from tba.observe.files import RunFolder
 from tba.tasks.base import RewardFailed
 from tba.tasks.rewards.pool import FinishedGroup, make_rewards, score_all
-from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
+from tba.types import Completion, GroupId, Prompt, Trajectory, TrajectoryGroup
 
 RewardScorer = Callable[[list[FinishedGroup]], Sequence[Mapping[str, float]]]
 """Groups of one response each -> reward components of each response, NaN = not applicable."""
@@ -138,9 +140,15 @@ def import_responses(
         members = by_prompt.setdefault(response.prompt.id, [])
         members.append(_trajectory(response, components, log_ref, sample_index=len(members)))
     prompt_of = {response.prompt.id: response.prompt for response in responses}
+    # Made from the path: a file that is imported again, in the same run, brings groups that are known.
+    incarnation = blake2b(str(path).encode(), digest_size=4).hexdigest()
     return [
-        TrajectoryGroup(id=f"import:{path}:{prompt_id}", prompt=prompt_of[prompt_id], trajectories=tuple(members))
-        for prompt_id, members in by_prompt.items()
+        TrajectoryGroup(
+            id=str(GroupId(sender="import", incarnation=incarnation, number=number)),
+            prompt=prompt_of[prompt_id],
+            trajectories=tuple(members),
+        )
+        for number, (prompt_id, members) in enumerate(by_prompt.items())
     ]
 
 
@@ -216,7 +224,7 @@ class LineReader:
             prompt=prompt,
             text=line["completion"] if "completion" in line else self.tokenizer.decode(ids, skip_special_tokens=True),
             token_ids=np.array(ids, np.int32),
-            finished=ids[-1] in self.stop_ids,
+            finished=_finish(line, "stop" if ids[-1] in self.stop_ids else "length") == "stop",
             rewards=_given_rewards(line),
         )
 
@@ -231,6 +239,13 @@ class LineReader:
         if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i <= largest for i in ids):
             raise ValueError(f"`completion_ids` must be a non-empty list of integers from 0 to {largest}")
         return ids
+
+
+def _finish(line: Mapping[str, Any], otherwise: str) -> str:
+    finish = line.get("finish", otherwise)
+    if finish not in ("stop", "length"):
+        raise ValueError(f'`finish` is {finish!r}: write "stop" or "length", or leave it out')
+    return finish
 
 
 def _given_rewards(line: Mapping[str, Any]) -> Mapping[str, float] | None:

@@ -181,6 +181,7 @@ class AsyncRun:
     def close(self) -> None:
         self.runtime.stop()
         self.recorder.close()
+        self.trainer.close()  # last: it raises where groups could not be written
 
 
 @dataclass
@@ -296,6 +297,7 @@ class SyncRun:
     def close(self) -> None:
         self.searcher.close()
         self.recorder.close()
+        self.trainer.close()  # last: it raises where groups could not be written
 
 
 class Interrupt:

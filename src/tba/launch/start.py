@@ -47,7 +47,7 @@ def train(config: Config, *, inputs: RunInputs | None = None) -> dict[str, Any]:
     run = make(config, folder, inputs)
     try:
         for group in imported:
-            run.trainer.replay.add(group, step=0)
+            run.trainer.add(group)
         try:
             run.run()
         except Collapsed:

@@ -15,8 +15,8 @@ from tba.observe.metrics import metric
 
 
 class RunFolder:
-    """Paths inside runs/<name>/: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/step-N/, logs/, status.json,
-    summary.json. The collapse guard keeps its checkpoint in checkpoints/healthy-step-N.
+    """Paths inside runs/<name>/: config.yaml, metrics.jsonl, samples.jsonl, replay.sqlite, checkpoints/step-N/, logs/,
+    status.json, summary.json. The collapse guard keeps its checkpoint in checkpoints/healthy-step-N.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,6 +24,7 @@ class RunFolder:
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
+        self.replay = path / "replay.sqlite"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.status = path / "status.json"

@@ -19,7 +19,7 @@ from tba.replay.batching import PackedGroup, combine_rewards, make_batch, pack_g
 from tba.replay.prompts import GroupQueue, PromptDraws, PromptEntry
 from tba.replay.sampling import MixedSelector, Selector, SoftmaxSelector, UniformSelector
 from tba.replay.storage import NO_LAG, WIDTH, AgeOrder, RowTable, TokenIndex, TokenStore, unpack_ids
-from tba.types import Batch, Prompt, TrajectoryGroup
+from tba.types import Batch, GroupId, HighWaterMarks, Prompt, TrajectoryGroup
 
 ScoreFunction = Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]
 """Token ids of prompts and of responses, one for one -> reference log-probs of each response's tokens."""
@@ -63,8 +63,8 @@ class ReplayBuffer:
         """All randomness of sampling; `rng.bit_generator.state` restores it."""
         self.reward_names = tuple(reward_names)
         self._reward_weights = np.array(reward_weights, np.float64)
-        self._group_ids: set[str] = set()
-        """Ids of all groups that ever came, so that one that is sent again is ignored."""
+        self._marks = HighWaterMarks()
+        """Which groups have come, so that one that is sent again is ignored."""
         self._next_arrival = 0
         """Arrival number that the next stored response will have."""
         self._first_arrivals: deque[tuple[int, int]] = deque()
@@ -120,18 +120,23 @@ class ReplayBuffer:
             return len(self._entries)
         return len({prompt_id for prompt_id, _ in self._entry_of})
 
+    def has_received(self, group_id: str) -> bool:
+        """Whether a group of this id came before, also where none of its responses is stored."""
+        return self._marks.passed(GroupId.parse(group_id))
+
     def add(self, group: TrajectoryGroup, *, step: int) -> int:
         """Store a group that arrived at an optimizer step; returns the number of its responses that were stored. A group id
         that came before is ignored."""
-        if group.id in self._group_ids:
+        group_id = GroupId.parse(group.id)
+        if self._marks.passed(group_id):
             return 0
         if not group.trajectories:
-            self._group_ids.add(group.id)
+            self._marks.raise_to(group_id)
             return 0
         # What may raise comes before anything is changed: a group that is wrong leaves the buffer as it was.
         packed = pack_group(group, self.reward_names, step_values=self._step_values)
         entry = self._find_entry(group.prompt, packed.reference_version)
-        self._group_ids.add(group.id)
+        self._marks.raise_to(group_id)
         if self._oldest_reference is not None and packed.reference_version < self._oldest_reference:
             self._counts["refused"] += len(packed)
             return 0

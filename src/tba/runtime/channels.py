@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 EVALUATES = 0
 """The searcher that is asked for evaluations."""
 
-Wait = Literal["none", "first_fill", "replay_ratio", "pace", "channel_full"]
-WAITS: tuple[Wait, ...] = ("none", "first_fill", "replay_ratio", "pace", "channel_full")
+Wait = Literal["none", "first_fill", "replay_ratio", "pace", "channel_full", "durable_replay"]
+WAITS: tuple[Wait, ...] = ("none", "first_fill", "replay_ratio", "pace", "channel_full", "durable_replay")
 """The named places where a role may wait, and no others."""
 POLL_SECONDS = 0.002
 """Time between two looks of a role that waits."""
@@ -40,8 +40,8 @@ class GroupReceiver(Protocol):
         """Everything that has arrived, at once; never waits. Raises when a sender has died."""
         ...
 
-    def acknowledge(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """The groups are stored: their senders may forget them."""
+    def acknowledge(self, group_ids: Sequence[str]) -> None:
+        """These groups are stored: their senders may forget them."""
         ...
 
 
@@ -62,7 +62,7 @@ class LocalGroups:
         groups, self._groups = self._groups, []
         return groups
 
-    def acknowledge(self, groups: Sequence[TrajectoryGroup]) -> None:
+    def acknowledge(self, group_ids: Sequence[str]) -> None:
         """Nothing to forget: the queue is empty already."""
 
 
@@ -93,7 +93,7 @@ class LocalWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class Acknowledge:
-    """Trainer to searcher: these groups are stored; forget them. Acknowledge(group_ids=("searcher-0/41",))"""
+    """Trainer to searcher: these groups are stored; forget them. Acknowledge(group_ids=("searcher-0.5f3a91c2/41",))"""
 
     group_ids: tuple[str, ...]
 
@@ -224,7 +224,7 @@ def wait_until(
     """Poll until ready; returns the seconds waited. `explain` words the error when the deadline passes."""
     if ready():
         return 0.0
-    started = time.monotonic()
+    started, outer = time.monotonic(), row["wait"]
     row["wait"] = WAITS.index(name)
     try:
         while not ready():
@@ -233,6 +233,6 @@ def wait_until(
             time.sleep(POLL_SECONDS)
     finally:
         seconds = time.monotonic() - started
-        row["wait"] = 0
+        row["wait"] = outer  # groups may be taken in, and that may wait, while the trainer waits for them
         row["wait_seconds"] += seconds
     return seconds

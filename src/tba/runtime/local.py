@@ -94,11 +94,13 @@ class LocalRuntime:
         self.check()
         return groups
 
-    def acknowledge(self, groups: Sequence[TrajectoryGroup]) -> None:
+    def acknowledge(self, group_ids: Sequence[str]) -> None:
         by_sender: dict[str, list[str]] = defaultdict(list)
         processes = {process.name: process for process in self.searchers}
-        for group in groups:
-            by_sender[self._senders.pop(group.id).name].append(group.id)
+        for group_id in group_ids:
+            sender = self._senders.pop(group_id, None)  # none for imports, and for what was sent twice
+            if sender is not None:
+                by_sender[sender.name].append(group_id)
         for name, ids in by_sender.items():
             processes[name].link.send(Acknowledge(group_ids=tuple(ids)))
 
@@ -177,6 +179,7 @@ WAITS_FOR = {
     "replay_ratio": "waits for new responses from the searchers",
     "pace": "is ahead: waits for newer weights from the trainer, or for rewards",
     "channel_full": "waits for the trainer to take in groups",
+    "durable_replay": "waits for groups to be written to the durable replay",
 }
 
 

@@ -18,7 +18,7 @@ from tba.search.prompts import Difficulty, PromptStream, ReferenceSamples
 from tba.search.values import StepValues, lost_without_values
 from tba.tasks.base import Outcome, RewardFailed
 from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all, texts_of
-from tba.types import Completion, Prompt, Request, Sampling, Trajectory, TrajectoryGroup, Weights
+from tba.types import Completion, GroupId, Prompt, Request, Sampling, Trajectory, TrajectoryGroup, Weights
 
 logger = logging.getLogger("tba.search")
 
@@ -68,6 +68,8 @@ class Searcher:
     samples_per_prompt: int
     """Number of responses of a visit, those of the reference included."""
     index: int = 0
+    incarnation: str = "0"
+    """Short id of this start of the searcher, part of the ids of its groups; 0 where the roles take turns."""
     difficulty: Difficulty = field(default_factory=Difficulty)
     explore: Callable[[Request], Request] = lambda request: request
     """Gives some visits other sampling."""
@@ -169,7 +171,7 @@ class Searcher:
 
     def _group(self, prompt: Prompt, trajectories: tuple[Trajectory, ...], *, lost: int) -> TrajectoryGroup:
         return TrajectoryGroup(
-            id=f"searcher-{self.index}/{self.counts.sent}",
+            id=str(GroupId(sender=f"searcher-{self.index}", incarnation=self.incarnation, number=self.counts.sent)),
             prompt=prompt,
             trajectories=trajectories,
             num_lost=lost,

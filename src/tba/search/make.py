@@ -107,6 +107,7 @@ def make_searcher(
     step_values: StepValues | None = None,
     reference_samples: ReferenceSamples | None = None,
     index: int = 0,
+    incarnation: str = "0",
 ) -> Searcher:
     """Searcher `index`; the loaded weights become its frozen reference. An engine that holds the reference also scores."""
     reference = reference_engine or make_scorer(loaded.model, max_length=loaded.context)
@@ -131,4 +132,5 @@ def make_searcher(
         step_values=step_values,
         reference_samples=reference_samples,
         index=index,
+        incarnation=incarnation,
     )

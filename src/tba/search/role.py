@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -255,6 +256,7 @@ def run_searcher(
         step_values=step_values,
         reference_samples=make_reference_samples(config, reference_engine, between_steps=heartbeat.beat),
         index=index,
+        incarnation=secrets.token_hex(4),  # a restarted searcher must not use the ids of its predecessor again
     )
     evaluation_rewards: Rewards | None = None
     evaluations: Evaluations | None = None

@@ -13,6 +13,7 @@ from tba.config import Config
 from tba.models.weights import make_weights
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
+from tba.replay.durable import GroupStore
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.train.batch import batch_metrics, combine, shape_target, watched_metrics
 from tba.train.checkpoint import Checkpoints
@@ -21,7 +22,7 @@ from tba.train.health import Health
 from tba.train.optimizer import LearningRate
 from tba.train.reference import ReferenceResets
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
-from tba.types import TOKEN_FIELDS, Batch, ResponseCounts
+from tba.types import TOKEN_FIELDS, Batch, ResponseCounts, TrajectoryGroup
 
 
 @dataclass
@@ -46,6 +47,8 @@ class Trainer:
     """Makes the policy the reference now and then; None = it never does."""
     health: Health | None = None
     """Watches for a collapse; None with observe.on_collapse=off."""
+    durable: GroupStore | None = None
+    """Writes accepted groups to disk; None with replay.durability=off."""
     gate: Gate | None = None
     """Holds a step back until there is enough to train on; None where the roles take turns."""
     received: int = field(default=0, init=False)
@@ -88,15 +91,28 @@ class Trainer:
         return self.step_index >= self.config.train.max_steps
 
     def receive(self) -> None:
+        """Take in the groups that have arrived, and acknowledge those that are committed."""
         groups = self.receiver.drain()
-        self.received += sum(bool(group.trajectories) for group in groups)
-        self.lost += sum(not group.trajectories for group in groups)
         for group in groups:
-            admitted = self.references.admit(group) if self.references is not None else group
-            self.replay.add(admitted, step=self.step_index)
-            self.counts.generated += group.num_generated
-            self.recorder.group_received(self.step_index, group)
-        self.receiver.acknowledge(groups)
+            if self.add(self.references.admit(group) if self.references is not None else group):
+                self.received += bool(group.trajectories)
+                self.lost += not group.trajectories
+                self.counts.generated += group.num_generated
+                self.recorder.group_received(self.step_index, group)
+        self.receiver.acknowledge([group.id for group in groups] if self.durable is None else self.durable.committed())
+
+    def add(self, group: TrajectoryGroup) -> bool:
+        """Store a group; False where it came before."""
+        new = not self.replay.has_received(group.id)
+        self.replay.add(group, step=self.step_index)  # first: what it refuses as wrong is not written either
+        if self.durable is not None:
+            self.durable.append(group, step=self.step_index)
+        return new
+
+    def close(self) -> None:
+        """Commit what was received."""
+        if self.durable is not None:
+            self.durable.close()
 
     def sample(self) -> Batch:
         train = self.config.train

@@ -15,6 +15,7 @@ from tba.objectives.base import Objective
 from tba.objectives.registry import make_objective
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
+from tba.replay.durable import make_store
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.tasks.base import Task
 from tba.train.batch import Budget
@@ -89,6 +90,9 @@ def make_trainer(
         checkpoints=checkpoints,
         rate=rate,
         counts=counts,
+        durable=make_store(
+            config, recorder.folder, reward_weights=task.reward_weights, row=None if gate is None else gate.row
+        ),
         gate=gate,
         health=Health(config, recorder, checkpoints) if config.observe.on_collapse != "off" else None,
     )

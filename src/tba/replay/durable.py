@@ -1,0 +1,310 @@
+"""The durable replay: every group that the trainer accepts, in a SQLite file that any client can open.
+
+A background thread writes groups in batches; a group is acknowledged to its searcher only when it is committed. The highest
+group number of each incarnation of a sender is written in the same transaction: no group id is stored twice. Rows leave in
+the order of their arrival when newer ones hold replay.capacity responses; SQLite uses their pages again, so that the file
+stops growing. database.py has the schema and reads the file, payload.py makes the bytes of a group.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba.config import Config
+from tba.observe.files import RunFolder
+from tba.replay.database import (
+    Durability,
+    DurableReplayError,
+    StoredGroup,
+    checksum,
+    connect,
+    failure,
+    load_groups,
+    location_file,
+    open_database,
+    place_database,
+    remove_database,
+    sync,
+)
+from tba.replay.payload import encode
+from tba.runtime.board import TRAINER_FIELDS, Row, wait_until
+from tba.types import GroupId, HighWaterMarks, TrajectoryGroup
+
+INSERT = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+RAISE_MARK = "INSERT INTO incarnations VALUES (?, ?) ON CONFLICT DO UPDATE SET highest = excluded.highest"
+
+GATHER_SECONDS = 0.05
+"""Time for which the writer gathers groups before a commit: a commit for each would cost several times as much."""
+MAX_PENDING_BYTES = 256 * 2**20
+"""Memory of groups that wait to be written; a caller that would exceed it waits."""
+BYTES_PER_TOKEN, BYTES_PER_GROUP = 17, 2_048
+"""Estimated memory of a waiting group."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pending:
+    """A group on its way to the writer; None = it came before, and only its acknowledgement waits for a commit."""
+
+    group: TrajectoryGroup | None
+    id: GroupId
+    step: int
+    time: float
+    num_bytes: int
+
+
+@dataclass
+class GroupStore:
+    """Appends groups, says which are committed, copies and reads them. Used by one thread, `snapshot` by any.
+
+    GroupStore(path, durability="process", capacity=1_000_000, reward_weights={"exact_match": 1.0})
+    """
+
+    path: Path
+    durability: Durability
+    capacity: int
+    """Responses that rows are kept for."""
+    reward_weights: Mapping[str, float]
+    """Weights of the reward components in the column `reward`."""
+    row: Row = field(default_factory=lambda: Row(np.zeros(len(TRAINER_FIELDS)), TRAINER_FIELDS))
+    """Where the caller's wait shows."""
+    wait_seconds: float = 300.0
+    """Deadline of that wait."""
+    clock: Callable[[], float] = time.time
+    """Seconds since 1970, for the column `time`."""
+    final_copy: Path | None = None
+    """Where the file moves at the end; None = it stays. For a file that could not be made in the run folder."""
+
+    def __post_init__(self) -> None:
+        self._database = open_database(self.path, self.durability)
+        self._marks = HighWaterMarks(dict(self._database.execute("SELECT incarnation, highest FROM incarnations")))
+        arrival, responses = self._database.execute("SELECT MAX(arrival), SUM(responses) FROM groups").fetchone()
+        self._next_arrival, self._num_responses = (arrival or 0) + 1, responses or 0
+        self._changed = threading.Condition()
+        """Guards all that follows."""
+        self._pending: list[_Pending] = []
+        self._uncommitted_bytes = 0
+        self._num_appended, self._num_committed, self._num_wanted = 0, 0, 0
+        """Counts of calls of `append`; those up to `_num_wanted` are to be committed now, without gathering."""
+        self._closing = False
+        self._committed: list[str] = []
+        self._error: DurableReplayError | None = None
+        self._told = False
+        """Whether the error was raised in the caller."""
+        self._writer = threading.Thread(target=self._write, daemon=True, name="durable-replay")
+        self._writer.start()
+
+    def append(self, group: TrajectoryGroup, *, step: int) -> bool:
+        """Have a group written that arrived at an optimizer step. False where it came before: it is not written again, but
+        `committed` names it, because its sender did not learn that it was."""
+        assert not self._closing, "append after close"
+        group_id = GroupId.parse(group.id)
+        new = not self._marks.passed(group_id)
+        tokens = sum(len(trajectory.completion.token_ids) for trajectory in group.trajectories)
+        num_bytes = BYTES_PER_GROUP + BYTES_PER_TOKEN * tokens if new else 0
+        wait_until(
+            lambda: self._has_room(num_bytes),
+            name="durable_replay",
+            row=self.row,
+            deadline_seconds=self.wait_seconds,
+            explain=lambda: (
+                f"the trainer waited for {self._num_appended - self._num_committed} groups to be written to {self.path}: "
+                "the disk does not keep up. Use a faster one (output=...), or replay.durability=process or off"
+            ),
+        )
+        if new:
+            self._marks.raise_to(group_id)
+        with self._changed:
+            self._pending.append(
+                _Pending(group=group if new else None, id=group_id, step=step, time=self.clock(), num_bytes=num_bytes)
+            )
+            self._num_appended += 1
+            self._uncommitted_bytes += num_bytes
+            if len(self._pending) == 1:  # otherwise the writer is awake already
+                self._changed.notify_all()
+        return new
+
+    def committed(self) -> list[str]:
+        """Ids of the groups committed since the last call."""
+        with self._changed:
+            self._raise_error()
+            committed, self._committed = self._committed, []
+        return committed
+
+    def flush(self) -> None:
+        """Wait until everything that was appended before is committed."""
+        with self._changed:
+            appended = self._num_wanted = self._num_appended
+            self._changed.notify_all()
+            # Not until nothing waits: while another thread appends, that would not end.
+            self._changed.wait_for(lambda: self._error is not None or self._num_committed >= appended)
+            self._raise_error()
+
+    def snapshot(self, path: Path) -> None:
+        """Copy everything that was appended so far into one file, which is there whole or not at all."""
+        self.flush()
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with closing(connect(self.path)) as source, closing(sqlite3.connect(temporary)) as copy:
+                source.backup(copy)
+                copy.execute("PRAGMA journal_mode = DELETE")  # one file, which also opens where nothing can be written
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
+        except (sqlite3.Error, OSError) as error:
+            raise DurableReplayError(failure("could not be written", path, error)) from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def load(self, *, after: int = 0) -> Iterator[StoredGroup]:
+        """The stored groups in the order of their arrival, those after an arrival number; see `load_groups`."""
+        self.flush()
+        return load_groups(self.path, after=after)
+
+    def close(self) -> None:
+        """Commit everything and end the writer; may be called more than once."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._writer.join()
+        if not self._told:  # a second time it would hide what the first one led to
+            self._raise_error()
+        if self.final_copy is not None and self._error is None and self.path.exists():
+            self.snapshot(self.final_copy)
+            remove_database(self.path)
+            location_file(self.final_copy).unlink(missing_ok=True)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        with self._changed:
+            self._raise_error()
+            return not self._uncommitted_bytes or self._uncommitted_bytes + num_bytes <= MAX_PENDING_BYTES
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            self._told = True
+            raise self._error
+
+    def _write(self) -> None:
+        """The writer's thread."""
+        try:
+            while batch := self._take():
+                self._commit(batch)
+                with self._changed:
+                    self._committed += [str(pending.id) for pending in batch]
+                    self._num_committed += len(batch)
+                    self._uncommitted_bytes -= sum(pending.num_bytes for pending in batch)
+                    self._changed.notify_all()
+            with suppress(sqlite3.OperationalError):  # somebody reads it: then the -wal file stays beside it
+                self._database.execute("PRAGMA busy_timeout = 0")
+                self._database.execute("PRAGMA journal_mode = DELETE")
+        except Exception as error:
+            with self._changed:
+                self._error = DurableReplayError(failure("could not be written", self.path, error))
+                self._changed.notify_all()
+        finally:
+            self._database.close()
+
+    def _take(self) -> list[_Pending]:
+        """All groups that wait; none at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending or self._closing)
+            self._changed.wait_for(
+                lambda: self._closing or self._num_wanted > self._num_committed, timeout=GATHER_SECONDS
+            )
+            batch, self._pending = self._pending, []
+        return batch
+
+    def _commit(self, batch: list[_Pending]) -> None:
+        database = self._database
+        highest: dict[str, int] = {}
+        database.execute("BEGIN IMMEDIATE")
+        for pending in batch:
+            if pending.group is not None:
+                database.execute(INSERT, self._make_row(pending, pending.group))
+                highest[pending.id.source] = pending.id.number
+                self._next_arrival += 1
+                self._num_responses += len(pending.group.trajectories)
+        database.executemany(RAISE_MARK, highest.items())
+        self._remove_oldest()
+        database.execute("COMMIT")
+
+    def _make_row(self, pending: _Pending, group: TrajectoryGroup) -> tuple[Any, ...]:
+        trajectories = group.trajectories
+        reward, rewards = mean_rewards(group, self.reward_weights)
+        columns = (
+            self._next_arrival,
+            pending.id.source,
+            pending.id.number,
+            group.searcher,
+            # Data may hold half a surrogate pair, which is no text to SQLite; the payload has it as it is.
+            group.prompt.id.encode("utf-8", "backslashreplace").decode(),
+            pending.step,
+            group.version if trajectories else None,
+            max(t.reference_version for t in trajectories) if trajectories else None,
+            len(trajectories),
+            group.num_lost,
+            reward,
+            json.dumps(rewards),
+            pending.time,
+        )
+        payload = encode(group)
+        return (*columns, checksum(columns, payload), payload)
+
+    def _remove_oldest(self) -> None:
+        """A row stays while the newer ones hold fewer responses than the buffer may: some of its own may be there."""
+        last, excess = None, self._num_responses - self.capacity
+        for arrival, responses in self._database.execute("SELECT arrival, responses FROM groups ORDER BY arrival"):
+            if excess <= 0 or responses > excess:
+                break
+            last, excess = arrival, excess - responses
+            self._num_responses -= responses
+        if last is not None:
+            self._database.execute("DELETE FROM groups WHERE arrival <= ?", (last,))
+
+
+def mean_rewards(group: TrajectoryGroup, weights: Mapping[str, float]) -> tuple[float | None, dict[str, float | None]]:
+    """The mean combined reward of a group's responses, and the mean of each component over those that have it; None where
+    there is no number."""
+    means: dict[str, float | None] = dict.fromkeys(weights)
+    total = 0.0
+    # Plain Python: for a handful of numbers NumPy would take most of the writer's time.
+    for name, weight in weights.items():
+        given = [t.rewards[name] for t in group.trajectories if not math.isnan(t.rewards.get(name, math.nan))]
+        if given:
+            means[name] = _number(sum(given) / len(given))
+            total += weight * sum(given)  # a component that is not applicable adds nothing: types.total_reward
+    return (_number(total / len(group.trajectories)) if group.trajectories else None), means
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def make_store(
+    config: Config, folder: RunFolder, *, reward_weights: Mapping[str, float], row: Row | None = None
+) -> GroupStore | None:
+    """The durable replay of a run, where its trainer's wait shows in `row`; None with replay.durability=off."""
+    durability = config.replay.durability
+    if durability == "off":
+        return None
+    path = place_database(folder.replay)
+    return GroupStore(
+        path,
+        durability=durability,
+        capacity=config.replay.capacity,
+        reward_weights=reward_weights,
+        row=row or Row(np.zeros(len(TRAINER_FIELDS)), TRAINER_FIELDS),
+        wait_seconds=config.runtime.wait_seconds,
+        final_copy=None if path == folder.replay else folder.replay,
+    )
