@@ -39,7 +39,8 @@ from tba.replay.database import (
     sync,
 )
 from tba.replay.payload import encode
-from tba.runtime.board import TRAINER_FIELDS, Row, wait_until
+from tba.runtime.board import TRAINER_FIELDS, Row
+from tba.runtime.channels import wait_until
 from tba.types import GroupId, HighWaterMarks, TrajectoryGroup
 
 INSERT = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
