@@ -74,6 +74,8 @@ class Request:
     """int32 response tokens already chosen; generation continues after them, positions counted from the response's start."""
     sampling: Sampling | None = None
     """Overrides the call's sampling for this visit (exploration)."""
+    visit: int = -1
+    """Number of the visit among all visits of the run; -1 = it is not one of them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,6 +138,10 @@ class TrajectoryGroup:
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     """Empty when every reward of the visit failed: it still counts as generated."""
+    visit: int = -1
+    """Number of the visit among all visits of the run; -1 = imported, no visit."""
+    solved: tuple[bool, ...] = ()
+    """Whether each response whose reward is known is right, by the task's rule."""
     num_lost: int = 0
     """Responses of the visit that were lost to failing rewards."""
     searcher: int = 0

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tba.runtime.leases import Visit, VisitLedger
+from tba.runtime.leases import Difficulty, Visit, VisitLedger, VisitStock
 
 
 def ledger(num_prompts: int = 5, **settings) -> VisitLedger:
@@ -81,3 +81,44 @@ def test_where_all_prompts_rest_at_most_one_epoch_is_passed_over():
 def test_a_task_without_prompts_is_refused():
     with pytest.raises(ValueError, match="no prompts"):
         ledger(0)
+
+
+def test_a_prompt_solved_three_times_in_a_row_is_skipped_every_other_time():
+    difficulty = Difficulty(skip_solved_after=3)
+    for _ in range(3):
+        assert not difficulty.skips(0)
+        difficulty.record(0, [True, True])
+    assert [difficulty.skips(0) for _ in range(4)] == [True, False, True, False]
+    difficulty.record(0, [True, False])
+    assert not difficulty.skips(0)
+    assert difficulty.skipped == {"solved": 2}
+
+
+def test_unsolved_prompts_are_skipped_only_when_asked():
+    difficulty = Difficulty(skip_solved_after=1)
+    for _ in range(5):
+        difficulty.record(0, [False, False])
+    assert not difficulty.skips(0)
+
+
+def test_the_order_depends_on_the_seed_alone():
+    whole = ledger().lease("a", 25)
+    assert ledger().lease("b", 25) == whole
+    assert ledger(seed=1).lease("a", 25) != whole
+
+
+def test_a_searcher_asks_for_visits_before_it_runs_out_of_them():
+    asked = []
+    stock = VisitStock(asked.append, size=4)
+    assert stock.peek() is None
+    assert asked == [4]
+    assert stock.peek() is None
+    assert asked == [4]  # they are on their way
+    stock.add([Visit(number=number, prompt=0, epoch=0) for number in range(4)])
+    taken = []
+    for _ in range(3):
+        taken.append(stock.peek())
+        assert stock.take() == taken[-1]
+    stock.peek()
+    assert [visit.number for visit in taken] == [0, 1, 2]
+    assert asked == [4, 3]

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tba.runtime.board import Board
-from tba.runtime.channels import Acknowledge, WaitedTooLong, WindowedSender, wait_until
+from tba.runtime.channels import POLL_SECONDS, Acknowledge, Idleness, WaitedTooLong, WindowedSender, wait_until
+from tba.runtime.leases import LedgerVisits, Visit, VisitLedger, VisitStock
 from tba.search.prompts import PacedVisits, PromptStream
 from tba.types import Prompt, TrajectoryGroup
 
@@ -93,11 +94,14 @@ def test_a_channel_that_stays_full_is_an_error_that_names_both_sides():
         sender.send(group(1))
 
 
+def prompts() -> PromptStream:
+    return PromptStream(PROMPTS, LedgerVisits(VisitLedger(len(PROMPTS), seed=0)), samples_per_prompt=2)
+
+
 def visits(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadline=0.02, **settings) -> PacedVisits:
     return PacedVisits(
-        prompts=PromptStream(PROMPTS, samples_per_prompt=2, seed=0),
-        index=settings.get("index", 0),
-        num_searchers=settings.get("num_searchers", 1),
+        prompts=settings.get("prompts") or prompts(),
+        index=0,
         steps_per_batch=1,
         prompts_per_step=2,
         max_lag=max_lag,
@@ -108,6 +112,7 @@ def visits(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadline
         tick=tick,
         row=Board.create(1).searcher(0),
         deadline_seconds=deadline,
+        progress=settings.get("progress", lambda: 0.0),
     )
 
 
@@ -126,11 +131,61 @@ def test_at_lag_0_a_step_worth_of_visits_starts_per_version():
     assert next(stream) is not None
 
 
-def test_two_searchers_share_the_visits_of_a_step():
-    stream = visits(lambda: 0, max_lag=1, index=1, num_searchers=2)  # visits 1, 3, 5, ...: steps 0, 1, 2
+def test_the_number_of_a_visit_says_which_step_it_is_for_whoever_makes_it():
+    stock = VisitStock(lambda count: None, size=4)
+    stock.add([Visit(number=number, prompt=0, epoch=number) for number in (1, 3, 5)])  # for the steps 0, 1, 2
+    stream = visits(lambda: 0, max_lag=1, prompts=PromptStream(PROMPTS, stock, samples_per_prompt=2))
     assert next(stream) is not None
     assert next(stream) is not None
     assert next(stream) is None
+
+
+def test_without_a_visit_at_hand_nothing_starts_until_one_comes():
+    stock = VisitStock(lambda count: None, size=4)
+    stream = visits(
+        lambda: 0,
+        max_lag=None,
+        prompts=PromptStream(PROMPTS, stock, samples_per_prompt=2),
+        tick=lambda: stock.add([Visit(number=7, prompt=3, epoch=0)]),
+        deadline=10.0,
+    )
+    request = next(stream)
+    assert request is not None
+    assert (request.visit, request.prompt.id) == (7, "p3")
+
+
+def test_a_deadline_does_not_count_while_the_awaited_role_works():
+    """Progress at every tenth look, a deadline of thirty: it never passes."""
+    row, looks = Board.create(1).searcher(0), [0]
+
+    def ready() -> bool:
+        looks[0] += 1
+        return looks[0] > 100
+
+    wait_until(
+        ready,
+        name="pace",
+        row=row,
+        deadline_seconds=30 * POLL_SECONDS,
+        explain=lambda: "",
+        progress=lambda: float(looks[0] // 10),
+    )
+    assert looks[0] == 101
+
+
+def test_idleness_starts_again_with_every_change():
+    idleness = Idleness()
+    assert idleness.look(1.0) == 0.0
+    assert 0.0 <= idleness.look(1.0) < 10.0
+    assert idleness.look(2.0) == 0.0
+
+
+def test_time_in_which_nobody_looked_counts_for_a_second_at_most(monkeypatch):
+    """A suspended run: an hour passes between two looks."""
+    clock = iter([0.0, 0.0, 3600.0, 3600.5, 7200.0])
+    monkeypatch.setattr("tba.runtime.channels.time.monotonic", lambda: next(clock))
+    idleness = Idleness()
+    assert [idleness.look(1.0) for _ in range(4)] == [0.0, 1.0, 1.5, 2.5]
 
 
 def test_a_searcher_with_nothing_running_waits_for_newer_weights():

@@ -3,7 +3,6 @@
 import time
 from multiprocessing import Pipe
 
-import numpy as np
 import torch
 from builders import tiny_llama
 
@@ -13,9 +12,7 @@ from tba.models.weights import make_weights
 from tba.runtime.board import Board
 from tba.runtime.channels import Evaluate, Evaluated, Link
 from tba.search.loop import FailureCount, SearchState
-from tba.search.prompts import Difficulty, PromptStream
 from tba.search.role import Evaluations, Heartbeat, Inbox
-from tba.types import Prompt
 
 
 class Versions:
@@ -33,12 +30,10 @@ def test_a_late_searcher_evaluates_the_start_although_more_was_asked_for_since()
     engine = NativeEngine(model, stop_ids=[2], seed=0, slots=4, max_length=128, dtype=torch.float32)
     ends = Pipe()
     trainer, searcher = (Link(end, on_close=lambda: None) for end in ends)
-    row, prompt = Board.create(1).searcher(0), Prompt(id="p", token_ids=np.array([1, 5], np.int32), text="w5")
-    prompts = PromptStream([prompt], samples_per_prompt=2, seed=0)
-    state = SearchState(prompts=prompts, difficulty=Difficulty(), failures=FailureCount(max_in_a_row=1))
-    heartbeat = Heartbeat(row, engine, state)
-    inbox = Inbox(searcher, row, heartbeat, RuntimeConfig())
-    evaluations = Evaluations(searcher, inbox, heartbeat, engine=engine, evaluator=Versions())
+    row = Board.create(1).searcher(0)
+    heartbeat = Heartbeat(row, engine, SearchState(failures=FailureCount(max_in_a_row=1)))
+    inbox = Inbox(searcher, row, heartbeat, RuntimeConfig(), progress=lambda: 0.0, stock=1)
+    evaluations = Evaluations(searcher, inbox, heartbeat, engine=engine, make=Versions)
     for version in (0, 5, 10):
         trainer.send(Evaluate(version=version))
     deadline = time.monotonic() + 30.0

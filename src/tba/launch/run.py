@@ -4,6 +4,7 @@ how it is interrupted.
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -18,7 +19,8 @@ from tba.models.load import LoadedModel, adapt, load_model
 from tba.models.weights import make_weights
 from tba.observe.files import RunFolder, write_json
 from tba.observe.recorder import Recorder
-from tba.runtime.channels import POLL_SECONDS, LaggedWeights, LocalGroups, LocalWeights, WaitedTooLong
+from tba.runtime.channels import POLL_SECONDS, Idleness, LaggedWeights, LocalGroups, LocalWeights
+from tba.runtime.leases import LedgerVisits, VisitLedger
 from tba.runtime.local import LocalRuntime
 from tba.search.loop import Searcher, group_texts
 from tba.search.make import (
@@ -39,6 +41,8 @@ from tba.train.gate import Gate, Interrupted
 from tba.train.loop import Trainer
 from tba.train.make import make_learner, make_trainer
 from tba.types import ResponseCounts
+
+logger = logging.getLogger("tba")
 
 STATUS_SECONDS = 1.0
 """Seconds between two writes of status.json."""
@@ -62,6 +66,17 @@ def load_inputs(config: Config) -> RunInputs:
     return RunInputs(loaded=loaded, task=task)
 
 
+def make_ledger(config: Config, task: Task) -> VisitLedger:
+    """The run's visits to the prompts of the train split."""
+    return VisitLedger(
+        len(task.prompts("train")),
+        seed=config.seed,
+        shuffle=config.search.shuffle,
+        skip_solved_after=config.search.skip_solved_after,
+        skip_unsolved_after=config.search.skip_unsolved_after,
+    )
+
+
 @dataclass
 class AsyncRun:
     """`mode=async` on one machine: searchers in processes of their own, the trainer in this one, no barrier. Evaluations are
@@ -80,13 +95,14 @@ class AsyncRun:
         loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
         adapt(loaded, config.model, seed=config.seed)
         weights = make_weights(loaded.model, version=0)
-        learner, counts = make_learner(config, loaded), ResponseCounts()
+        learner, counts, ledger = make_learner(config, loaded), ResponseCounts(), make_ledger(config, task)
         runtime = LocalRuntime(
             config.runtime,
             num_searchers=config.search.num_searchers,
             tensors=weights.tensors,
             dtype=loaded.model.dtype,
             canary=lambda published: learner.train_step.policy.canary(published.tensors),
+            ledger=ledger,
             reference_resets=bool(config.reference.reset_every),
         )
         recorder = Recorder(
@@ -108,8 +124,14 @@ class AsyncRun:
             recorder,
             counts=counts,
             reference_publisher=runtime.reference_publisher,
-            cursors=runtime.cursors,
-            gate=Gate(config, runtime.board.trainer, len(task.prompts("train")), lambda: interrupt.asked),
+            ledger=ledger,
+            gate=Gate(
+                config,
+                runtime.board.trainer,
+                len(task.prompts("train")),
+                lambda: interrupt.asked,
+                progress=runtime.progress,
+            ),
         )
         evaluated = task.prompts(config.evaluate.split)
         run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0)
@@ -157,16 +179,19 @@ class AsyncRun:
 
     def wait_for_evaluation(self, version: int) -> None:
         """The last evaluation: the run is over, nobody else waits for it. Groups are still taken in, or a searcher whose
-        channel is full would never come to evaluate."""
-        deadline = time.monotonic() + self.config.runtime.wait_seconds
+        channel is full would never come to evaluate. A run whose last evaluation never comes is finished all the same."""
+        seconds, idleness = self.config.runtime.wait_seconds, Idleness()
         while not any(evaluated >= version for evaluated, _ in self.recorder.evaluations) and not self.interrupt.asked:
             self.trainer.receive()
             self.take_evaluations()
-            if time.monotonic() > deadline:
-                raise WaitedTooLong(
-                    f"no evaluation of version {version} from searcher 0 within {self.config.runtime.wait_seconds:g} s; "
-                    "look at logs/searcher-0.log, or lower evaluate.num_prompts or evaluate.samples_per_prompt."
+            if idleness.look(self.runtime.progress()) > seconds:
+                logger.warning(
+                    "no evaluation of version %d: no searcher has worked for %g s; look at logs/searcher-*.log. The summary "
+                    "has the last evaluation that came.",
+                    version,
+                    seconds,
                 )
+                return
             time.sleep(POLL_SECONDS)
 
     def write_status(self) -> None:
@@ -207,14 +232,15 @@ class SyncRun:
         evaluation_engine = make_search_engine(config, loaded) if lags else engine
         adapt(loaded, config.model, seed=config.seed)
         rewards = make_rewards(task, config, log=folder.logs / "rewards.log")
-        groups = LocalGroups()
+        groups, ledger = LocalGroups(), make_ledger(config, task)
         step_values = make_step_values(config, loaded, task, log=folder.logs / "rewards-values.log")
         searcher = make_searcher(
             config,
             loaded,
             task,
             engine=engine,
-            state=make_search_state(config, task),
+            state=make_search_state(config),
+            visits=LedgerVisits(ledger),
             reference_engine=reference_engine,
             rewards=rewards,
             sender=groups,
@@ -242,7 +268,7 @@ class SyncRun:
             recorder,
             counts=counts,
             reference_publisher=LocalWeights(searcher.load_reference),
-            cursors=lambda: [searcher.prompts.cursor],
+            ledger=ledger,
         )
         return cls(
             config,

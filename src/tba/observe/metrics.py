@@ -89,6 +89,22 @@ METRICS = (
         name="empty_step", unit="0 or 1", reduction="last", meaning="1 where no response had weight: no weight moved."
     ),
     Metric(name="buffer/*", unit="", reduction="last", meaning="State of the replay buffer."),
+    Metric(
+        name="search/open_visits",
+        unit="visits",
+        reduction="last",
+        meaning="Visits to prompts that a searcher has and whose group has not arrived.",
+    ),
+    Metric(
+        name="search/skipped",
+        unit="visits",
+        reduction="last",
+        meaning="Visits to prompts that were passed over as always solved or never.",
+    ),
+    Metric(name="searchers/alive", unit="", reduction="last", meaning="Searchers that run."),
+    Metric(
+        name="searchers/replaced", unit="", reduction="last", meaning="Searchers that died or hung and were replaced."
+    ),
     Metric(name="searcher/*/*", unit="", reduction="last", meaning="State of one searcher."),
     Metric(name="search/*", unit="", reduction="last", meaning="All searchers together."),
     Metric(name="time/*", unit="seconds", reduction="sum", meaning="Wall-clock time of a part of the step."),

@@ -44,7 +44,8 @@ class SharedMemory:
             self.fd = -1
 
 
-TRAINER_FIELDS = ("wait", "wait_seconds")
+TRAINER_FIELDS = ("wait", "wait_seconds", "beats")
+"""`beats` rises whenever the trainer looks for groups or publishes weights."""
 SEARCHER_FIELDS = (
     "heartbeat",
     "version",
@@ -54,9 +55,9 @@ SEARCHER_FIELDS = (
     "wait",
     "wait_seconds",
     "failures",
-    "skipped",
-    "cursor",
+    "work",
 )
+"""`heartbeat` rises while the process lives, `work` only while it decodes or evaluates, not while it waits."""
 
 
 class Board:
@@ -94,6 +95,10 @@ class Row:
 
     def __setitem__(self, name: str, value: float) -> None:
         self._values[self._index[name]] = value
+
+    def clear(self) -> None:
+        """Set all to zero, for a new process in the role."""
+        self._values[:] = 0.0
 
     @property
     def wait(self) -> Wait:

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from tba.runtime.board import Row
+    from tba.runtime.leases import Visit
     from tba.types import TrajectoryGroup, Weights
-
-EVALUATES = 0
-"""The searcher that is asked for evaluations."""
 
 Wait = Literal["none", "first_fill", "replay_ratio", "pace", "channel_full", "durable_replay"]
 WAITS: tuple[Wait, ...] = ("none", "first_fill", "replay_ratio", "pace", "channel_full", "durable_replay")
 """The named places where a role may wait, and no others."""
 POLL_SECONDS = 0.002
 """Time between two looks of a role that waits."""
+MOST_COUNTED_SECONDS = 1.0
+"""What counts of the time between two looks: more passes when the one who looks was suspended or busy."""
 
 
 class GroupSender(Protocol):
@@ -114,15 +114,35 @@ class Evaluated:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AskVisits:
+    """Searcher to trainer: so many more visits, please. AskVisits(count=16)"""
+
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseVisits:
+    """Trainer to searcher: visits that are its own until it is gone. LeaseVisits(visits=(Visit(...), ...))"""
+
+    visits: tuple[Visit, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stop:
     """Trainer to searcher: end now."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """A child's last words: Failed(error="ValueError: ...")"""
+    """A child's last words: Failed(error="ValueError: ...", final=False)"""
 
     error: str
+    final: bool = False
+    """Whether a new process would fail in the same way, so that starting one is of no use."""
+
+
+class RunCannotGoOn(RuntimeError):
+    """An error of a role that a new process in its place would meet again."""
 
 
 class Link:
@@ -177,9 +197,17 @@ class WindowedSender:
     """A searcher's end. Keeps each group until the trainer has stored it; waits when too many are on the way."""
 
     def __init__(
-        self, link: Link, row: Row, *, window: int, deadline_seconds: float, handle_messages: Callable[[], None]
+        self,
+        link: Link,
+        row: Row,
+        *,
+        window: int,
+        deadline_seconds: float,
+        handle_messages: Callable[[], None],
+        progress: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._link = link
+        self._progress = progress
         self._row = row
         self._window = window
         self._deadline_seconds = deadline_seconds
@@ -196,6 +224,7 @@ class WindowedSender:
                 f"a searcher waited for the trainer to store its {len(self._unacknowledged)} groups on the way; "
                 "the trainer does not take in groups. Raise runtime.wait_seconds if its steps take this long."
             ),
+            progress=self._progress,
         )
         self._unacknowledged[group.id] = group
         self._link.send(group)
@@ -219,16 +248,30 @@ class WaitedTooLong(RuntimeError):
 
 
 def wait_until(
-    ready: Callable[[], bool], *, name: Wait, row: Row, deadline_seconds: float, explain: Callable[[], str]
+    ready: Callable[[], bool],
+    *,
+    name: Wait,
+    row: Row,
+    deadline_seconds: float,
+    explain: Callable[[], str],
+    progress: Callable[[], float] = lambda: 0.0,
 ) -> float:
-    """Poll until ready; returns the seconds waited. `explain` words the error when the deadline passes."""
+    """Poll until ready; returns the seconds waited. `explain` words the error when the deadline passes.
+
+    The deadline counts only while `progress`, a number that changes while the awaited role works, stays the same, and while
+    this process runs: a run that was suspended (Ctrl-Z, a batch system) goes on as if nothing had been.
+    """
     if ready():
         return 0.0
     started, outer = time.monotonic(), row["wait"]
+    seen, idle, looked = progress(), 0.0, started
     row["wait"] = WAITS.index(name)
     try:
         while not ready():
-            if time.monotonic() - started > deadline_seconds:
+            now, current = time.monotonic(), progress()
+            idle = 0.0 if current != seen else idle + min(now - looked, MOST_COUNTED_SECONDS)
+            seen, looked = current, now
+            if idle > deadline_seconds:
                 raise WaitedTooLong(f"{explain()} (waited {deadline_seconds:g} s: {name})")
             time.sleep(POLL_SECONDS)
     finally:
@@ -236,3 +279,20 @@ def wait_until(
         row["wait"] = outer  # groups may be taken in, and that may wait, while the trainer waits for them
         row["wait_seconds"] += seconds
     return seconds
+
+
+class Idleness:
+    """How long a number has stayed the same, by the clock of whoever looks at it: the clocks of two hosts are never
+    compared, and time in which nobody looked counts little."""
+
+    def __init__(self) -> None:
+        self._seen: float | None = None
+        self._looked = time.monotonic()
+        self.seconds = 0.0
+
+    def look(self, number: float) -> float:
+        now = time.monotonic()
+        passed, self._looked = now - self._looked, now
+        self.seconds = self.seconds + min(passed, MOST_COUNTED_SECONDS) if number == self._seen else 0.0
+        self._seen = number
+        return self.seconds

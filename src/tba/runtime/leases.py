@@ -8,10 +8,10 @@ once an epoch, in an order drawn from (seed, epoch); prompts that teach nothing 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -128,6 +128,62 @@ class VisitLedger:
             return list(range(self.num_prompts))
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
         return torch.randperm(self.num_prompts, generator=generator).tolist()
+
+
+class VisitSource(Protocol):
+    """Where a searcher gets its visits from."""
+
+    def peek(self) -> Visit | None:
+        """The next visit; None = none is at hand, but one was asked for."""
+        ...
+
+    def take(self) -> Visit:
+        """The visit that peek has shown."""
+        ...
+
+
+class LedgerVisits:
+    """Visits straight from the ledger, where searcher and trainer take turns in one process."""
+
+    def __init__(self, ledger: VisitLedger, holder: str = "searcher-0") -> None:
+        self._ledger = ledger
+        self._holder = holder
+        self._next: Visit | None = None
+
+    def peek(self) -> Visit:
+        if self._next is None:
+            (self._next,) = self._ledger.lease(self._holder, 1)
+        return self._next
+
+    def take(self) -> Visit:
+        visit, self._next = self.peek(), None
+        return visit
+
+
+class VisitStock:
+    """Visits at hand in a searcher's process: more are asked for before they run out."""
+
+    def __init__(self, ask: Callable[[int], None], *, size: int) -> None:
+        """`ask` asks the trainer for so many visits; they arrive by `add`. `size` visits are kept at hand: as many as are
+        begun while the trainer is busy with a step."""
+        self._ask = ask
+        self._size = size
+        self._visits: deque[Visit] = deque()
+        self._coming = 0
+
+    def add(self, visits: Sequence[Visit]) -> None:
+        self._visits.extend(visits)
+        self._coming -= len(visits)
+
+    def peek(self) -> Visit | None:
+        lacking = self._size - len(self._visits) - self._coming
+        if lacking > self._size // 2:
+            self._coming += lacking
+            self._ask(lacking)
+        return self._visits[0] if self._visits else None
+
+    def take(self) -> Visit:
+        return self._visits.popleft()
 
 
 class Difficulty:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +19,61 @@ from tba.config import RuntimeConfig
 from tba.observe.display import RoleStatus
 from tba.runtime.board import Board
 from tba.runtime.channels import (
-    EVALUATES,
     Acknowledge,
+    AskVisits,
     Evaluate,
     Evaluated,
     Failed,
+    Idleness,
+    LeaseVisits,
     LocalWeights,
     Stop,
-    Wait,
     WeightPublisher,
 )
+from tba.runtime.leases import VisitLedger
 from tba.runtime.processes import RoleDied, RoleProcess, last_lines, stop_all
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup, Weights
 
+logger = logging.getLogger("tba")
+
+MAX_EARLY_ENDS = 3
+"""Processes in a row that may end before they have sent a group; a seat is given up then."""
+FIRST_BACK_OFF_SECONDS = 1.0
+"""Before a seat is filled again after the first such process; doubled with each."""
+
+
+@dataclass
+class Seat:
+    """A searcher's place: the process that fills it now, and how its predecessors fared."""
+
+    index: int
+    process: RoleProcess | None = None
+    """None while nobody fills it."""
+    incarnation: str = ""
+    """Name of the present process among all that ever filled a seat: group ids and leases carry it."""
+    idleness: Idleness = field(default_factory=Idleness)
+    """How long there has been no sign of life."""
+    groups: int = 0
+    """Groups that came from the present process."""
+    early_ends: int = 0
+    """Processes in a row that ended before they had sent a group."""
+    starts_at: float = 0.0
+    """When the next process may start."""
+    given_up: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"searcher-{self.index}"
+
+    @property
+    def holder(self) -> str:
+        return f"{self.name}.{self.incarnation}"
+
 
 class LocalRuntime:
-    """Starts searchers, receives their groups, publishes weights, asks for evaluations, stops everything."""
+    """Starts searchers and replaces those that die or hang, receives their groups, hands out visits, publishes weights, asks
+    for evaluations, stops everything."""
 
     def __init__(
         self,
@@ -42,9 +83,11 @@ class LocalRuntime:
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype,
         canary: Callable[[Weights], np.ndarray],
+        ledger: VisitLedger,
         reference_resets: bool = False,
     ) -> None:
         self.config = config
+        self.ledger = ledger
         self.board = Board.create(num_searchers)
         device = next(iter(tensors.values())).device
         self.slots = WeightSlots.create(tensors, dtype, device=device)
@@ -52,60 +95,96 @@ class LocalRuntime:
         """Where a new reference is published."""
         self.evaluations: list[Evaluated] = []
         """Results that have arrived and were not taken yet."""
-        self.searchers: list[RoleProcess] = []
+        self.seats = [Seat(index) for index in range(num_searchers)]
+        self.replaced = 0
+        """Searchers that were replaced so far."""
         self._canary = canary
         self._senders: dict[str, RoleProcess] = {}
+        self._wanted_evaluations: list[int] = []
+        """Versions whose evaluation was asked for and has not come."""
+        self._recipe: tuple[Callable[..., None], dict[str, Any], Path] | None = None
         self._started_at = time.monotonic()
 
     def start_searchers(self, target: Callable[..., None], arguments: dict[str, Any], *, logs: Path) -> None:
-        """Run `target(link, index=i, **arguments)` in a process per searcher."""
-        memory = {
-            "board_memory": (self.board.memory.fd, self.board.memory.num_bytes),
-            "weights": self.slots.handle(),
-            "references": None if self.references is None else self.references.handle(),
-        }
+        """Run `target(link, index=i, incarnation=..., **arguments)` in a process for each seat."""
+        self._recipe = (target, arguments, logs)
+        for seat in self.seats:
+            self._fill(seat)
+
+    def _fill(self, seat: Seat) -> None:
+        assert self._recipe is not None
+        target, arguments, logs = self._recipe
+        self.board.searcher(seat.index).clear()
+        seat.incarnation, seat.groups, seat.idleness = secrets.token_hex(4), 0, Idleness()
         shared = [self.board.memory.fd, self.slots.memory.fd]
         if self.references is not None:
             shared.append(self.references.memory.fd)
-        for index in range(self.board.num_searchers):
-            process = RoleProcess(
-                f"searcher-{index}",
-                target,
-                {**arguments, **memory, "index": index},
-                log=logs / f"searcher-{index}.log",
-                fds=tuple(shared),
-                threads=self.config.threads,
-                forked=True,
-            )
-            self.searchers.append(process)
+        seat.process = RoleProcess(
+            seat.name,
+            target,
+            {
+                **arguments,
+                "index": seat.index,
+                "incarnation": seat.incarnation,
+                "board_memory": (self.board.memory.fd, self.board.memory.num_bytes),
+                "board_size": self.board.num_searchers,
+                "weights": self.slots.handle(),
+                "references": None if self.references is None else self.references.handle(),
+            },
+            log=logs / f"{seat.name}.log",
+            fds=tuple(shared),
+            threads=self.config.threads,
+            forked=True,
+        )
+        if self._wanted_evaluations and seat is self._evaluating_seat():
+            seat.process.link.send(Evaluate(version=self._wanted_evaluations[-1]))
 
     def drain(self) -> list[TrajectoryGroup]:
-        """All groups that have arrived; raises when a searcher has died or gives no sign of life."""
-        groups = []
-        for process in self.searchers:
-            for message in process.link.drain():
-                if isinstance(message, TrajectoryGroup):
-                    groups.append(message)
-                    self._senders[message.id] = process
-                elif isinstance(message, Evaluated):
-                    self.evaluations.append(message)
-                elif isinstance(message, Failed):
-                    self._searcher_failed(process, message)
-        self.check()
+        """All groups that have arrived. Searchers that died or hang are replaced; raises when that is of no use."""
+        self.board.trainer["beats"] += 1
+        ended = [seat for seat in self.seats if seat.process is not None and seat.process.ended]
+        groups = [group for seat in self.seats for group in self._messages_of(seat)]
+        for seat in ended:  # after their last messages were taken
+            if seat.process is not None:
+                self._lost(seat, f"ended (exit status {seat.process.status})")
+        self._replace_silent()
+        self._fill_empty()
+        return groups
+
+    def _messages_of(self, seat: Seat) -> list[TrajectoryGroup]:
+        """Groups that a searcher has sent; its other messages are dealt with."""
+        groups: list[TrajectoryGroup] = []
+        if seat.process is None:
+            return groups
+        for message in seat.process.link.drain():
+            if isinstance(message, TrajectoryGroup):
+                groups.append(message)
+                seat.groups += 1
+                self._senders[message.id] = seat.process
+            elif isinstance(message, AskVisits):
+                visits = tuple(self.ledger.lease(seat.holder, message.count))
+                seat.process.link.send(LeaseVisits(visits=visits))
+            elif isinstance(message, Evaluated):
+                self.evaluations.append(message)
+                self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > message.version]
+            elif isinstance(message, Failed):
+                seat.process.wait(self.config.stop_seconds)
+                self._lost(seat, f"failed: {message.error}", final=message.final)
+                break
         return groups
 
     def acknowledge(self, group_ids: Sequence[str]) -> None:
-        by_sender: dict[str, list[str]] = defaultdict(list)
-        processes = {process.name: process for process in self.searchers}
+        by_sender: dict[RoleProcess, list[str]] = defaultdict(list)
         for group_id in group_ids:
             sender = self._senders.pop(group_id, None)  # none for imports, and for what was sent twice
             if sender is not None:
-                by_sender[sender.name].append(group_id)
-        for name, ids in by_sender.items():
-            processes[name].link.send(Acknowledge(group_ids=tuple(ids)))
+                by_sender[sender].append(group_id)
+        for process, ids in by_sender.items():
+            process.link.send(Acknowledge(group_ids=tuple(ids)))  # to one that is gone it is lost, which does no harm
 
     def publish(self, weights: Weights) -> None:
         """Let searchers see the weights, then evaluate the canary on what lies in the slot: they check it when it comes."""
+        self.board.trainer["beats"] += 1
         self._publish(self.slots, weights)
 
     @property
@@ -118,59 +197,90 @@ class LocalRuntime:
         slots.add_canary(self._canary(slots.publish(weights.tensors, version=weights.version)))
 
     def evaluate(self, version: int) -> None:
-        """Ask one searcher for an evaluation; the trainer does not wait for it."""
-        self.searchers[EVALUATES].link.send(Evaluate(version=version))
+        """Ask one searcher for an evaluation; the trainer does not wait for it. If the searcher dies, another is asked."""
+        self._wanted_evaluations.append(version)
+        seat = self._evaluating_seat()
+        if seat is not None and seat.process is not None:
+            seat.process.link.send(Evaluate(version=version))
+
+    def _evaluating_seat(self) -> Seat | None:
+        return next((seat for seat in self.seats if not seat.given_up), None)
 
     def take_evaluations(self) -> list[Evaluated]:
         taken, self.evaluations = self.evaluations, []
         return taken
 
-    def check(self) -> None:
-        """Raise when a searcher has ended, or has shown no sign of life for too long."""
-        for index, process in enumerate(self.searchers):
-            process.check()
-            beat = self.board.searcher(index)["heartbeat"]
-            if beat and time.monotonic() - beat > self.config.wait_seconds:
-                raise RoleDied(
-                    f"{process.name} (process {process.pid}) has shown no sign of life for "
-                    f"{time.monotonic() - beat:.0f} s. Last lines of {process.log}:\n{last_lines(process.log)}"
-                )
+    def _replace_silent(self) -> None:
+        """Replace searchers that have shown no sign of life for too long."""
+        for seat in self.seats:
+            if seat.process is not None:
+                beats = self.board.searcher(seat.index)["heartbeat"]
+                limit = self.config.wait_seconds if beats else self.config.start_seconds
+                if seat.idleness.look(beats) > limit:
+                    self._lost(seat, f"(process {seat.process.pid}) has shown no sign of life for {limit:g} s")
+
+    def _fill_empty(self) -> None:
+        for seat in self.seats:
+            if seat.process is None and not seat.given_up and time.monotonic() >= seat.starts_at:
+                self._fill(seat)
+
+    def _lost(self, seat: Seat, what: str, *, final: bool = False) -> None:
+        """A searcher is gone, or as good as: others take its visits, and another process its seat."""
+        assert seat.process is not None
+        process, seat.process = seat.process, None
+        process.kill()
+        handed_back = self.ledger.hand_back(seat.holder)
+        words = f"{seat.name} {what}. Last lines of {process.log}:\n{last_lines(process.log)}"
+        if final:
+            raise RoleDied(words)
+        seat.early_ends = 0 if seat.groups else seat.early_ends + 1
+        seat.given_up = seat.early_ends > MAX_EARLY_ENDS
+        if all(other.given_up for other in self.seats):
+            raise RoleDied(f"{words}\n{MAX_EARLY_ENDS + 1} searchers in a row ended before they had sent a group.")
+        if seat.given_up:
+            logger.error("%s\nIts place stays empty: %d in a row sent nothing.", words, seat.early_ends)
+            if self._wanted_evaluations:
+                self.evaluate(self._wanted_evaluations.pop())
+            return
+        wait = 0.0 if seat.groups else FIRST_BACK_OFF_SECONDS * 2.0 ** (seat.early_ends - 1)
+        logger.warning("%s\nIt is replaced; %d visits to prompts are handed to others.", words, handed_back)
+        seat.starts_at, self.replaced = time.monotonic() + wait, self.replaced + 1
+
+    def progress(self) -> float:
+        """A number that changes while any searcher works."""
+        return sum(self.board.searcher(seat.index)["work"] for seat in self.seats)
 
     def statuses(self) -> list[RoleStatus]:
         """Who does what, for the display."""
         seconds = max(1e-9, time.monotonic() - self._started_at)
         trainer = self.board.trainer
-        found = [_status("trainer", trainer.wait, trainer["wait_seconds"] / seconds, 0.0)]
-        for index, process in enumerate(self.searchers):
-            row = self.board.searcher(index)
-            found.append(_status(process.name, row.wait, row["wait_seconds"] / seconds, row["responses"] / seconds))
+        found = [_status("trainer", WAITS_FOR[trainer.wait], trainer["wait_seconds"] / seconds, 0.0)]
+        for seat in self.seats:
+            row = self.board.searcher(seat.index)
+            doing = WAITS_FOR[row.wait] if seat.process is not None else "given up" if seat.given_up else "starts again"
+            found.append(_status(seat.name, doing, row["wait_seconds"] / seconds, row["responses"] / seconds))
         return found
 
     def metrics(self) -> dict[str, float]:
         """What the searchers have on the board, by searcher."""
         return {
-            f"searcher/{index}/{name}": self.board.searcher(index)[name]
-            for index in range(self.board.num_searchers)
-            for name in ("version", "groups", "responses", "tokens", "wait_seconds", "failures", "skipped")
+            "searchers/alive": float(sum(seat.process is not None for seat in self.seats)),
+            "searchers/replaced": float(self.replaced),
+            **{
+                f"searcher/{seat.index}/{name}": self.board.searcher(seat.index)[name]
+                for seat in self.seats
+                for name in ("version", "groups", "responses", "tokens", "wait_seconds", "failures")
+            },
         }
-
-    def cursors(self) -> list[int]:
-        """How far each searcher has come in its prompts."""
-        return [int(self.board.searcher(index)["cursor"]) for index in range(self.board.num_searchers)]
 
     def stop(self) -> None:
         """End all searchers; nothing is left running. May be called more than once."""
-        stop_all(self.searchers, Stop(), timeout_seconds=self.config.stop_seconds)
+        processes = [seat.process for seat in self.seats if seat.process is not None]
+        stop_all(processes, Stop(), timeout_seconds=self.config.stop_seconds)
         self.board.memory.close()
         self.slots.memory.close()
         if self.references is not None:
             self.references.memory.close()
-
-    def _searcher_failed(self, process: RoleProcess, message: Failed) -> None:
-        process.wait(self.config.stop_seconds)
-        raise RoleDied(
-            f"{process.name} failed: {message.error}\nLast lines of {process.log}:\n{last_lines(process.log)}"
-        )
 
 
 WAITS_FOR = {
@@ -183,5 +293,5 @@ WAITS_FOR = {
 }
 
 
-def _status(name: str, wait: Wait, waited_share: float, rate: float) -> RoleStatus:
-    return RoleStatus(name=name, doing=WAITS_FOR[wait], waited_share=waited_share, responses_per_second=rate)
+def _status(name: str, doing: str, waited_share: float, rate: float) -> RoleStatus:
+    return RoleStatus(name=name, doing=doing, waited_share=waited_share, responses_per_second=rate)

@@ -23,7 +23,7 @@ from typing import Any
 
 import cloudpickle
 
-from tba.runtime.channels import Failed, Link
+from tba.runtime.channels import Failed, Link, RunCannotGoOn
 from tba.runtime.fork_server import ForkedProcess, ForkServer, die_with_parent
 
 
@@ -69,13 +69,15 @@ class RoleProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def check(self) -> None:
-        """Raise with the log's last lines when the process has ended."""
-        status = self._process.poll()
-        if status is None:
-            return
-        words = next((m.error for m in self.link.drain() if isinstance(m, Failed)), f"exit status {status}")
-        raise RoleDied(f"{self.name} ended ({words}). Last lines of {self.log}:\n{last_lines(self.log)}")
+    @property
+    def status(self) -> int | None:
+        """Exit status, or minus the number of the signal that killed it; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended and all that it has sent has arrived."""
+        return not self.alive and self.link.closed
 
     def kill(self) -> None:
         self._process.kill()
@@ -146,7 +148,8 @@ def run_role(link_descriptor: int) -> int:
         target(link, **arguments)
     except Exception as error:  # the process boundary: told to the parent, logged, and the exit status says so
         traceback.print_exc()
-        link.send(Failed(error=f"{type(error).__name__}: {error}"))
+        final = isinstance(error, RunCannotGoOn)
+        link.send(Failed(error=str(error) if final else f"{type(error).__name__}: {error}", final=final))
         return 1
     return 0
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tba.generate.engine import Engine, Scorer
 from tba.runtime.channels import GroupSender
-from tba.search.prompts import Difficulty, PromptStream, ReferenceSamples
+from tba.search.prompts import PromptStream, ReferenceSamples
 from tba.search.values import StepValues, lost_without_values
 from tba.tasks.base import Outcome, RewardFailed
 from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all, texts_of
@@ -43,15 +43,13 @@ class SearchCounts:
 class SearchState:
     """Where a searcher is and what it has done so far: what the trainer is shown while the searcher runs."""
 
-    prompts: PromptStream
-    difficulty: Difficulty
     failures: FailureCount
     counts: SearchCounts = field(default_factory=SearchCounts)
 
 
 @dataclass
 class Searcher:
-    """consumes: prompts of its shard, newer weights when there are any
+    """consumes: leased visits to prompts, newer weights when there are any
     waits for: room in the group channel, and the trainer when it is ahead of the pace limit
     produces: scored trajectory groups
     unblocked by: the trainer
@@ -70,7 +68,6 @@ class Searcher:
     index: int = 0
     incarnation: str = "0"
     """Short id of this start of the searcher, part of the ids of its groups; 0 where the roles take turns."""
-    difficulty: Difficulty = field(default_factory=Difficulty)
     explore: Callable[[Request], Request] = lambda request: request
     """Gives some visits other sampling."""
     reference_samples: ReferenceSamples | None = None
@@ -120,13 +117,13 @@ class Searcher:
         self, requests: Iterator[Request | None], between_steps: Callable[[], None] | None
     ) -> Iterator[FinishedGroup]:
         """Groups, samples in order, as soon as all samples of a visit are there."""
-        visited: dict[tuple[str, int], Prompt] = {}
+        visited: dict[tuple[str, int], Request] = {}
         members: dict[tuple[str, int], list[Completion]] = {}
 
         def remembered() -> Iterator[Request | None]:
             for request in requests:
                 if request is not None:
-                    visited[request.prompt.id, request.first_sample] = request.prompt
+                    visited[request.prompt.id, request.first_sample] = request
                     request = self.explore(request)
                 yield request
 
@@ -142,25 +139,26 @@ class Searcher:
             visit = completion.prompt_id, first_sample
             members.setdefault(visit, []).append(completion)
             if len(members[visit]) == self.samples_per_prompt - others:
-                prompt, completions = visited.pop(visit), members.pop(visit)
+                request, completions = visited.pop(visit), members.pop(visit)
                 if self.reference_samples is not None:
-                    completions += self.reference_samples(prompt, first_sample=first_sample + len(completions))
-                yield self._finished(prompt, completions)
+                    completions += self.reference_samples(request.prompt, first_sample=first_sample + len(completions))
+                yield self._finished(request, completions)
 
-    def _finished(self, prompt: Prompt, completions: list[Completion]) -> FinishedGroup:
+    def _finished(self, request: Request, completions: list[Completion]) -> FinishedGroup:
         completions.sort(key=lambda completion: completion.sample_index)
         self.counts.generated += 1
         self.counts.responses += len(completions)
         self.counts.tokens += sum(len(completion.token_ids) for completion in completions)
-        return FinishedGroup(prompt=prompt, completions=completions, texts=texts_of(self.tokenizer, completions))
+        texts = texts_of(self.tokenizer, completions)
+        return FinishedGroup(prompt=request.prompt, completions=completions, texts=texts, visit=request.visit)
 
     def _send(self, scored: Sequence[tuple[FinishedGroup, list[Outcome]]]) -> None:
         if self.step_values is not None:
             scored = [self._with_step_values(self.step_values, group, outcomes) for group, outcomes in scored]
         for (group, outcomes), trajectories in zip(scored, self.scorer.trajectories(scored)):
             known = [outcome for outcome in outcomes if not isinstance(outcome, RewardFailed)]
-            self.difficulty.record(group.prompt.id, [self.solved(outcome) for outcome in known])
-            self.sender.send(self._group(group.prompt, trajectories, lost=len(group.completions) - len(trajectories)))
+            solved = tuple(self.solved(outcome) for outcome in known)
+            self.sender.send(self._group(group, trajectories, solved))
             self.counts.sent += 1
 
     def _with_step_values(
@@ -169,12 +167,16 @@ class Searcher:
         values = step_values(self.engine, group)
         return replace(group, step_values=values), lost_without_values(outcomes, values)
 
-    def _group(self, prompt: Prompt, trajectories: tuple[Trajectory, ...], *, lost: int) -> TrajectoryGroup:
+    def _group(
+        self, group: FinishedGroup, trajectories: tuple[Trajectory, ...], solved: tuple[bool, ...]
+    ) -> TrajectoryGroup:
         return TrajectoryGroup(
             id=str(GroupId(sender=f"searcher-{self.index}", incarnation=self.incarnation, number=self.counts.sent)),
-            prompt=prompt,
+            prompt=group.prompt,
             trajectories=trajectories,
-            num_lost=lost,
+            visit=group.visit,
+            solved=solved,
+            num_lost=len(group.completions) - len(trajectories),
             searcher=self.index,
         )
 

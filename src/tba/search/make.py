@@ -11,8 +11,9 @@ from tba.generate.sampling import training_sampling
 from tba.models.load import LoadedModel
 from tba.objectives.registry import make_objective
 from tba.runtime.channels import GroupSender
+from tba.runtime.leases import VisitSource
 from tba.search.loop import FailureCount, GroupScorer, Searcher, SearchState
-from tba.search.prompts import Difficulty, PromptStream, ReferenceSamples, explore
+from tba.search.prompts import PromptStream, ReferenceSamples, explore
 from tba.search.values import StepValues
 from tba.tasks.base import Task
 from tba.tasks.rewards.pool import Rewards, make_rewards
@@ -76,22 +77,9 @@ def make_step_values(
     )
 
 
-def make_search_state(config: Config, task: Task, *, index: int = 0) -> SearchState:
-    """Searcher `index` before its first visit."""
-    difficulty = Difficulty(
-        skip_solved_after=config.search.skip_solved_after, skip_unsolved_after=config.search.skip_unsolved_after
-    )
-    prompts = PromptStream(
-        task.prompts("train"),
-        samples_per_prompt=config.samples_generated_per_prompt,
-        seed=config.seed,
-        shuffle=config.search.shuffle,
-        shard=index,
-        num_shards=config.search.num_searchers,
-        skips=difficulty.skips,
-    )
-    failures = FailureCount(config.search.max_reward_failures)
-    return SearchState(prompts=prompts, difficulty=difficulty, failures=failures)
+def make_search_state(config: Config) -> SearchState:
+    """A searcher before its first visit."""
+    return SearchState(failures=FailureCount(config.search.max_reward_failures))
 
 
 def make_searcher(
@@ -101,6 +89,7 @@ def make_searcher(
     *,
     engine: Engine,
     state: SearchState,
+    visits: VisitSource,
     rewards: Rewards,
     sender: GroupSender,
     reference_engine: Engine | None = None,
@@ -114,7 +103,7 @@ def make_searcher(
     sampling = training_sampling(config)
     return Searcher(
         engine=engine,
-        prompts=state.prompts,
+        prompts=PromptStream(task.prompts("train"), visits, samples_per_prompt=config.samples_generated_per_prompt),
         rewards=rewards,
         scorer=GroupScorer(
             reference=reference,
@@ -124,7 +113,6 @@ def make_searcher(
         sender=sender,
         tokenizer=loaded.tokenizer,
         solved=task.solved,
-        difficulty=state.difficulty,
         counts=state.counts,
         explore=lambda request: explore(request, sampling, config.search.explore, seed=config.seed),
         sampling=sampling,

@@ -1,13 +1,12 @@
 """Which prompt is visited next, when, and how its responses are sampled.
 
-Prompts are sharded and come in a seeded order with a cursor that can be saved; prompts that teach nothing are skipped; the
-pace limit keeps the lag within replay.max_lag. Off-policy exploration is optional: visits that sample at another temperature
-or top-p, and responses of the reference beside those of the policy, which do not narrow as the policy does.
+Visits are leased from the trainer (runtime/leases.py), so that no two searchers make the same one; the pace limit keeps the
+lag within replay.max_lag. Off-policy exploration is optional: visits that sample at another temperature or top-p, and
+responses of the reference beside those of the policy, which do not narrow as the policy does.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,119 +18,49 @@ from tba.generate.engine import Engine
 from tba.generate.sampling import response_key, uniforms
 from tba.runtime.board import Row
 from tba.runtime.channels import wait_until
+from tba.runtime.leases import Visit, VisitSource
 from tba.types import Completion, Prompt, Request, Sampling, Weights
 
 
 class PromptStream:
-    """An endless stream of visits to the prompts of one shard.
+    """Visits as requests to the engine. A visit's sample indices follow those of the prompt's visits before it, so
+    randomness is never reused."""
 
-    Shard i of N owns prompts i, i + N, i + 2N, ... Each epoch visits all of them once, in an order drawn from
-    (seed, epoch). A visit's sample indices follow those of the last visit, so randomness is never reused. Where there are
-    fewer prompts than shards, shards share a prompt and take turns in its sample indices.
-    """
-
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples_per_prompt: int,
-        seed: int,
-        shuffle: bool = True,
-        shard: int = 0,
-        num_shards: int = 1,
-        cursor: int = 0,
-        skips: Callable[[str], bool] = lambda prompt_id: False,
-    ) -> None:
-        """`skips` says which prompts to pass over; at most a whole epoch in a row."""
+    def __init__(self, prompts: Sequence[Prompt], visits: VisitSource, *, samples_per_prompt: int) -> None:
         self._prompts = prompts
-        if not prompts:
-            raise ValueError("there are no prompts to visit.")
-        own = min(num_shards, len(prompts))
-        self._indices = range(shard % own, len(prompts), own)
-        self._turn, self._sharers = shard // own, len(range(shard % own, num_shards, own))
+        self._visits = visits
         self._samples_per_prompt = samples_per_prompt
-        self._seed = seed
-        self._shuffle = shuffle
-        self._skips = skips
-        self._order: tuple[int, list[int]] | None = None
-        self.cursor = cursor
-        """Visits so far: all the state there is."""
+
+    def peek(self) -> Visit | None:
+        """The next visit; None = none is at hand now."""
+        return self._visits.peek()
 
     def __iter__(self) -> Iterator[Request]:
         return self
 
     def __next__(self) -> Request:
-        for _ in range(len(self._indices)):
-            request = self._next()
-            if not self._skips(request.prompt.id):
-                return request
-        return self._next()
-
-    def _next(self) -> Request:
-        epoch, place = divmod(self.cursor, len(self._indices))
-        self.cursor += 1
-        prompt = self._prompts[self._indices[self._epoch_order(epoch)[place]]]
-        visit = epoch * self._sharers + self._turn
-        return Request(prompt=prompt, first_sample=visit * self._samples_per_prompt)
+        """The visit that peek has shown, as a request."""
+        visit = self._visits.take()
+        return Request(
+            prompt=self._prompts[visit.prompt],
+            first_sample=visit.epoch * self._samples_per_prompt,
+            visit=visit.number,
+        )
 
     def take(self, count: int) -> list[Request]:
         return [next(self) for _ in range(count)]
-
-    def _epoch_order(self, epoch: int) -> list[int]:
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, self._draw_order(epoch))
-        return self._order[1]
-
-    def _draw_order(self, epoch: int) -> list[int]:
-        if not self._shuffle:
-            return list(range(len(self._indices)))
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-        return torch.randperm(len(self._indices), generator=generator).tolist()
-
-
-class Difficulty:
-    """Counts, per prompt, visits in a row on which all samples were solved, or none was.
-
-    A prompt beyond its limit is skipped every other epoch: it is visited again, in case the policy has changed.
-    """
-
-    def __init__(self, *, skip_solved_after: int | None = None, skip_unsolved_after: int | None = None) -> None:
-        self._limits = {True: skip_solved_after, False: skip_unsolved_after}
-        self._streaks: dict[str, tuple[bool, int]] = {}
-        self._rested: set[str] = set()
-        self.skipped: dict[str, int] = defaultdict(int)
-        """Number of visits passed over, by reason: `solved`, `unsolved`."""
-
-    def record(self, prompt_id: str, solved: list[bool]) -> None:
-        if not solved or any(solved) != all(solved):
-            self._streaks.pop(prompt_id, None)
-            return
-        kind, count = self._streaks.get(prompt_id, (solved[0], 0))
-        self._streaks[prompt_id] = (solved[0], count + 1 if kind == solved[0] else 1)
-
-    def skips(self, prompt_id: str) -> bool:
-        """Whether to pass over this visit; the one after it is made."""
-        kind, count = self._streaks.get(prompt_id, (False, 0))
-        limit = self._limits[kind]
-        if limit is None or count < limit or prompt_id in self._rested:
-            self._rested.discard(prompt_id)
-            return False
-        self._rested.add(prompt_id)
-        self.skipped["solved" if kind else "unsolved"] += 1
-        return True
 
 
 @dataclass
 class PacedVisits:
     """Prompts in order, each as soon as the weights are new enough for it.
 
-    Visit n of all searchers together is trained at step U (n // P) or later, where U steps train on the same groups, so its
+    Visit n of the run is trained at step U (n // P) or later, where U steps train on the same groups, so its
     weights must be of version U (n // P) - max_lag at least. Without a limit every visit may start at once.
     """
 
     prompts: PromptStream
     index: int
-    num_searchers: int
     prompts_per_step: int
     steps_per_batch: int
     max_lag: int | None
@@ -148,6 +77,8 @@ class PacedVisits:
     """Handles messages and loads newer weights."""
     row: Row
     deadline_seconds: float
+    progress: Callable[[], float]
+    """A number that changes while the trainer works: the deadline counts only while it does not."""
     started: int = 0
 
     def __iter__(self) -> Iterator[Request | None]:
@@ -163,24 +94,32 @@ class PacedVisits:
                 name="pace",
                 row=self.row,
                 deadline_seconds=self.deadline_seconds,
-                explain=lambda: (
-                    f"searcher {self.index} has weights of version {self.version()}, waited for version "
-                    f"{self._needed()} from the trainer, and has {self.unscored()} groups without rewards yet"
-                ),
+                explain=self._explain,
+                progress=self.progress,
             )
         self.started += 1
         return next(self.prompts)
 
-    def _needed(self) -> int:
-        visit = self.started * self.num_searchers + self.index
-        return 0 if self.max_lag is None else self.steps_per_batch * (visit // self.prompts_per_step) - self.max_lag
-
     def _may_start(self) -> bool:
-        return self.version() >= self._needed() and self.unscored() < self.max_unscored
+        visit = self.prompts.peek()
+        return visit is not None and self.version() >= self._needed(visit) and self.unscored() < self.max_unscored
+
+    def _needed(self, visit: Visit) -> int:
+        if self.max_lag is None:
+            return 0
+        return self.steps_per_batch * (visit.number // self.prompts_per_step) - self.max_lag
 
     def _may_start_after_tick(self) -> bool:
         self.tick()
         return self._may_start()
+
+    def _explain(self) -> str:
+        visit, unscored = self.prompts.peek(), self.unscored()
+        waited = "a prompt" if visit is None else f"version {self._needed(visit)}"
+        return (
+            f"searcher {self.index} has weights of version {self.version()}, waited for {waited} from the trainer, and has "
+            f"{unscored} groups without rewards yet"
+        )
 
 
 def explore(request: Request, sampling: Sampling, config: ExploreConfig, *, seed: int) -> Request:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import secrets
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,22 @@ import torch
 from tba.config import Config, RuntimeConfig
 from tba.generate.engine import Engine
 from tba.models.load import adapt, load_model
-from tba.models.weights import CANARY_TOKENS, CanaryCheck, canary_tokens
+from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, canary_tokens
 from tba.runtime.board import Board, Row, SharedMemory
-from tba.runtime.channels import EVALUATES, Acknowledge, Evaluate, Evaluated, Link, Stop, WindowedSender
+from tba.runtime.channels import (
+    Acknowledge,
+    AskVisits,
+    Evaluate,
+    Evaluated,
+    LeaseVisits,
+    Link,
+    RunCannotGoOn,
+    Stop,
+    WindowedSender,
+)
+from tba.runtime.leases import VisitStock
 from tba.runtime.weight_slots import SlotsHandle, WeightSlots
-from tba.search.loop import GROUPS_AT_ONCE, Searcher, SearchState
+from tba.search.loop import GROUPS_AT_ONCE, Searcher, SearchState, TooManyRewardFailures
 from tba.search.make import (
     make_reference_engine,
     make_reference_samples,
@@ -32,7 +42,7 @@ from tba.search.make import (
 from tba.search.prompts import PacedVisits
 from tba.tasks.evaluation import Evaluator, make_evaluator
 from tba.tasks.registry import make_task_for
-from tba.tasks.rewards.pool import Rewards, make_rewards
+from tba.tasks.rewards.pool import make_rewards
 
 logger = logging.getLogger("tba.search")
 
@@ -41,6 +51,8 @@ class Stopped(Exception):
     """The trainer asked this searcher to end."""
 
 
+STEPS_AT_HAND = 2
+"""Visits that a searcher has at hand, in steps' worth: the trainer answers for more only between two steps."""
 MAX_UNCHECKED = 4
 """Versions in a row that may be used and overtaken before their canary comes."""
 
@@ -103,22 +115,37 @@ class Heartbeat:
         self._engine = engine
         self._state = state
 
+    def work(self) -> None:
+        """A sign of work, which is one of life too."""
+        self._row["work"] += 1
+        self.beat()
+
     def beat(self) -> None:
+        """A sign of life: deadlines of those who wait for this searcher go on."""
         row, state, counts = self._row, self._state, self._state.counts
-        row["heartbeat"] = time.monotonic()
+        row["heartbeat"] += 1
         row["version"] = self._engine.version
         row["groups"], row["responses"], row["tokens"] = counts.sent, counts.responses, counts.tokens
         row["failures"] = state.failures.total
-        row["skipped"] = sum(state.difficulty.skipped.values())
-        row["cursor"] = state.prompts.cursor
 
 
 class Inbox:
     """Takes in the trainer's messages, between decode steps and while the searcher waits for room in the group channel."""
 
-    def __init__(self, link: Link, row: Row, heartbeat: Heartbeat, config: RuntimeConfig) -> None:
+    def __init__(
+        self,
+        link: Link,
+        row: Row,
+        heartbeat: Heartbeat,
+        config: RuntimeConfig,
+        *,
+        progress: Callable[[], float],
+        stock: int,
+    ) -> None:
+        """`progress` changes while the trainer works; `stock` visits are kept at hand."""
         self._link = link
         self._heartbeat = heartbeat
+        self.visits = VisitStock(self._ask_for_visits, size=stock)
         self._asked: list[int] = []
         """Versions whose evaluation was asked for and has not begun."""
         # Made here because each needs the other: the sender waits for acknowledgements, which arrive as messages.
@@ -128,6 +155,7 @@ class Inbox:
             window=config.channel_groups,
             deadline_seconds=config.wait_seconds,
             handle_messages=self.handle_messages,
+            progress=progress,
         )
 
     @property
@@ -142,8 +170,13 @@ class Inbox:
                 raise Stopped
             if isinstance(message, Acknowledge):
                 self.sender.acknowledge(message)
+            if isinstance(message, LeaseVisits):
+                self.visits.add(message.visits)
             if isinstance(message, Evaluate):
                 self._asked.append(message.version)
+
+    def _ask_for_visits(self, count: int) -> None:
+        self._link.send(AskVisits(count=count))
 
     def take_asked(self, version: int) -> bool:
         """Whether an evaluation of `version` or an earlier one was asked for; all such requests count as answered."""
@@ -155,17 +188,23 @@ class Inbox:
 class Evaluations:
     """Answers the trainer's requests for evaluations."""
 
-    def __init__(self, link: Link, inbox: Inbox, heartbeat: Heartbeat, *, engine: Engine, evaluator: Evaluator) -> None:
+    def __init__(
+        self, link: Link, inbox: Inbox, heartbeat: Heartbeat, *, engine: Engine, make: Callable[[], Evaluator]
+    ) -> None:
+        """`make` makes the evaluator when the first request comes: most searchers are never asked."""
         self._link = link
         self._inbox = inbox
         self._heartbeat = heartbeat
         self._engine = engine
-        self._evaluator = evaluator
+        self._make = make
+        self._evaluator: Evaluator | None = None
 
     def evaluate_if_asked(self) -> None:
         """Once for all versions that were asked for and are reached; no weights are loaded meanwhile."""
         if self._inbox.take_asked(self._engine.version):
-            metrics = self._evaluator(self._engine.sibling(), self._heartbeat.beat)
+            if self._evaluator is None:
+                self._evaluator = self._make()
+            metrics = self._evaluator(self._engine.sibling(), self._heartbeat.work)
             self._link.send(Evaluated(version=self._engine.version, metrics=metrics))
 
 
@@ -179,33 +218,34 @@ class SearcherRole:
     searcher: Searcher
     references: WeightSlots | None
     """Where new references are published; None = they never are."""
-    evaluations: Evaluations | None
-    """What answers requests for evaluations; None for a searcher that is not asked."""
+    evaluations: Evaluations
+    heartbeat: Heartbeat
 
     def start(self) -> None:
         """What is done before the first decode step."""
         self.inbox.handle_messages()
-        self.evaluate_if_asked()  # the start is evaluated with the weights of version 0, however late this searcher is
+        # Before newer weights are loaded: the start is evaluated with version 0, however late this searcher is.
+        self.evaluations.evaluate_if_asked()
         self.loader.check_first()
         self.tick()
 
     def tick(self) -> None:
         """What is done between two decode steps."""
-        self.inbox.handle_messages()
-        self.evaluate_if_asked()  # before newer weights move on from the version that was asked for
-        self.loader.load_newer()
-        self.load_newer_reference()
-        self.evaluate_if_asked()
-        self.searcher.send_ready(at_least=GROUPS_AT_ONCE)
+        self.heartbeat.work()
+        self._tick()
 
     def idle_tick(self) -> None:
         """While waiting: nothing is held back, for the trainer may wait for just that."""
-        self.tick()
+        self._tick()
         self.searcher.send_ready()
 
-    def evaluate_if_asked(self) -> None:
-        if self.evaluations is not None:
-            self.evaluations.evaluate_if_asked()
+    def _tick(self) -> None:
+        self.inbox.handle_messages()
+        self.evaluations.evaluate_if_asked()  # before newer weights move on from the version that was asked for
+        self.loader.load_newer()
+        self.load_newer_reference()
+        self.evaluations.evaluate_if_asked()
+        self.searcher.send_ready(at_least=GROUPS_AT_ONCE)
 
     def load_newer_reference(self) -> None:
         """Never waits. A group is scored at once, so it never mixes references."""
@@ -214,35 +254,41 @@ class SearcherRole:
             self.searcher.load_reference(self.references.fetch())
 
 
+FINAL = (CanaryMismatch, TooManyRewardFailures)
+"""Errors that a new searcher would meet again: weights that do not arrive as they were sent, a reward that always fails."""
+
+
 def run_searcher(
     link: Link,
     *,
     config: Config,
     index: int,
+    incarnation: str,
     logs: Path,
     board_memory: tuple[int, int],
+    board_size: int,
     weights: SlotsHandle,
     references: SlotsHandle | None,
 ) -> None:
     """The target of a searcher's process."""
     torch.set_num_threads(config.runtime.threads)
-    row = Board(SharedMemory(*board_memory), config.search.num_searchers).searcher(index)
+    board = Board(SharedMemory(*board_memory), board_size)
+    row = board.searcher(index)
     loaded = load_model(config.model)
     task = make_task_for(config, loaded)
     engine = make_search_engine(config, loaded)
     reference_engine = make_reference_engine(config, loaded)
     adapt(loaded, config.model, seed=config.seed)
-    loader = WeightLoader(WeightSlots.attach(weights), engine)
-    reference_slots = WeightSlots.attach(references) if references is not None else None
-    state = make_search_state(config, task, index=index)
+    state = make_search_state(config)
     heartbeat = Heartbeat(row, engine, state)
-    inbox = Inbox(link, row, heartbeat, config.runtime)
-    step_values = make_step_values(
-        config,
-        loaded,
-        task,
-        log=logs / f"rewards-{index}-values.log",
-        between_steps=heartbeat.beat,
+    prompts_per_searcher = -(-config.train.prompts_per_step // config.search.num_searchers)
+    inbox = Inbox(
+        link,
+        row,
+        heartbeat,
+        config.runtime,
+        progress=lambda: board.trainer["beats"],
+        stock=STEPS_AT_HAND * prompts_per_searcher,
     )
     searcher = make_searcher(
         config,
@@ -250,45 +296,51 @@ def run_searcher(
         task,
         engine=engine,
         state=state,
+        visits=inbox.visits,
         reference_engine=reference_engine,
         rewards=make_rewards(task, config, log=logs / f"rewards-{index}.log"),
         sender=inbox.sender,
-        step_values=step_values,
-        reference_samples=make_reference_samples(config, reference_engine, between_steps=heartbeat.beat),
+        step_values=make_step_values(
+            config, loaded, task, log=logs / f"rewards-{index}-values.log", between_steps=heartbeat.work
+        ),
+        reference_samples=make_reference_samples(config, reference_engine, between_steps=heartbeat.work),
         index=index,
-        incarnation=secrets.token_hex(4),  # a restarted searcher must not use the ids of its predecessor again
+        incarnation=incarnation,
     )
-    evaluation_rewards: Rewards | None = None
-    evaluations: Evaluations | None = None
-    if index == EVALUATES:
-        evaluation_rewards = make_rewards(task, config, log=logs / f"rewards-{index}-evaluate.log")
-        start = partial(make_start_scorer, config, loaded, searcher)
-        evaluator = make_evaluator(config, loaded, task, evaluation_rewards, start=start)
-        evaluations = Evaluations(link, inbox, heartbeat, engine=engine, evaluator=evaluator)
-    role = SearcherRole(
-        row=row,
-        inbox=inbox,
-        loader=loader,
-        searcher=searcher,
-        references=reference_slots,
-        evaluations=evaluations,
-    )
-    try:
-        role.start()
-        searcher.run(make_visits(config, searcher, role), role.tick)
-    except Stopped:
-        logger.info("stopped after %d groups", searcher.counts.sent)
-    finally:
-        searcher.close()
-        if evaluation_rewards is not None:
-            evaluation_rewards.close()
+    with ExitStack() as closing:
+        closing.callback(searcher.close)
+
+        def evaluator() -> Evaluator:
+            rewards = make_rewards(task, config, log=logs / f"rewards-{index}-evaluate.log")
+            closing.callback(rewards.close)
+            return make_evaluator(
+                config, loaded, task, rewards, start=partial(make_start_scorer, config, loaded, searcher)
+            )
+
+        role = SearcherRole(
+            row=row,
+            inbox=inbox,
+            heartbeat=heartbeat,
+            loader=WeightLoader(WeightSlots.attach(weights), engine),
+            searcher=searcher,
+            references=WeightSlots.attach(references) if references is not None else None,
+            evaluations=Evaluations(link, inbox, heartbeat, engine=engine, make=evaluator),
+        )
+        try:
+            role.start()
+            searcher.run(make_visits(config, searcher, role, progress=lambda: board.trainer["beats"]), role.tick)
+        except Stopped:
+            logger.info("stopped after %d groups", searcher.counts.sent)
+        except FINAL as error:
+            raise RunCannotGoOn(f"{type(error).__name__}: {error}") from error
 
 
-def make_visits(config: Config, searcher: Searcher, role: SearcherRole) -> PacedVisits:
+def make_visits(
+    config: Config, searcher: Searcher, role: SearcherRole, *, progress: Callable[[], float]
+) -> PacedVisits:
     return PacedVisits(
         prompts=searcher.prompts,
         index=searcher.index,
-        num_searchers=config.search.num_searchers,
         prompts_per_step=config.train.prompts_per_step,
         steps_per_batch=config.steps_per_batch,
         max_lag=config.max_lag if config.replay.lag == "pace" else None,
@@ -300,4 +352,5 @@ def make_visits(config: Config, searcher: Searcher, role: SearcherRole) -> Paced
         tick=role.idle_tick,
         row=role.row,
         deadline_seconds=config.runtime.wait_seconds,
+        progress=progress,
     )

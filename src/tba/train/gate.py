@@ -44,6 +44,8 @@ class Gate:
     num_train_prompts: int
     """A task may have fewer prompts than a step takes; they then repeat within a step."""
     asked_to_stop: Callable[[], bool]
+    progress: Callable[[], float] = lambda: 0.0
+    """A number that changes while searchers work: deadlines count only while it does not."""
 
     def wait(self, feed: Feed) -> float:
         """Returns the seconds waited."""
@@ -55,6 +57,7 @@ class Gate:
             row=self.row,
             deadline_seconds=runtime.start_seconds if first else runtime.wait_seconds,
             explain=lambda: self._explain(feed),
+            progress=self.progress,
         )
 
     def _ready(self, feed: Feed) -> bool:

@@ -15,6 +15,7 @@ from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.durable import GroupStore
 from tba.runtime.channels import GroupReceiver, WeightPublisher
+from tba.runtime.leases import VisitLedger
 from tba.train.batch import batch_metrics, combine, shape_target, watched_metrics
 from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
@@ -42,6 +43,8 @@ class Trainer:
     reward_weights: Mapping[str, float]
     checkpoints: Checkpoints
     rate: LearningRate
+    ledger: VisitLedger
+    """Knows of every visit to a prompt who makes it."""
     counts: ResponseCounts
     references: ReferenceResets | None = None
     """Makes the policy the reference now and then; None = it never does."""
@@ -98,6 +101,7 @@ class Trainer:
                 self.received += bool(group.trajectories)
                 self.lost += not group.trajectories
                 self.counts.generated += group.num_generated
+                self.ledger.complete(group.visit, solved=group.solved)
                 self.recorder.group_received(self.step_index, group)
         self.receiver.acknowledge([group.id for group in groups] if self.durable is None else self.durable.committed())
 
@@ -186,6 +190,8 @@ class Trainer:
             "buffer/generated": float(self.counts.generated),
             "buffer/trained": float(self.counts.trained),
             "buffer/replay_ratio": self.counts.ratio,
+            "search/open_visits": float(self.ledger.outstanding),
+            "search/skipped": float(sum(self.ledger.difficulty.skipped.values())),
         }
         if self.references is not None:
             metrics["reference_version"] = float(self.references.version)

@@ -17,6 +17,7 @@ from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.durable import make_store
 from tba.runtime.channels import GroupReceiver, WeightPublisher
+from tba.runtime.leases import VisitLedger
 from tba.tasks.base import Task
 from tba.train.batch import Budget
 from tba.train.checkpoint import Checkpoints
@@ -57,13 +58,13 @@ def make_trainer(
     *,
     counts: ResponseCounts,
     reference_publisher: WeightPublisher | None = None,
-    cursors: Callable[[], list[int]],
+    ledger: VisitLedger,
     gate: Gate | None = None,
 ) -> Trainer:
     """Make a trainer around a learner.
 
-    `reference_publisher` is needed with reference.reset_every; `cursors` tells how far each searcher has come in its
-    prompts, for checkpoints; `gate` makes an asynchronous trainer wait for data.
+    `reference_publisher` is needed with reference.reset_every; `ledger` knows who visits which prompt; `gate`
+    makes an asynchronous trainer wait for data.
     """
     train_step, rate = learner.train_step, LearningRate(config, exact_drift=loaded.model.dtype == torch.float32)
     checkpoints = Checkpoints(
@@ -72,7 +73,7 @@ def make_trainer(
         tokenizer=loaded.tokenizer,
         optimizer=train_step.optimizer,
         heads=train_step.policy.heads,
-        state=lambda: {"seed": config.seed, "cursors": cursors(), "learning_rate": rate.state()},
+        state=lambda: {"seed": config.seed, "visits": ledger.state(), "learning_rate": rate.state()},
         keep=config.train.keep_checkpoints,
     )
     replay = make_replay(config, task)
@@ -89,6 +90,7 @@ def make_trainer(
         reward_weights=task.reward_weights,
         checkpoints=checkpoints,
         rate=rate,
+        ledger=ledger,
         counts=counts,
         durable=make_store(
             config, recorder.folder, reward_weights=task.reward_weights, row=None if gate is None else gate.row

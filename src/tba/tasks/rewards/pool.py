@@ -34,6 +34,8 @@ class FinishedGroup:
     prompt: Prompt
     completions: Sequence[Completion]
     texts: Sequence[str]
+    visit: int = -1
+    """Number of the visit among all visits of the run; -1 = it is not one of them."""
     step_values: Sequence[np.ndarray] | None = None
     """Monte-Carlo values of each response's steps, see Trajectory; None = not estimated."""
 
