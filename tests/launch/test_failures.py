@@ -5,7 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -39,18 +40,48 @@ def searcher_processes() -> list[psutil.Process]:
     return [process for process in children() if process.name().startswith("searcher-")]
 
 
-def test_a_killed_searcher_stops_the_run_with_its_log(folder):
-    config = make_config(folder, "name=killed", ENDLESS)
-    killed_at = []
+def steps_done(config) -> int:
+    return max((record["step"] for record in records(config) if "loss" in record), default=0)
 
-    def kill() -> None:
-        searcher_processes()[0].kill()
-        killed_at.append(time.monotonic())
 
-    when(lambda: has_stepped(config), kill)
-    with pytest.raises(RoleDied, match=r"searcher-0 ended \(exit status -9\)"):
+def test_killed_searchers_are_replaced_and_the_run_goes_on(folder, caplog):
+    """Two are killed, one after the other, while they have visits in hand; the last evaluation comes all the same."""
+    config = make_config(folder, "name=killed", "train.max_steps=40", "evaluate.every=10")
+    killed = [
+        when(lambda step=step: steps_done(config) >= step, lambda: searcher_processes()[0].kill()) for step in (2, 20)
+    ]
+    summary = train(config)
+    assert not any(thread.is_alive() for thread in killed)
+    assert summary["steps"] == 40
+    assert caplog.text.count("searcher-0 ended (exit status -9)") == 2
+    assert caplog.text.count("It is replaced") == 2
+    assert [record["searchers/replaced"] for record in records(config) if "loss" in record][-1] == 2
+    assert max(record["step"] for record in records(config) if "eval/custom/accuracy" in record) == 40
+
+
+def test_a_hung_searcher_is_replaced(folder, caplog):
+    config = make_config(
+        folder, "name=silent", "train.max_steps=12", "runtime.wait_seconds=2", "runtime.stop_seconds=1"
+    )
+    when(lambda: steps_done(config) >= 2, lambda: [p.suspend() for p in searcher_processes()])
+    assert train(config)["steps"] == 12
+    assert "has shown no sign of life for runtime.wait_seconds=2 s" in caplog.text
+
+
+def test_searchers_that_never_send_a_group_end_the_run_with_the_last_error(folder, monkeypatch):
+    """Each one dies at once, with a gap between two starts that grows."""
+    monkeypatch.setattr("tba.runtime.local.FIRST_BACK_OFF_SECONDS", 0.01)
+    config = make_config(folder, "name=stillborn", "replay.lag=pace", "replay.max_lag=0", ENDLESS)
+    when(lambda: bool(searcher_processes()), lambda: keep_killing(config))
+    with pytest.raises(RoleDied, match=r"searcher-0 ended \(exit status -9\)(.|\n)*4 searchers in a row ended before"):
         train(config)
-    assert time.monotonic() - killed_at[0] < 10.0  # the issue's bound, not a measurement
+
+
+def keep_killing(config) -> None:
+    for _ in range(4):
+        seen = searcher_processes()[0]
+        seen.kill()
+        wait_for(lambda seen=seen: any(p.pid != seen.pid for p in searcher_processes()), 20.0)
 
 
 def test_a_searcher_that_fails_says_why(folder):
@@ -75,9 +106,19 @@ def command(folder, name: str, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "tba", "train", *options, *settings]
 
 
+@contextmanager
+def running(command: list[str]) -> Iterator[subprocess.Popen]:
+    """A process that does not outlive a test that failed."""
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def test_a_killed_trainer_leaves_no_orphan(folder):
     config = make_config(folder, "name=trainer-killed")
-    with subprocess.Popen(command(folder, "trainer-killed"), stderr=subprocess.PIPE) as trainer:
+    with running(command(folder, "trainer-killed")) as trainer:
         assert wait_for(lambda: has_stepped(config))
         below = psutil.Process(trainer.pid).children(recursive=True)
         assert below
@@ -88,7 +129,7 @@ def test_a_killed_trainer_leaves_no_orphan(folder):
 
 def test_ctrl_c_saves_and_leaves_nothing_running(folder):
     config = make_config(folder, "name=ctrl-c")
-    with subprocess.Popen(command(folder, "ctrl-c"), stderr=subprocess.PIPE, text=True) as trainer:
+    with running(command(folder, "ctrl-c")) as trainer:
         assert wait_for(lambda: has_stepped(config))
         below = psutil.Process(trainer.pid).children(recursive=True)
         trainer.send_signal(signal.SIGINT)
@@ -122,15 +163,9 @@ def test_a_nan_reward_costs_its_samples_only(folder):
 def test_the_first_fill_has_a_deadline_that_names_who_waits_for_whom(folder):
     config = make_config(folder, "name=fill", "runtime.start_seconds=0.05")
     with pytest.raises(
-        WaitedTooLong, match=r"the trainer waited for 4 prompts and has 0 and for new responses.* from 1 searchers"
+        (RoleDied, WaitedTooLong),
+        match=r"searcher-0 .* no sign of life for runtime.start_seconds=0.05|the trainer waited for 4 prompts and has 0",
     ):
-        train(config)
-
-
-def test_a_searcher_that_shows_no_sign_of_life_is_noticed(folder):
-    config = make_config(folder, "name=silent", ENDLESS, "runtime.wait_seconds=3", "runtime.stop_seconds=1")
-    when(lambda: has_stepped(config), lambda: [p.suspend() for p in searcher_processes()])
-    with pytest.raises((RoleDied, WaitedTooLong), match=r"searcher-0 .* no sign of life|replay_ratio"):
         train(config)
 
 

@@ -98,6 +98,8 @@ class LocalRuntime:
         self.seats = [Seat(index) for index in range(num_searchers)]
         self.replaced = 0
         """Searchers that were replaced so far."""
+        self._groups = 0
+        """Groups that came from all searchers."""
         self._canary = canary
         self._senders: dict[str, RoleProcess] = {}
         self._wanted_evaluations: list[int] = []
@@ -159,7 +161,7 @@ class LocalRuntime:
         for message in seat.process.link.drain():
             if isinstance(message, TrajectoryGroup):
                 groups.append(message)
-                seat.groups += 1
+                seat.groups, self._groups = seat.groups + 1, self._groups + 1
                 self._senders[message.id] = seat.process
             elif isinstance(message, AskVisits):
                 visits = tuple(self.ledger.lease(seat.holder, message.count))
@@ -215,9 +217,12 @@ class LocalRuntime:
         for seat in self.seats:
             if seat.process is not None:
                 beats = self.board.searcher(seat.index)["heartbeat"]
-                limit = self.config.wait_seconds if beats else self.config.start_seconds
+                setting = "wait_seconds" if beats else "start_seconds"
+                limit = getattr(self.config, setting)
                 if seat.idleness.look(beats) > limit:
-                    self._lost(seat, f"(process {seat.process.pid}) has shown no sign of life for {limit:g} s")
+                    what = f"(process {seat.process.pid}) has shown no sign of life for runtime.{setting}={limit:g} s"
+                    # Where none has ever come up, the next would be as slow.
+                    self._lost(seat, what, final=not beats and self._groups == 0)
 
     def _fill_empty(self) -> None:
         for seat in self.seats:
@@ -247,8 +252,8 @@ class LocalRuntime:
         seat.starts_at, self.replaced = time.monotonic() + wait, self.replaced + 1
 
     def progress(self) -> float:
-        """A number that changes while any searcher works."""
-        return sum(self.board.searcher(seat.index)["work"] for seat in self.seats)
+        """A number that changes while any searcher works, and when one is replaced."""
+        return 1e9 * self.replaced + sum(self.board.searcher(seat.index)["work"] for seat in self.seats)
 
     def statuses(self) -> list[RoleStatus]:
         """Who does what, for the display."""
