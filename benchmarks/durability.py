@@ -114,6 +114,7 @@ def run_here(overrides: list[str]) -> dict[str, float]:
         "rate": summary["responses_trained"] / summary["seconds"],
         "cpu_per_response": cpu / summary["responses_trained"],
         "writer_share": found["writer"] / cpu,
+        "writer_of_core": found["writer"] / summary["seconds"],
         "groups": summary["responses_generated"] / RESPONSES,
     }
 
@@ -162,7 +163,8 @@ def main() -> None:
         for kind, run in found.items():
             print(
                 f"seed {pair}, {kind:>7}: {run['rate']:.0f} responses/s, {1e3 * run['cpu_per_response']:.2f} ms of CPU per "
-                f"response, writer's thread {run['writer_share']:.2%} of it, {run['groups']:.0f} groups",
+                f"response, writer's thread {run['writer_share']:.2%} of it and {run['writer_of_core']:.2%} of a core, "
+                f"{run['groups']:.0f} groups",
                 flush=True,
             )
     if not slower:

@@ -346,7 +346,7 @@ def test_what_was_acknowledged_is_there_after_kill_9_and_nothing_twice(tmp_path)
     script = """
         path, acknowledged, stored = Path(sys.argv[1]), Path(sys.argv[2]), []
         acknowledged.touch()
-        for awaited in np.random.default_rng(0).integers(1, 200, 8).tolist():
+        for awaited in np.random.default_rng(0).integers(1, 200, 6).tolist():
             known = acknowledged.read_text().splitlines()
             first = max(0, int(known[-1].split("/")[1]) - 1) if known else 0
             reader, writer = os.pipe()

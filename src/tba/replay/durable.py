@@ -46,8 +46,9 @@ from tba.types import GroupId, HighWaterMarks, TrajectoryGroup
 INSERT = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 RAISE_MARK = "INSERT INTO incarnations VALUES (?, ?) ON CONFLICT DO UPDATE SET highest = excluded.highest"
 
-GATHER_SECONDS = 0.05
-"""Time for which the writer gathers groups before a commit: a commit for each would cost several times as much."""
+GATHER_GROUPS, GATHER_SECONDS = 16, 0.1
+"""Groups that the writer gathers before a commit, and the longest time that it does so: committed one by one, they would
+cost three times as much. Where many come, it does not wait, or late acknowledgements would hold fast searchers back."""
 MAX_PENDING_BYTES = 256 * 2**20
 """Memory of groups that wait to be written; a caller that would exceed it waits."""
 BYTES_PER_TOKEN, BYTES_PER_GROUP = 17, 2_048
@@ -132,7 +133,7 @@ class GroupStore:
             )
             self._num_appended += 1
             self._uncommitted_bytes += num_bytes
-            if len(self._pending) == 1:  # otherwise the writer is awake already
+            if len(self._pending) in (1, GATHER_GROUPS):  # otherwise the writer is awake, or gathers
                 self._changed.notify_all()
         return new
 
@@ -220,11 +221,13 @@ class GroupStore:
         """All groups that wait; none at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._closing)
-            self._changed.wait_for(
-                lambda: self._closing or self._num_wanted > self._num_committed, timeout=GATHER_SECONDS
-            )
+            self._changed.wait_for(self._gathered, timeout=GATHER_SECONDS)
             batch, self._pending = self._pending, []
         return batch
+
+    def _gathered(self) -> bool:
+        wanted = self._closing or self._num_wanted > self._num_committed
+        return wanted or len(self._pending) >= GATHER_GROUPS
 
     def _commit(self, batch: list[_Pending]) -> None:
         database = self._database
