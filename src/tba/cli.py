@@ -5,6 +5,9 @@ tba evaluate runs/arithmetic-tb-seed0 --task arithmetic
 tba prepare arithmetic --output prepared
 tba compare STUDY.yaml --quick
 tba replay runs/arithmetic-tb-seed0 --min-reward 0.5 --export good.jsonl
+tba status runs/arithmetic-tb-seed0
+tba stop runs/arithmetic-tb-seed0
+tba searchers runs/arithmetic-tb-seed0 --count 3
 tba config
 """
 
@@ -210,6 +213,39 @@ def replay(
         return
     count = exporting.export(path, export, wanted)
     typer.echo(json.dumps({"responses": count, "file": str(export)}))
+
+
+@app.command()
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of an asynchronous run.")],
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """What each role of a run does, since when, and what waits for what."""
+    from tba.launch.operate import describe, read_status
+
+    found = read_status(run)
+    print(json.dumps(found) if as_json else describe(found))
+
+
+@app.command()
+def stop(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of an asynchronous run.")]) -> None:
+    """Ask a run to save and end, as Ctrl-C does."""
+    from tba.launch.operate import stop_run
+
+    found = stop_run(run)
+    print(f"asked process {found['pid']} to save and end at step {found['step']}.")
+
+
+@app.command()
+def searchers(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of an asynchronous run.")],
+    count: Annotated[int, count_option("Searchers to go on with.")],
+) -> None:
+    """Change the number of searchers of a run while it goes on."""
+    from tba.launch.operate import ask_for_searchers
+
+    ask_for_searchers(run, count)
+    print(f"asked for {count} searchers.")
 
 
 @app.command()

@@ -122,3 +122,11 @@ def test_a_searcher_asks_for_visits_before_it_runs_out_of_them():
     stock.peek()
     assert [visit.number for visit in taken] == [0, 1, 2]
     assert asked == [4, 3]
+
+
+def test_visits_that_others_left_behind_come_first():
+    stock = VisitStock(lambda count: None, size=2)
+    stock.peek()
+    stock.add([Visit(number=8, prompt=0, epoch=0), Visit(number=9, prompt=0, epoch=0)])
+    stock.add([Visit(number=3, prompt=1, epoch=0)])
+    assert [stock.take().number for _ in range(3)] == [3, 8, 9]

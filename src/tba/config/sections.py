@@ -110,7 +110,7 @@ class ExploreConfig(Section):
 class SearchConfig(Section):
     """The searchers, which visit prompts, generate responses and have them rewarded."""
 
-    num_searchers: int = Field(default=1, ge=1)
+    num_searchers: int = Field(default=1, ge=1, le=64)
     """Number N of searcher processes. Searcher i owns prompts i, i + N, i + 2N, ...; fewer prompts than N are
     shared."""
     samples_multiplier: float = Field(default=1.0, ge=1.0)

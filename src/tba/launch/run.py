@@ -15,9 +15,10 @@ from typing import Any
 
 from tba.config import Config
 from tba.generate.engine import Engine
+from tba.launch.operate import STATUS_SECONDS, Control, StatusWriter
 from tba.models.load import LoadedModel, adapt, load_model
 from tba.models.weights import make_weights
-from tba.observe.files import RunFolder, write_json
+from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder
 from tba.runtime.channels import POLL_SECONDS, Idleness, LaggedWeights, LocalGroups, LocalWeights
 from tba.runtime.leases import LedgerVisits, VisitLedger
@@ -44,8 +45,6 @@ from tba.types import ResponseCounts
 
 logger = logging.getLogger("tba")
 
-STATUS_SECONDS = 1.0
-"""Seconds between two writes of status.json."""
 MAX_EMPTY_SEARCHES = 20
 """Number of searches in a row that may bring nothing to train on."""
 
@@ -87,7 +86,9 @@ class AsyncRun:
     runtime: LocalRuntime
     interrupt: Interrupt
     has_evaluation_prompts: bool
-    _status_at: float = 0.0
+    status: StatusWriter
+    control: Control
+    _looked_at: float = 0.0
 
     @classmethod
     def make(cls, config: Config, folder: RunFolder, inputs: RunInputs) -> AsyncRun:
@@ -134,7 +135,15 @@ class AsyncRun:
             ),
         )
         evaluated = task.prompts(config.evaluate.split)
-        run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0)
+        run = cls(
+            config,
+            trainer,
+            runtime,
+            interrupt,
+            has_evaluation_prompts=len(evaluated) > 0,
+            status=StatusWriter(folder, step=lambda: trainer.step_index, roles=runtime.statuses),
+            control=Control(folder.control),
+        )
         try:
             runtime.publish(weights)
             arguments = {"config": config, "logs": folder.logs}
@@ -165,7 +174,7 @@ class AsyncRun:
         if self.config.evaluation_due(self.trainer.step_index):
             self.ask_for_evaluation()
         self.take_evaluations()
-        self.write_status()
+        self.heed_control()
 
     def ask_for_evaluation(self) -> None:
         if self.has_evaluation_prompts:
@@ -194,17 +203,17 @@ class AsyncRun:
                 return
             time.sleep(POLL_SECONDS)
 
-    def write_status(self) -> None:
+    def heed_control(self) -> None:
+        """Change the number of searchers if somebody has asked for that."""
         now = time.monotonic()
-        if now - self._status_at > STATUS_SECONDS:
-            self._status_at = now
-            roles = [vars(status) for status in self.runtime.statuses()]
-            write_json(
-                self.recorder.folder.status, {"step": self.trainer.step_index, "time": time.time(), "roles": roles}
-            )
+        if now - self._looked_at > STATUS_SECONDS:
+            self._looked_at, asked = now, self.control.searchers()
+            if asked is not None:
+                self.runtime.set_searchers(asked)
 
     def close(self) -> None:
         self.runtime.stop()
+        self.status.close()
         self.recorder.close()
         self.trainer.close()  # last: it raises where groups could not be written
 

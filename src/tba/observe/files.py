@@ -28,6 +28,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.status = path / "status.json"
+        self.control = path / "control.json"
         self.summary = path / "summary.json"
 
     @classmethod

@@ -6,10 +6,10 @@
     the rest      arrays end to end, in the order of ARRAYS; every number is little-endian
 
 The header holds `id`, `searcher`, `lost`, `visit`, `solved`, the prompt (`id`, `text`, `columns`, number of `tokens`) and,
-as lists with an entry per response, the other fields; `tokens` are the lengths of the responses and `rewards` the names of
-their reward components, whose values are an array. Values of a prompt's columns come back as JSON holds them: a tuple becomes
-a list, NaN is written as Python's JSON writes it. Columns that JSON cannot hold (an image, say) are left out and named in
-`left_out`; the task has them under the prompt's id.
+as lists with an entry per response, the other fields; `tokens` are the lengths of the responses and `rewards` the names
+of their reward components, whose values are an array. Values of a prompt's columns come back as JSON holds them: a tuple
+becomes a list, NaN is written as Python's JSON writes it. Columns that JSON cannot hold (an image, say) are left out and
+named in `left_out`; the task has them under the prompt's id.
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ class SharedMemory:
             self.fd = -1
 
 
+MAX_SEARCHERS = 64
+"""Searchers that there is room for on the board of a run."""
 TRAINER_FIELDS = ("wait", "wait_seconds", "beats")
 """`beats` rises whenever the trainer looks for groups or publishes weights."""
 SEARCHER_FIELDS = (

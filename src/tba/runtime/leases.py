@@ -7,8 +7,9 @@ once an epoch, in an order drawn from (seed, epoch); prompts that teach nothing 
 
 from __future__ import annotations
 
+import heapq
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -161,19 +162,22 @@ class LedgerVisits:
 
 
 class VisitStock:
-    """Visits at hand in a searcher's process: more are asked for before they run out."""
+    """Visits at hand in a searcher's process, the earliest first: more are asked for before they run out."""
 
     def __init__(self, ask: Callable[[int], None], *, size: int) -> None:
         """`ask` asks the trainer for so many visits; they arrive by `add`. `size` visits are kept at hand: as many as are
         begun while the trainer is busy with a step."""
         self._ask = ask
         self._size = size
-        self._visits: deque[Visit] = deque()
+        self._visits: list[Visit] = []
+        """A heap."""
         self._coming = 0
 
     def add(self, visits: Sequence[Visit]) -> None:
-        self._visits.extend(visits)
-        self._coming -= len(visits)
+        """Visits that were asked for, or that another searcher left behind."""
+        for visit in visits:
+            heapq.heappush(self._visits, visit)
+        self._coming = max(0, self._coming - len(visits))
 
     def peek(self) -> Visit | None:
         lacking = self._size - len(self._visits) - self._coming
@@ -183,7 +187,7 @@ class VisitStock:
         return self._visits[0] if self._visits else None
 
     def take(self) -> Visit:
-        return self._visits.popleft()
+        return heapq.heappop(self._visits)
 
 
 class Difficulty:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tba.config import RuntimeConfig
 from tba.observe.display import RoleStatus
-from tba.runtime.board import Board
+from tba.runtime.board import MAX_SEARCHERS, Board
 from tba.runtime.channels import (
     Acknowledge,
     AskVisits,
@@ -61,6 +61,9 @@ class Seat:
     starts_at: float = 0.0
     """When the next process may start."""
     given_up: bool = False
+    """Whether too many in a row ended at once."""
+    closed: bool = False
+    """Whether the run goes on without it, as was asked."""
 
     @property
     def name(self) -> str:
@@ -88,7 +91,7 @@ class LocalRuntime:
     ) -> None:
         self.config = config
         self.ledger = ledger
-        self.board = Board.create(num_searchers)
+        self.board = Board.create(MAX_SEARCHERS)
         device = next(iter(tensors.values())).device
         self.slots = WeightSlots.create(tensors, dtype, device=device)
         self.references = WeightSlots.create(tensors, dtype, device=device) if reference_resets else None
@@ -153,6 +156,17 @@ class LocalRuntime:
         self._fill_empty()
         return groups
 
+    def set_searchers(self, count: int) -> None:
+        """Go on with so many searchers: new ones start, those with the highest numbers end and their visits go to others."""
+        for seat in self.seats[count:]:
+            if seat.process is not None:
+                seat.process.link.send(Stop())
+            seat.closed = True
+        for seat in self.seats[:count]:
+            seat.closed = seat.given_up = False
+        self.seats += [Seat(index) for index in range(len(self.seats), min(count, MAX_SEARCHERS))]
+        self._fill_empty()
+
     def _messages_of(self, seat: Seat) -> list[TrajectoryGroup]:
         """Groups that a searcher has sent; its other messages are dealt with."""
         groups: list[TrajectoryGroup] = []
@@ -206,7 +220,7 @@ class LocalRuntime:
             seat.process.link.send(Evaluate(version=version))
 
     def _evaluating_seat(self) -> Seat | None:
-        return next((seat for seat in self.seats if not seat.given_up), None)
+        return next((seat for seat in self.seats if not seat.given_up and not seat.closed), None)
 
     def take_evaluations(self) -> list[Evaluated]:
         taken, self.evaluations = self.evaluations, []
@@ -226,7 +240,7 @@ class LocalRuntime:
 
     def _fill_empty(self) -> None:
         for seat in self.seats:
-            if seat.process is None and not seat.given_up and time.monotonic() >= seat.starts_at:
+            if seat.process is None and not seat.given_up and not seat.closed and time.monotonic() >= seat.starts_at:
                 self._fill(seat)
 
     def _lost(self, seat: Seat, what: str, *, final: bool = False) -> None:
@@ -235,21 +249,35 @@ class LocalRuntime:
         process, seat.process = seat.process, None
         process.kill()
         handed_back = self.ledger.hand_back(seat.holder)
+        if seat.closed:
+            logger.info("%s has ended, as was asked.", seat.name)
+            self._hand_to_others(handed_back)
+            return
         words = f"{seat.name} {what}. Last lines of {process.log}:\n{last_lines(process.log)}"
         if final:
             raise RoleDied(words)
         seat.early_ends = 0 if seat.groups else seat.early_ends + 1
         seat.given_up = seat.early_ends > MAX_EARLY_ENDS
-        if all(other.given_up for other in self.seats):
+        if all(other.given_up or other.closed for other in self.seats):
             raise RoleDied(f"{words}\n{MAX_EARLY_ENDS + 1} searchers in a row ended before they had sent a group.")
         if seat.given_up:
             logger.error("%s\nIts place stays empty: %d in a row sent nothing.", words, seat.early_ends)
+            self._hand_to_others(handed_back)
             if self._wanted_evaluations:
                 self.evaluate(self._wanted_evaluations.pop())
             return
         wait = 0.0 if seat.groups else FIRST_BACK_OFF_SECONDS * 2.0 ** (seat.early_ends - 1)
         logger.warning("%s\nIt is replaced; %d visits to prompts are handed to others.", words, handed_back)
         seat.starts_at, self.replaced = time.monotonic() + wait, self.replaced + 1
+
+    def _hand_to_others(self, count: int) -> None:
+        """Visits of a seat that stays empty go to the others now: they may have enough of their own, all of which wait for
+        steps that need just these."""
+        others = [other for other in self.seats if other.process is not None]
+        for place, other in enumerate(others):
+            share = count // len(others) + (place < count % len(others))
+            if share and other.process is not None:
+                other.process.link.send(LeaseVisits(visits=tuple(self.ledger.lease(other.holder, share))))
 
     def progress(self) -> float:
         """A number that changes while any searcher works, and when one is replaced."""
@@ -260,9 +288,9 @@ class LocalRuntime:
         seconds = max(1e-9, time.monotonic() - self._started_at)
         trainer = self.board.trainer
         found = [_status("trainer", WAITS_FOR[trainer.wait], trainer["wait_seconds"] / seconds, 0.0)]
-        for seat in self.seats:
+        for seat in [seat for seat in self.seats if seat.process is not None or not seat.closed]:
             row = self.board.searcher(seat.index)
-            doing = WAITS_FOR[row.wait] if seat.process is not None else "given up" if seat.given_up else "starts again"
+            doing = WAITS_FOR[row.wait] if seat.process is not None else _why_empty(seat)
             found.append(_status(seat.name, doing, row["wait_seconds"] / seconds, row["responses"] / seconds))
         return found
 
@@ -300,3 +328,7 @@ WAITS_FOR = {
 
 def _status(name: str, doing: str, waited_share: float, rate: float) -> RoleStatus:
     return RoleStatus(name=name, doing=doing, waited_share=waited_share, responses_per_second=rate)
+
+
+def _why_empty(seat: Seat) -> str:
+    return "has been given up" if seat.given_up else "starts again"

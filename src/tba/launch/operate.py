@@ -1,0 +1,150 @@
+"""Look at a run and steer it from outside: `tba status RUN`, `tba stop RUN`, `tba searchers RUN --count N`.
+
+A run tells what its roles do in status.json, once a second, by a thread of its own: also while they wait. What is asked of
+it stands in control.json, which it reads as often.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tba.observe.display import RoleStatus
+from tba.observe.files import RunFolder, write_json
+from tba.runtime.board import MAX_SEARCHERS
+
+STATUS_SECONDS = 1.0
+"""Time between two writes of status.json."""
+LATE_SECONDS = 30.0
+"""Age of a status from which on it is said that nobody writes it any more."""
+
+
+class StatusWriter:
+    """Writes status.json until it is closed."""
+
+    def __init__(
+        self, folder: RunFolder, *, step: Callable[[], int], roles: Callable[[], Sequence[RoleStatus]]
+    ) -> None:
+        self._folder = folder
+        self._step = step
+        self._roles = roles
+        self._since: dict[str, tuple[str, float]] = {}
+        """What each role does, and since when."""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="status-writer")
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            self.write()
+            self._closed.wait(STATUS_SECONDS)
+
+    def write(self) -> None:
+        now, own = time.time(), psutil.Process()
+        roles = []
+        for role in self._roles():
+            doing, since = self._since.get(role.name, ("", now))
+            if role.doing != doing:
+                since = now
+                self._since[role.name] = (role.doing, since)
+            roles.append({**vars(role), "since": since})
+        status = {
+            "step": self._step(),
+            "time": now,
+            "host": socket.gethostname(),
+            "pid": own.pid,
+            "pid_started": own.create_time(),
+            "roles": roles,
+        }
+        try:
+            write_json(self._folder.status, status)
+        except OSError:
+            return  # the folder was tidied up, or the disk is full: the run goes on, and the next second tries again
+
+
+@dataclass(frozen=True)
+class Control:
+    """What is asked of a run in control.json, looked at once a second."""
+
+    path: Path
+
+    def searchers(self) -> int | None:
+        """Number of searchers that is asked for; None = nobody has asked."""
+        try:
+            asked = json.loads(self.path.read_text())["searchers"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return asked if type(asked) is int and asked >= 1 else None
+
+
+def read_status(run: Path) -> dict[str, Any]:
+    """What a run last said of itself, with `alive` and `age` in seconds."""
+    folder = RunFolder(run)
+    if not folder.status.is_file():
+        what = "has no status.json yet" if folder.config.is_file() else "is not a run folder (it has no config.yaml)"
+        raise FileNotFoundError(f"{run} {what}: give the folder of an asynchronous run, for example runs/NAME.")
+    status = json.loads(folder.status.read_text())
+    return {**status, "alive": _is_alive(status), "age": time.time() - status["time"]}
+
+
+def _is_alive(status: dict[str, Any]) -> bool | None:
+    """Whether the run's process lives; None where that cannot be seen from this host."""
+    if status["host"] != socket.gethostname():
+        return None
+    try:
+        return abs(psutil.Process(status["pid"]).create_time() - status["pid_started"]) < 1.0
+    except psutil.NoSuchProcess:
+        return False
+
+
+def describe(status: dict[str, Any]) -> str:
+    """A status in lines for people."""
+    alive, age = status["alive"], status["age"]
+    where = f"process {status['pid']} on {status['host']}"
+    if alive is False:
+        head = f"ended or died {age:.0f} s ago at step {status['step']} ({where} is gone)"
+    elif age > LATE_SECONDS:
+        head = f"silent for {age:.0f} s at step {status['step']} ({where}): suspended, or its disk is full"
+    else:
+        head = f"at step {status['step']} ({where})"
+    lines = [head]
+    for role in status["roles"]:
+        seconds = status["time"] - role["since"]
+        rate = f", {role['responses_per_second']:.1f} responses/s" if role["responses_per_second"] else ""
+        lines.append(f"  {role['name']:<12} {role['doing']}, for {seconds:.0f} s{rate}")
+    return "\n".join(lines)
+
+
+def stop_run(run: Path) -> dict[str, Any]:
+    """Ask a run to save and end, as Ctrl-C does; returns its status."""
+    status = read_status(run)
+    if status["alive"] is None:
+        raise ValueError(f"{run} runs on {status['host']}: stop it there.")
+    if not status["alive"]:
+        raise ValueError(f"{run} does not run: process {status['pid']} is gone since step {status['step']}.")
+    os.kill(status["pid"], signal.SIGTERM)
+    return status
+
+
+def ask_for_searchers(run: Path, count: int) -> None:
+    """Ask a run to go on with so many searchers."""
+    if not 1 <= count <= MAX_SEARCHERS:
+        raise ValueError(f"--count {count}: a run has 1 to {MAX_SEARCHERS} searchers.")
+    status = read_status(run)
+    if status["alive"] is False:
+        raise ValueError(f"{run} does not run: process {status['pid']} is gone since step {status['step']}.")
+    write_json(RunFolder(run).control, {"searchers": count})

@@ -1,0 +1,89 @@
+"""A run is looked at and steered from outside."""
+
+import json
+import os
+import time
+
+import pytest
+from problem import make_config, wait_for
+from test_failures import ENDLESS, steps_done, when
+
+from tba.cli import app
+from tba.launch import train
+from tba.launch.operate import Control, ask_for_searchers, describe, read_status
+from tba.observe.files import RunFolder
+
+
+def alive(config) -> float:
+    lines = RunFolder(config.run_folder).metrics.read_text().splitlines()
+    return next((record["searchers/alive"] for record in map(json.loads, reversed(lines)) if "loss" in record), 0.0)
+
+
+def test_a_run_tells_what_it_does_changes_its_searchers_and_stops_when_asked(folder, capsys):
+    config = make_config(folder, "name=operated", ENDLESS)
+    seen = {}
+
+    def operate() -> None:
+        run = config.run_folder
+        wait_for(lambda: RunFolder(run).status.is_file())
+        seen["status"] = read_status(run)
+        ask_for_searchers(run, 3)
+        seen["three"] = wait_for(lambda: alive(config) == 3.0)
+        ask_for_searchers(run, 1)
+        seen["one"] = wait_for(lambda: alive(config) == 1.0)
+        seen["rc"] = app(["stop", str(run)], standalone_mode=False)
+
+    thread = when(lambda: steps_done(config) >= 2, operate)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    thread.join(30.0)
+    assert seen["three"]
+    assert seen["one"]
+    assert not seen["rc"]
+    assert f"asked process {os.getpid()} to save and end" in capsys.readouterr().out
+    assert seen["status"]["alive"] is True
+    assert seen["status"]["pid"] == os.getpid()
+    assert [role["name"] for role in seen["status"]["roles"]] == ["trainer", "searcher-0"]
+    assert "searcher-0" in describe(seen["status"])
+
+
+def status(**changes) -> dict:
+    role = {"name": "trainer", "doing": "works", "since": 90.0, "responses_per_second": 0.0, "waited_share": 0.0}
+    found = {"step": 7, "time": 100.0, "host": "here", "pid": 1, "pid_started": 0.0, "roles": [role]}
+    return {**found, "alive": True, "age": 0.5, **changes}
+
+
+def test_a_status_says_since_when_and_whether_anybody_still_writes_it():
+    assert describe(status()) == "at step 7 (process 1 on here)\n  trainer      works, for 10 s"
+    assert describe(status(alive=False, age=60.0)).startswith("ended or died 60 s ago at step 7")
+    assert describe(status(age=60.0)).startswith("silent for 60 s at step 7")
+
+
+def test_a_run_that_is_gone_is_not_stopped_and_gets_no_searchers(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("")
+    gone = {
+        "step": 3,
+        "time": time.time(),
+        "host": os.uname().nodename,
+        "pid": 2**22 - 1,
+        "pid_started": 1.0,
+        "roles": [],
+    }
+    folder.status.write_text(json.dumps(gone))
+    with pytest.raises(ValueError, match="does not run: process 4194303 is gone since step 3"):
+        ask_for_searchers(tmp_path, 2)
+    with pytest.raises(ValueError, match="a run has 1 to 64 searchers"):
+        ask_for_searchers(tmp_path, 65)
+
+
+def test_a_folder_without_a_status_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not a run folder"):
+        read_status(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"searchers": "two"}', '{"searchers": 0}'])
+def test_nonsense_in_the_control_file_asks_for_nothing(text, tmp_path):
+    path = tmp_path / "control.json"
+    path.write_text(text)
+    assert Control(path).searchers() is None
