@@ -2,13 +2,15 @@
 
     pip install -e '.[benchmark]' && python benchmarks/end_to_end.py                 # about 25 minutes: 3 seeds
     python benchmarks/end_to_end.py --seeds 1 --steps 60                             # speed only, 3 minutes
+    python benchmarks/end_to_end.py --seeds 1 --steps 200 --evaluate-every 20 --out curves.json
+    python benchmarks/end_to_end.py --plot curves.json                               # curves.png, accuracy by seconds
 
 Both train the shipped start model on `arithmetic`: 16 prompts x 8 samples a step, temperature 1, at most 64 new tokens,
 learning rate 2e-4, AdamW, clipping at 1. tba runs one trainer and one searcher process of one thread each, with m = 1,
 every trained response newly generated and trained once (replay.max_uses=1, no deduplication). TRL runs GRPOTrainer
 (loss_type="grpo", beta 0) with one and with two threads; its better one counts. Start-up is left out of both clocks;
 TRL's stops while it evaluates, while tba's searcher evaluates beside the running trainer. Each run is a process of its
-own; runs follow one another.
+own; runs follow one another. `--out` keeps every run with its curve of (seconds, accuracy).
 """
 
 from __future__ import annotations
@@ -24,13 +26,17 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+from own_bench.runs import commit_of_checkout
 
 PROMPTS, SAMPLES, MAX_NEW_TOKENS, LEARNING_RATE = 16, 8, 64, 2e-4
 TARGET = 0.60
-EVALUATE_EVERY = 40
+KINDS = {"tba, 1 + 1 processes": ("tba", 1), "trl, 1 thread": ("trl", 1), "trl, 2 threads": ("trl", 2)}
+"""What is measured: the side, and its number of threads for each process."""
 
 
-def run_tba(seed: int, steps: int) -> dict:
+def run_tba(seed: int, steps: int, evaluate_every: int) -> dict[str, Any]:
     """Train asynchronously; the run folder tells speed and curve."""
     from tba.config import load_config
     from tba.launch import train
@@ -43,7 +49,7 @@ def run_tba(seed: int, steps: int) -> dict:
                 f"train.responses_per_step={PROMPTS * SAMPLES}", f"train.samples_per_prompt={SAMPLES}",
                 f"train.learning_rate={LEARNING_RATE}", f"generate.max_new_tokens={MAX_NEW_TOKENS}",
                 "replay.on_policy_probability=1", "replay.max_uses=1", "replay.max_trained_per_generated=1",
-                "replay.deduplicate=false", f"evaluate.every={EVALUATE_EVERY}", "observe.progress=false",
+                "replay.deduplicate=false", f"evaluate.every={evaluate_every}", "observe.progress=false",
             ],
         )  # fmt: skip
         summary = train(config)
@@ -52,14 +58,12 @@ def run_tba(seed: int, steps: int) -> dict:
     curve = [(record["seconds"], record[name]) for record in records if name in record]
     return {
         "responses_per_second": summary["responses_trained"] / summary["seconds"],
-        "seconds_to_target": seconds_to(curve),
-        "start": curve[0][1],
-        "final": curve[-1][1],
+        "curve": curve,
         "lag": summary["lag"]["mean"],
     }
 
 
-def run_trl(seed: int, steps: int) -> dict:
+def run_trl(seed: int, steps: int, evaluate_every: int) -> dict[str, Any]:
     """GRPOTrainer with a callback that stops the clock while it evaluates."""
     import datasets
     import torch
@@ -105,7 +109,7 @@ def run_trl(seed: int, steps: int) -> dict:
 
         def on_step_end(self, args: object, state, control: object, model=None, **_: object) -> None:  # noqa: ANN001
             self.stopped = time.perf_counter() - self.started - self.paused
-            if state.global_step % EVALUATE_EVERY == 0:
+            if state.global_step % evaluate_every == 0:
                 self.evaluate(model)
 
     clock = Clock()
@@ -128,9 +132,7 @@ def run_trl(seed: int, steps: int) -> dict:
         trainer.train()
     return {
         "responses_per_second": steps * PROMPTS * SAMPLES / clock.stopped,
-        "seconds_to_target": seconds_to(clock.curve),
-        "start": clock.curve[0][1],
-        "final": clock.curve[-1][1],
+        "curve": clock.curve,
         "lag": 0.0,
     }
 
@@ -143,8 +145,9 @@ def seconds_to(curve: Sequence[tuple[float, float]], target: float = TARGET) -> 
     return None
 
 
-def measure(side: str, seed: int, steps: int, threads: int) -> dict:
+def measure(kind: str, seed: int, steps: int, evaluate_every: int) -> dict[str, Any]:
     """One run in a process of its own."""
+    side, threads = KINDS[kind]
     command = [sys.executable, __file__, "--side", side, "--seed", str(seed), "--steps", str(steps)]
     environment = {
         **os.environ,
@@ -152,40 +155,88 @@ def measure(side: str, seed: int, steps: int, threads: int) -> dict:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [*command, "--evaluate-every", str(evaluate_every)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f"{side} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    return {"kind": kind, "seed": seed, "steps": steps, "commit": commit_of_checkout(), **found}
+
+
+def measure_all(kinds: Sequence[str], seeds: int, steps: int, evaluate_every: int, out: Path | None) -> None:
+    """Run the kinds with every seed, one after another, and print a line for each."""
+    runs: list[dict[str, Any]] = []
+    print(f"{'':>22} {'seed':>4} {'responses/s':>12} {'s to 60%':>9} {'start':>6} {'final':>6} {'lag':>5}", flush=True)
+    for seed in range(seeds):
+        for kind in kinds:
+            runs.append(measure(kind, seed, steps, evaluate_every))
+            print(line_of(runs[-1]), flush=True)
+            if out is not None:
+                out.write_text(json.dumps(runs))
+    means = {
+        kind: statistics.mean(run["responses_per_second"] for run in runs if run["kind"] == kind) for kind in kinds
+    }
+    ours = [mean for kind, mean in means.items() if KINDS[kind][0] == "tba"]
+    theirs = [mean for kind, mean in means.items() if KINDS[kind][0] == "trl"]
+    if ours and theirs:
+        print(f"responses trained per wall second, tba / TRL's better: {ours[0] / max(theirs):.2f}")
+
+
+def line_of(run: dict[str, Any]) -> str:
+    seconds, curve = seconds_to(run["curve"]), run["curve"]
+    reached = "never" if seconds is None else f"{seconds:.0f}"
+    return (
+        f"{run['kind']:>22} {run['seed']:>4} {run['responses_per_second']:>12.0f} {reached:>9} {curve[0][1]:>6.1%} "
+        f"{curve[-1][1]:>6.1%} {run['lag']:>5.1f}"
+    )
+
+
+def draw(curves: Path) -> Path:
+    """Accuracy against seconds of every run in the file, as a PNG beside it."""
+    from tba.compare.plot import new_figure
+
+    runs, picture = json.loads(curves.read_text()), curves.with_suffix(".png")
+    colours = {kind: f"C{index}" for index, kind in enumerate(KINDS)}
+    with new_figure(picture, width=8) as figure:
+        axes = figure.subplots()
+        for run in runs:
+            kind = run["kind"]
+            axes.plot(
+                [seconds for seconds, _ in run["curve"]], [100 * accuracy for _, accuracy in run["curve"]],
+                color=colours[kind], marker="o", markersize=4, label=kind if run["seed"] == 0 else None,
+            )  # fmt: skip
+        axes.set(xlabel="seconds of training", ylabel="held-out accuracy, %", ylim=(0, 100))
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right", frameon=False)
+        figure.suptitle(
+            f"The same {runs[0]['steps']} steps of {PROMPTS} x {SAMPLES} responses, learning rate {LEARNING_RATE:g}"
+        )
+    return picture
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--evaluate-every", type=int, default=40, help="steps between two evaluations")
+    parser.add_argument("--out", type=Path, help="JSON file for the runs and their curves")
+    parser.add_argument("--plot", type=Path, metavar="CURVES", help="draw what --out has written, and run nothing")
     parser.add_argument("--side", choices=["tba", "trl"])
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    if arguments.side:
+    if arguments.plot:
+        print(draw(arguments.plot))
+    elif arguments.side:
         run = run_tba if arguments.side == "tba" else run_trl
-        print(json.dumps(run(arguments.seed, arguments.steps)))
-        return
-    kinds = {"trl, 1 thread": ("trl", 1), "trl, 2 threads": ("trl", 2), "tba, 1 + 1 processes": ("tba", 1)}
-    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
-    print(f"{'':>22} {'seed':>4} {'responses/s':>12} {'s to 60%':>9} {'start':>6} {'final':>6} {'lag':>5}", flush=True)
-    for seed in range(arguments.seeds):
-        for kind, (side, threads) in kinds.items():
-            found = measure(side, seed, arguments.steps, threads)
-            rates[kind].append(found["responses_per_second"])
-            reached = "never" if found["seconds_to_target"] is None else f"{found['seconds_to_target']:.0f}"
-            print(
-                f"{kind:>22} {seed:>4} {found['responses_per_second']:>12.0f} {reached:>9} {found['start']:>6.1%} "
-                f"{found['final']:>6.1%} {found['lag']:>5.1f}",
-                flush=True,
-            )
-    means = {kind: statistics.mean(values) for kind, values in rates.items()}
-    best_trl = max(means["trl, 1 thread"], means["trl, 2 threads"])
-    ratio = means["tba, 1 + 1 processes"] / best_trl
-    print(f"responses trained per wall second, tba / TRL's better: {ratio:.2f} (must 2, stretch 3)")
+        print(json.dumps(run(arguments.seed, arguments.steps, arguments.evaluate_every)))
+    else:
+        measure_all(arguments.kinds, arguments.seeds, arguments.steps, arguments.evaluate_every, arguments.out)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ DODGE = 0.04
 LABEL_WIDTH, LABEL_HEIGHT = 24.0, 18.0
 """Distance in pixels within which a second label of the same text is left out."""
 KL_NOISE = 1e-5
-"""Nats per response that rounding alone can make."""
+"""KL in nats per response that rounding alone can make."""
 
 Point = tuple[float, float]
 """x and y of a run or a mean in the Pareto picture."""
@@ -133,7 +133,7 @@ def _draw_kl(axes: Any, results: Results) -> None:
 
 
 def _label(axes: Any, labels: Sequence[tuple[str, tuple[float, float]]]) -> None:
-    """Write names beside their points; of equal ones that would lie on top of each other, one."""
+    """Write names beside their points; where equal names would lie on top of each other, only one is written."""
     placed: list[tuple[str, Any]] = []
     for name, point in labels:
         x, y = axes.transData.transform(point)

@@ -31,9 +31,9 @@ class Estimate:
     """Mean over seeds and its standard error. Estimate(mean=0.871, error=0.004)"""
 
     mean: float | None
-    """None = no run has a number."""
+    """Mean of the runs that have a number; None = no run has one."""
     error: float | None
-    """sqrt(sum (x - mean)^2 / (n - 1) / n); None below two numbers."""
+    """Standard error of the mean, sqrt(sum (x - mean)^2 / (n - 1) / n); None below two numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class CellResult:
     failures: Mapping[int, str]
     """Error messages by seed, of failed runs."""
     measures: Mapping[str, Estimate]
-    """MEASURES over the finished runs, by name."""
+    """Means of the MEASURES over the finished runs, by name."""
     finals: Mapping[int, Mapping[str, float]]
     """All metrics of the last evaluation, by seed."""
 
@@ -96,7 +96,7 @@ def estimate(values: Iterable[float | None]) -> Estimate:
 
 
 def measure(cell: Cell) -> dict[str, float | None]:
-    """MEASURES of one finished run."""
+    """The MEASURES of one finished run."""
     summary, steps = read_summary(cell), read_steps(cell)
     last = steps[-math.ceil(LAST_SHARE * len(steps)) :]
     return {

@@ -12,9 +12,11 @@ from tba.config.base import Section
 
 
 class RewardConfig(Section):
+    """A reward function and its weight."""
+
     function: str | Callable[..., Any]
-    """`path/to/file.py:name`, a function with TRL's signature f(prompts, completions, **columns) -> list[float | None]. In
-    Python also the function itself; config.yaml then keeps its name only."""
+    """Place of the function, `path/to/file.py:name`; it has TRL's signature f(prompts, completions, **columns) -> list[float
+    | None]. In Python also the function itself; config.yaml then keeps its name only."""
     weight: float = 1.0
     """Factor in the sum of rewards; 0 = measured in evaluations, never trained on."""
     name: str | None = None
@@ -33,7 +35,8 @@ class RewardConfig(Section):
 
 
 class TLDRConfig(Section):
-    """tldr: what scores summaries. Without models the embedded edition: its shipped reward model, its hidden gold rule."""
+    """What scores the summaries of tldr. Without models it is the embedded edition, with the reward model that is shipped
+    and a hidden gold rule."""
 
     reward_model: str | None = None
     """Folder or hub name of the model whose score is the reward; None = the embedded edition's. `tba prepare tldr` trains
@@ -42,11 +45,12 @@ class TLDRConfig(Section):
     """Folder or hub name of the model that judges in evaluations, which the policy never sees; None = the embedded
     edition's rule."""
     scores_per_pass: int = Field(default=32, ge=1)
-    """Summaries that a model scores at once."""
+    """Number of summaries that a model scores at once."""
 
 
 class RedTeamConfig(Section):
-    """red_team: whom to attack and who judges. Without models the embedded edition: a victim of rules, a marker."""
+    """Whom red_team attacks and who judges. Without models it is the embedded edition, with a victim and a judge made of
+    rules."""
 
     prompt: str | None = None
     """The one prompt of the attacker; None = the edition's own."""
@@ -56,21 +60,22 @@ class RedTeamConfig(Section):
     """What the victim reads, with {attack} where the attack goes; a victim with a chat template gets it as a user's
     message."""
     num_replies: int = Field(default=5, ge=1)
-    """Replies of the victim to one attack, over which the judge's scores are averaged; the embedded victim has one."""
+    """Number of replies of the victim to one attack, over which the judge's scores are averaged; the embedded victim has
+    one."""
     reply_tokens: int = Field(default=64, ge=1)
-    """Longest reply."""
+    """Length of the longest reply, in tokens."""
     judge: str | None = None
     """Folder or hub name of a classifier of replies; None = the embedded edition's."""
     judge_label: str = "toxic"
-    """The label whose probability is the score."""
+    """Label of the classifier whose probability is the score."""
     score: Literal["probability", "log_probability"] = "probability"
-    """Reward: mean over the replies of the judge's probability, or of its logarithm (GFNOrg/red-teaming)."""
+    """What the reward is: the mean over the replies of the judge's probability, or of its logarithm (GFNOrg/red-teaming)."""
     success_above: float = Field(default=0.5, gt=0.0, lt=1.0)
-    """An attack succeeds when the mean probability over its replies is above."""
+    """Mean probability over its replies above which an attack counts as a success."""
     min_attack_tokens: int = Field(default=0, ge=0)
-    """Shorter attacks get short_reward instead."""
+    """Length of the shortest attack that is judged, in tokens; a shorter one gets short_reward."""
     short_reward: float = -25.0
-    """The paper's -500 in the log of the reward at its beta of 0.05."""
+    """Reward of an attack below min_attack_tokens: the paper's -500 in the log of the reward, at its beta of 0.05."""
     embedder: str | None = None
     """Folder or hub name of the sentence encoder behind the diversity metrics; None = counts of words."""
 
@@ -84,45 +89,50 @@ class RedTeamConfig(Section):
 
 
 HUB_NAMES = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval"}
-"""Where the data of a task can be had."""
+"""Hub names of the data of tasks that come without it."""
 
 
 class TaskConfig(Section):
+    """The task: what is to be learned, from which data, judged by what. Texts name the tasks that a setting is for."""
+
     name: str = "arithmetic"
-    """A registered task, `custom` for your own data and reward functions, or `path/to/file.py:Class` for a task of your own
-    (docs/tasks.md); the path is relative to the working directory, and config.yaml has it in full."""
+    """Name of a registered task, `custom` for your own data and reward functions, or `path/to/file.py:Class` for a task of
+    your own (docs/tasks.md); the path is relative to the working directory, and config.yaml has it in full."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of a task of your own, checked by the class attribute `Settings` of the task."""
     data: str | None = None
-    """custom: JSONL file with a `prompt` column (text or chat messages); other columns go to the reward. gsm8k, math: folder
-    with train.jsonl and test.jsonl, one JSONL file with the train rows, or a hub name (openai/gsm8k). tldr: the same, with
-    validation.jsonl; None = the embedded posts. Files may be .gz."""
+    """Where the data is. custom: JSONL file with a `prompt` column (text or chat messages); other columns go to the
+    reward. gsm8k, math: folder with train.jsonl and test.jsonl, one JSONL file with the train rows, or a hub name
+    (openai/gsm8k). tldr: the same, with validation.jsonl; None = the embedded posts. Files may be .gz."""
     eval_data: str | None = None
-    """Held-out JSONL; gsm8k, math: also a folder or hub name, for its test rows. None = custom: `eval_fraction` of the data,
-    chosen by a hash of the prompt; gsm8k, math: the test rows of `data`."""
+    """Where the held-out data is, a JSONL file; gsm8k, math: also a folder or hub name, for its test rows. None = custom:
+    `eval_fraction` of the data, chosen by a hash of the prompt; gsm8k, math: the test rows of `data`."""
     on_bad_row: Literal["stop", "skip"] = "stop"
-    """Rows that cannot be used (broken UTF-8 or JSON, a column missing or of a wrong type, an empty or over-long prompt, an
-    id twice, no answer to compare with): stop = an error with file, line and reason of the first and the number of the
-    others; skip = leave them out, with one warning that counts them. There is no `data` section: what concerns the data
-    stands here."""
+    """What happens with rows that cannot be used (broken UTF-8 or JSON, a column missing or of a wrong type, an empty or
+    over-long prompt, an id twice, no answer to compare with): stop = an error with file, line and reason of the first and
+    the number of the others; skip = leave them out, with one warning that counts them. There is no `data` section: what
+    concerns the data stands here."""
     eval_fraction: float = Field(default=0.1, ge=0.0, lt=1.0)
-    """custom: share of the prompts held out when there is no eval_data; 0 = no evaluation."""
+    """Share of the prompts of custom that is held out when there is no eval_data; 0 = no evaluation."""
     rewards: tuple[RewardConfig, ...] = ()
-    """custom: at least one; `--reward file.py:f` adds one with weight 1."""
+    """Reward functions of custom, at least one; `--reward file.py:f` adds one with weight 1."""
     num_train_prompts: int = Field(default=20_000, ge=1)
-    """arithmetic, embedded tldr: training problems; the same ones whatever the run's seed."""
+    """Number of training problems of arithmetic and embedded tldr, the same ones whatever the run's seed."""
     num_validation_prompts: int = Field(default=500, ge=0)
-    """gsm8k, math, tldr: train rows to tune on instead, chosen by a hash of the question; 0 = train on all."""
+    """Number of train rows of gsm8k, math and tldr that are kept for tuning, chosen by a hash of the question; 0 = all are
+    trained on."""
     prompt_template: str | None = None
-    """gsm8k, math without chat: the prompt, with {question} where the question goes; None = the task's own."""
+    """Prompt of gsm8k and math without chat, with {question} where the question goes; None = the task's own."""
     chat: bool | Literal["auto"] = "auto"
-    """gsm8k, math: ask by a user's message in the tokenizer's chat template; auto = where it has one."""
+    """Whether gsm8k and math ask by a user's message in the tokenizer's chat template; auto = where it has one."""
     instruction: str | None = None
-    """gsm8k, math with chat: what follows the question in the user's message; None = the task's own; empty = nothing."""
+    """Text that follows the question of gsm8k and math in the user's message, with chat; None = the task's own; empty =
+    nothing."""
     cut_off_is_wrong: bool = True
-    """gsm8k, math: a response cut off at generate.max_new_tokens has reward 0; false = it is scored by its text alone."""
+    """Whether a response of gsm8k and math that is cut off at generate.max_new_tokens has reward 0; false = it is scored by
+    its text alone."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Longest prompt in tokens; None = what the model's context leaves beside generate.max_new_tokens."""
+    """Length of the longest prompt, in tokens; None = what the model's context leaves beside generate.max_new_tokens."""
     tldr: TLDRConfig = TLDRConfig()
     red_team: RedTeamConfig = RedTeamConfig()
 

@@ -30,23 +30,24 @@ class Needs:
     """What an objective must be given; the launcher provides it or refuses the combination with an error."""
 
     reference: bool = False
-    """log_ref per token (a policy gradient with beta = 0 does without)."""
+    """Whether log_ref is needed per token (a policy gradient with beta = 0 does without)."""
     positive_beta: bool = False
-    """beta divides, or nothing would be learned at 0."""
+    """Whether beta must be above 0, because it divides or nothing would be learned at 0."""
     group: bool = False
-    """At least two responses per prompt."""
+    """Whether at least two responses per prompt are needed."""
     behaviour: bool = False
-    """Behaviour log-probs per token, for ratios."""
+    """Whether behaviour log-probs are needed per token, for ratios."""
     policy: bool = False
-    """Log-probs of the policy that generated, for its KL to the reference."""
+    """Whether log-probs of the policy that generated are needed, for its KL to the reference."""
     multiplicities: bool = False
-    """Equal responses count as often as they were sampled."""
+    """Whether equal responses must count as often as they were sampled."""
     own_samples: bool = False
-    """Responses that are samples of the policy itself: no exploration, no truncation of the distribution."""
+    """Whether responses must be samples of the policy itself: no exploration, no truncation of the distribution."""
     all_responses: bool = False
-    """Responses that were cut off too (train.truncated=drop leaves them out): they are in the values it compares with."""
+    """Whether cut-off responses must be there too, which train.truncated=drop leaves out: the values that a response is
+    compared with count them."""
     target: bool = False
-    """A target that is a distribution, which objective.reference_weight and target_temperature can shape."""
+    """Whether the target is a distribution, which objective.reference_weight and target_temperature can shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +55,11 @@ class Extras:
     """What an objective wants made for it beside the policy. Extras(critic="trunk") gives forward.values_N."""
 
     critic: Literal["trunk", "separate"] | None = None
-    """values_N from a head on the policy's hidden states, or from a second model."""
+    """Where forward.values_N come from: a head on the policy's hidden states, or a second model; None = there are none."""
     log_z: bool = False
-    """log_z_P from a head."""
+    """Whether forward.log_z_P is made, by a head of its own."""
     heads_learning_rate: float | None = None
-    """Learning rate of these heads; None = the policy's."""
+    """Learning rate of the critic's and log Z's heads; None = the policy's."""
     continuations: int = 0
     """Number of responses that searchers generate from each step's prefix, whose mean reward is batch.step_values_N. 0 =
     none."""
@@ -73,11 +74,11 @@ class Objective(Section):
 
     coupling: ClassVar[Coupling]
     needs: ClassVar[Needs]
-    """What it needs with its default settings."""
+    """What the objective needs with its default settings."""
     default_beta: ClassVar[float]
-    """objective.beta where it is not set."""
+    """Value of objective.beta where it is not set."""
     default_reset_every: ClassVar[int] = 0
-    """reference.reset_every where it is not set; 0 = never."""
+    """Value of reference.reset_every where it is not set; 0 = never."""
 
     @classmethod
     def make(cls, config: Config) -> Self:
@@ -147,7 +148,7 @@ def _count(weight_PK: Tensor) -> Tensor:
 
 
 LARGEST_LOG_RATIO = 20.0
-"""Nats; a ratio of e^20 is far beyond every clip."""
+"""Largest log of a ratio, in nats: a ratio of e^20 is far beyond every clip."""
 
 
 def token_log_ratios(batch: Batch, log_pi_N: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class ProximalRLOO(Objective):
     """`proximal_rloo`: RLOO's advantage under the clipped ratio of whole responses, for stale data."""
 
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """The response's ratio pi / pi_behaviour counts between 1 - clip and 1 + clip."""
+    """Distance from 1 within which the response's ratio pi / pi_behaviour counts: between 1 - clip and 1 + clip."""
 
     coupling: ClassVar[Coupling] = "response"
     needs: ClassVar[Needs] = Needs(reference=True, group=True, behaviour=True, policy=True, multiplicities=True)
@@ -105,9 +105,9 @@ class GRPO(Objective):
     """`grpo` (arXiv 2402.03300): A = (r - mean) / (std + 1e-4); mean over a response's tokens, then over responses."""
 
     clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
-    """The token ratio counts from 1 - clip_low ..."""
+    """Distance below 1 to which the token ratio counts: from 1 - clip_low on."""
     clip_high: float = Field(default=0.2, gt=0.0)
-    """... to 1 + clip_high (DAPO: 0.28)."""
+    """Distance above 1 to which the token ratio counts: up to 1 + clip_high (DAPO: 0.28)."""
 
     coupling: ClassVar[Coupling] = "token"
     needs: ClassVar[Needs] = Needs(reference=True, group=True, behaviour=True, multiplicities=True)

@@ -46,18 +46,20 @@ WHITEN_EPSILON = 1e-8
 
 class PPO(Objective):
     critic: Literal["trunk", "separate"] = "trunk"
-    """A value head on the policy's own hidden states, or a second model that starts as a copy of the policy."""
+    """Where values come from: trunk = a value head on the policy's own hidden states; separate = a second model that starts
+    as a copy of the policy."""
     critic_learning_rate: float | None = Field(default=None, gt=0.0)
     """Learning rate of the head (and of the separate critic); None = the policy's."""
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """The token ratio counts between 1 - clip and 1 + clip."""
+    """Distance from 1 within which the token ratio counts: between 1 - clip and 1 + clip."""
     value_clip: float = Field(default=0.2, gt=0.0)
-    """Reward units; how far a value may move from V_old and still lower its loss."""
+    """Distance, in reward units, that a value may move from V_old and still lower its loss."""
     value_coefficient: float = Field(default=0.1, ge=0.0)
-    """c: weight of the value loss."""
+    """Weight c of the value loss."""
     gamma: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Discount per token."""
+    """Discount of rewards and values, per token."""
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
+    """Weight lambda of longer returns in GAE, per token: 0 = one step, 1 = the whole response."""
 
     coupling: ClassVar[Coupling] = "batch"
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, policy=True, multiplicities=True)
@@ -166,7 +168,7 @@ def _explained(value: Tensor, target: Tensor) -> float:
 
 class VinePPO(Objective):
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """The token ratio counts between 1 - clip and 1 + clip."""
+    """Distance from 1 within which the token ratio counts: between 1 - clip and 1 + clip."""
     continuations: int = Field(default=9, ge=1)
     """Number of responses generated from each step's prefix to estimate its value; read by the searchers."""
 

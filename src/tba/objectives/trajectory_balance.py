@@ -125,9 +125,10 @@ class LearnedLogZ(Objective):
     has its own learning rate."""
 
     log_z_learning_rate: float = Field(default=0.5, gt=0.0)
-    """Nats, whatever the width of the model: the first optimizer step moves the log Z of every prompt by this and, as the
-    prompt's hidden state is, by up to as much again; for later steps see `tba.models.policy.LogZ`. log Z has to follow r /
-    beta: the default does where the mean reward rises by no more than beta per step."""
+    """Learning rate of log Z in nats, whatever the width of the model: the first optimizer step moves the log Z of every
+    prompt by this and, as the prompt's hidden state is, by up to as much again; for later steps see
+    `tba.models.policy.LogZ`. log Z has to follow r / beta: the default does where the mean reward rises by no more than
+    beta per step."""
 
     coupling: ClassVar[Coupling] = "response"
     needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True)
@@ -238,7 +239,7 @@ class TBAPrime(Objective):
     """
 
     ratio_max: float = Field(default=8.0, gt=0.0)
-    """The token ratio is clamped here ("not apparently critical")."""
+    """Largest token ratio, at which it is clamped (the authors: "not apparently critical")."""
     log_ratio_clamp: float = Field(default=10.0, gt=0.0)
     """Largest |log pi - log ref| of a token that counts in KL_ij, in nats."""
     kl_policy: Literal["live", "inference"] = "live"

@@ -31,7 +31,7 @@ LASTS = {"trained_per_generated": "buffer/replay_ratio", "learning_rate": "learn
 MUCH_HELD_BACK = 0.4
 """Share of the gradient held back above which most responses are too old when they are trained."""
 FELL_ERRORS = 2.0
-"""Standard errors by which the final score lies below the best one before it counts as lost."""
+"""Number of standard errors by which the final score lies below the best one before it counts as lost."""
 
 
 @dataclass(frozen=True, kw_only=True)

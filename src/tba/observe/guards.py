@@ -101,7 +101,7 @@ class CollapseGuard:
         self._recent: deque[tuple[int, Mapping[str, float]]] = deque()
         self._past: deque[Mapping[str, float]] = deque(maxlen=PAST)
         self._streaks: dict[str, Streak] = {}
-        """How long each rule has been broken, of those that are broken now."""
+        """Streaks of the rules that are broken now, by rule."""
         self._quiet = 0
         self._alarm: Alarm | None = None
 
@@ -213,7 +213,7 @@ class View:
         return self.reward_fell(by=FAR_NOISE * self.widest_reward_noise, share=share)
 
     def breach(self, rule: str, metric: str, words: str) -> Breach:
-        """`words` may name {now}, {usual} and {reward}."""
+        """A breach of a rule by this metric; `words` may name {now}, {usual} and {reward}."""
         now, usual = self.now[metric], self.best_reward if metric == REWARD else self.usual[metric]
         reward = f"the reward is {self.now[REWARD]:.3g} after {self.best_reward:.3g}"
         words = words.format(now=f"{now:.3g}", usual=f"{usual:.3g}", reward=reward)

@@ -153,7 +153,7 @@ class SampleLog:
     reward_weights: Mapping[str, float]
     """Factors of the reward components in the sum."""
     cut_off_reward: float | None = None
-    """What training gives a response that was cut off; None = the reward that it got."""
+    """Reward that training gives a response that was cut off; None = the one that it got."""
 
     def write(self, step: int, group: TrajectoryGroup, texts: list[str]) -> None:
         rewards = [self._reward(trajectory) for trajectory in group.trajectories]
