@@ -111,8 +111,8 @@ class SearchConfig(Section):
     """The searchers, which visit prompts, generate responses and have them rewarded."""
 
     num_searchers: int = Field(default=1, ge=1, le=64)
-    """Number N of searcher processes. Searcher i owns prompts i, i + N, i + 2N, ...; fewer prompts than N are
-    shared."""
+    """Number of searcher processes at the start. Visits to prompts are handed out to them one by one, so that searchers can
+    be replaced, and `tba searchers RUN --count N` can change their number while the run goes on."""
     samples_multiplier: float = Field(default=1.0, ge=1.0)
     """Factor of the responses generated at a visit: S = ceil(samples_multiplier * train.samples_per_prompt)."""
     shuffle: bool = True
