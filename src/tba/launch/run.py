@@ -7,8 +7,10 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -75,8 +77,8 @@ class AsyncRun:
     _status_at: float = 0.0
 
     @classmethod
-    def make(cls, config: Config, folder: RunFolder, inputs: RunInputs) -> AsyncRun:
-        """Publish version 0, then start the searchers."""
+    def make(cls, config: Config, folder: RunFolder, inputs: RunInputs, checkpoint: Path | None = None) -> AsyncRun:
+        """Publish version 0, or that of the checkpoint to resume from, then start the searchers."""
         loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
         adapt(loaded, config.model, seed=config.seed)
         weights = make_weights(loaded.model, version=0)
@@ -98,6 +100,7 @@ class AsyncRun:
             roles=runtime.statuses,
             more_metrics=runtime.metrics,
         )
+        visits = Visits(runtime)
         trainer = make_trainer(
             config,
             loaded,
@@ -108,14 +111,19 @@ class AsyncRun:
             recorder,
             counts=counts,
             reference_publisher=runtime.reference_publisher,
-            cursors=runtime.cursors,
+            parts={"search": visits},
             gate=Gate(config, runtime.board.trainer, len(task.prompts("train")), lambda: interrupt.asked),
         )
         evaluated = task.prompts(config.evaluate.split)
         run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0)
         try:
-            runtime.publish(weights)
-            arguments = {"config": config, "logs": folder.logs}
+            if checkpoint is not None:
+                trainer.checkpoints.load(checkpoint)
+            runtime.publish(make_weights(loaded.model, version=trainer.step_index))
+            # What the trainer holds or has used up is not generated again.
+            used = config.train.prompts_per_step * (trainer.step_index // config.steps_per_batch)
+            first_visit = used + trainer.replay.num_waiting
+            arguments = {"config": config, "logs": folder.logs, "cursors": visits.loaded, "first_visit": first_visit}
             runtime.start_searchers(run_searcher, arguments, logs=folder.logs)
         except BaseException:
             run.close()
@@ -129,7 +137,8 @@ class AsyncRun:
     def run(self) -> None:
         """Train to the end, or until Ctrl-C."""
         with self.interrupt:
-            self.ask_for_evaluation()
+            if self.recorder.lacks_evaluation(self.trainer.step_index):
+                self.ask_for_evaluation()
             try:
                 while not self.trainer.done and not self.interrupt.asked:
                     self.step()
@@ -184,6 +193,21 @@ class AsyncRun:
 
 
 @dataclass
+class Visits:
+    """How far the searchers of an asynchronous run have come in their prompts, as a checkpoint holds it."""
+
+    runtime: LocalRuntime
+    loaded: list[int] = field(default_factory=list)
+    """Cursor of each searcher in the checkpoint that is resumed from; empty = from the start."""
+
+    def state(self) -> dict[str, Any]:
+        return {"cursors": self.runtime.cursors()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.loaded = state["cursors"]
+
+
+@dataclass
 class SyncRun:
     """`mode=sync` and `mode=fixed_lag`: searcher and trainer take turns in this process, and every step trains on responses
     of the current weights, or of those exactly `lag_steps` steps ago."""
@@ -197,8 +221,9 @@ class SyncRun:
     interrupt: Interrupt
 
     @classmethod
-    def make(cls, config: Config, folder: RunFolder, inputs: RunInputs) -> SyncRun:
-        """Build both roles around one model; engine and reference copy its weights as they are now."""
+    def make(cls, config: Config, folder: RunFolder, inputs: RunInputs, checkpoint: Path | None = None) -> SyncRun:
+        """Build both roles around one model; engine and reference copy its weights as they are now. Then load the checkpoint
+        to resume from, if there is one."""
         loaded, task = inputs.loaded, inputs.task
         engine = make_search_engine(config, loaded)
         reference_engine = make_reference_engine(config, loaded)
@@ -208,12 +233,13 @@ class SyncRun:
         rewards = make_rewards(task, config, log=folder.logs / "rewards.log")
         groups = LocalGroups()
         step_values = make_step_values(config, loaded, task, log=folder.logs / "rewards-values.log")
+        state = make_search_state(config, task)
         searcher = make_searcher(
             config,
             loaded,
             task,
             engine=engine,
-            state=make_search_state(config, task),
+            state=state,
             reference_engine=reference_engine,
             rewards=rewards,
             sender=groups,
@@ -231,18 +257,23 @@ class SyncRun:
             reward_weights=task.reward_weights,
             counts=counts,
         )
+        lagged = LaggedWeights(engine.load, lag=config.lag_steps) if lags else None
         trainer = make_trainer(
             config,
             loaded,
             task,
             make_learner(config, loaded),
             groups,
-            LaggedWeights(engine.load, lag=config.lag_steps) if lags else LocalWeights(engine.load),
+            lagged or LocalWeights(engine.load),
             recorder,
             counts=counts,
             reference_publisher=LocalWeights(searcher.load_reference),
-            cursors=lambda: [searcher.prompts.cursor],
+            parts={"search": state} if lagged is None else {"search": state, "weights": lagged},
         )
+        if checkpoint is not None:
+            trainer.checkpoints.load(checkpoint)
+            if lagged is None:  # lagged weights load what is due themselves
+                engine.load(make_weights(loaded.model, version=trainer.step_index))
         return cls(
             config,
             searcher,
@@ -259,7 +290,8 @@ class SyncRun:
     def run(self) -> None:
         """Train to the end, or until Ctrl-C."""
         with self.interrupt:
-            self.evaluate()
+            if self.recorder.lacks_evaluation(self.trainer.step_index):
+                self.evaluate()
             while not self.trainer.done and not self.interrupt.asked:
                 self.step()
                 if self.config.evaluation_due(self.trainer.step_index):

@@ -166,6 +166,11 @@ class ReplayBuffer:
         self._remove(used_up)  # only now: the batch was copied out of these rows
         return batch
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of groups in the queue of replay.max_uses."""
+        return 0 if self._queue is None else len(self._queue)
+
     def can_fill(self, num_prompts: int, *, prompts_of_task: int, lost: int = 0) -> bool:
         """Whether a batch of so many prompts can be sampled, of which `lost` visits will never come. A task of fewer prompts
         repeats them within a batch."""
@@ -240,7 +245,7 @@ class ReplayBuffer:
         return {name: value for name, value in vars(self).items() if name != "config"}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of a buffer with the same settings: every later draw is the one that it would have made."""
+        """Continue from the state of a buffer with the same settings: later draws are those that it would have made."""
         vars(self).update(state)
 
     def _find_entry(self, prompt: Prompt, reference_version: int) -> PromptEntry:

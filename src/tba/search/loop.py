@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -47,6 +48,18 @@ class SearchState:
     difficulty: Difficulty
     failures: FailureCount
     counts: SearchCounts = field(default_factory=SearchCounts)
+
+    def state(self) -> dict[str, Any]:
+        """What decides the next visits and the ids of their groups, for a checkpoint."""
+        return {
+            "cursor": self.prompts.cursor,
+            **{name: vars(getattr(self, name)) for name in ("difficulty", "failures", "counts")},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.prompts.cursor = state["cursor"]
+        for name in ("difficulty", "failures", "counts"):
+            vars(getattr(self, name)).update(state[name])
 
 
 @dataclass

@@ -149,6 +149,8 @@ class PacedVisits:
     row: Row
     deadline_seconds: float
     started: int = 0
+    first: int = 0
+    """Visits of this searcher that count as made before the first: those of a run that is resumed."""
 
     def __iter__(self) -> Iterator[Request | None]:
         return self
@@ -172,7 +174,7 @@ class PacedVisits:
         return next(self.prompts)
 
     def _needed(self) -> int:
-        visit = self.started * self.num_searchers + self.index
+        visit = (self.first + self.started) * self.num_searchers + self.index
         return 0 if self.max_lag is None else self.steps_per_batch * (visit // self.prompts_per_step) - self.max_lag
 
     def _may_start(self) -> bool:

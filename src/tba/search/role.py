@@ -222,8 +222,11 @@ def run_searcher(
     board_memory: tuple[int, int],
     weights: SlotsHandle,
     references: SlotsHandle | None,
+    cursors: Sequence[int] = (),
+    first_visit: int = 0,
 ) -> None:
-    """The target of a searcher's process."""
+    """The target of a searcher's process. In a run that is resumed, `cursors` say how far each searcher had come, and
+    `first_visit` is the number of visits of all of them that the trainer has used or holds."""
     torch.set_num_threads(config.runtime.threads)
     row = Board(SharedMemory(*board_memory), config.search.num_searchers).searcher(index)
     loaded = load_model(config.model)
@@ -234,6 +237,9 @@ def run_searcher(
     loader = WeightLoader(WeightSlots.attach(weights), engine)
     reference_slots = WeightSlots.attach(references) if references is not None else None
     state = make_search_state(config, task, index=index)
+    if cursors:
+        # No group id comes twice: at most as many groups were sent as visits begun.
+        state.prompts.cursor = state.counts.sent = cursors[index]
     heartbeat = Heartbeat(row, engine, state)
     inbox = Inbox(link, row, heartbeat, config.runtime)
     step_values = make_step_values(
@@ -273,7 +279,7 @@ def run_searcher(
     )
     try:
         role.start()
-        searcher.run(make_visits(config, searcher, role), role.tick)
+        searcher.run(make_visits(config, searcher, role, first_visit=first_visit), role.tick)
     except Stopped:
         logger.info("stopped after %d groups", searcher.counts.sent)
     finally:
@@ -282,7 +288,7 @@ def run_searcher(
             evaluation_rewards.close()
 
 
-def make_visits(config: Config, searcher: Searcher, role: SearcherRole) -> PacedVisits:
+def make_visits(config: Config, searcher: Searcher, role: SearcherRole, *, first_visit: int = 0) -> PacedVisits:
     return PacedVisits(
         prompts=searcher.prompts,
         index=searcher.index,
@@ -298,4 +304,5 @@ def make_visits(config: Config, searcher: Searcher, role: SearcherRole) -> Paced
         tick=role.idle_tick,
         row=role.row,
         deadline_seconds=config.runtime.wait_seconds,
+        first=first_visit // config.search.num_searchers,
     )

@@ -28,7 +28,13 @@ from tba.types import Batch, Totals, Weights
 
 SAVED: tuple[type, ...] = (
     *(storage.TokenStore, storage.Segment, storage.RowTable, storage.AgeOrder, storage.TokenIndex),
-    *(prompts.PromptEntry, prompts.PromptDraws, prompts.DrawWithoutReplacement, prompts.GroupQueue, prompts.QueuedGroup),
+    *(
+        prompts.PromptEntry,
+        prompts.PromptDraws,
+        prompts.DrawWithoutReplacement,
+        prompts.GroupQueue,
+        prompts.QueuedGroup,
+    ),
     *(sampling.MixedSelector, sampling.FreshSelector, sampling.UniformSelector, sampling.SoftmaxSelector, SumTrees),
     *(Batch, Totals, Weights),
     *(CollapseGuard, Streak, Alarm, Stability),
@@ -203,7 +209,7 @@ class _Decoder:
         return getattr(self, f"_{kind.replace('.', '_')}")(node)
 
     def _object(self, node: Mapping[str, Any]) -> Any:
-        made = object.__new__(CLASSES[node["kind"]])
+        made: Any = object.__new__(CLASSES[node["kind"]])
         self._objects[node["number"]] = made
         for name, item in node["fields"].items():
             object.__setattr__(made, name, self.decode(item))
@@ -239,9 +245,7 @@ class _Decoder:
             memory = self._memory[node["memory"]] = np.zeros(node["bytes"], np.uint8)
             stored = self.tensors[node["memory"]].numpy()
             memory[: len(stored)] = stored
-        return np.ndarray(
-            node["shape"], node["dtype"], buffer=memory, offset=node["offset"], strides=node["strides"]
-        )
+        return np.ndarray(node["shape"], node["dtype"], buffer=memory, offset=node["offset"], strides=node["strides"])
 
     def _memoryview(self, node: Mapping[str, Any]) -> memoryview:
         return self._array(node["of"]).data
