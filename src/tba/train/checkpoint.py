@@ -92,7 +92,8 @@ class Checkpoints:
 
     def drop_healthy(self, step: int) -> None:
         self.wait()
-        shutil.rmtree(self.folder.checkpoints / f"healthy-step-{step}", ignore_errors=True)
+        if (path := self.folder.checkpoints / f"healthy-step-{step}").exists():  # someone may have tidied up
+            drop_folder(path)
 
     def by_step(self, prefix: str = "step-") -> dict[int, Path]:
         """Whole checkpoints whose name begins with `prefix`, also the one that is being written."""
@@ -119,15 +120,15 @@ class Checkpoints:
         if is_best and asked in saved:
             for outdone, path in self.by_step("best-step-").items():
                 if outdone != self._saved_best:
-                    shutil.rmtree(path)
+                    drop_folder(path)
             _replace_folder(saved.pop(asked), self.folder.checkpoints / f"best-step-{asked}")
         for passed in [found for found in saved if found <= asked]:
-            shutil.rmtree(saved[passed])
+            drop_folder(saved[passed])
 
     def drop_unjudged(self) -> None:
         """The run is over: weights whose evaluation never came are of no use."""
         for path in self.by_step("evaluated-step-").values():
-            shutil.rmtree(path)
+            drop_folder(path)
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint of this run: weights, optimizer, heads and every part. Checkpoints of later steps,
@@ -218,10 +219,10 @@ class Checkpoints:
         by_step = self.folder.checkpoints_by_step()
         for old in sorted(by_step)[: -self.keep]:
             if old != pinned:
-                shutil.rmtree(by_step[old])
+                drop_folder(by_step[old])
         bests = self.folder.checkpoints_by_step("best-step-")
         for outdone in [found for found in bests if best in bests and found != best]:
-            shutil.rmtree(bests[outdone])
+            drop_folder(bests[outdone])
 
     def _drop_after(self, step: int) -> None:
         for leftover in self.folder.checkpoints.glob(".*.partial"):
@@ -230,7 +231,7 @@ class Checkpoints:
             for later, path in self.folder.checkpoints_by_step(prefix).items():
                 if later > step:
                     logger.warning("%s is dropped: the run goes on from step %d.", path, step)
-                    shutil.rmtree(path)
+                    drop_folder(path)
         self.drop_unjudged()
 
 
@@ -303,9 +304,16 @@ def _sync(path: Path) -> None:
         os.close(number)
 
 
+def drop_folder(path: Path) -> None:
+    """Remove a checkpoint so that no part of it is ever taken for a whole one."""
+    leaving = path.with_name(f".{path.name}.dropped.partial")
+    os.replace(path, leaving)
+    shutil.rmtree(leaving)
+
+
 def _replace_folder(source: Path, target: Path) -> None:
     if target.exists():
-        shutil.rmtree(target)
+        drop_folder(target)
     os.replace(source, target)
     _sync(target.parent)
 
