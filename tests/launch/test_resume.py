@@ -20,11 +20,16 @@ from tba.launch import train
 from tba.observe.files import RunFolder
 from tba.train.state import Snapshot, restore
 
-COMMON = ("train.max_steps=9", "train.checkpoint_every=1", "evaluate.every=4")
+COMMON = ("train.max_steps=16", "train.checkpoint_every=1", "evaluate.every=4")
 RUNS = {
     "tb with replay": ["mode=sync", "replay.on_policy_probability=0.5", "replay.inverse_temperature=1"],
-    "ppo": ["mode=sync", "objective.name=ppo", "train.updates_per_batch=2"],
-    "fixed_lag": ["mode=fixed_lag", "lag_steps=1", "train.learning_rate=auto", "search.skip_unsolved_after=1"],
+    # Step 5 is the first of two on its batch.
+    "ppo": ["mode=sync", "objective.name=ppo", "train.updates_per_batch=2", "train.checkpoint_every=5"],
+    # No regular checkpoints: it goes on from the collapse guard's.
+    "fixed_lag": [
+        *("mode=fixed_lag", "lag_steps=2", "train.learning_rate=auto", "search.skip_unsolved_after=1"),
+        *("train.checkpoint_every=null", "observe.healthy_checkpoint_every=5"),
+    ],
     "resets": [
         *("mode=sync", "objective.name=tb_learned_z", "reference.reset_every=3"),
         *("replay.on_reference_reset=recompute", "replay.on_policy_probability=0.5"),
@@ -56,7 +61,11 @@ def run_and_kill(folder: Path, name: str, *overrides: str) -> None:
         *("--reward", f"{folder}/rewards.py:sevens", *SETTINGS, f"output={folder}/runs", f"name={name}", *overrides),
     ]
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
-    reached = wait_for(lambda: process.poll() is not None or max(run.checkpoints_by_step(), default=0) >= 5)
+
+    def newest() -> int:
+        return max((*run.checkpoints_by_step(), *run.checkpoints_by_step("healthy-step-")), default=0)
+
+    reached = wait_for(lambda: process.poll() is not None or newest() >= 5)
     os.killpg(process.pid, signal.SIGKILL)
     _, errors = process.communicate()
     assert reached
@@ -70,7 +79,7 @@ def test_a_killed_run_continues_with_the_same_tokens_and_losses(folder, name):
     run_and_kill(folder, killed.path.name, *COMMON, *RUNS[name])
     assert not killed.summary.exists()
     train(make_config(folder, *COMMON, *RUNS[name], f"name={killed.path.name}"), resume=True)
-    assert steps(killed) == list(range(1, 10))
+    assert steps(killed) == list(range(1, 17))
     assert lines(killed) == lines(whole)
     assert killed.samples.read_text() == whole.samples.read_text()
     summaries = [json.loads(run.summary.read_text()) | {"seconds": 0} for run in (killed, whole)]
