@@ -83,11 +83,12 @@ class TBATrainer:
         settings["task"], settings["model"]["path"] = task, _as_path(model, processing_class, inputs / "model")
         self.config = load_config(None, (), **settings)
 
-    def train(self) -> dict[str, Any]:
-        """Run to the end; returns what summary.json holds."""
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> dict[str, Any]:
+        """Run to the end; returns what summary.json holds. `resume_from_checkpoint` continues this run from its newest
+        checkpoint (True) or from the one that is named."""
         from tba.launch import train
 
-        return train(self.config)
+        return train(self.config, resume=resume_from_checkpoint or False)
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:

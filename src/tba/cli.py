@@ -1,6 +1,7 @@
 """The `tba` command.
 
 tba train configs/arithmetic.yaml train.max_steps=100
+tba train runs/arithmetic-tb-seed0 --resume
 tba evaluate runs/arithmetic-tb-seed0 --task arithmetic
 tba prepare arithmetic --output prepared
 tba compare STUDY.yaml --quick
@@ -91,10 +92,20 @@ def train(
         list[str] | None, typer.Option(help="file.py:function, TRL's signature; may be repeated.")
     ] = None,
     max_steps: Annotated[int | None, count_option("Same as train.max_steps=...")] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue this run (config, run folder or name=...) from its last checkpoint."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
 ) -> None:
     """Train a policy: tba train CONFIG.yaml key=value ... or tba train --model M --data D --reward R."""
-    config = resolve(arguments or [], model=model, data=data, reward=reward or [], max_steps=max_steps)
+    config = resolve(
+        run_arguments(arguments or []) if resume else arguments or [],
+        model=model,
+        data=data,
+        reward=reward or [],
+        max_steps=max_steps,
+    )
     # torch loads only when it is needed
     if dry_run:
         from tba.launch.defaults import with_objective_defaults
@@ -103,7 +114,7 @@ def train(
         return
     from tba.launch import train as run_training
 
-    summary = run_training(config)
+    summary = run_training(config, resume=resume)
     if not config.observe.progress:
         typer.echo(json.dumps(summary))
 
@@ -281,6 +292,23 @@ def doctor() -> None:
 
     for what, finding in examine():
         typer.echo(f"{what:>14}  {finding}")
+
+
+def run_arguments(arguments: list[str]) -> list[str]:
+    """Arguments of `--resume` with a run folder, or a name without a config, replaced by the config of that run."""
+    given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
+    output = Path(given.get("output", Config().output))
+    for argument in arguments:
+        if "=" in argument or Path(argument).is_file():
+            continue
+        folder = next((found for found in (Path(argument), output / argument) if found.is_dir()), None)
+        if folder is not None and (folder / "config.yaml").is_file():
+            others = [other for other in arguments if other != argument]
+            return [str(folder / "config.yaml"), *others, f"output={folder.parent}", f"name={folder.name}"]
+    config = output / given.get("name", "") / "config.yaml"
+    if "name" in given and config.is_file() and all("=" in argument for argument in arguments):
+        return [str(config), *arguments]
+    return arguments
 
 
 def resolve(

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tba.observe.files import JsonlSink, RunFolder, write_json
+from tba.observe.files import JsonlSink, RunFolder, keep_lines, write_json
 
 
 def test_jsonl_lines_are_valid_json_also_for_nan(tmp_path):
@@ -54,3 +54,22 @@ def test_a_folder_that_is_no_run_is_never_replaced(tmp_path):
     with pytest.raises(FileExistsError, match="is not a run folder"):
         RunFolder.create(tmp_path, overwrite=True)
     assert (tmp_path / "precious.txt").exists()
+
+
+def test_foreign_names_among_the_checkpoints_are_ignored(tmp_path):
+    folder = RunFolder.create(tmp_path / "run", overwrite=False)
+    for name in ("step-2", "step-10", "step-old", "step-3.backup", "healthy-step-1", "step-12"):
+        (folder.checkpoints / name).mkdir()
+        if name != "step-12":
+            (folder.checkpoints / name / "manifest.json").touch()
+    (folder.checkpoints / "step-99").touch()
+    assert sorted(folder.checkpoints_by_step()) == [2, 10]
+    assert folder.newest_checkpoint().name == "step-10"
+
+
+@pytest.mark.parametrize(("kept", "want"), [(0, ""), (2, "a\nb\n"), (3, "a\nb\n"), (9, "a\nb\n")])
+def test_lines_are_kept_whole(tmp_path, kept, want):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("a\nb\nunfinis")
+    keep_lines(path, kept)
+    assert path.read_text() == want

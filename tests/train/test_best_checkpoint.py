@@ -15,10 +15,11 @@ def checkpoints(tmp_path):
     model = tiny_llama()
     folder = RunFolder.create(tmp_path / "run", overwrite=False)
     optimizer = MasterAdamW(model.parameters(), TrainConfig())
-    return Checkpoints(folder, model, tiny_tokenizer(), optimizer, heads=[], state=dict, keep=1)
+    return Checkpoints(folder, model, tiny_tokenizer(), optimizer, heads=[], parts={}, keep=1)
 
 
 def names(checkpoints):
+    checkpoints.wait()
     return sorted(path.name for path in checkpoints.folder.checkpoints.iterdir())
 
 

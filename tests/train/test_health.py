@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from tba.config import load_config
-from tba.observe.files import RunFolder
+from tba.observe.files import MANIFEST, RunFolder
 from tba.observe.recorder import Recorder
 from tba.train.checkpoint import Checkpoints
 from tba.train.health import Collapsed, Health
@@ -25,6 +25,7 @@ ILL = WELL | {"completions/mean_length": 4.0}
 class EmptyCheckpoints(Checkpoints):
     def _write(self, step: int, name: str) -> None:
         (self.folder.checkpoints / name).mkdir()
+        (self.folder.checkpoints / name / MANIFEST).touch()
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def make_health(tmp_path):
         config = load_config(None, ["train.max_steps=1000", "observe.progress=false", *overrides])
         folder = RunFolder.create(tmp_path / f"run-{len(recorders)}", overwrite=False)
         recorders.append(Recorder(config, folder, decode=lambda group: [], reward_weights={}, counts=ResponseCounts()))
-        parts = {"model": None, "tokenizer": None, "optimizer": None, "heads": (), "state": dict}
+        parts = {"model": None, "tokenizer": None, "optimizer": None, "heads": (), "parts": {}}
         return Health(config, recorders[-1], EmptyCheckpoints(folder, **parts, keep=config.train.keep_checkpoints))
 
     yield make
@@ -49,9 +50,11 @@ def run(health: Health, metrics: dict[str, float], first: int, last: int) -> Non
         if every is not None and step % every == 0:
             health.checkpoints.save(step)
         health.step(step, metrics)
+        health.save_if_due(step)
 
 
 def saved(health: Health) -> list[str]:
+    health.checkpoints.wait()
     return sorted(path.name for path in health.recorder.folder.checkpoints.iterdir())
 
 

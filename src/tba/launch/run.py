@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -91,8 +92,8 @@ class AsyncRun:
     _looked_at: float = 0.0
 
     @classmethod
-    def make(cls, config: Config, folder: RunFolder, inputs: RunInputs) -> AsyncRun:
-        """Publish version 0, then start the searchers."""
+    def make(cls, config: Config, folder: RunFolder, inputs: RunInputs, checkpoint: Path | None = None) -> AsyncRun:
+        """Publish version 0, or that of the checkpoint to resume from, then start the searchers."""
         loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
         adapt(loaded, config.model, seed=config.seed)
         weights = make_weights(loaded.model, version=0)
@@ -126,6 +127,7 @@ class AsyncRun:
             counts=counts,
             reference_publisher=runtime.reference_publisher,
             ledger=ledger,
+            parts={},
             gate=Gate(
                 config,
                 runtime.board.trainer,
@@ -145,7 +147,9 @@ class AsyncRun:
             control=Control(folder.control),
         )
         try:
-            runtime.publish(weights)
+            if checkpoint is not None:
+                trainer.checkpoints.load(checkpoint)
+            runtime.publish(make_weights(loaded.model, version=trainer.step_index))
             arguments = {"config": config, "logs": folder.logs}
             runtime.start_searchers(run_searcher, arguments, logs=folder.logs)
         except BaseException:
@@ -160,7 +164,8 @@ class AsyncRun:
     def run(self) -> None:
         """Train to the end, or until Ctrl-C."""
         with self.interrupt:
-            self.ask_for_evaluation()
+            if self.recorder.lacks_evaluation(self.trainer.step_index):
+                self.ask_for_evaluation()
             try:
                 while not self.trainer.done and not self.interrupt.asked:
                     self.step()
@@ -232,8 +237,9 @@ class SyncRun:
     interrupt: Interrupt
 
     @classmethod
-    def make(cls, config: Config, folder: RunFolder, inputs: RunInputs) -> SyncRun:
-        """Build both roles around one model; engine and reference copy its weights as they are now."""
+    def make(cls, config: Config, folder: RunFolder, inputs: RunInputs, checkpoint: Path | None = None) -> SyncRun:
+        """Build both roles around one model; engine and reference copy its weights as they are now. Then load the checkpoint
+        to resume from, if there is one."""
         loaded, task = inputs.loaded, inputs.task
         engine = make_search_engine(config, loaded)
         reference_engine = make_reference_engine(config, loaded)
@@ -243,12 +249,13 @@ class SyncRun:
         rewards = make_rewards(task, config, log=folder.logs / "rewards.log")
         groups, ledger = LocalGroups(), make_ledger(config, task)
         step_values = make_step_values(config, loaded, task, log=folder.logs / "rewards-values.log")
+        state = make_search_state(config)
         searcher = make_searcher(
             config,
             loaded,
             task,
             engine=engine,
-            state=make_search_state(config),
+            state=state,
             visits=LedgerVisits(ledger),
             reference_engine=reference_engine,
             rewards=rewards,
@@ -267,18 +274,24 @@ class SyncRun:
             reward_weights=task.reward_weights,
             counts=counts,
         )
+        lagged = LaggedWeights(engine.load, lag=config.lag_steps) if lags else None
         trainer = make_trainer(
             config,
             loaded,
             task,
             make_learner(config, loaded),
             groups,
-            LaggedWeights(engine.load, lag=config.lag_steps) if lags else LocalWeights(engine.load),
+            lagged or LocalWeights(engine.load),
             recorder,
             counts=counts,
             reference_publisher=LocalWeights(searcher.load_reference),
             ledger=ledger,
+            parts={"search": state} if lagged is None else {"search": state, "weights": lagged},
         )
+        if checkpoint is not None:
+            trainer.checkpoints.load(checkpoint)
+            if lagged is None:  # lagged weights load what is due themselves
+                engine.load(make_weights(loaded.model, version=trainer.step_index))
         return cls(
             config,
             searcher,
@@ -295,7 +308,8 @@ class SyncRun:
     def run(self) -> None:
         """Train to the end, or until Ctrl-C."""
         with self.interrupt:
-            self.evaluate()
+            if self.recorder.lacks_evaluation(self.trainer.step_index):
+                self.evaluate()
             while not self.trainer.done and not self.interrupt.asked:
                 self.step()
                 if self.config.evaluation_due(self.trainer.step_index):

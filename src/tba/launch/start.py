@@ -15,6 +15,7 @@ from tba.config import Config, ModelConfig, dump_config, load_config
 from tba.generate.engine import Scorer, make_scorer
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.imports import import_groups
+from tba.launch.resume import checkpoint_to_resume, resumed_config
 from tba.launch.run import AsyncRun, RunInputs, SyncRun, load_inputs
 from tba.models.load import base_of, is_adapter, load_model
 from tba.observe.display import show_summary
@@ -29,10 +30,18 @@ from tba.train.health import Collapsed
 logger = logging.getLogger("tba")
 
 
-def train(config: Config, *, inputs: RunInputs | None = None) -> dict[str, Any]:
-    """Run a training and return what summary.json holds. After Ctrl-C it is saved as far as it came, then raised again."""
+def train(config: Config, *, inputs: RunInputs | None = None, resume: bool | str | Path = False) -> dict[str, Any]:
+    """Run a training and return what summary.json holds. After Ctrl-C it is saved as far as it came, then raised again.
+
+    `resume` continues the run of this config from its newest whole checkpoint, or from the one that is named.
+    """
     torch.set_num_threads(config.runtime.threads)
     config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
+    checkpoint = None
+    if resume:
+        folder = RunFolder.reopen(config.run_folder)
+        config = resumed_config(config, folder)
+        checkpoint = checkpoint_to_resume(folder, config, resume)
     start_mps(config)  # before anything touches the GPU
     if not config.takes_turns:
         prepare_to_fork(config.runtime.threads, preload=("tba.search.role",))  # imports while this process loads
@@ -40,11 +49,14 @@ def train(config: Config, *, inputs: RunInputs | None = None) -> dict[str, Any]:
     # Bad train rows show here, before a run folder exists.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))
     config = with_defaults(config, inputs.loaded)
-    folder = RunFolder.create(config.run_folder, overwrite=config.overwrite)
+    if checkpoint is None:
+        folder = RunFolder.create(config.run_folder, overwrite=config.overwrite)
+    folder.summary.unlink(missing_ok=True)
     write_atomic(folder.config, dump_config(config))
-    imported = import_groups(config, inputs, folder)  # while the model is still the reference
+    # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
+    imported = import_groups(config, inputs, folder) if checkpoint is None else []
     make = SyncRun.make if config.takes_turns else AsyncRun.make
-    run = make(config, folder, inputs)
+    run = make(config, folder, inputs, checkpoint)
     try:
         for group in imported:
             run.trainer.add(group)
@@ -56,10 +68,14 @@ def train(config: Config, *, inputs: RunInputs | None = None) -> dict[str, Any]:
         if run.interrupt.asked:
             logger.warning("interrupted after step %d: saving and stopping.", run.trainer.step_index)
             run.trainer.checkpoints.save(run.trainer.step_index)
+        run.trainer.checkpoints.wait()
         summary = run.recorder.finish()
     finally:
-        run.trainer.checkpoints.drop_unjudged()
-        run.close()
+        try:
+            run.trainer.checkpoints.drop_unjudged()
+            run.trainer.checkpoints.close()
+        finally:
+            run.close()
     if run.interrupt.asked:
         raise KeyboardInterrupt
     if config.observe.progress:

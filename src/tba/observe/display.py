@@ -82,6 +82,10 @@ class Progress:
             figures = "  ".join(f"{name} {shown(name, v, found.errors.get(name))}" for name, v in found.values.items())
             self._console.print(f"evaluation at step {step}: {figures}", highlight=False)
 
+    def resume(self, step: int, evaluations: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Show what an earlier process of the run has done."""
+        self._step, self._evaluations = step, list(evaluations)
+
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()

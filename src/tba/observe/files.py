@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any, Protocol, TextIO
 
 from tba.config import Config
 from tba.observe.metrics import metric
+
+MANIFEST = "manifest.json"
+"""File of a checkpoint that is written last: a folder without it is not whole."""
 
 
 class RunFolder:
@@ -47,6 +51,19 @@ class RunFolder:
         folder.checkpoints.mkdir()
         return folder
 
+    @classmethod
+    def reopen(cls, path: Path) -> RunFolder:
+        """The folder of a run that is to be resumed."""
+        folder = cls(path)
+        if not folder.config.is_file():
+            raise FileNotFoundError(
+                f"there is no run to resume in {path} (it has no config.yaml): give the config or the name of a run that "
+                "was started before, or start it without --resume."
+            )
+        folder.logs.mkdir(exist_ok=True)
+        folder.checkpoints.mkdir(exist_ok=True)
+        return folder
+
     def newest_checkpoint(self) -> Path:
         """The checkpoint of the highest step, or the guard's healthy one where a collapse stopped the run before any other
         was written. A FileNotFoundError names the run folder when there is none."""
@@ -56,8 +73,25 @@ class RunFolder:
         return found[max(found)]
 
     def checkpoints_by_step(self, prefix: str = "step-") -> dict[int, Path]:
-        """Folders of the checkpoints whose name begins with `prefix`, by their step."""
-        return {int(path.name.removeprefix(prefix)): path for path in self.checkpoints.glob(f"{prefix}*")}
+        """Folders of the whole checkpoints whose name is `prefix` and a step, by their step; others in there are ignored."""
+        named = [(re.fullmatch(rf"{prefix}(\d+)", path.name), path) for path in self.checkpoints.glob(f"{prefix}*")]
+        # Without a manifest it is not one of ours, or not whole.
+        return {int(match[1]): path for match, path in named if match is not None and (path / MANIFEST).is_file()}
+
+
+def keep_lines(path: Path, count: int) -> None:
+    """Cut a file off after its first lines: what a run wrote after the checkpoint that it resumes from is made again. A
+    last line that a killed process left unfinished does not count."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        end = 0
+        for _ in range(count):
+            line = file.readline()
+            if not line.endswith(b"\n"):
+                break
+            end += len(line)
+        file.truncate(end)
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -12,9 +12,15 @@ from typing import Any
 
 from tba.config import Config
 from tba.observe.display import Curve, Progress, RoleStatus, Stability
-from tba.observe.files import RunFolder, make_sinks, write_json
+from tba.observe.files import RunFolder, keep_lines, make_sinks, write_json
 from tba.observe.metrics import Evaluation
 from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
+
+COUNTED = (
+    *("steps", "empty_steps", "evaluations", "best", "collapse"),
+    *("_last_sample", "_num_samples", "_num_lines", "_seconds_at", "_lag_sum", "_lag_max", "_stability"),
+)
+"""Attributes of the recorder that a checkpoint holds."""
 
 
 class Recorder:
@@ -46,11 +52,15 @@ class Recorder:
         self._closed = False
         self._last_sample: int | None = None
         self._first_step_at: float | None = None
+        """Time of the first step of this process."""
         self._last_step_at = 0.0
+        self._seconds_before = 0.0
+        """Seconds of the processes that this one resumes."""
         self._seconds_at: dict[int, float] = {0: 0.0}
         """Time at which each step was done: an evaluation arrives later than the weights that it is of."""
         self._lag_sum, self._lag_max = 0.0, 0.0
         self._stability = Stability()
+        self._num_lines, self._num_samples = 0, 0
         self.best: tuple[int, float] | None = None
         """Step and first metric of the best evaluation, whose weights are kept."""
         self.steps = 0
@@ -72,6 +82,7 @@ class Recorder:
         if due:
             self._last_sample = step
             self._samples.write(step, group, self._decode(group))
+            self._num_samples += 1
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._last_step_at = time.perf_counter()
@@ -84,20 +95,45 @@ class Recorder:
         rate = self._counts.trained / max(self.seconds, 1e-9)
         metrics = {"seconds": self.seconds, **metrics, "perf/responses_per_second": rate, **self._more_metrics()}
         if step % self.config.observe.log_every == 0:
-            self._sinks.write(step, metrics)
+            self._write(step, metrics)
         self._progress.step(step, metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.evaluations.append((step, metrics))
         task = self.config.task.label
         values = {f"eval/{task}/{name}": value for name, value in metrics.items()}
-        self._sinks.write(step, {"seconds": self._seconds_at.get(step, self.seconds), **values})
+        self._write(step, {"seconds": self._seconds_at.get(step, self.seconds), **values})
         self._progress.evaluation(step, metrics)
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._sinks.write(step, metrics)
+        self._num_lines += 1
+
+    def lacks_evaluation(self, step: int) -> bool:
+        """Whether weights that a process begins with are still to be evaluated: those of the start, or of a step at which an
+        evaluation is due and its result is not in the checkpoint."""
+        due = step == 0 or self.config.evaluation_due(step)
+        return due and all(evaluated < step for evaluated, _ in self.evaluations)
 
     @property
     def seconds(self) -> float:
-        """Time from the first optimizer step to the last."""
-        return 0.0 if self._first_step_at is None else self._last_step_at - self._first_step_at
+        """Time from the first optimizer step to the last; of a run that was resumed, without the time in between."""
+        own = 0.0 if self._first_step_at is None else self._last_step_at - self._first_step_at
+        return self._seconds_before + own
+
+    def state(self) -> dict[str, Any]:
+        """What the summary counts, and how far the files are."""
+        counted = {name: getattr(self, name) for name in COUNTED}
+        return {**counted, "seconds": self.seconds}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on counting; lines that were written after the state was saved are dropped."""
+        for name in COUNTED:
+            setattr(self, name, state[name])
+        self._seconds_before = state["seconds"]
+        keep_lines(self.folder.metrics, self._num_lines)
+        keep_lines(self.folder.samples, self._num_samples)
+        self._progress.resume(self.steps, self.evaluations)
 
     def summary(self) -> dict[str, Any]:
         first, last = (Evaluation.of(self.evaluations[i][1] if self.evaluations else {}) for i in (0, -1))

@@ -9,8 +9,9 @@ A row is the number of one stored response; an arrival number counts responses i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -170,6 +171,11 @@ class ReplayBuffer:
         self._remove(used_up)  # only now: the batch was copied out of these rows
         return batch
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of groups in the queue of replay.max_uses."""
+        return 0 if self._queue is None else len(self._queue)
+
     def can_fill(self, num_prompts: int, *, prompts_of_task: int, lost: int = 0) -> bool:
         """Whether a batch of so many prompts can be sampled, of which `lost` visits will never come. A task of fewer prompts
         repeats them within a batch."""
@@ -237,6 +243,15 @@ class ReplayBuffer:
             "age_max": float(ages.max()),
             **{name: float(count) for name, count in self._counts.items()},
         }
+
+    def state(self) -> dict[str, Any]:
+        """What is stored, in which order it will be drawn, what was counted, and the random state: everything but the
+        settings."""
+        return {name: value for name, value in vars(self).items() if name != "config"}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of a buffer with the same settings: later draws are those that it would have made."""
+        vars(self).update(state)
 
     def _find_entry(self, prompt: Prompt, reference_version: int) -> PromptEntry:
         """The prompt's entry. A new one is not registered before it has a row: what follows may still raise or refuse."""

@@ -279,6 +279,10 @@ class GroupQueue:
         self._max_waiting = max_waiting
         self._groups: deque[QueuedGroup] = deque()
 
+    def __len__(self) -> int:
+        """Number of groups that wait, those included whose rows have all left."""
+        return len(self._groups)
+
     def append(self, entry: int, first_arrival: int, end_arrival: int) -> list[QueuedGroup]:
         """Add a group at the end; returns the groups that had to leave."""
         self._groups.append(QueuedGroup(entry, first_arrival, end_arrival))

@@ -135,7 +135,8 @@ class TokenStore:
         number = self._free_numbers.pop() if self._free_numbers else len(self._segments) + 1
         if number >= len(self._dead):
             self._dead = np.concatenate([self._dead, np.zeros_like(self._dead)])
-        records = np.empty((max(self._segment_tokens, 16 * at_least), self._width), np.int32)
+        # Zeros, which the system hands out for nothing: what is not written yet need not be saved.
+        records = np.zeros((max(self._segment_tokens, 16 * at_least), self._width), np.int32)
         self._segments[number] = Segment(records, records.data.cast("B"))
         self._open = number
 

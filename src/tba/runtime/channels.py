@@ -73,12 +73,23 @@ class LaggedWeights:
         self._load = load
         self._lag = lag
         self._kept: deque[Weights] = deque()
+        self._in_use: Weights | None = None
+        """What was loaded last, for checkpoints; None = the start model."""
 
     def publish(self, weights: Weights) -> None:
         copies = {name: tensor.clone() for name, tensor in weights.tensors.items()}
         self._kept.append(replace(weights, tensors=copies))
         if len(self._kept) > self._lag:
-            self._load(self._kept.popleft())
+            self._in_use = self._kept.popleft()
+            self._load(self._in_use)
+
+    def state(self) -> dict[str, Any]:
+        return {"in_use": self._in_use, "kept": self._kept}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._in_use, self._kept = state["in_use"], state["kept"]
+        if self._in_use is not None:
+            self._load(self._in_use)
 
 
 class LocalWeights:

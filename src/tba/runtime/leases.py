@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -100,7 +100,7 @@ class VisitLedger:
                 "difficulty": self.difficulty.state(),
             }
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         with self._lock:
             self._place, self._handed_out = state["place"], state["handed_out"]
             self._leased, self._handed_back = {}, [Visit(**visit) for visit in state["open"]]
@@ -226,7 +226,7 @@ class Difficulty:
         streaks = [[prompt, *streak] for prompt, streak in self._streaks.items()]
         return {"streaks": streaks, "rested": sorted(self._rested), "skipped": dict(self.skipped)}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         self._streaks = {prompt: (kind, count) for prompt, kind, count in state["streaks"]}
         self._rested = set(state["rested"])
         self.skipped = defaultdict(int, state["skipped"])

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -45,6 +46,14 @@ class SearchState:
 
     failures: FailureCount
     counts: SearchCounts = field(default_factory=SearchCounts)
+
+    def state(self) -> dict[str, Any]:
+        """What decides the next visits and the ids of their groups, for a checkpoint."""
+        return {name: vars(getattr(self, name)) for name in ("failures", "counts")}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name in ("failures", "counts"):
+            vars(getattr(self, name)).update(state[name])
 
 
 @dataclass

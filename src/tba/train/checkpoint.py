@@ -1,20 +1,48 @@
-"""Checkpoints that transformers loads: weights, tokenizer and generation config, with the trainer's state beside them."""
+"""Checkpoints: a folder that transformers loads (weights, tokenizer, generation config) with the run's state beside it.
+
+    model.safetensors, config.json, tokenizer.json ...    the policy
+    optimizer.safetensors, Critic.safetensors ...         Adam's moments, fp32 master weights, learned heads
+    state.json, state.safetensors                         every part of the run that decides what comes next
+    trainer.json                                          step and seed, for readers
+    manifest.json                                         size and SHA-256 of every other file, written last
+
+The trainer copies its tensors and goes on; a background thread writes, syncs and renames the folder, one at a time. What a
+killed process leaves half written has another name, and a folder without a manifest does not count.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tba.observe.files import RunFolder, write_json
+from tba.models.load import has_lora
+from tba.observe.files import MANIFEST, RunFolder
 from tba.train.optimizer import MasterAdamW
+from tba.train.state import Snapshot, Stateful, restore, take_snapshot
+
+logger = logging.getLogger("tba")
+
+OPTIMIZER, STATE, ARRAYS, TRAINER = "optimizer.safetensors", "state.json", "state.safetensors", "trainer.json"
+RESUMABLE = ("step-", "healthy-step-")
+"""Beginnings of the names of the checkpoints that hold a whole state."""
+
+
+class CorruptCheckpoint(RuntimeError):
+    """A checkpoint is not what was written; the message names the file."""
 
 
 @dataclass
@@ -27,34 +55,56 @@ class Checkpoints:
     tokenizer: PreTrainedTokenizerBase
     optimizer: MasterAdamW
     heads: Sequence[nn.Module]
-    state: Callable[[], dict[str, Any]]
+    parts: Mapping[str, Stateful]
+    """What else is saved and restored, by name."""
     keep: int
     """0 = none is written."""
+    seed: int = 0
+    """Seed of the run, told in trainer.json."""
     pinned: int | None = field(default=None, init=False)
     """Step whose checkpoint stays, whatever its age."""
     best: tuple[int, float] | None = field(default=None, init=False)
     """Step and score of the best evaluation so far."""
+    _saved: int | None = field(default=None, init=False)
+    """Step of the newest regular checkpoint of this process."""
+    _saved_best: int | None = field(default=None, init=False)
+    """Step of the best evaluation that the newest regular checkpoint knows of: a run resumed there needs its weights."""
+    _writer: ThreadPoolExecutor = field(init=False)
+    _pending: list[Future[None]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
 
     def save(self, step: int) -> None:
-        """Write checkpoints/step-N and drop the oldest beyond `keep`."""
-        if self.keep == 0:
+        """Write checkpoints/step-N and drop the oldest beyond `keep`; returns as soon as everything is copied."""
+        if self.keep == 0 or step == self._saved:
             return
         self._write(step, f"step-{step}")
-        by_step = self.folder.checkpoints_by_step()
-        for old in sorted(by_step)[: -self.keep]:
-            if old != self.pinned:
-                shutil.rmtree(by_step[old])
+        self._saved, self._saved_best = step, None if self.best is None else self.best[0]
+        self._later(partial(self._drop_old, self.pinned, self._saved_best))
 
     def save_healthy(self, step: int) -> None:
-        self._write(step, f"healthy-step-{step}")
+        """Write checkpoints/healthy-step-N; where step-N has just been saved, its files get a second name."""
+        if step == self._saved:
+            self._later(partial(_link_folder, self.folder.checkpoints / f"step-{step}", f"healthy-step-{step}"))
+        else:
+            self._write(step, f"healthy-step-{step}")
 
     def drop_healthy(self, step: int) -> None:
-        shutil.rmtree(self.folder.checkpoints / f"healthy-step-{step}")
+        self.wait()
+        if (path := self.folder.checkpoints / f"healthy-step-{step}").exists():  # someone may have tidied up
+            drop_folder(path)
+
+    def by_step(self, prefix: str = "step-") -> dict[int, Path]:
+        """Whole checkpoints whose name begins with `prefix`, also the one that is being written."""
+        self.wait()
+        return self.folder.checkpoints_by_step(prefix)
 
     def save_evaluated(self, step: int) -> None:
         """Write the weights that an evaluation was asked for: they are gone when its result arrives."""
         if self.keep > 0:
-            write_model(self.folder.checkpoints / f"evaluated-step-{step}", self.model, self.tokenizer)
+            self.wait()
+            self._write_later(f"evaluated-step-{step}", {}, {})
 
     def keep_best(self, step: int, score: float) -> None:
         """An evaluation has come: its weights replace the best so far, or are dropped; of equal ones the later stay.
@@ -62,70 +112,254 @@ class Checkpoints:
         A searcher evaluates the version it was asked for or, where it came to it late, one a few steps newer: what was saved
         when it was asked stands for both.
         """
-        saved = self.folder.checkpoints_by_step("evaluated-step-")
+        saved = self.by_step("evaluated-step-")
         asked = max((found for found in saved if found <= step), default=step)  # none for the start, or with keep=0
         is_best = self.best is None or score >= self.best[1]
         if is_best:
             self.best = (asked, score)
         if is_best and asked in saved:
-            for outdone in self.folder.checkpoints_by_step("best-step-").values():
-                shutil.rmtree(outdone)
-            os.replace(saved.pop(asked), self.folder.checkpoints / f"best-step-{asked}")
+            for outdone, path in self.by_step("best-step-").items():
+                if outdone != self._saved_best:
+                    drop_folder(path)
+            _replace_folder(saved.pop(asked), self.folder.checkpoints / f"best-step-{asked}")
         for passed in [found for found in saved if found <= asked]:
-            shutil.rmtree(saved[passed])
+            drop_folder(saved[passed])
 
     def drop_unjudged(self) -> None:
         """The run is over: weights whose evaluation never came are of no use."""
-        for path in self.folder.checkpoints_by_step("evaluated-step-").values():
-            shutil.rmtree(path)
+        for path in self.by_step("evaluated-step-").values():
+            drop_folder(path)
+
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint of this run: weights, optimizer, heads and every part. Checkpoints of later steps,
+        which this run has not been through, are dropped, and so is what a killed process left half written."""
+        found = json.loads((path / TRAINER).read_text(encoding="utf-8"))
+        self.optimizer.load_state(_nested(load_file(path / OPTIMIZER)))
+        for head in self.heads:
+            head.load_state_dict(load_file(path / f"{type(head).__name__}.safetensors"))
+        tree = json.loads((path / STATE).read_text(encoding="utf-8"))
+        state = restore(Snapshot(tree=tree, tensors=load_file(path / ARRAYS)))
+        self._drop_after(found["step"])
+        for name, part in self.parts.items():
+            part.load_state(state["parts"][name])
+        self.pinned, self.best = state["pinned"], state["best"]
+        self._saved = found["step"] if path.name.startswith("step-") else None
+        self._saved_best = None if self.best is None else self.best[0]
+
+    def wait(self) -> None:
+        """Wait until everything is on disk; raises what went wrong there."""
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    def close(self) -> None:
+        """End the writer, when it has done its work; may be called more than once."""
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+
+    def _later(self, job: Callable[[], None]) -> None:
+        self._pending.append(self._writer.submit(job))
 
     def _write(self, step: int, name: str) -> None:
-        write_checkpoint(
-            self.folder.checkpoints / name,
-            model=self.model,
-            tokenizer=self.tokenizer,
-            optimizer=self.optimizer,
-            heads=self.heads,
-            state={"step": step, **self.state()},
-        )
+        self.wait()  # one set of copies at a time
+        parts = {part: holder.state() for part, holder in self.parts.items()}
+        snapshot = take_snapshot({"parts": parts, "pinned": self.pinned, "best": self.best})
+        tensors = {OPTIMIZER: _copied(_flat(self.optimizer.state())), ARRAYS: snapshot.tensors}
+        tensors |= {f"{type(head).__name__}.safetensors": _copied(head.state_dict()) for head in self.heads}
+        texts = {STATE: snapshot.tree, TRAINER: {"step": step, "seed": self.seed}}
+        self._write_later(name, tensors, texts)
+
+    def _write_later(self, name: str, tensors: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any]) -> None:
+        """Copy the model beside tensors that are copies already, and leave the rest to the writer."""
+        weights, files = self._copy_weights(), self._tokenizer_files
+        self._later(partial(self._write_folder, name, weights=weights, files=files, tensors=tensors, values=values))
+
+    def _copy_weights(self) -> dict[str, Tensor]:
+        """The model's tensors by name; of an adapted model those of its adapter."""
+        tensors = self.model.state_dict()
+        if has_lora(self.model):
+            tensors = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
+        return _copied(tensors)
+
+    @cached_property
+    def _tokenizer_files(self) -> dict[str, bytes]:
+        """Contents of the tokenizer's files. Read once and not by the writer: a fast tokenizer that is saved in one thread
+        while another encodes raises `Already borrowed`."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save_pretrained(folder)
+            return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+
+    def _write_folder(
+        self,
+        name: str,
+        *,
+        weights: dict[str, Tensor],
+        files: Mapping[str, bytes],
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        values: Mapping[str, Any],
+    ) -> None:
+        """Runs in the writer's thread. The folder appears whole or not at all."""
+        path = self.folder.checkpoints / name
+        partial_path = path.with_name(f".{name}.partial")
+        shutil.rmtree(partial_path, ignore_errors=True)
+        self.model.save_pretrained(partial_path, state_dict=weights)
+        for file, content in files.items():
+            (partial_path / file).write_bytes(content)
+        for file, named in tensors.items():
+            save_file(dict(named), partial_path / file)
+        for file, value in values.items():
+            (partial_path / file).write_text(json.dumps(value), encoding="utf-8")
+        write_manifest(partial_path)
+        _replace_folder(partial_path, path)
+
+    def _drop_old(self, pinned: int | None, best: int | None) -> None:
+        """Runs in the writer's thread, after the new checkpoint is there: a kill in between leaves one too many."""
+        by_step = self.folder.checkpoints_by_step()
+        for old in sorted(by_step)[: -self.keep]:
+            if old != pinned:
+                drop_folder(by_step[old])
+        bests = self.folder.checkpoints_by_step("best-step-")
+        for outdone in [found for found in bests if best in bests and found != best]:
+            drop_folder(bests[outdone])
+
+    def _drop_after(self, step: int) -> None:
+        for leftover in self.folder.checkpoints.glob(".*.partial"):
+            shutil.rmtree(leftover)
+        for prefix in ("step-", "healthy-step-", "best-step-"):
+            for later, path in self.folder.checkpoints_by_step(prefix).items():
+                if later > step:
+                    logger.warning("%s is dropped: the run goes on from step %d.", path, step)
+                    drop_folder(path)
+        self.drop_unjudged()
 
 
-def write_model(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """What transformers loads, without the trainer's state. The folder appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    os.replace(partial, path)
+def find_checkpoint(folder: RunFolder) -> Path:
+    """The newest whole checkpoint of a run that can be resumed. A corrupt one is named in a warning and set aside; raises
+    FileNotFoundError where none is left."""
+    found = {
+        (step, prefix == "step-"): path
+        for prefix in RESUMABLE
+        for step, path in folder.checkpoints_by_step(prefix).items()
+    }
+    for key in sorted(found, reverse=True):
+        try:
+            check_manifest(found[key])
+            return found[key]
+        except CorruptCheckpoint as error:
+            aside = found[key].with_name(f"corrupt-{found[key].name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(found[key], aside)
+            logger.warning("%s It is set aside as %s and an older checkpoint is used.", error, aside)
+    raise FileNotFoundError(
+        f"run folder {folder.path} has no checkpoint to resume from: start without --resume (overwrite=true replaces the "
+        "folder), and set train.checkpoint_every for checkpoints before the end."
+    )
 
 
-def write_checkpoint(
-    path: Path,
-    *,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    optimizer: MasterAdamW,
-    heads: Sequence[nn.Module],
-    state: dict[str, Any],
-) -> None:
-    """The folder appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    save_file(_optimizer_tensors(optimizer), partial / "optimizer.safetensors")
-    for head in heads:
-        save_file(dict(head.state_dict()), partial / f"{type(head).__name__}.safetensors")
-    write_json(partial / "trainer.json", state)
-    if path.exists():
-        shutil.rmtree(path)
-    os.replace(partial, path)
+def write_manifest(path: Path) -> None:
+    """Sync every file of a folder to disk and write manifest.json: from now on the folder is whole."""
+    files = {}
+    for file in sorted(path.iterdir()):
+        files[file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
+        _sync(file)
+    manifest = path / MANIFEST
+    manifest.write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n", encoding="utf-8")
+    _sync(manifest)
+    _sync(path)
 
 
-def _optimizer_tensors(optimizer: MasterAdamW) -> dict[str, Tensor]:
-    """Adam's moments and the master weights by index; no pickle."""
-    state = optimizer.state()
-    tensors = {f"master.{index}": master.contiguous() for index, master in enumerate(state["masters"])}
-    for index, moments in state["adam"]["state"].items():
-        tensors |= {f"adam.{index}.{name}": value.contiguous() for name, value in moments.items()}
+def check_manifest(path: Path) -> None:
+    """Raise CorruptCheckpoint unless every file is there, as it was written."""
+    try:
+        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpoint(f"checkpoint {path} has no manifest that can be read ({error}).") from None
+    for name, wanted in files.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != wanted["bytes"]:
+            size = file.stat().st_size if file.is_file() else "no"
+            raise CorruptCheckpoint(f"checkpoint {path} is damaged: {name} has {size} bytes, not {wanted['bytes']}.")
+        if _digest(file) != wanted["sha256"]:
+            raise CorruptCheckpoint(
+                f"checkpoint {path} is damaged: {name} has another checksum than when it was written."
+            )
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a power failure."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def drop_folder(path: Path) -> None:
+    """Remove a checkpoint so that no part of it is ever taken for a whole one."""
+    leaving = path.with_name(f".{path.name}.dropped.partial")
+    os.replace(path, leaving)
+    shutil.rmtree(leaving)
+
+
+def _replace_folder(source: Path, target: Path) -> None:
+    if target.exists():
+        drop_folder(target)
+    os.replace(source, target)
+    _sync(target.parent)
+
+
+def _link_folder(source: Path, name: str) -> None:
+    """Give a whole checkpoint a second name; its files are never changed, so they need not be copied."""
+    partial_path = source.with_name(f".{name}.partial")
+    shutil.rmtree(partial_path, ignore_errors=True)
+    shutil.copytree(source, partial_path, copy_function=_link)
+    _sync(partial_path)
+    _replace_folder(partial_path, source.with_name(name))
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU; tied tensors stay tied, so that they are written once."""
+    copies: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if key not in copies:
+            copies[key] = tensor.detach().to("cpu", copy=True).contiguous()
+        found[name] = copies[key]
+    return found
+
+
+def _flat(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """{"masters": [a], "moments": {0: {"step": s}}} -> {"master.0": a, "adam.0.step": s}"""
+    tensors = {f"master.{index}": master for index, master in enumerate(state["masters"])}
+    for index, moments in state["moments"].items():
+        tensors |= {f"adam.{index}.{name}": value for name, value in moments.items()}
     return tensors
+
+
+def _nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The inverse of `_flat`."""
+    masters = {int(name.split(".")[1]): value for name, value in tensors.items() if name.startswith("master.")}
+    moments: dict[int, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if name.startswith("adam."):
+            _, index, moment = name.split(".")
+            moments.setdefault(int(index), {})[moment] = value
+    return {"masters": [masters[index] for index in sorted(masters)], "moments": moments}

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tba.config import Config
 from tba.observe.guards import PERSISTENCE, RECENT, Alarm, CollapseGuard
@@ -43,11 +44,23 @@ class Health:
         self._drop_outlived(step)
         if step >= self.config.train.max_steps:
             self._finish()
-        elif step % self.every == 0 and not self.guard.suspects and self.checkpoints.keep > 0:
-            self.checkpoints.save_healthy(step)
-            self._saved.append(step)
         watched = {f"guard/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
         return {"guard/alarm": float(self.alarm is not None), **watched}
+
+    def save_if_due(self, step: int) -> None:
+        """Write a healthy checkpoint on schedule, after everything else of the step: a run can resume from it."""
+        due = step % self.every == 0 and step < self.config.train.max_steps
+        if due and not self.guard.suspects and self.checkpoints.keep > 0:
+            self.checkpoints.save_healthy(step)
+            self._saved.append(step)
+
+    def state(self) -> dict[str, Any]:
+        return {"guard": self.guard, "alarm": self.alarm}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue with the guard's history and the healthy checkpoints that are on disk."""
+        self.guard, self.alarm = state["guard"], state["alarm"]
+        self._saved = sorted(self.checkpoints.by_step("healthy-step-"))
 
     def stop_if_asked(self) -> None:
         if self.alarm is not None and self.config.observe.on_collapse == "stop":
@@ -73,13 +86,13 @@ class Health:
     def _keep_from_before(self, since: int) -> Path | None:
         """The newest checkpoint from before that step stays, whatever is saved later; younger healthy ones were none."""
         healthy = max((saved for saved in self._saved if saved < since), default=-1)
-        regular = max((saved for saved in self.recorder.folder.checkpoints_by_step() if saved < since), default=-1)
+        regular = max((saved for saved in self.checkpoints.by_step() if saved < since), default=-1)
         if regular >= healthy:
             self._drop(self._saved)
             self.checkpoints.pinned = regular if regular >= 0 else None
-            return self.recorder.folder.checkpoints_by_step().get(regular)
+            return self.checkpoints.by_step().get(regular)
         self._drop([saved for saved in self._saved if saved != healthy])
-        return self.recorder.folder.checkpoints_by_step("healthy-step-")[healthy]
+        return self.checkpoints.by_step("healthy-step-")[healthy]
 
     def _kept_words(self) -> str:
         path = (self.recorder.collapse or {}).get("checkpoint")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 
@@ -22,6 +23,7 @@ from tba.train.gate import Gate
 from tba.train.health import Health
 from tba.train.optimizer import LearningRate
 from tba.train.reference import ReferenceResets
+from tba.train.state import Stateful
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import TOKEN_FIELDS, Batch, ResponseCounts, TrajectoryGroup
 
@@ -74,7 +76,7 @@ class Trainer:
         result = self.optimize(batch, learning_rate=rate, measure_movement=self.rate.measures(self.step_index))
         log_pi_N = result.outputs.log_pi_N.cpu()
         measured = {**result.metrics, **batch_metrics(batch, log_pi_N, step=self.step_index)}
-        self.rate.follow(self.step_index, measured)  # before a checkpoint is written: what it has learned is part of it
+        self.rate.follow(self.step_index, measured)
         self.batch = with_old_values(batch, result)
         self.counts.trained += batch.totals.responses
         self.step_index += 1
@@ -82,6 +84,9 @@ class Trainer:
         times = {"step": time.perf_counter() - started, "wait_for_batch": waited, "publish_weights": publishing}
         watched = {**watched_metrics(batch, log_pi_N), "entropy": result.entropy}
         self.record(batch, measured, watched, times)
+        self.save_if_due()
+        if self.health is not None:
+            self.health.stop_if_asked()
         return result
 
     @property
@@ -149,18 +154,55 @@ class Trainer:
         return result
 
     def publish_if_due(self) -> float:
-        """Weights every k steps and at the end; a new reference and checkpoints on schedule. Returns the seconds
-        publishing took."""
+        """Publish weights every k steps and at the end, and a new reference on schedule. Returns the seconds it took."""
         started = time.perf_counter()
         weights = make_weights(self.train_step.policy.model, version=self.step_index)
         reset = self.references is not None and not self.done and self.references.reset_if_due(weights)
         if self.done or reset or self.step_index % self.config.train.publish_every == 0:
             self.publisher.publish(weights)
-        seconds = time.perf_counter() - started
+        return time.perf_counter() - started
+
+    def save_if_due(self) -> None:
+        """Checkpoints on schedule and at the end. This is the last thing of a step: nothing of it is missing in them."""
         every = self.config.train.checkpoint_every
         if self.done or (every is not None and self.step_index % every == 0):
             self.checkpoints.save(self.step_index)
-        return seconds
+        if self.health is not None:
+            self.health.save_if_due(self.step_index)
+
+    def state(self) -> dict[str, Any]:
+        """What the next step depends on, besides weights and optimizer."""
+        log_z = self.train_step.policy.log_z
+        return {
+            "step": self.step_index,
+            "counts": vars(self.counts),
+            "received": self.received,
+            "lost": self.lost,
+            "batch": None if self.needs_batch else self.batch,
+            "log_z_started": log_z is not None and log_z.started,
+            **{name: part.state() for name, part in self._parts().items()},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.step_index, self.batch = state["step"], state["batch"]
+        self.received, self.lost = state["received"], state["lost"]
+        vars(self.counts).update(state["counts"])
+        if self.train_step.policy.log_z is not None:
+            self.train_step.policy.log_z.started = state["log_z_started"]
+        for name, part in self._parts().items():
+            if name in state:  # the guard may have been switched on since
+                part.load_state(state[name])
+
+    def _parts(self) -> dict[str, Stateful]:
+        parts: dict[str, Stateful | None] = {
+            "replay": self.replay,
+            "visits": self.ledger,
+            "learning_rate": self.rate,
+            "references": self.references,
+            "health": self.health,
+            "recorder": self.recorder,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """The evaluation of a step has come: the weights of the best one so far are kept."""
@@ -198,8 +240,6 @@ class Trainer:
         if self.health is not None:
             metrics |= self.health.step(self.step_index, watched)
         self.recorder.step(self.step_index, metrics)
-        if self.health is not None:
-            self.health.stop_if_asked()
 
 
 def with_old_values(batch: Batch, result: StepResult) -> Batch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from tba.train.health import Health
 from tba.train.loop import Trainer
 from tba.train.optimizer import LearningRate, MasterAdamW
 from tba.train.reference import ReferenceResets
+from tba.train.state import Stateful
 from tba.train.step import TrainStep
 from tba.types import ResponseCounts
 
@@ -59,25 +60,28 @@ def make_trainer(
     counts: ResponseCounts,
     reference_publisher: WeightPublisher | None = None,
     ledger: VisitLedger,
+    parts: Mapping[str, Stateful],
     gate: Gate | None = None,
 ) -> Trainer:
     """Make a trainer around a learner.
 
-    `reference_publisher` is needed with reference.reset_every; `ledger` knows who visits which prompt; `gate`
-    makes an asynchronous trainer wait for data.
+    `reference_publisher` is needed with reference.reset_every; `ledger` knows who visits which prompt; `parts` are saved
+    with the trainer, by name; `gate` makes an asynchronous trainer wait for data.
     """
     train_step, rate = learner.train_step, LearningRate(config, exact_drift=loaded.model.dtype == torch.float32)
+    saved = dict(parts)
     checkpoints = Checkpoints(
         folder=recorder.folder,
         model=loaded.model,
         tokenizer=loaded.tokenizer,
         optimizer=train_step.optimizer,
         heads=train_step.policy.heads,
-        state=lambda: {"seed": config.seed, "visits": ledger.state(), "learning_rate": rate.state()},
+        parts=saved,
         keep=config.train.keep_checkpoints,
+        seed=config.seed,
     )
     replay = make_replay(config, task)
-    return Trainer(
+    trainer = Trainer(
         config=config,
         train_step=train_step,
         replay=replay,
@@ -98,6 +102,8 @@ def make_trainer(
         gate=gate,
         health=Health(config, recorder, checkpoints) if config.observe.on_collapse != "off" else None,
     )
+    saved["trainer"] = trainer
+    return trainer
 
 
 def make_train_step(config: Config, loaded: LoadedModel) -> TrainStep:

@@ -137,7 +137,24 @@ class MasterAdamW:
 
     def state(self) -> dict[str, Any]:
         """Tensors and numbers of the optimizer, for a checkpoint."""
-        return {"adam": self.adam.state_dict(), "masters": [master.detach() for master in self.masters]}
+        moments = {
+            index: dict(self.adam.state[master])
+            for index, master in enumerate(self.masters)
+            if master in self.adam.state
+        }
+        return {"masters": [master.detach() for master in self.masters], "moments": moments}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over master weights, which the model then holds too, and Adam's moments of those that have any."""
+        for parameter, master, saved in zip(self.parameters, self.masters, state["masters"], strict=True):
+            master.copy_(saved)
+            if master is not parameter:
+                parameter.copy_(master)
+        self.adam.state.clear()
+        for index, moments in state["moments"].items():
+            master = self.masters[index]
+            self.adam.state[master] = {name: value.to(master.device) for name, value in moments.items()}
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
@@ -237,3 +254,6 @@ class LearningRate:
 
     def state(self) -> dict[str, Any]:
         return {"rate": self.rate, "agreement": self.agreement}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.rate, self.agreement = state["rate"], state["agreement"]

@@ -7,8 +7,9 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -34,12 +35,16 @@ class ReferenceResets:
     """Called at a reset: what was learned about the old target starts anew."""
     version: int = 0
     """Version of the weights that are the reference."""
+    _weights: Weights | None = field(default=None, init=False)
+    """The reference on the CPU, for checkpoints; None = it is still the start model."""
 
     def reset_if_due(self, weights: Weights) -> bool:
         """Make `weights` the reference if it is their turn."""
         if weights.version % self.every:
             return False
         self.version = weights.version
+        copies = {name: tensor.to("cpu", copy=True) for name, tensor in weights.tensors.items()}
+        self._weights = replace(weights, tensors=copies)
         self.publisher.publish(weights)
         if self.scorer is None:
             self.replay.drop_reference(self.version)
@@ -49,6 +54,17 @@ class ReferenceResets:
         if self.on_reset is not None:
             self.on_reset()
         return True
+
+    def state(self) -> dict[str, Any]:
+        return {"version": self.version, "weights": self._weights}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Hand searchers, and the copy that recomputes, the reference that was saved."""
+        self.version, self._weights = state["version"], state["weights"]
+        if self._weights is not None:
+            self.publisher.publish(self._weights)
+            if self.scorer is not None:
+                self.scorer.load(self._weights)
 
     def admit(self, group: TrajectoryGroup) -> TrajectoryGroup:
         """A group as the buffer may take it: scored by the current reference. (An earlier one's is refused there.)"""

@@ -1,0 +1,90 @@
+"""Resuming a run: which checkpoint it goes on from, and which settings may have changed since it was started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tba.config import Config, ConfigError, load_config
+from tba.observe.files import RunFolder
+from tba.train.checkpoint import RESUMABLE, TRAINER, check_manifest, find_checkpoint
+
+MAY_CHANGE = (
+    *("name", "output", "overwrite", "runtime.", "observe.", "model.device"),
+    *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints"),
+    *("search.max_reward_failures", "search.reward_timeout_seconds"),
+)
+"""Settings, and sections with a dot, that may be others after a resume: they change how a run is watched and where it runs,
+not what it learns. train.max_steps may grow besides."""
+FILLED = {
+    "generate": ("slots",),
+    "replay": ("capacity_per_prompt",),
+    "train": ("first_learning_rate", "tokens_per_micro_batch"),
+}
+"""Settings that model and machine decide where none is given: a resumed run keeps those it was started with."""
+
+
+def resumed_config(config: Config, folder: RunFolder) -> Config:
+    """The config that a run goes on with: the given one (objective's defaults filled in), with what the run has once been
+    given by its machine. A ConfigError names the settings that differ and may not."""
+    stored = load_config(folder.config)
+    kept = {
+        section: {key: getattr(getattr(config, section), key) or getattr(getattr(stored, section), key) for key in keys}
+        for section, keys in FILLED.items()
+    }
+    config = config.model_copy(
+        update={section: getattr(config, section).model_copy(update=values) for section, values in kept.items()}
+    )
+    asked, before = _flat(config.model_dump(mode="json")), _flat(stored.model_dump(mode="json"))
+    if config.train.max_steps >= stored.train.max_steps:
+        asked["train.max_steps"] = before["train.max_steps"]
+    differing = [
+        f"{key} was {before.get(key)!r} and is {asked.get(key)!r}"
+        for key in sorted(asked.keys() | before.keys())
+        if asked.get(key) != before.get(key) and not _may_change(key)
+    ]
+    if differing:
+        raise ConfigError(
+            f"{folder.path} cannot be resumed with other settings: {'; '.join(differing)}. Leave them as they were "
+            "(train.max_steps may grow), or start a new run under another name."
+        )
+    return config
+
+
+def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str | Path) -> Path:
+    """The newest whole checkpoint, or the one that was named; refuses a run that has come to its end."""
+    path = find_checkpoint(folder) if resume is True else _named(folder, Path(str(resume)))
+    step = json.loads((path / TRAINER).read_text(encoding="utf-8"))["step"]
+    # Without a summary the run was killed at its very end, and goes on from there.
+    if step >= config.train.max_steps and folder.summary.is_file():
+        raise ValueError(
+            f"{folder.path} is finished: step {step} of train.max_steps={config.train.max_steps}, nothing is left to do. "
+            "Raise train.max_steps to train on."
+        )
+    return path
+
+
+def _named(folder: RunFolder, path: Path) -> Path:
+    whole = {found.resolve() for prefix in RESUMABLE for found in folder.checkpoints_by_step(prefix).values()}
+    if path.resolve() not in whole:
+        names = ", ".join(sorted(found.name for found in whole)) or "none"
+        raise FileNotFoundError(f"{path} is no whole checkpoint of {folder.path} with a state; it has {names}.")
+    check_manifest(path)
+    return path
+
+
+def _may_change(key: str) -> bool:
+    return any(key.startswith(name) if name.endswith(".") else key == name for name in MAY_CHANGE)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"train": {"max_steps": 5}} -> {"train.max_steps": 5}"""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

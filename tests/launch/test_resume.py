@@ -1,0 +1,200 @@
+"""Runs that end in the middle and go on: after SIGKILL every logged number is compared exactly with an undisturbed run's."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from problem import SETTINGS, make_config, wait_for
+
+from tba import TBATrainer
+from tba.cli import resolve, run_arguments
+from tba.config import Config, ConfigError, load_config
+from tba.launch import train
+from tba.observe.files import RunFolder
+from tba.train.state import Snapshot, restore
+
+COMMON = ("train.max_steps=16", "train.checkpoint_every=1", "evaluate.every=4")
+RUNS = {
+    "tb with replay": ["mode=sync", "replay.on_policy_probability=0.5", "replay.inverse_temperature=1"],
+    # Step 5 is the first of two on its batch.
+    "ppo": ["mode=sync", "objective.name=ppo", "train.updates_per_batch=2", "train.checkpoint_every=5"],
+    # No regular checkpoints: it goes on from the collapse guard's.
+    "fixed_lag": [
+        *("mode=fixed_lag", "lag_steps=2", "train.learning_rate=auto", "search.skip_unsolved_after=1"),
+        *("train.checkpoint_every=null", "observe.healthy_checkpoint_every=5"),
+    ],
+    "resets": [
+        *("mode=sync", "objective.name=tb_learned_z", "reference.reset_every=3"),
+        *("replay.on_reference_reset=recompute", "replay.on_policy_probability=0.5"),
+    ],
+}
+CLOCKED = ("seconds", "time/", "perf/", "searcher/")
+"""Beginnings of the names of metrics that a clock decides."""
+
+
+def lines(run: RunFolder) -> list[dict]:
+    """Of metrics.jsonl, without what a clock measured."""
+    found = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(CLOCKED)} for line in found]
+
+
+def steps(run: RunFolder) -> list[int]:
+    return [line["step"] for line in lines(run) if "loss" in line]
+
+
+def names(run: RunFolder) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def run_and_kill(folder: Path, name: str, *overrides: str) -> None:
+    """Run the command in a process of its own, and kill it with its children once there is a checkpoint of step 5."""
+    run = RunFolder(folder / "runs" / name)
+    command = [
+        *(sys.executable, "-m", "tba", "train", "--model", f"{folder}/model", "--data", f"{folder}/data.jsonl"),
+        *("--reward", f"{folder}/rewards.py:sevens", *SETTINGS, f"output={folder}/runs", f"name={name}", *overrides),
+    ]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
+
+    def newest() -> int:
+        return max((*run.checkpoints_by_step(), *run.checkpoints_by_step("healthy-step-")), default=0)
+
+    reached = wait_for(lambda: process.poll() is not None or newest() >= 5)
+    os.killpg(process.pid, signal.SIGKILL)
+    _, errors = process.communicate()
+    assert reached
+    assert process.returncode == -signal.SIGKILL, errors.decode()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_killed_run_continues_with_the_same_tokens_and_losses(folder, name):
+    whole, killed = (RunFolder(folder / "runs" / f"{name}, {end}") for end in ("whole", "killed"))
+    train(make_config(folder, *COMMON, *RUNS[name], f"name={whole.path.name}"))
+    run_and_kill(folder, killed.path.name, *COMMON, *RUNS[name])
+    assert not killed.summary.exists()
+    train(make_config(folder, *COMMON, *RUNS[name], f"name={killed.path.name}"), resume=True)
+    assert steps(killed) == list(range(1, 17))
+    assert lines(killed) == lines(whole)
+    assert killed.samples.read_text() == whole.samples.read_text()
+    summaries = [json.loads(run.summary.read_text()) | {"seconds": 0} for run in (killed, whole)]
+    assert summaries[0] == summaries[1]
+    assert names(killed) == names(whole)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (killed.newest_checkpoint() / file).read_bytes() == (whole.newest_checkpoint() / file).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def finished(folder) -> Config:
+    """A run of six steps with checkpoints of steps 2, 4 and 6."""
+    config = make_config(folder, "mode=sync", "name=finished", "train.checkpoint_every=2", "train.keep_checkpoints=3")
+    train(config)
+    return config
+
+
+@pytest.fixture
+def copied(finished, folder, request) -> Config:
+    """A copy of that run, to go on for eight steps."""
+    config = make_config(
+        folder, "mode=sync", f"name={request.node.name}", "train.checkpoint_every=2", "train.keep_checkpoints=3",
+        "train.max_steps=8",
+    )  # fmt: skip
+    shutil.copytree(finished.run_folder, config.run_folder)
+    return config
+
+
+def test_a_finished_run_goes_on_when_it_may_take_more_steps(copied):
+    summary = train(copied, resume=True)
+    run = RunFolder(copied.run_folder)
+    assert steps(run) == list(range(1, 9))
+    assert (summary["steps"], summary["responses_generated"], summary["responses_trained"]) == (8, 128, 128)
+    assert load_config(run.config).train.max_steps == 8
+    with pytest.raises(ValueError, match=r"is finished: step 8 of train\.max_steps=8"):
+        train(copied, resume=True)
+
+
+def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_used(copied, caplog):
+    run = RunFolder(copied.run_folder)
+    damaged = run.checkpoints_by_step()[6] / "state.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    with caplog.at_level(logging.WARNING, logger="tba"):
+        train(copied, resume=True)
+    assert "step-6 is damaged: state.safetensors has another checksum" in caplog.text
+    assert steps(run) == list(range(1, 9))
+    assert "corrupt-step-6" in names(run)
+
+
+def test_what_is_not_whole_is_never_resumed_from(copied):
+    run = RunFolder(copied.run_folder)
+    newest = run.checkpoints_by_step()[6]
+    (newest / "manifest.json").unlink()
+    shutil.copytree(newest, newest.with_name(".step-7.partial"))
+    (run.checkpoints / "step-by-step").mkdir()
+    with run.metrics.open("a") as file:
+        file.write('{"step": 7, "lo')  # the line that a killed process was writing
+    train(copied, resume=True)
+    assert steps(run) == list(range(1, 9))
+    assert "step-by-step" in names(run)
+    assert ".step-7.partial" not in names(run)
+
+
+def test_settings_that_decide_what_is_learned_may_not_change(copied):
+    other = copied.model_copy(update={"seed": 3, "train": copied.train.model_copy(update={"max_grad_norm": None})})
+    with pytest.raises(ConfigError, match=r"seed was 0 and is 3; train.max_grad_norm was 1.0 and is None"):
+        train(other, resume=True)
+    shorter = copied.model_copy(update={"train": copied.train.model_copy(update={"max_steps": 5})})
+    with pytest.raises(ConfigError, match=r"train.max_steps was 6 and is 5"):
+        train(shorter, resume=True)
+
+
+def test_there_must_be_something_to_resume(copied, folder):
+    with pytest.raises(FileNotFoundError, match="there is no run to resume in"):
+        train(make_config(folder, "mode=sync", "name=never-started"), resume=True)
+    run = RunFolder(copied.run_folder)
+    with pytest.raises(FileNotFoundError, match=r"step-3 is no whole checkpoint .* it has step-2, step-4, step-6"):
+        train(copied, resume=run.checkpoints / "step-3")
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(FileNotFoundError, match="has no checkpoint to resume from"):
+        train(copied, resume=True)
+
+
+def test_the_trainer_of_the_api_resumes_from_a_named_checkpoint(copied, folder):
+    trainer = TBATrainer(str(folder / "model"), f"{folder}/rewards.py:sevens", copied, str(folder / "data.jsonl"))
+    run = RunFolder(copied.run_folder)
+    trainer.train(resume_from_checkpoint=str(run.checkpoints / "step-4"))
+    assert steps(run) == list(range(1, 9))
+
+
+def cursor(run: RunFolder) -> int:
+    """Visits that the one searcher had begun at the newest checkpoint."""
+    snapshot = Snapshot(tree=json.loads((run.newest_checkpoint() / "state.json").read_text()), tensors={})
+    parts = dict(snapshot.tree["items"])["parts"]
+    return restore(replace(snapshot, tree=dict(parts["items"])["search"]))["cursors"][0]
+
+
+def test_an_asynchronous_run_goes_on_where_it_was(folder):
+    settings = ["name=async", "train.checkpoint_every=2", "replay.lag=pace", "replay.max_lag=3"]
+    train(make_config(folder, *settings, "train.max_steps=5"))
+    run = RunFolder(folder / "runs" / "async")
+    first = cursor(run)
+    summary = train(make_config(folder, *settings, "train.max_steps=9"), resume=True)
+    assert steps(run) == list(range(1, 10))
+    assert (summary["steps"], summary["responses_trained"]) == (9, 9 * 16)
+    assert cursor(run) > first
+    lags = [line[f"off_policy/lag_{kind}"] for line in lines(run) if "loss" in line for kind in ("mean", "max")]
+    assert 0 <= min(lags) <= max(lags) <= 3, "the pace limit holds after the resume as before"
+
+
+def test_a_run_is_named_by_its_config_its_folder_or_its_name(finished, folder):
+    path, output = finished.run_folder, f"output={folder}/runs"
+    for arguments in ([str(path)], [str(path / "config.yaml")], ["finished", output], ["name=finished", output]):
+        found = resolve(run_arguments(arguments), model=None, data=None, reward=[], max_steps=None)
+        assert found.run_folder == path
+        assert found.task == load_config(path / "config.yaml").task

@@ -1,0 +1,129 @@
+"""A saved and restored state continues exactly: a replay buffer with everything inside, and the parts it is made of."""
+
+import json
+from collections import OrderedDict, deque
+
+import numpy as np
+import pytest
+import torch
+from builders import ragged_batch
+from replay_builders import Groups, contents, replay
+from safetensors.torch import load, save
+
+from tba.observe.guards import CollapseGuard
+from tba.train.state import Snapshot, restore, take_snapshot
+
+
+def saved_and_read(value):
+    """Through the bytes that a checkpoint would hold."""
+    taken = take_snapshot(value)
+    return restore(Snapshot(tree=json.loads(json.dumps(taken.tree)), tensors=load(save(dict(taken.tensors)))))
+
+
+def assert_same_batch(left, right):
+    assert left.prompt_ids == right.prompt_ids
+    for name in ("token_ids_N", "offsets", "log_ref_N", "behaviour_N", "policy_N", "reward_PK", "weight_PK", "rows_PK"):
+        assert torch.equal(getattr(left, name), getattr(right, name)), name
+
+
+SETTINGS = {
+    "mixed": {"on_policy_probability": 0.5, "deduplicate": False},
+    "softmax": {"on_policy_probability": 0.3, "inverse_temperature": 2.0, "uniform_share": 0.25},
+    "importance": {"on_policy_probability": 0.5, "importance_weighted": True, "mix": "responses"},
+    "queue": {"max_uses": 2, "deduplicate": False, "max_waiting_groups": 9},
+    "expiry": {"on_policy_probability": 0.5, "lag": "drop", "deduplicate": False},
+}
+
+
+def use(buffer, rng, groups, first, last):
+    """Add, evict, expire, reset references and sample at random; returns the batches."""
+    batches = []
+    for step in range(first, last):
+        for _ in range(4):
+            tokens = [rng.integers(0, 4, rng.integers(1, 40)).tolist() for _ in range(4)]
+            buffer.add(
+                groups(f"p{rng.integers(12)}", tokens, rng.normal(size=4).tolist(), version=step, reference=step // 20),
+                step=step,
+            )
+        buffer.expire(step - 8)
+        if step % 20 == 0:
+            buffer.drop_reference(step // 20)
+        batches.append(buffer.sample(3, 3, step=step))
+    return batches
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_restored_buffer_draws_evicts_and_counts_as_it_would_have(name):
+    def make():
+        return replay(fresh_steps=2, capacity=90, capacity_per_prompt=30, **SETTINGS[name])
+
+    buffer, rng, groups = make(), np.random.default_rng(1), Groups()
+    use(buffer, rng, groups, 0, 33)
+    again = make()
+    again.load_state(saved_and_read(buffer.state()))
+    assert contents(again) == contents(buffer)
+    later, count = rng.bit_generator.state, groups.count
+    want = use(buffer, rng, groups, 33, 70)
+    rng.bit_generator.state, groups.count = later, count
+    got = use(again, rng, groups, 33, 70)
+    for left, right in zip(want, got, strict=True):
+        assert_same_batch(left, right)
+    assert again.stats() == buffer.stats()
+    assert contents(again) == contents(buffer)
+
+
+def test_a_snapshot_does_not_follow_the_buffer():
+    buffer, rng, groups = replay(capacity=90), np.random.default_rng(1), Groups()
+    use(buffer, rng, groups, 0, 5)
+    before, taken = contents(buffer), take_snapshot(buffer.state())
+    use(buffer, rng, groups, 5, 30)
+    again = replay(capacity=90)
+    again.load_state(restore(taken))
+    assert contents(again) == before
+
+
+def test_untouched_capacity_takes_no_room():
+    buffer = replay(capacity=1_000_000, deduplicate=False)
+    buffer.add(Groups()("a", [[5, 6], [7]]), step=0)
+    assert sum(tensor.numel() for tensor in take_snapshot(buffer.state()).tensors.values()) < 2**20
+
+
+def test_views_of_one_memory_and_shared_objects_stay_so():
+    column = np.zeros(6, [("a", np.int32), ("b", np.float32)])
+    guard = CollapseGuard()
+    found = saved_and_read({"a": column["a"], "b": column["b"], "view": column["b"].data, "guards": [guard, guard]})
+    found["b"][2] = 1.5
+    assert found["view"][2] == 1.5
+    assert found["a"].tolist() == [0] * 6
+    assert found["guards"][0] is found["guards"][1]
+
+
+def test_containers_come_back_as_they_were():
+    value = {
+        1: (2.5, float("inf"), None),
+        ("a", 0): {3, 4},
+        "order": OrderedDict([(5, None), (2, None)]),
+        "queue": deque([(1, {"x": 0.1})], maxlen=3),
+        "bf16": torch.tensor([1.0, 3.0], dtype=torch.bfloat16),
+    }
+    found = saved_and_read(value)
+    assert found["queue"].maxlen == 3
+    assert list(found["order"]) == [5, 2]
+    assert torch.equal(found.pop("bf16"), value.pop("bf16"))
+    assert found == value
+
+
+def test_a_batch_comes_back_tensor_by_tensor():
+    batch = ragged_batch()
+    found = saved_and_read(batch)
+    assert_same_batch(batch, found)
+    assert all(torch.equal(a, b) for a, b in zip(batch.prompt_tokens, found.prompt_tokens))
+    assert torch.equal(batch.rewards["score"], found.rewards["score"])
+    assert vars(found.totals) == vars(batch.totals)
+
+
+def test_what_is_not_plain_data_is_refused():
+    with pytest.raises(TypeError, match="a function cannot be saved"):
+        take_snapshot({"f": lambda: None})
+    with pytest.raises(KeyError):
+        restore(Snapshot(tree={"kind": "same", "number": 3}, tensors={}))

@@ -1,0 +1,157 @@
+"""Checkpoints: what they hold is what was there when they were saved, whole and checked, whoever writes them when."""
+
+import json
+
+import pytest
+import torch
+from builders import tiny_llama, tiny_tokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tba.config import TrainConfig
+from tba.observe.files import RunFolder
+from tba.observe.guards import CollapseGuard
+from tba.train.checkpoint import Checkpoints, CorruptCheckpoint, check_manifest
+from tba.train.optimizer import MasterAdamW
+from tba.train.state import restore, take_snapshot
+
+
+class Counter:
+    """The smallest part of a run."""
+
+    def __init__(self):
+        self.count = 0
+
+    def state(self):
+        return {"count": self.count}
+
+    def load_state(self, state):
+        self.count = state["count"]
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    model = tiny_llama()
+    folder = RunFolder.create(tmp_path / "run", overwrite=False)
+    optimizer = MasterAdamW(model.parameters(), TrainConfig())
+    made = Checkpoints(folder, model, tiny_tokenizer(), optimizer, heads=[], parts={"counter": Counter()}, keep=2)
+    yield made
+    made.close()
+
+
+def move(optimizer, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for master in optimizer.masters:
+        master.grad = torch.randn(master.shape, generator=generator)
+    optimizer.step(0.01)
+
+
+def test_a_checkpoint_holds_what_was_there_when_it_was_saved(checkpoints):
+    move(checkpoints.optimizer, 1)
+    before = [parameter.detach().clone() for parameter in checkpoints.model.parameters()]
+    checkpoints.parts["counter"].count = 7
+    checkpoints.save(3)
+    move(checkpoints.optimizer, 2)
+    checkpoints.parts["counter"].count = 8
+    path = checkpoints.by_step()[3]
+    check_manifest(path)
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    assert all(torch.equal(a, b) for a, b in zip(before, loaded.parameters()))
+    assert AutoTokenizer.from_pretrained(path)("w5 w6")["input_ids"] == [5, 6]
+    assert "lm_head.weight" not in load_file(path / "model.safetensors"), "tied weights are written once"
+    checkpoints.load(path)
+    assert checkpoints.parts["counter"].count == 7
+    assert all(torch.equal(a, b) for a, b in zip(before, checkpoints.model.parameters()))
+    assert json.loads((path / "trainer.json").read_text()) == {"step": 3, "seed": 0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_continues_with_its_moments_and_masters(checkpoints, dtype):
+    model = checkpoints.model = tiny_llama().to(dtype)
+    checkpoints.optimizer = MasterAdamW(model.parameters(), TrainConfig())
+    move(checkpoints.optimizer, 1)
+    checkpoints.save(1)
+    move(checkpoints.optimizer, 2)
+    want = [master.detach().clone() for master in checkpoints.optimizer.masters]
+    checkpoints.model = tiny_llama(seed=5).to(dtype)
+    checkpoints.optimizer = MasterAdamW(checkpoints.model.parameters(), TrainConfig())
+    checkpoints.load(checkpoints.by_step()[1])
+    move(checkpoints.optimizer, 2)
+    assert all(torch.equal(a, b) for a, b in zip(want, checkpoints.optimizer.masters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), checkpoints.model.parameters(), strict=True))
+
+
+def test_an_error_of_the_writer_is_raised_by_the_next_call(checkpoints):
+    checkpoints.folder.checkpoints.rmdir()
+    checkpoints.folder.checkpoints.write_text("a file where the folder should be")
+    checkpoints.save(1)
+    with pytest.raises(OSError):
+        checkpoints.save(2)
+
+
+def test_the_last_ones_stay_and_the_pinned_one(checkpoints):
+    for step in (1, 2, 3):
+        checkpoints.save(step)
+    assert sorted(checkpoints.by_step()) == [2, 3]
+    checkpoints.pinned = 2
+    for step in (4, 5):
+        checkpoints.save(step)
+    assert sorted(checkpoints.by_step()) == [2, 4, 5]
+
+
+def test_a_healthy_checkpoint_of_the_same_step_shares_the_files(checkpoints):
+    checkpoints.save(1)
+    checkpoints.save_healthy(1)
+    regular, healthy = checkpoints.by_step()[1], checkpoints.by_step("healthy-step-")[1]
+    check_manifest(healthy)
+    assert (regular / "optimizer.safetensors").samefile(healthy / "optimizer.safetensors")
+
+
+def test_the_best_that_a_checkpoint_knows_stays_as_long_as_that_checkpoint_is_the_newest(checkpoints):
+    def best():
+        return sorted(checkpoints.by_step("best-step-"))
+
+    checkpoints.save_evaluated(10)
+    checkpoints.keep_best(10, 0.5)
+    checkpoints.save(10)
+    checkpoints.save_evaluated(20)
+    checkpoints.keep_best(20, 0.6)
+    assert best() == [10, 20]
+    checkpoints.save(20)
+    assert best() == [20]
+    checkpoints.save_evaluated(30)
+    checkpoints.keep_best(30, 0.7)
+    checkpoints.load(checkpoints.by_step()[20])
+    assert (checkpoints.best, best()) == ((20, 0.6), [20])
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "changed"])
+def test_a_damaged_file_is_named(checkpoints, damage):
+    checkpoints.save(1)
+    path = checkpoints.by_step()[1]
+    file = path / "optimizer.safetensors"
+    if damage == "gone":
+        file.unlink()
+    else:
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CorruptCheckpoint, match=r"step-1 is damaged: optimizer\.safetensors"):
+        check_manifest(path)
+
+
+def test_a_restored_guard_raises_the_alarm_at_the_same_step():
+    well = {
+        "completions/mean_length": 200.0,
+        "completions/clipped_ratio": 0.05,
+        "entropy": 0.5,
+        "reward": 0.6,
+        "kl": 10.0,
+    }
+    guard = CollapseGuard()
+    for step in range(60):
+        guard.step(step, well)
+    guards = [guard, restore(take_snapshot(guard))]
+    for step in range(60, 90):
+        first, second = (found.step(step, well | {"completions/mean_length": 4.0}) for found in guards)
+        assert first == second
+    assert first is not None
