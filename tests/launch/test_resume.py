@@ -89,6 +89,35 @@ def test_a_killed_run_continues_with_the_same_tokens_and_losses(folder, name):
         assert (killed.newest_checkpoint() / file).read_bytes() == (whole.newest_checkpoint() / file).read_bytes()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.lora={}"],
+        ["objective.name=grpo", "train.learning_rate=auto", "train.truncated=penalise"],
+        [
+            "search.explore.probability=0.5",
+            "search.explore.temperature=[0.8, 1.5]",
+            "search.explore.reference_share=0.25",
+            "replay.on_policy_probability=0.3",
+            "replay.importance_weighted=true",
+            "replay.deduplicate=true",
+        ],
+        ["generate.engine=transformers", "replay.lag=drop", "replay.max_lag=2", "replay.on_policy_probability=0.5"],
+    ],
+    ids=["lora", "grpo", "exploration", "transformers"],
+)
+def test_steps_that_are_made_again_from_an_older_checkpoint_are_the_same(folder, settings, request):
+    config = make_config(
+        folder, "mode=sync", f"name={request.node.callspec.id}-again", "train.checkpoint_every=1",
+        "train.keep_checkpoints=9", *settings,
+    )  # fmt: skip
+    train(config)
+    run = RunFolder(config.run_folder)
+    before = lines(run), run.samples.read_text(), names(run)
+    train(config, resume=run.checkpoints / "step-3")
+    assert (lines(run), run.samples.read_text(), names(run)) == before
+
+
 @pytest.fixture(scope="module")
 def finished(folder) -> Config:
     """A run of six steps with checkpoints of steps 2, 4 and 6."""

@@ -282,7 +282,8 @@ class TrainConfig(Section):
     """What happens to groups whose rewards are all equal: keep, because in TB they carry the pull to the reference, or
     drop."""
     checkpoint_every: int | None = Field(default=None, ge=1)
-    """Number of optimizer steps between checkpoints; None = only one at the end."""
+    """Number of optimizer steps between checkpoints, from which a run can be resumed; None = only one at the end, besides
+    those of the collapse guard (observe.healthy_checkpoint_every)."""
     keep_checkpoints: int = Field(default=2, ge=0)
     """Number of checkpoints kept, the newest; 0 = none is written."""
 
