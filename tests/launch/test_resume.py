@@ -201,22 +201,23 @@ def test_the_trainer_of_the_api_resumes_from_a_named_checkpoint(copied, folder):
     assert steps(run) == list(range(1, 9))
 
 
-def cursor(run: RunFolder) -> int:
-    """Visits that the one searcher had begun at the newest checkpoint."""
+def visits_handed_out(run: RunFolder) -> int:
+    """Visits that the searchers had been given at the newest checkpoint."""
     snapshot = Snapshot(tree=json.loads((run.newest_checkpoint() / "state.json").read_text()), tensors={})
     parts = dict(snapshot.tree["items"])["parts"]
-    return restore(replace(snapshot, tree=dict(parts["items"])["search"]))["cursors"][0]
+    trainer = dict(dict(parts["items"])["trainer"]["items"])
+    return restore(replace(snapshot, tree=trainer["visits"]))["handed_out"]
 
 
 def test_an_asynchronous_run_goes_on_where_it_was(folder):
     settings = ["name=async", "train.checkpoint_every=2", "replay.lag=pace", "replay.max_lag=3"]
     train(make_config(folder, *settings, "train.max_steps=5"))
     run = RunFolder(folder / "runs" / "async")
-    first = cursor(run)
+    first = visits_handed_out(run)
     summary = train(make_config(folder, *settings, "train.max_steps=9"), resume=True)
     assert steps(run) == list(range(1, 10))
     assert (summary["steps"], summary["responses_trained"]) == (9, 9 * 16)
-    assert cursor(run) > first
+    assert visits_handed_out(run) > first
     lags = [line[f"off_policy/lag_{kind}"] for line in lines(run) if "loss" in line for kind in ("mean", "max")]
     assert 0 <= min(lags) <= max(lags) <= 3, "the pace limit holds after the resume as before"
 
