@@ -66,28 +66,35 @@ def cost(arguments: argparse.Namespace) -> None:
     )
 
 
+def newest(run: Path) -> int:
+    """Step of the newest whole checkpoint, 0 = there is none."""
+    from tba.observe.files import RunFolder
+
+    return max(RunFolder(run).checkpoints_by_step(), default=0)
+
+
 def exact(arguments: argparse.Namespace) -> None:
     rng = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tba", "train", *EXACT, *arguments.settings, f"output={folder}"]
-        started = time.monotonic()
         subprocess.run([*command, "name=whole"], check=True, capture_output=True)
-        seconds = time.monotonic() - started
-        killed = 0
+        killed, reached = 0, 0
         while True:
-            can_resume = any((Path(folder) / "killed" / "checkpoints").glob("*step-*/manifest.json"))
-            resume = ["--resume"] if can_resume else ["overwrite=true"]
-            process = subprocess.Popen([*command, "name=killed", *resume], start_new_session=True)
-            try:
-                process.wait(timeout=None if killed >= arguments.kills else rng.uniform(0.2, 0.8) * seconds)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                killed += 1
-                continue
-            if process.returncode:
-                raise SystemExit(f"the run ended with status {process.returncode}")
-            break
+            resume = ["--resume"] if reached else []
+            process = subprocess.Popen(
+                [*command, "name=killed", *resume], start_new_session=True, stdout=subprocess.PIPE
+            )
+            # A new checkpoint makes sure that the run comes to its end however often it is killed.
+            while process.poll() is None and (killed == arguments.kills or newest(Path(folder) / "killed") <= reached):
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0.0, 1.5))
+            if process.poll() is not None:
+                break
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            killed, reached = killed + 1, newest(Path(folder) / "killed")
+        if process.returncode:
+            raise SystemExit(f"the run ended with status {process.returncode}")
         runs = [Path(folder) / name for name in ("whole", "killed")]
         whole, other = (
             [

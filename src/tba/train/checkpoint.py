@@ -79,6 +79,7 @@ class Checkpoints:
         """Write checkpoints/step-N and drop the oldest beyond `keep`; returns as soon as everything is copied."""
         if self.keep == 0 or step == self._saved:
             return
+        self.wait()  # one set of copies at a time
         self._write(step, f"step-{step}")
         self._saved, self._saved_best = step, None if self.best is None else self.best[0]
         self._later(partial(self._drop_old, self.pinned, self._saved_best))
@@ -88,6 +89,7 @@ class Checkpoints:
         if step == self._saved:
             self._later(partial(_link_folder, self.folder.checkpoints / f"step-{step}", f"healthy-step-{step}"))
         else:
+            self.wait()
             self._write(step, f"healthy-step-{step}")
 
     def drop_healthy(self, step: int) -> None:
@@ -163,7 +165,6 @@ class Checkpoints:
         self._pending.append(self._writer.submit(job))
 
     def _write(self, step: int, name: str) -> None:
-        self.wait()  # one set of copies at a time
         parts = {part: holder.state() for part, holder in self.parts.items()}
         snapshot = take_snapshot({"parts": parts, "pinned": self.pinned, "best": self.best})
         tensors = {OPTIMIZER: _copied(_flat(self.optimizer.state())), ARRAYS: snapshot.tensors}
