@@ -24,6 +24,7 @@ ILL = WELL | {"completions/mean_length": 4.0}
 
 class EmptyCheckpoints(Checkpoints):
     def _write(self, step: int, name: str) -> None:
+        self.wait()  # as the real one does
         (self.folder.checkpoints / name).mkdir()
         (self.folder.checkpoints / name / MANIFEST).touch()
 
