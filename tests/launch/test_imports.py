@@ -160,7 +160,7 @@ def import_arithmetic(tmp_path, *rows, change=lambda loaded: None):
     config = load_config(None, [f"replay.imports=[{path}]", "task.num_train_prompts=3"])
     inputs = load_inputs(config)
     change(inputs.loaded)
-    return import_groups(config, inputs, RunFolder.create(tmp_path / "run", overwrite=False)), inputs
+    return import_groups(config, inputs), inputs
 
 
 def solution(index=0):

@@ -148,7 +148,7 @@ class AsyncRun:
     def ask_for_evaluation(self) -> None:
         if self.has_evaluation_prompts:
             if self.trainer.step_index > 0:
-                self.trainer.checkpoints.save_evaluated(self.trainer.step_index)
+                self.trainer.save_evaluated()
             self.runtime.evaluate(self.trainer.step_index)
 
     def take_evaluations(self) -> None:
@@ -174,9 +174,9 @@ class AsyncRun:
         if now - self._status_at > STATUS_SECONDS:
             self._status_at = now
             roles = [vars(status) for status in self.runtime.statuses()]
-            write_json(
-                self.recorder.folder.status, {"step": self.trainer.step_index, "time": time.time(), "roles": roles}
-            )
+            path = self.recorder.folder.status
+            with self.recorder.failures.tolerated("status in", path):
+                write_json(path, {"step": self.trainer.step_index, "time": time.time(), "roles": roles})
 
     def close(self) -> None:
         self.runtime.stop()
@@ -290,7 +290,7 @@ class SyncRun:
             policy = self.trainer.train_step.policy
             self.evaluation_engine.load(make_weights(policy.model, version=self.trainer.step_index))
         if self.trainer.step_index > 0:
-            self.trainer.checkpoints.save_evaluated(self.trainer.step_index)
+            self.trainer.save_evaluated()
         self.trainer.evaluated(self.trainer.step_index, self.evaluator(self.evaluation_engine))
 
     def close(self) -> None:
@@ -299,12 +299,13 @@ class SyncRun:
 
 
 class Interrupt:
-    """While active, SIGINT and SIGTERM set `asked`; a second one raises KeyboardInterrupt at once.
+    """While active, SIGINT, SIGTERM and SIGHUP set `asked`; a second one raises KeyboardInterrupt at once. One that was
+    ignored (SIGHUP under nohup) stays ignored.
 
     A step is never cut in the middle: half an optimizer update must not be saved.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.asked = False
@@ -312,7 +313,8 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+            heeded = [number for number in self.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in heeded}
         return self
 
     def __exit__(self, *_: object) -> None:

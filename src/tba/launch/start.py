@@ -13,6 +13,7 @@ import torch
 
 from tba.config import Config, ModelConfig, dump_config, load_config
 from tba.generate.engine import Scorer, make_scorer
+from tba.launch.checks import check_before_loading
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.imports import import_groups
 from tba.launch.run import AsyncRun, RunInputs, SyncRun, load_inputs
@@ -24,12 +25,14 @@ from tba.search.make import make_search_engine
 from tba.tasks.evaluation import make_evaluator
 from tba.tasks.rewards.pool import make_rewards
 from tba.train.health import Collapsed
+from tba.types import TrajectoryGroup
 
 logger = logging.getLogger("tba")
 
 
 def train(config: Config, *, inputs: RunInputs | None = None) -> dict[str, Any]:
     """Run a training and return what summary.json holds. After Ctrl-C it is saved as far as it came, then raised again."""
+    check_before_loading(config)
     torch.set_num_threads(config.runtime.threads)
     config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
     start_mps(config)  # before anything touches the GPU
@@ -37,9 +40,17 @@ def train(config: Config, *, inputs: RunInputs | None = None) -> dict[str, Any]:
     # Bad train rows show here, before a run folder exists.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))
     config = with_defaults(config, inputs.loaded)
+    imported = import_groups(config, inputs)  # while the model is still the reference
     folder = RunFolder.create(config.run_folder, overwrite=config.overwrite)
+    try:
+        return _train(config, folder, inputs, imported)
+    finally:
+        folder.release()
+
+
+def _train(config: Config, folder: RunFolder, inputs: RunInputs, imported: Sequence[TrajectoryGroup]) -> dict[str, Any]:
+    """Train in a folder that is claimed, with a config in which everything is filled in."""
     write_atomic(folder.config, dump_config(config))
-    imported = import_groups(config, inputs, folder)  # while the model is still the reference
     make = SyncRun.make if config.takes_turns else AsyncRun.make
     run = make(config, folder, inputs)
     try:
@@ -52,15 +63,17 @@ def train(config: Config, *, inputs: RunInputs | None = None) -> dict[str, Any]:
             raise
         if run.interrupt.asked:
             logger.warning("interrupted after step %d: saving and stopping.", run.trainer.step_index)
-            run.trainer.checkpoints.save(run.trainer.step_index)
+            run.trainer.save()
         summary = run.recorder.finish()
     finally:
-        run.trainer.checkpoints.drop_unjudged()
+        with run.recorder.failures.tolerated("checkpoints in", folder.checkpoints):
+            run.trainer.checkpoints.drop_unjudged()
         run.close()
     if run.interrupt.asked:
         raise KeyboardInterrupt
     if config.observe.progress:
         show_summary(summary, run.recorder.curve(), folder.path, config=config)
+    run.recorder.failures.raise_lost()
     return summary
 
 

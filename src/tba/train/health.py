@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,8 +45,10 @@ class Health:
         if step >= self.config.train.max_steps:
             self._finish()
         elif step % self.every == 0 and not self.guard.suspects and self.checkpoints.keep > 0:
-            self.checkpoints.save_healthy(step)
-            self._saved.append(step)
+            path = self.recorder.folder.checkpoints / f"healthy-step-{step}"
+            with self.recorder.failures.tolerated("healthy checkpoint", path):
+                self.checkpoints.save_healthy(step)
+                self._saved.append(step)
         watched = {f"guard/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
         return {"guard/alarm": float(self.alarm is not None), **watched}
 
@@ -79,7 +82,7 @@ class Health:
             self.checkpoints.pinned = regular if regular >= 0 else None
             return self.recorder.folder.checkpoints_by_step().get(regular)
         self._drop([saved for saved in self._saved if saved != healthy])
-        return self.recorder.folder.checkpoints_by_step("healthy-step-")[healthy]
+        return self.recorder.folder.checkpoints_by_step("healthy-step-").get(healthy)
 
     def _kept_words(self) -> str:
         path = (self.recorder.collapse or {}).get("checkpoint")
@@ -101,5 +104,6 @@ class Health:
 
     def _drop(self, steps: list[int]) -> None:
         for step in list(steps):
-            self.checkpoints.drop_healthy(step)
             self._saved.remove(step)
+            with suppress(FileNotFoundError):  # a user may tidy up too
+                self.checkpoints.drop_healthy(step)

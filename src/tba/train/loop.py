@@ -139,14 +139,28 @@ class Trainer:
         seconds = time.perf_counter() - started
         every = self.config.train.checkpoint_every
         if self.done or (every is not None and self.step_index % every == 0):
-            self.checkpoints.save(self.step_index)
+            self.save()
         return seconds
+
+    def save(self) -> None:
+        """Write a checkpoint; one that cannot be written is told, and training goes on: the next may be."""
+        path = self.recorder.folder.checkpoints / f"step-{self.step_index}"
+        lost = self.checkpoints.keep > 0
+        with self.recorder.failures.tolerated("checkpoint", path, must_not_be_lost=lost):
+            self.checkpoints.save(self.step_index)
+
+    def save_evaluated(self) -> None:
+        """Write the weights that an evaluation is asked for."""
+        path = self.recorder.folder.checkpoints / f"evaluated-step-{self.step_index}"
+        with self.recorder.failures.tolerated("checkpoint of an evaluation", path):
+            self.checkpoints.save_evaluated(self.step_index)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """The evaluation of a step has come: the weights of the best one so far are kept."""
         self.recorder.evaluation(step, metrics)
         if metrics:
-            self.checkpoints.keep_best(step, next(iter(metrics.values())))
+            with self.recorder.failures.tolerated("best checkpoint in", self.recorder.folder.checkpoints):
+                self.checkpoints.keep_best(step, next(iter(metrics.values())))
             self.recorder.best = self.checkpoints.best
 
     def record(
