@@ -1,7 +1,7 @@
 """Bad inputs: each is told in at most ten lines without a traceback, ends with a non-zero exit status, and leaves nothing.
 
-All run in this process through the command's own entry point, on the tiny problem of problem.py, mostly in sync mode: what is
-wrong is found on the same way in every mode.
+All run in this process through the command's own entry point, on the tiny problem of problem.py, in sync mode: what is wrong
+is found on the same way in every mode.
 """
 
 import json

@@ -8,7 +8,6 @@ import pytest
 from tba.config import ReplayConfig, load_config
 from tba.launch.imports import import_groups, import_responses
 from tba.launch.run import load_inputs
-from tba.observe.files import RunFolder
 from tba.replay import ReplayBuffer
 from tba.types import Prompt
 

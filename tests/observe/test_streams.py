@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+import tempfile
 
 from tba.observe.streams import LastingStream, lasting
 
@@ -16,8 +17,6 @@ def test_a_stream_whose_reader_is_gone_swallows_what_is_written():
         "    print('last')\n"
         "open(sys.argv[1], 'w').write('reached')"
     )
-    import tempfile
-
     with tempfile.NamedTemporaryFile() as reached:
         process = subprocess.Popen(
             [sys.executable, "-c", code, reached.name], stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -5,8 +5,8 @@ verl:  compute_score(data_source, solution_str, ground_truth, extra_info=None) -
 
 For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL. A function gets all samples of a prompt
 in one call, and its values may compare them; when it fails, all of them are lost. One whose values do not depend on the
-other samples says so by an attribute, `f.per_sample = True`: then the samples are tried one by one, and only the failing ones are
-lost. Nothing here imports torch, so that a worker, when it was killed, is back in a moment.
+other samples says so by an attribute, `f.per_sample = True`: then the samples are tried one by one, and only the failing
+ones are lost. Nothing here imports torch, so that a worker, when it was killed, is back in a moment.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RewardFunction:
         self, prompt: PromptText, columns: Columns, texts: Sequence[str], completion_ids: Sequence[list[int]]
     ) -> list[float | RewardFailed | None]:
         """One value per sample. A call that fails costs all its samples, unless the reward is per_sample: then they are
-        tried one by one. Values of samples that were compared with others would mean something else when each comes alone."""
+        tried one by one. Values of samples that were compared with others would mean something else when it comes alone."""
         try:
             return self._values(prompt, columns, texts, completion_ids)
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's code: told with file and line, counted
