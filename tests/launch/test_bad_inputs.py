@@ -121,10 +121,37 @@ RUNS = {
     "a reward that imports nothing": (*rewards("import nowhere_at_all\n" + GOOD), "r.py:1 failed: ModuleNotFoundError"),
     "a reward that kills its process": (*rewards("import os\ndef f(**_): os._exit(7)\n"), "died (exit status 7)"),
 }
+COMMANDS = {
+    "a run without a checkpoint": (
+        ["evaluate", "r"],
+        {"r/config.yaml": "seed: 1\n"},
+        "run folder r has no checkpoint yet",
+    ),
+    "a checkpoint that is half written": (
+        ["evaluate", "r"],
+        {
+            "r/config.yaml": "seed: 1\n",
+            "r/checkpoints/step-3/tokenizer.json": "{}",
+            "r/checkpoints/.step-9.partial/x": "",
+        },
+        "model.path='r/checkpoints/step-3' cannot be loaded",
+    ),
+    "a run with a broken config": (
+        ["evaluate", "r"],
+        {"r/config.yaml": "train: {max_steps: x}\n", "r/checkpoints/step-3/x": ""},
+        "train.max_steps",
+    ),
+    "a model to evaluate that is not there": (["evaluate", "./nowhere"], {}, "there is no such folder"),
+    "a model to evaluate that is cut off": (["evaluate", "./cut"], {}, "cannot be loaded"),
+    "an adapter that is none": (["merge", "@/model", "out"], {}, "holds no LoRA adapter"),
+    "something that cannot be prepared": (["prepare", "nothing"], {}, "has nothing to prepare"),
+    "a study that is not there": (["compare", "nowhere.yaml"], {}, "nowhere.yaml"),
+}
 CASES = [
     *(pytest.param(arguments, {}, message, False, id=name) for name, (arguments, message) in CONFIGS.items()),
     *(pytest.param(*case, False, id=name) for name, case in FILES.items()),
     *(pytest.param(*case, True, id=name) for name, case in RUNS.items()),
+    *(pytest.param(*case, False, id=name) for name, case in COMMANDS.items()),
 ]
 
 
@@ -151,13 +178,16 @@ def test_a_bad_input_is_told_in_words_and_leaves_nothing(
 ):
     prepare(folder, tmp_path)
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     before = listing(tmp_path)
     monkeypatch.chdir(tmp_path)
     settings = [*SETTINGS, "mode=sync", "search.max_reward_failures=8", "task.eval_fraction=0"]
     arguments = [argument.replace("@", str(folder)) for argument in arguments]
-    monkeypatch.setattr(sys, "argv", ["tba", "train", *settings, *arguments])
+    command = (
+        arguments if arguments[0] in ("evaluate", "merge", "prepare", "compare") else ["train", *settings, *arguments]
+    )
+    monkeypatch.setattr(sys, "argv", ["tba", *command])
     with pytest.raises(SystemExit) as ended:
         main()
     printed = capsys.readouterr()

@@ -196,8 +196,9 @@ class WorkerRewards:
         answer = self._worker.link.receive()
         if isinstance(answer, Ready):
             # Importing the reward's file may take long (START_SECONDS); the call's own time-out counts from here.
+            # Of a worker that replaces another the time counts in which nothing was answered, not of the first one.
+            self._running = self._timed(job, since=started if self._was_loaded else None)
             self._was_loaded, self._per_sample = True, answer.per_sample
-            self._running = self._timed(job)
             return
         if isinstance(answer, Scored):
             job.outcomes += answer.outcomes
@@ -219,11 +220,11 @@ class WorkerRewards:
             # First in line again: groups are handed back in the order of their submission.
             self._waiting.appendleft(job)
 
-    def _timed(self, job: _Job) -> tuple[_Job, float, float]:
-        """The job with the time of its call and its deadline."""
+    def _timed(self, job: _Job, *, since: float | None = None) -> tuple[_Job, float, float]:
+        """The job with the time from which it waits (None = from now) and its deadline."""
         seconds, left = self._timeout_seconds, self._unanswered_seconds
         now = time.monotonic()
-        return job, now, now + (seconds if left is None else min(seconds, left))
+        return job, now if since is None else since, now + (seconds if left is None else min(seconds, left))
 
     def _failed(self, job: _Job, reason: str) -> None:
         """The worker ended. One that could never load the reward would not load it the next time."""
