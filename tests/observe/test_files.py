@@ -93,8 +93,10 @@ def test_a_lost_checkpoint_is_named_again_in_the_end(tmp_path, caplog):
     for step in (1, 2, 2):
         path = tmp_path / f"step-{step}"
         with failures.tolerated("checkpoint", path, must_not_be_lost=True):
+            (tmp_path / f".step-{step}.partial").mkdir()
             raise OSError(28, "No space left on device")
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert not list(tmp_path.iterdir())  # a part of one would keep the next from being written
     assert f"checkpoint {tmp_path}/step-1 cannot be written ([Errno 28] No space left" in caplog.text
     with pytest.raises(
         OutputLost, match=rf"2 of its files could not be written: {tmp_path}/step-1, {tmp_path}/step-2\."

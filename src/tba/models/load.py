@@ -104,8 +104,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
         # Files that are damaged fail wherever transformers first stumbles over them.
         kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
         raise ValueError(
-            f"model.path={config.path!r} cannot be loaded: {kind}{first_line(error)} Give a folder with config.json and weights, "
-            "or a hub name that can be reached (HF_HUB_OFFLINE=1 forbids downloads)."
+            f"model.path={config.path!r} cannot be loaded: {kind}{first_line(error)} Give a folder with config.json and "
+            "weights, or a hub name that can be reached (HF_HUB_OFFLINE=1 forbids downloads)."
         ) from error
     if adapter is not None:
         model = with_adapter(model, adapter)

@@ -159,9 +159,10 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
         console.print(words, style="bold", highlight=False)
     if summary["best"] is not None and 0 < summary["best"]["step"] < summary["steps"]:
         best, name = summary["best"], next(iter(summary["final"]))
+        kept = (folder / "checkpoints" / f"best-step-{best['step']}").is_dir()
+        where = f"kept in checkpoints/best-step-{best['step']}" if kept else "whose weights were not kept"
         console.print(
-            f"best {name}: {shown(name, best['score'])} at step {best['step']}, kept in "
-            f"checkpoints/best-step-{best['step']} (the table is of the last weights)",
+            f"best {name}: {shown(name, best['score'])} at step {best['step']}, {where} (the table is of the last weights)",
             highlight=False,
         )
     if len(curve.points) > 2:

@@ -128,6 +128,8 @@ class WriteFailures:
         try:
             yield
         except (OSError, SafetensorError) as error:
+            # What a checkpoint has come to before the disk was full: it would keep the next one from being written.
+            shutil.rmtree(path.with_name(f".{path.name}.partial"), ignore_errors=True)
             if must_not_be_lost and path not in self.lost:
                 self.lost.append(path)
             if what not in self._told:
