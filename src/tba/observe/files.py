@@ -69,7 +69,7 @@ class RunFolder:
         asked for, one that still goes on never."""
         folder = cls(path)
         path.mkdir(parents=True, exist_ok=True)
-        folder._claim = Claim.take(path)
+        folder.claim()
         try:
             folder._refuse_replacing(overwrite)
             for entry in path.iterdir():
@@ -83,6 +83,10 @@ class RunFolder:
             folder.release()
             raise
         return folder
+
+    def claim(self) -> None:
+        """Claim the folder for this process, until `release`; FolderInUse names the process that has it."""
+        self._claim = Claim.take(self.path)
 
     def release(self) -> None:
         """The run is over: the folder may be used by another."""
