@@ -111,14 +111,14 @@ def _sinks(report_to: Any) -> list[str]:
 def _reward_configs(
     rewards: Sequence[Callable[..., Any] | str], weights: Sequence[float] | None
 ) -> list[dict[str, Any]]:
-    from tba.tasks.rewards.functions import load_reward_function
+    from tba.tasks.rewards.files import check_reward_function
 
     if not rewards:
         raise ValueError("reward_funcs is empty: give at least one function.")
     if weights is not None and len(weights) != len(rewards):
         raise ValueError(f"reward_weights has {len(weights)} numbers for {len(rewards)} reward_funcs: give one each.")
     for reward in rewards:
-        load_reward_function(reward)  # a file or name that is wrong shows now, not when the run starts
+        check_reward_function(reward)  # a file or name that is wrong shows now, not when the run starts
     return [
         {"function": reward, "weight": 1.0 if weights is None else weights[index]}
         for index, reward in enumerate(rewards)

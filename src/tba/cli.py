@@ -27,7 +27,10 @@ import typer
 from typer.core import TyperGroup
 
 from tba.config import Config, ConfigError, dump_config, load_config, settings_by_name
+from tba.observe.streams import lasting_output
 
+MOST_LINES, LONGEST_LINE = 9, 2000
+"""What is shown of an error message."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Base class of all errors in how a command was called. Typer exports none but BadParameter, and whether its base class is
 click's or typer's own copy of it depends on typer's version; an error of the other one would go by uncaught."""
@@ -112,6 +115,9 @@ def train(
 
         typer.echo(dump_config(with_objective_defaults(config)), nl=False)
         return
+    from tba.launch.checks import check_before_loading
+
+    check_before_loading(config)
     from tba.launch import train as run_training
 
     summary = run_training(config, resume=resume)
@@ -333,6 +339,11 @@ def resolve(
 
 def main() -> None:
     """Entry point: errors the user can mend are printed without a traceback (TBA_TRACEBACK=1 shows it), exit status 2."""
+    with lasting_output():  # `tba train ... | head -1` must not end the training
+        run_command()
+
+
+def run_command() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         # By name, because `python -m tba` would be called that in messages. The status is 130 after Ctrl-C.
@@ -340,12 +351,19 @@ def main() -> None:
     except UsageError as error:
         typer.echo(usage_message(error), err=True)
         raise SystemExit(2) from None
-    except (ConfigError, ValueError, FileNotFoundError, FileExistsError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if os.environ.get("TBA_TRACEBACK"):
             raise
-        typer.echo(f"tba: {error}", err=True)
+        typer.echo(f"tba: {bounded(str(error) or type(error).__name__)}", err=True)
         raise SystemExit(2) from None
     raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def bounded(message: str) -> str:
+    """A message that fits a screen: the text of an error may come from a user's code or from a log."""
+    lines = message.splitlines()
+    kept = [line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..." for line in lines[:MOST_LINES]]
+    return "\n".join([*kept, f"({len(lines) - MOST_LINES} more lines)"] if len(lines) > MOST_LINES else kept)
 
 
 def usage_message(error: Any) -> str:

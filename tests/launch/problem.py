@@ -25,6 +25,8 @@ def hangs_on_w9(completions, **columns):
         time.sleep(600)
     return [1.0] * len(completions)
 
+hangs_on_w9.per_sample = True
+
 def always_one(completions, **columns):
     return [1.0] * len(completions)
 

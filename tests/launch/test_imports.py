@@ -8,7 +8,6 @@ import pytest
 from tba.config import ReplayConfig, load_config
 from tba.launch.imports import import_groups, import_responses
 from tba.launch.run import load_inputs
-from tba.observe.files import RunFolder
 from tba.replay import ReplayBuffer
 from tba.types import Prompt
 
@@ -169,7 +168,7 @@ def import_arithmetic(tmp_path, *rows, change=lambda loaded: None):
     config = load_config(None, [f"replay.imports=[{path}]", "task.num_train_prompts=3"])
     inputs = load_inputs(config)
     change(inputs.loaded)
-    return import_groups(config, inputs, RunFolder.create(tmp_path / "run", overwrite=False)), inputs
+    return import_groups(config, inputs), inputs
 
 
 def solution(index=0):

@@ -1,11 +1,14 @@
 """Where a run writes: sinks get the same numbers, no file is seen half written, no foreign folder is replaced."""
 
 import json
+import logging
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 
-from tba.observe.files import JsonlSink, RunFolder, keep_lines, write_json
+from tba.observe.files import JsonlSink, OutputLost, RunFolder, WriteFailures, keep_lines, write_json
 
 
 def test_jsonl_lines_are_valid_json_also_for_nan(tmp_path):
@@ -73,3 +76,51 @@ def test_lines_are_kept_whole(tmp_path, kept, want):
     path.write_text("a\nb\nunfinis")
     keep_lines(path, kept)
     assert path.read_text() == want
+
+
+def test_metrics_go_on_where_their_file_was_deleted(tmp_path):
+    sink = JsonlSink(tmp_path / "run" / "metrics.jsonl")
+    sink.write(1, {"loss": 0.5})
+    shutil.rmtree(tmp_path / "run")
+    sink.write(2, {"loss": 0.25})
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text()) == {"step": 2, "loss": 0.25}
+
+
+def test_what_cannot_be_written_is_told_once_by_its_kind_and_training_goes_on(tmp_path, caplog):
+    failures, blocked = WriteFailures(), tmp_path / "a file"
+    blocked.write_text("")
+    for step in range(3):
+        with failures.tolerated("metrics in", blocked):
+            JsonlSink(blocked / "metrics.jsonl").write(step, {})
+    with failures.tolerated("samples in", blocked):
+        (blocked / "samples.jsonl").write_text("")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert f"metrics in {blocked} cannot be written ([Errno 17] File exists" in caplog.messages[0]
+    failures.raise_lost()  # neither must not be lost
+
+
+def test_a_lost_checkpoint_is_named_again_in_the_end(tmp_path, caplog):
+    failures = WriteFailures()
+    for step in (1, 2, 2):
+        path = tmp_path / f"step-{step}"
+        with failures.tolerated("checkpoint", path, must_not_be_lost=True):
+            (tmp_path / f".step-{step}.partial").mkdir()
+            raise OSError(28, "No space left on device")
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert not list(tmp_path.iterdir())  # a part of one would keep the next from being written
+    assert f"checkpoint {tmp_path}/step-1 cannot be written ([Errno 28] No space left" in caplog.text
+    with pytest.raises(
+        OutputLost, match=rf"2 of its files could not be written: {tmp_path}/step-1, {tmp_path}/step-2\."
+    ):
+        failures.raise_lost()
+
+
+def test_an_output_that_cannot_be_written_is_refused_and_left_as_it_was(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(FileExistsError, match=r"file is a file, not a folder: choose another output"):
+            RunFolder.check(path, overwrite=True)
+    with pytest.raises(ValueError, match=r"run folder /proc/run cannot be written: .* \(/proc\)"):
+        RunFolder.check(Path("/proc/run"), overwrite=False)
+    RunFolder.check(tmp_path / "new" / "run", overwrite=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,9 +1,11 @@
 """Metrics: how parts are put together, standard errors, names that are not listed."""
 
+from pathlib import Path
+
 import pytest
 
 from tba.observe.display import shown
-from tba.observe.files import Sinks
+from tba.observe.files import Sinks, WriteFailures
 from tba.observe.metrics import Evaluation, mean_metrics, metric, reduce_metrics, standard_error
 
 
@@ -35,4 +37,4 @@ def test_a_metric_that_is_not_listed_is_refused():
     with pytest.raises(KeyError, match="not listed"):
         metric("surprise")
     with pytest.raises(KeyError, match="not listed"):
-        Sinks([]).write(0, {"surprise": 1.0})
+        Sinks([], Path("."), WriteFailures()).write(0, {"surprise": 1.0})

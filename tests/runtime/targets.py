@@ -15,6 +15,30 @@ def echo(link, *, prefix: str) -> None:
         link.send(f"{prefix}{message}")
 
 
+class Unreadable:
+    """A message that can be pickled but not made again."""
+
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+class Unsendable:
+    """A message that cannot be pickled."""
+
+    def __reduce__(self):
+        raise RuntimeError("not this one")
+
+
+def sends_unreadable(link) -> None:
+    for message in ("one", Unreadable(), "two"):
+        link.send(message)
+    link.receive(timeout_seconds=None)
+
+
+def sends_unsendable(link) -> None:
+    link.send(Unsendable())
+
+
 def fail(link) -> None:
     raise ValueError("this target always fails")
 

@@ -66,6 +66,22 @@ def test_a_failing_process_tells_its_parent_before_it_ends(start, tmp_path):
     process.wait(DEADLINE_SECONDS)
 
 
+def test_a_message_that_cannot_be_read_is_told_as_a_failure_and_does_not_deafen_the_link(start, tmp_path):
+    process = start(targets.sends_unreadable, tmp_path)
+    one, unreadable, two = (process.link.receive(timeout_seconds=DEADLINE_SECONDS) for _ in range(3))
+    process.kill()
+    assert (one, two) == ("one", "two")
+    assert isinstance(unreadable, Failed)
+    assert 'a message that cannot be read (builtins.int): ValueError("invalid literal' in unreadable.error
+
+
+def test_a_message_that_cannot_be_sent_ends_its_sender_with_its_name(start, tmp_path):
+    process = start(targets.sends_unsendable, tmp_path)
+    message = process.link.receive(timeout_seconds=DEADLINE_SECONDS)
+    assert message == Failed(error="TypeError: a message Unsendable cannot be sent: RuntimeError: not this one")
+    process.wait(DEADLINE_SECONDS)
+
+
 def test_a_killed_process_is_noticed(start, tmp_path):
     process = start(targets.deaf, tmp_path)
     assert process.alive

@@ -1,6 +1,7 @@
 """A user's own problem: data files, tokens, reward functions, and what is said when one of them is wrong."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -14,7 +15,8 @@ from tba.tasks.arithmetic.prepare import make_tokenizer
 from tba.tasks.base import RewardFailed
 from tba.tasks.data.prompts import encode
 from tba.tasks.registry import make_task, prepare_task
-from tba.tasks.rewards.functions import RewardFunction, RewardSet, load_reward_function
+from tba.tasks.rewards.files import check_reward_function, load_reward_function
+from tba.tasks.rewards.functions import RewardFunction, RewardSet, reward_weights
 from tba.types import Completion
 
 CHAT = [{"role": "user", "content": "Mia has 3 pens."}]
@@ -82,11 +84,12 @@ def test_prompts_and_columns_reach_the_reward(tokenizer, write):
 
 def test_several_rewards_keep_their_names_and_weights(write):
     file = write("rewards.py", "def short(completions): return [float(len(c) < 3) for c in completions]\n" + SCORE)
-    rewards = RewardSet(
-        [RewardConfig(function=f"{file}:score"), RewardConfig(function=f"{file}:short", weight=0.5, name="brevity")]
-    )
-    assert rewards.weights == {"score": 1.0, "brevity": 0.5}
-    assert rewards.score("Mia has 3 pens.", {"answer": "12"}, ["12", "1234"], [[5], [6]]) == [
+    configs = [
+        RewardConfig(function=f"{file}:score"),
+        RewardConfig(function=f"{file}:short", weight=0.5, name="brevity"),
+    ]
+    assert reward_weights(configs) == {"score": 1.0, "brevity": 0.5}
+    assert RewardSet(configs).score("Mia has 3 pens.", {"answer": "12"}, ["12", "1234"], [[5], [6]]) == [
         {"score": 1.0, "brevity": 1.0},
         {"score": 0.0, "brevity": 0.0},
     ]
@@ -194,25 +197,87 @@ def test_verl_functions_are_called_sample_by_sample():
     assert call(compute_score, ["3", "4"], **row) == [1.0, 0.0]
 
 
-def test_one_sample_that_raises_costs_only_itself_and_names_file_and_line(write):
-    file = write("rewards.py", "def score(completions):\n    return [1 / len(text) for text in completions]\n")
-    values = call(load_reward_function(f"{file}:score"), ["ab", "", "abcd"])
+def test_one_sample_that_raises_costs_only_itself_where_the_reward_is_per_sample(write):
+    text = "def score(completions):\n    return [1 / len(text) for text in completions]\nscore.per_sample = True\n"
+    values = call(load_reward_function(f"{write('rewards.py', text)}:score"), ["ab", "", "abcd"])
     assert (values[0], values[2]) == (0.5, 0.25)
     assert isinstance(values[1], RewardFailed)
     assert "score failed" in str(values[1])
     assert "rewards.py:2: ZeroDivisionError" in str(values[1])
 
 
+def test_a_reward_that_compares_samples_is_never_called_again_with_fewer(write):
+    """Alone, each sample would be the longest of its call and get 1."""
+    calls = []
+
+    def longest(completions):
+        calls.append(len(completions))
+        if "" in completions:
+            raise ValueError("an empty one")
+        return [float(len(text) == max(map(len, completions))) for text in completions]
+
+    assert call(longest, ["a", "bcd", "bc"]) == [0.0, 1.0, 0.0]
+    values = call(longest, ["a", "", "bc"])
+    assert calls == [3, 3]
+    assert all(isinstance(value, RewardFailed) for value in values)
+    assert "ValueError: an empty one (all 3 samples of the call are lost" in str(values[0])
+    assert "longest.per_sample = True" in str(values[0])
+
+
 def test_nan_is_a_failure_not_a_reward():
-    values = call(lambda completions: [float(text) for text in completions], ["1", "nan", "inf"])
+    values = call(lambda completions: [float(text) for text in completions], ["1", "nan", "inf", "1e300"])
     assert values[0] == 1.0
     assert "returned nan" in str(values[1])
     assert "returned inf" in str(values[2])
+    assert "returned 1e+300, which is no finite 32-bit number" in str(values[3])
 
 
-def test_a_wrong_number_of_values_is_named():
-    values = call(lambda completions: [1.0, 2.0, 3.0], ["a"])
-    assert "returned 3 values for 1 completions" in str(values[0])
+def test_a_value_that_is_no_number_costs_its_sample_only():
+    values = call(lambda completions: completions, ["0.5", "good", "x" * 1000])
+    assert values[0] == 0.5
+    assert str(values[1]) == "<lambda> returned 'good', which is no number"
+    assert len(str(values[2])) < 200
+
+
+def test_a_wrong_number_of_values_is_named_and_costs_the_whole_call():
+    calls = []
+
+    def one(completions):
+        calls.append(len(completions))
+        return [1.0]
+
+    one.per_sample = True  # alone, each of the eight would get the 1
+    values = call(one, list("abcdefgh"))
+    assert calls == [8]
+    assert len(values) == 8
+    assert all("returned 1 values for 8 completions" in str(value) for value in values)
+    assert "returned 3 values for 1 completions" in str(call(lambda completions: [1.0, 2.0, 3.0], ["a"])[0])
+
+
+def test_what_is_no_list_of_values_is_named():
+    for value, kind in ((None, "NoneType"), (1.0, "float"), ("1.0", "str"), ({"score": 1.0}, "dict")):
+        found = str(call(lambda completions, value=value: value, ["a", "b"])[0])
+        assert f"returned a {kind}: it must return a list, one number per completion" in found
+
+
+def test_sys_exit_and_ctrl_c_inside_a_reward_are_failures_with_a_line():
+    def leaves(completions):
+        raise SystemExit("good bye")
+
+    def stops(completions):
+        raise KeyboardInterrupt
+
+    assert re.search(r"leaves failed at .*test_custom_task.py:\d+: SystemExit: good bye", str(call(leaves, ["a"])[0]))
+    assert "KeyboardInterrupt" in str(call(stops, ["a"])[0])
+
+
+def test_an_endless_error_text_is_cut():
+    def shouts(completions):
+        raise ValueError("y" * 1_000_000)
+
+    words = str(call(shouts, ["a"])[0])
+    assert "yyy... (999500 more characters)" in words
+    assert len(words) < 800
 
 
 def test_a_missing_column_is_named():
@@ -247,14 +312,100 @@ def test_a_missing_data_file_is_named(tokenizer, write, tmp_path):
         custom(tokenizer, str(tmp_path / "nowhere.jsonl"), write("rewards.py", SCORE) + ":score")
 
 
-def test_bad_reward_specifications_are_named(write):
+@pytest.mark.parametrize("find", [check_reward_function, load_reward_function])
+def test_bad_reward_specifications_are_named(write, find):
     file = write("rewards.py", SCORE)
     with pytest.raises(ValueError, match=r"file nowhere.py does not exist"):
-        load_reward_function("nowhere.py:score")
+        find("nowhere.py:score")
     with pytest.raises(ValueError, match=r"has no function 'scores'; it has score\."):
-        load_reward_function(f"{file}:scores")
+        find(f"{file}:scores")
     with pytest.raises(ValueError, match=r"write file.py:function"):
-        load_reward_function("rewards.py")
+        find("rewards.py")
+    with pytest.raises(ValueError, match=r"must be a .py file"):
+        find(f"{write('rewards.txt', SCORE)}:score")
+
+
+def test_names_that_a_file_defines_imports_or_assigns_are_accepted_without_importing_it(write):
+    lines = """
+        import os.path as paths, json
+        from somewhere import graded as imported, other
+        first, (second, *third) = make(), (1, 2)
+        annotated: object = make()
+        if torch := find("torch"):
+            try:
+                def conditional(completions): ...
+            except ImportError:
+                fallback = None
+        for looped in (): pass
+        with open("x") as opened: pass
+        async def waits(completions): ...
+        class Judge:
+            inner = 1
+        def outer():
+            local = 1
+        raise RuntimeError("imported")
+    """
+    file = write("rewards.py", lines)
+    known = ["paths", "json", "imported", "other", "first", "second", "third", "annotated", "torch", "conditional"]
+    for name in [*known, "fallback", "looped", "opened", "waits", "Judge", "outer"]:
+        check_reward_function(f"{file}:{name}")
+    for name in ("inner", "local", "graded", "make"):
+        with pytest.raises(ValueError, match=f"has no function '{name}'; it has"):
+            check_reward_function(f"{file}:{name}")
+    check_reward_function(f"{write('star.py', 'from x import *')}:anything")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "import sys\nsys.exit(0)\n",
+            r"rewards.py:2 runs sys.exit\(...\) when it is imported: put what runs the file as",
+        ),
+        (
+            "import argparse\nargs = argparse.ArgumentParser().parse_args()\n",
+            r"rewards.py:2 runs parse_args\(\) when it",
+        ),
+        ("def score(completions)\n    return []", r"rewards.py:1 is not valid Python: expected ':'"),
+    ],
+)
+def test_a_file_that_ends_the_program_or_is_no_python_is_refused_with_its_line(write, text, message):
+    with pytest.raises(ValueError, match=message):
+        check_reward_function(write("rewards.py", text) + ":score")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "import sys\nif sys.argv:\n    sys.exit(4)\n",
+            r"importing .*rewards.py:3 failed: SystemExit: 4: put what runs",
+        ),
+        ("\nimport nowhere_to_be_found\n", r"rewards.py:2 failed: ModuleNotFoundError: No module named 'nowhere_to"),
+    ],
+)
+def test_what_goes_wrong_while_a_file_is_imported_is_told_with_its_line(write, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_reward_function(write("rewards.py", text) + ":score")
+
+
+def test_a_function_that_holds_what_cannot_be_sent_to_a_worker_is_named():
+    import threading
+
+    lock = threading.Lock()
+
+    def locked(completions):
+        with lock:
+            return [1.0] * len(completions)
+
+    with pytest.raises(ValueError, match=r"reward 'locked' cannot be sent to a worker process \(TypeError: .*lock"):
+        check_reward_function(locked)
+
+
+def test_making_the_task_does_not_import_the_rewards(tokenizer, write):
+    file = write("rewards.py", "raise RuntimeError('imported')\ndef score(completions): ...")
+    task = custom(tokenizer, write("data.jsonl", ROWS), f"{file}:score")
+    assert task.reward_weights == {"score": 1.0}
 
 
 def test_unknown_tasks_are_named(tokenizer, tmp_path):
@@ -266,8 +417,6 @@ def test_unknown_tasks_are_named(tokenizer, tmp_path):
 
 def test_what_a_reward_worker_imports_is_light():
     """A worker is started anew after every call that hangs: torch or transformers would take seconds each time."""
-    check = (
-        "import sys, tba.tasks.rewards.functions; print([name for name in ('torch', 'numpy') if name in sys.modules])"
-    )
+    check = "import sys, tba.tasks.rewards.worker; print([name for name in ('torch', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -118,9 +118,14 @@ class SearchConfig(Section):
     shuffle: bool = True
     """Whether prompts are visited in random order; False = in the order of the data."""
     reward_timeout_seconds: float = Field(default=30.0, gt=0.0)
-    """Deadline of a reward call; one that takes longer is killed and its samples are dropped."""
+    """Deadline of a reward call for the samples of one visit; one that takes longer is killed and its samples are dropped.
+    A run whose reward has never answered ends after 50 s of such calls, or one call where this is longer."""
+    reward_memory_gb: float | None = Field(default=None, gt=0.0)
+    """Memory in GiB that the process of a reward may use (private writable memory, its own processes each the same); None =
+    half of the machine's or the container's. A call that needs more fails, and the process is started anew."""
     max_reward_failures: int = Field(default=100, ge=1)
-    """Number of samples in a row without a reward that stops the run."""
+    """Number of samples in a row without a reward that stops the run: because it failed, or because every reward was
+    None."""
     explore: ExploreConfig = ExploreConfig()
     skip_solved_after: int | None = Field(default=None, ge=1)
     """Number of solved visits in a row after which a prompt is skipped every other epoch; None = never skipped."""

@@ -22,6 +22,15 @@ class RewardConfig(Section):
     name: str | None = None
     """Name in metrics and stored data; None = the function's own name."""
 
+    @property
+    def label(self) -> str:
+        """Name in metrics and stored data; the function's file is not imported for it."""
+        if self.name is not None:
+            return self.name
+        if isinstance(self.function, str):
+            return self.function.rpartition(":")[2]
+        return str(getattr(self.function, "__name__", type(self.function).__name__))
+
     @field_validator("function", mode="plain")
     @classmethod
     def _check_function(cls, function: Any) -> str | Callable[..., Any]:

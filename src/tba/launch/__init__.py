@@ -1,5 +1,17 @@
 """Start a run: `train(config)` and `evaluate_model(target, overrides)`."""
 
-from tba.launch.start import evaluate_model, merge_adapter, train
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tba.launch.start import evaluate_model, merge_adapter, train
 
 __all__ = ["evaluate_model", "merge_adapter", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the entry points when they are asked for: what checks a config before a run (checks.py) needs no torch."""
+    if name in __all__:
+        from tba.launch import start
+
+        return getattr(start, name)
+    raise AttributeError(f"module 'tba.launch' has no attribute {name!r}")

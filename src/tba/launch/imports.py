@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -28,7 +29,6 @@ import numpy as np
 from tba.config import Config
 from tba.generate.engine import make_scorer, stop_ids_of
 from tba.launch.run import RunInputs
-from tba.observe.files import RunFolder
 from tba.tasks.base import RewardFailed
 from tba.tasks.rewards.pool import FinishedGroup, make_rewards, score_all
 from tba.types import Completion, GroupId, Prompt, Trajectory, TrajectoryGroup
@@ -43,16 +43,22 @@ START_VERSION = 0
 """Version of the weights, and of the reference, that imported responses are stored with: those that the run starts from."""
 
 
-def import_groups(config: Config, inputs: RunInputs, folder: RunFolder) -> list[TrajectoryGroup]:
+def import_groups(config: Config, inputs: RunInputs) -> list[TrajectoryGroup]:
     """The responses of every file of replay.imports, with rewards and reference log-probs of the model as it is now: the
-    caller imports before the first optimizer step, while the model is still the reference."""
+    caller imports before the first optimizer step, while the model is still the reference, and before there is a run folder,
+    so that a bad file costs nothing."""
     if not config.replay.imports:
         return []
+    with tempfile.TemporaryDirectory() as logs:
+        return _import_groups(config, inputs, log=Path(logs) / "rewards.log")
+
+
+def _import_groups(config: Config, inputs: RunInputs, *, log: Path) -> list[TrajectoryGroup]:
     loaded, task = inputs.loaded, inputs.task
     stop_ids = stop_ids_of(loaded.model, loaded.tokenizer)
     eos_id = loaded.tokenizer.eos_token_id
     reference = make_scorer(loaded.model, max_length=loaded.context)
-    rewards = make_rewards(task, config, log=folder.logs / "rewards-import.log")
+    rewards = make_rewards(task, config, log=log)
 
     def score_rewards(groups: list[FinishedGroup]) -> list[Mapping[str, float]]:
         return [_components(group, outcomes[0]) for group, outcomes in zip(groups, score_all(rewards, groups))]

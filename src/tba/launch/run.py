@@ -350,12 +350,13 @@ class SyncRun:
 
 
 class Interrupt:
-    """While active, SIGINT and SIGTERM set `asked`; a second one raises KeyboardInterrupt at once.
+    """While active, SIGINT, SIGTERM and SIGHUP set `asked`; a second one raises KeyboardInterrupt at once. One that was
+    ignored (SIGHUP under nohup) stays ignored.
 
     A step is never cut in the middle: half an optimizer update must not be saved.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.asked = False
@@ -363,7 +364,8 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+            heeded = [number for number in self.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in heeded}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from tba.config import Config, ModelConfig, dump_config, load_config
 from tba.generate.engine import Scorer, make_scorer
+from tba.launch.checks import check_before_loading
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.imports import import_groups
 from tba.launch.resume import checkpoint_to_resume, resumed_config
@@ -26,6 +27,7 @@ from tba.search.make import make_search_engine
 from tba.tasks.evaluation import make_evaluator
 from tba.tasks.rewards.pool import make_rewards
 from tba.train.health import Collapsed
+from tba.types import TrajectoryGroup
 
 logger = logging.getLogger("tba")
 
@@ -35,6 +37,7 @@ def train(config: Config, *, inputs: RunInputs | None = None, resume: bool | str
 
     `resume` continues the run of this config from its newest whole checkpoint, or from the one that is named.
     """
+    check_before_loading(config, resume=bool(resume))
     torch.set_num_threads(config.runtime.threads)
     config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
     checkpoint = None
@@ -49,12 +52,28 @@ def train(config: Config, *, inputs: RunInputs | None = None, resume: bool | str
     # Bad train rows show here, before a run folder exists.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))
     config = with_defaults(config, inputs.loaded)
+    # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
+    imported = import_groups(config, inputs) if checkpoint is None else []
     if checkpoint is None:
         folder = RunFolder.create(config.run_folder, overwrite=config.overwrite)
+    else:
+        folder.claim()
+    try:
+        return _train(config, folder, inputs, imported, checkpoint)
+    finally:
+        folder.release()
+
+
+def _train(
+    config: Config,
+    folder: RunFolder,
+    inputs: RunInputs,
+    imported: Sequence[TrajectoryGroup],
+    checkpoint: Path | None,
+) -> dict[str, Any]:
+    """Train in a folder that is claimed, with a config in which everything is filled in."""
     folder.summary.unlink(missing_ok=True)
     write_atomic(folder.config, dump_config(config))
-    # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
-    imported = import_groups(config, inputs, folder) if checkpoint is None else []
     make = SyncRun.make if config.takes_turns else AsyncRun.make
     run = make(config, folder, inputs, checkpoint)
     try:
@@ -72,7 +91,8 @@ def train(config: Config, *, inputs: RunInputs | None = None, resume: bool | str
         summary = run.recorder.finish()
     finally:
         try:
-            run.trainer.checkpoints.drop_unjudged()
+            with run.recorder.failures.tolerated("checkpoints in", folder.checkpoints):
+                run.trainer.checkpoints.drop_unjudged()
             run.trainer.checkpoints.close()
         finally:
             run.close()
@@ -80,6 +100,7 @@ def train(config: Config, *, inputs: RunInputs | None = None, resume: bool | str
         raise KeyboardInterrupt
     if config.observe.progress:
         show_summary(summary, run.recorder.curve(), folder.path, config=config)
+    run.recorder.failures.raise_lost()
     return summary
 
 

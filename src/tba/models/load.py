@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -99,10 +100,12 @@ def load_model(config: ModelConfig) -> LoadedModel:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=resolve_dtype(config.dtype, device), **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        # Files that are damaged fail wherever transformers first stumbles over them.
+        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
         raise ValueError(
-            f"model.path={config.path!r} cannot be loaded: {first_line(error)} Give a folder with config.json and weights, "
-            "or a hub name that can be reached (HF_HUB_OFFLINE=1 forbids downloads)."
+            f"model.path={config.path!r} cannot be loaded: {kind}{first_line(error)} Give a folder with config.json and "
+            "weights, or a hub name that can be reached (HF_HUB_OFFLINE=1 forbids downloads)."
         ) from error
     if adapter is not None:
         model = with_adapter(model, adapter)

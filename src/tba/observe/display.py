@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from tba.config import Config
 from tba.observe.metrics import Evaluation
+from tba.observe.streams import lasting
 
 REFRESH_PER_SECOND = 4
 LINE_SECONDS = 10.0
@@ -54,7 +56,7 @@ class Progress:
     def __init__(self, config: Config, roles: Callable[[], Sequence[RoleStatus]] = list) -> None:
         self._config = config
         self._roles = roles
-        self._console = Console(stderr=True)
+        self._console = Console(file=lasting(sys.stderr))
         self._enabled = config.observe.progress
         self._metrics: Mapping[str, float] = {}
         self._step = 0
@@ -128,7 +130,7 @@ class Progress:
 
 def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, config: Config) -> None:
     """Print the results of a finished run, and save the curve as a picture in its folder."""
-    console = Console()
+    console = Console(file=lasting(sys.stdout))
     table = Table(title=f"{summary['task']}, {summary['objective']}, seed {summary['seed']}", title_justify="left")
     for column in ("", "before", "after"):
         table.add_column(column)
@@ -161,14 +163,16 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
         console.print(words, style="bold", highlight=False)
     if summary["best"] is not None and 0 < summary["best"]["step"] < summary["steps"]:
         best, name = summary["best"], next(iter(summary["final"]))
+        kept = (folder / "checkpoints" / f"best-step-{best['step']}").is_dir()
+        where = f"kept in checkpoints/best-step-{best['step']}" if kept else "whose weights were not kept"
         console.print(
-            f"best {name}: {shown(name, best['score'])} at step {best['step']}, kept in "
-            f"checkpoints/best-step-{best['step']} (the table is of the last weights)",
+            f"best {name}: {shown(name, best['score'])} at step {best['step']}, {where} (the table is of the last weights)",
             highlight=False,
         )
     if len(curve.points) > 2:
         console.print(text_plot(curve), highlight=False)
-        save_plot(curve, folder / f"{curve.name}.png", title=f"{summary['task']}: {curve.name}")
+        with suppress(OSError):  # a full disk must not hide the figures, which are also in summary.json
+            save_plot(curve, folder / f"{curve.name}.png", title=f"{summary['task']}: {curve.name}")
     console.print(f"run folder: {folder}", highlight=False)
 
 

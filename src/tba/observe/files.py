@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
 import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
+
+from safetensors import SafetensorError
 
 from tba.config import Config
+from tba.observe.claim import NAME as CLAIM
+from tba.observe.claim import Claim, holder_of, refuse
 from tba.observe.metrics import metric
 
 MANIFEST = "manifest.json"
 """File of a checkpoint that is written last: a folder without it is not whole."""
+logger = logging.getLogger("tba")
+PROBE_BYTES = 2**20
+"""Bytes that must fit into the output folder before a run starts."""
 
 
 class RunFolder:
@@ -34,21 +45,47 @@ class RunFolder:
         self.status = path / "status.json"
         self.control = path / "control.json"
         self.summary = path / "summary.json"
+        self._claim: Claim | None = None
+
+    @classmethod
+    def check(cls, path: Path, *, overwrite: bool) -> None:
+        """Refuse a folder that `create` would refuse, and an output that cannot be written, before anything is loaded or
+        made."""
+        folder = cls(path)
+        existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+        if not existing.is_dir():
+            raise FileExistsError(f"{existing} is a file, not a folder: choose another output=... or name=...")
+        if existing == path:
+            refuse(path, holder_of(path))
+            folder._refuse_replacing(overwrite)
+        try:
+            with tempfile.TemporaryFile(dir=existing) as probe:
+                probe.write(bytes(PROBE_BYTES))
+                probe.flush()
+        except OSError as error:
+            raise ValueError(
+                f"run folder {path} cannot be written: {error.strerror} ({existing}). Choose another output=..., or free it."
+            ) from None
 
     @classmethod
     def create(cls, path: Path, *, overwrite: bool) -> RunFolder:
-        """Make an empty run folder. An earlier run of the same name is only replaced when asked for."""
+        """Make an empty run folder and claim it for this process. An earlier run of the same name is only replaced when
+        asked for, one that still goes on never."""
         folder = cls(path)
-        if path.exists() and any(path.iterdir()):
-            if not overwrite:
-                raise FileExistsError(
-                    f"run folder {path} exists already: choose another name (name=...), or replace it with overwrite=true."
-                )
-            if not folder.config.exists():
-                raise FileExistsError(f"{path} is not a run folder (it has no config.yaml) and is not replaced.")
-            shutil.rmtree(path)
-        folder.logs.mkdir(parents=True)
-        folder.checkpoints.mkdir()
+        path.mkdir(parents=True, exist_ok=True)
+        folder.claim()
+        try:
+            folder._refuse_replacing(overwrite)
+            for entry in path.iterdir():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                elif entry.name != CLAIM:
+                    entry.unlink()
+            folder.logs.mkdir()
+            folder.checkpoints.mkdir()
+        except BaseException:
+            folder.release()
+            raise
         return folder
 
     @classmethod
@@ -63,6 +100,25 @@ class RunFolder:
         folder.logs.mkdir(exist_ok=True)
         folder.checkpoints.mkdir(exist_ok=True)
         return folder
+
+    def claim(self) -> None:
+        """Claim the folder for this process, until `release`; FolderInUse names the process that has it."""
+        self._claim = Claim.take(self.path)
+
+    def release(self) -> None:
+        """The run is over: the folder may be used by another."""
+        if self._claim is not None:
+            self._claim.release()
+
+    def _refuse_replacing(self, overwrite: bool) -> None:
+        if all(entry.name == CLAIM for entry in self.path.iterdir()):
+            return
+        if not overwrite:
+            raise FileExistsError(
+                f"run folder {self.path} exists already: choose another name (name=...), or replace it with overwrite=true."
+            )
+        if not self.config.exists():
+            raise FileExistsError(f"{self.path} is not a run folder (it has no config.yaml) and is not replaced.")
 
     def newest_checkpoint(self) -> Path:
         """The checkpoint of the highest step, or the guard's healthy one where a collapse stopped the run before any other
@@ -94,12 +150,62 @@ def keep_lines(path: Path, count: int) -> None:
         file.truncate(end)
 
 
+class WriteFailures:
+    """What a run could not write, because the disk is full or the folder is gone: each kind is told once, and training goes
+    on. What must not be lost is named again in the end, with a non-zero exit status."""
+
+    def __init__(self) -> None:
+        self.lost: list[Path] = []
+        """Files and folders that must not be lost and could not be written, the last attempt at each."""
+        self._told: set[str] = set()
+
+    @contextmanager
+    def tolerated(self, what: str, path: Path, *, must_not_be_lost: bool = False) -> Iterator[None]:
+        """Go on where writing `path` fails; `what` is its kind, of which the first failure is told."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            # What a checkpoint has come to before the disk was full: it would keep the next one from being written.
+            shutil.rmtree(path.with_name(f".{path.name}.partial"), ignore_errors=True)
+            if must_not_be_lost and path not in self.lost:
+                self.lost.append(path)
+            if what not in self._told:
+                self._told.add(what)
+                level = logging.ERROR if must_not_be_lost else logging.WARNING
+                words = "%s %s cannot be written (%s): training goes on, and this is not said again."
+                logger.log(level, words, what, path, error)
+
+    def raise_lost(self) -> None:
+        """Raise at the end of a run that has not written all that it must."""
+        if self.lost:
+            names = ", ".join(str(path) for path in self.lost[:5]) + (", ..." if len(self.lost) > 5 else "")
+            raise OutputLost(
+                f"training is done, but {len(self.lost)} of its files could not be written: {names}. Free the disk or "
+                "choose another output=..., and train again."
+            )
+
+
+class OutputLost(RuntimeError):
+    """A run came to its end and could not write what it was for."""
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Write a whole file so that a reader sees the old or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     # In the same folder: a rename is one move only within a file system.
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def append_line(path: Path, text: str) -> None:
+    """Append a line to a file, which is made again where somebody has deleted it or its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text + "\n")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -107,39 +213,49 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def make_sinks(config: Config, folder: RunFolder) -> Sinks:
+def check_sinks(config: Config) -> None:
+    """Refuse sinks whose package is not installed, without importing it."""
+    for name in config.observe.sinks:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"observe.sinks has {name!r}, which needs a package: pip install {name}.")
+
+
+def make_sinks(config: Config, folder: RunFolder, failures: WriteFailures | None = None) -> Sinks:
     """The sinks of a run: metrics.jsonl always, those of observe.sinks besides. A package that is missing is an error here,
     before training starts, not at the first record."""
+    check_sinks(config)
     sinks: list[Sink] = [JsonlSink(folder.metrics)]
     for name in config.observe.sinks:
-        try:
-            sinks.append(TensorBoardSink(folder.path) if name == "tensorboard" else WandbSink(config, folder.path))
-        except ImportError as error:
-            raise ValueError(
-                f"observe.sinks has {name!r}, which needs a package: pip install {name} ({error})."
-            ) from None
-    return Sinks(sinks)
+        sinks.append(TensorBoardSink(folder.path) if name == "tensorboard" else WandbSink(config, folder.path))
+    return Sinks(sinks, folder.path, failures or WriteFailures())
 
 
 class Sinks:
-    """All sinks of a run as one. A metric that observe/metrics.py does not list is refused with a KeyError."""
+    """All sinks of a run as one. A metric that observe/metrics.py does not list is refused with a KeyError; one that cannot
+    be written is told once."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    def __init__(self, sinks: Sequence[Sink], folder: Path, failures: WriteFailures) -> None:
         self._sinks = sinks
+        self._folder = folder
+        self._failures = failures
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for name in metrics:
             metric(name)
         for sink in self._sinks:
-            sink.write(step, metrics)
+            with self._failures.tolerated(f"{sink.name} metrics in", self._folder):
+                sink.write(step, metrics)
 
     def close(self) -> None:
         for sink in self._sinks:
-            sink.close()
+            with self._failures.tolerated(f"{sink.name} metrics in", self._folder):
+                sink.close()
 
 
 class Sink(Protocol):
     """A place where metrics go; it takes one flat record per step."""
+
+    name: str
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -147,23 +263,26 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """A file with one JSON object per line, flushed, so that it can be read while the run goes on. NaN and infinity become
-    null, which JSON has no numbers for."""
+    """A file with one JSON object per line, which can be read while the run goes on. NaN and infinity become null, which
+    JSON has no numbers for."""
+
+    name = "JSONL"
 
     def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._path = path
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        append_line(self._path, json.dumps({"step": step, **values}))
 
     def close(self) -> None:
-        self._file.close()
+        """Close: nothing is open between two lines."""
 
 
 class TensorBoardSink:
     """Event files in the run folder: `tensorboard --logdir runs`."""
+
+    name = "tensorboard"
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -180,6 +299,8 @@ class TensorBoardSink:
 
 class WandbSink:
     """A W&B run; WANDB_MODE=offline keeps everything in the run folder."""
+
+    name = "wandb"
 
     def __init__(self, config: Config, folder: Path) -> None:
         import wandb

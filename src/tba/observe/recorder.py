@@ -12,7 +12,7 @@ from typing import Any
 
 from tba.config import Config
 from tba.observe.display import Curve, Progress, RoleStatus, Stability
-from tba.observe.files import RunFolder, keep_lines, make_sinks, write_json
+from tba.observe.files import RunFolder, WriteFailures, append_line, keep_lines, make_sinks, write_json
 from tba.observe.metrics import Evaluation
 from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
 
@@ -44,7 +44,9 @@ class Recorder:
         self._counts = counts
         self._decode = decode
         self._more_metrics = more_metrics
-        self._sinks = make_sinks(config, folder)
+        self.failures = WriteFailures()
+        """What could not be written: the run goes on without it."""
+        self._sinks = make_sinks(config, folder, self.failures)
         self._samples = SampleLog(
             path=folder.samples, reward_weights=reward_weights, cut_off_reward=config.train.cut_off_reward
         )
@@ -81,7 +83,8 @@ class Recorder:
         )
         if due:
             self._last_sample = step
-            self._samples.write(step, group, self._decode(group))
+            with self.failures.tolerated("samples in", self.folder.samples):
+                self._samples.write(step, group, self._decode(group))
             self._num_samples += 1
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -168,7 +171,9 @@ class Recorder:
     def finish(self) -> dict[str, Any]:
         """Write summary.json, close everything and return the summary."""
         summary = self.summary()
-        write_json(self.folder.summary, summary)
+        with self.failures.tolerated("summary", self.folder.summary, must_not_be_lost=True):
+            self.folder.path.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder.summary, summary)
         self.close()
         return summary
 
@@ -210,8 +215,7 @@ class SampleLog:
                 for i in chosen
             ],
         }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        append_line(self.path, json.dumps(record, ensure_ascii=False))
 
     def _reward(self, trajectory: Trajectory) -> float:
         if self.cut_off_reward is not None and trajectory.completion.finish == "length":

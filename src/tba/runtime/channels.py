@@ -8,6 +8,8 @@ killed.
 
 from __future__ import annotations
 
+import pickle
+import pickletools
 import queue
 import threading
 import time
@@ -173,10 +175,16 @@ class Link:
         self._reader.start()
 
     def send(self, message: Any) -> bool:
-        """Send a message; False when the other end is gone."""
+        """Send a message; False when the other end is gone. One that cannot be pickled is a TypeError with its name."""
+        try:
+            payload = pickle.dumps(message)
+        except Exception as error:  # what a message holds may fail to be pickled, each in its own way
+            raise TypeError(
+                f"a message {type(message).__name__} cannot be sent: {type(error).__name__}: {error}"
+            ) from error
         try:
             with self._send_lock:
-                self._connection.send(message)
+                self._connection.send_bytes(payload)
         except (BrokenPipeError, ConnectionResetError, OSError):
             self.closed = True
         return not self.closed
@@ -196,12 +204,29 @@ class Link:
     def _read(self) -> None:
         while True:
             try:
-                self._inbox.put(self._connection.recv())
+                payload = self._connection.recv_bytes()
             except (EOFError, ConnectionResetError, OSError):
                 self.closed = True
                 self._inbox.put(None)  # wakes a receiver that waits
                 self._on_close()
                 return
+            try:
+                self._inbox.put(pickle.loads(payload))
+            except Exception as error:  # told as the sender's failure: a message that is lost in silence is waited for
+                self._inbox.put(Failed(error=f"a message that cannot be read ({name_in(payload)}): {error!r:.500}"))
+
+
+def name_in(payload: bytes) -> str:
+    """The class that a pickled message names first, for an error; the message is not made."""
+    words: list[str] = []
+    for operation, argument, _ in pickletools.genops(payload):
+        if operation.name == "STACK_GLOBAL" and len(words) >= 2:
+            return ".".join(words[-2:])
+        if operation.name == "GLOBAL":
+            return str(argument).replace(" ", ".")
+        if isinstance(argument, str):
+            words.append(argument)
+    return "no class"
 
 
 class WindowedSender:

@@ -254,9 +254,10 @@ class GroupScorer:
             if value is not None and not math.isfinite(value):
                 self.failures.failure(f"{name} returned {value} (prompt {group.prompt.id!r})")
                 return None
-        self.failures.success()
         if all(value is None for value in outcome.values()):
+            self.failures.not_applicable(group.prompt.id)
             return None
+        self.failures.success()
         return {name: math.nan if value is None else float(value) for name, value in outcome.items()}
 
 
@@ -271,9 +272,20 @@ class FailureCount:
         self.max_in_a_row = max_in_a_row
         self.total = 0
         self.in_a_row = 0
+        self.none_in_a_row = 0
 
     def success(self) -> None:
-        self.in_a_row = 0
+        self.in_a_row = self.none_in_a_row = 0
+
+    def not_applicable(self, prompt_id: str) -> None:
+        """Every reward of a sample was None: no failure, but nothing to train on either."""
+        self.none_in_a_row += 1
+        if self.none_in_a_row >= self.max_in_a_row:
+            raise TooManyRewardFailures(
+                f"every reward was None (not applicable) for {self.none_in_a_row} samples in a row, the last of prompt "
+                f"{prompt_id!r}: there is nothing to train on. Have one of task.rewards return a number, or raise "
+                "search.max_reward_failures."
+            )
 
     def failure(self, reason: str) -> None:
         self.total += 1

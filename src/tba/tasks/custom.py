@@ -15,6 +15,7 @@ import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import compress
 from pathlib import Path
 from typing import Any, overload
@@ -27,7 +28,8 @@ from tba.tasks.data.prompts import make_prompt
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, jsonl_rows, parsed_row
 from tba.tasks.data.splits import not_held_out, nothing_left, question_key
 from tba.tasks.evaluation import AnswerEvaluator, EvaluationInputs, Evaluator
-from tba.tasks.rewards.functions import RewardSet
+from tba.tasks.rewards.files import check_reward_function
+from tba.tasks.rewards.functions import RewardSet, reward_weights
 from tba.types import Completion, Prompt, combined_reward
 
 
@@ -37,7 +39,9 @@ class CustomTask:
 
     def __init__(self, inputs: TaskInputs) -> None:
         config = inputs.config
-        self.rewards = RewardSet(config.rewards)
+        for reward in config.rewards:
+            check_reward_function(reward.function)
+        self.reward_weights: Mapping[str, float] = reward_weights(config.rewards)
         assert config.data is not None
         reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens)
         fraction = config.eval_fraction if config.eval_data is None else 0.0
@@ -55,9 +59,10 @@ class CustomTask:
     def isolated_rewards(self) -> Sequence[RewardConfig]:
         return self._config.rewards
 
-    @property
-    def reward_weights(self) -> Mapping[str, float]:
-        return self.rewards.weights
+    @cached_property
+    def rewards(self) -> RewardSet:
+        """The functions themselves. A run never asks for them: their files are imported in the workers alone."""
+        return RewardSet(self._config.rewards)
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         if split == "validation":

@@ -26,7 +26,7 @@ from tba.tasks.gsm8k import GSM8KTask
 from tba.tasks.math.task import MathTask
 from tba.tasks.red_team.task import RedTeamTask
 from tba.tasks.red_team.world import prepare_red_team
-from tba.tasks.rewards.functions import load_named
+from tba.tasks.rewards.files import load_named
 from tba.tasks.tldr.prepare import prepare_tldr
 from tba.tasks.tldr.task import TLDRTask
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.models.load import has_lora
-from tba.observe.files import MANIFEST, RunFolder
+from tba.observe.files import MANIFEST, RunFolder, WriteFailures
 from tba.train.optimizer import MasterAdamW
 from tba.train.state import Snapshot, Stateful, restore, take_snapshot
 
@@ -59,6 +59,8 @@ class Checkpoints:
     """What else is saved and restored, by name."""
     keep: int
     """0 = none is written."""
+    failures: WriteFailures = field(default_factory=WriteFailures)
+    """Takes down what could not be written: the disk may be full for a while, and training goes on."""
     seed: int = 0
     """Seed of the run, told in trainer.json."""
     pinned: int | None = field(default=None, init=False)
@@ -87,7 +89,8 @@ class Checkpoints:
     def save_healthy(self, step: int) -> None:
         """Write checkpoints/healthy-step-N; where step-N has just been saved, its files get a second name."""
         if step == self._saved:
-            self._later(partial(_link_folder, self.folder.checkpoints / f"step-{step}", f"healthy-step-{step}"))
+            source, name = self.folder.checkpoints / f"step-{step}", f"healthy-step-{step}"
+            self._later(partial(self._try_to_write, name, partial(_link_folder, source, name)))
         else:
             self.wait()
             self._write(step, f"healthy-step-{step}")
@@ -175,7 +178,14 @@ class Checkpoints:
     def _write_later(self, name: str, tensors: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any]) -> None:
         """Copy the model beside tensors that are copies already, and leave the rest to the writer."""
         weights, files = self._copy_weights(), self._tokenizer_files
-        self._later(partial(self._write_folder, name, weights=weights, files=files, tensors=tensors, values=values))
+        write = partial(self._write_folder, name, weights=weights, files=files, tensors=tensors, values=values)
+        self._later(partial(self._try_to_write, name, write))
+
+    def _try_to_write(self, name: str, write: Callable[[], None]) -> None:
+        """Runs in the writer's thread."""
+        kind = "checkpoint" if name.startswith("step-") else f"checkpoint {name.partition('-')[0]}-step-N, now"
+        with self.failures.tolerated(kind, self.folder.checkpoints / name, must_not_be_lost=name.startswith("step-")):
+            write()
 
     def _copy_weights(self) -> dict[str, Tensor]:
         """The model's tensors by name; of an adapted model those of its adapter."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ class Health:
             self.checkpoints.pinned = regular if regular >= 0 else None
             return self.checkpoints.by_step().get(regular)
         self._drop([saved for saved in self._saved if saved != healthy])
-        return self.checkpoints.by_step("healthy-step-")[healthy]
+        return self.checkpoints.by_step("healthy-step-").get(healthy)
 
     def _kept_words(self) -> str:
         path = (self.recorder.collapse or {}).get("checkpoint")
@@ -114,5 +115,6 @@ class Health:
 
     def _drop(self, steps: list[int]) -> None:
         for step in list(steps):
-            self.checkpoints.drop_healthy(step)
             self._saved.remove(step)
+            with suppress(FileNotFoundError):  # a user may tidy up too
+                self.checkpoints.drop_healthy(step)

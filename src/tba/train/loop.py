@@ -208,7 +208,8 @@ class Trainer:
         """The evaluation of a step has come: the weights of the best one so far are kept."""
         self.recorder.evaluation(step, metrics)
         if metrics:
-            self.checkpoints.keep_best(step, next(iter(metrics.values())))
+            with self.recorder.failures.tolerated("best checkpoint in", self.recorder.folder.checkpoints):
+                self.checkpoints.keep_best(step, next(iter(metrics.values())))
             self.recorder.best = self.checkpoints.best
 
     def record(

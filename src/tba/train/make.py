@@ -78,6 +78,7 @@ def make_trainer(
         heads=train_step.policy.heads,
         parts=saved,
         keep=config.train.keep_checkpoints,
+        failures=recorder.failures,
         seed=config.seed,
     )
     replay = make_replay(config, task)

@@ -1,51 +1,53 @@
-"""A user's reward functions: loaded from `file.py:name`, called with TRL's or verl's signature, in a process of their own.
+"""A user's reward functions: called with TRL's or verl's signature, their values checked, their failures told.
 
 TRL:   f(prompts, completions, completion_ids, **columns) -> list[float | None]      (sync or async)
 verl:  compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": ...}
 
-For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL. Nothing here imports torch, so that the
-worker process of `reward_worker`, when it was killed, is back in a moment.
+For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL. A function gets all samples of a prompt
+in one call, and its values may compare them; when it fails, all of them are lost. One whose values do not depend on the
+other samples says so by an attribute, `f.per_sample = True`: then the samples are tried one by one, and only the failing
+ones are lost. Nothing here imports torch, so that a worker, when it was killed, is back in a moment.
 """
 
 from __future__ import annotations
 
 import asyncio
-import difflib
-import importlib.util
 import inspect
 import math
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tba.config import RewardConfig
-from tba.runtime.channels import Link
 from tba.tasks.base import Outcome, RewardFailed
+from tba.tasks.rewards.files import describe, line_in, load_reward_function, shortened
 
 PromptText = str | list[dict[str, str]]
 Columns = Mapping[str, Any]
 VERL_ARGUMENTS = {"data_source", "solution_str", "ground_truth"}
-READY = "ready"
-"""First word of a worker: its functions are loaded, the clock of its first call starts."""
+LARGEST = 3.4e38
+"""Largest reward: beyond it the 32-bit numbers that rewards are stored as are infinite."""
+
+
+class WrongNumber(ValueError):
+    """A reward returned more or fewer values than it was given completions."""
 
 
 class RewardSet:
     """All reward functions of a task."""
 
     def __init__(self, configs: Sequence[RewardConfig]) -> None:
-        self._rewards = [
-            RewardFunction(load_reward_function(reward.function), name=reward.name, weight=reward.weight)
-            for reward in configs
-        ]
-        names = [reward.name for reward in self._rewards]
-        if len(set(names)) != len(names):
-            raise ValueError(f"task.rewards have the same name: {', '.join(names)}. Give them task.rewards[].name.")
+        reward_weights(configs)  # refuses two of one name
+        self._rewards = [RewardFunction(load_reward_function(reward.function), name=reward.label) for reward in configs]
 
     @property
-    def weights(self) -> dict[str, float]:
-        return {reward.name: reward.weight for reward in self._rewards}
+    def per_sample(self) -> bool:
+        """Whether every reward says that its values do not depend on the other samples of a call."""
+        return all(reward.per_sample for reward in self._rewards)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether a call has failed for want of memory: what the function holds on to would make the next ones fail."""
+        return any(reward.out_of_memory for reward in self._rewards)
 
     def score(
         self, prompt: PromptText, columns: Columns, texts: Sequence[str], completion_ids: Sequence[list[int]]
@@ -66,42 +68,75 @@ class RewardSet:
         return outcomes
 
 
-class RewardFunction:
-    """One reward: its name, its weight, and how to call it for the samples of one prompt."""
+def reward_weights(configs: Sequence[RewardConfig]) -> dict[str, float]:
+    """Names of the rewards and their factors in the sum; no file is imported for it."""
+    names = [reward.label for reward in configs]
+    if len(set(names)) != len(names):
+        raise ValueError(f"task.rewards have the same name: {', '.join(names)}. Give them task.rewards[].name.")
+    return {reward.label: reward.weight for reward in configs}
 
-    def __init__(self, function: Callable[..., Any], *, name: str | None = None, weight: float = 1.0) -> None:
+
+class RewardFunction:
+    """One reward: its name, and how to call it for the samples of one prompt."""
+
+    def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
         self.function = function
         self.name: str = name or str(getattr(function, "__name__", type(function).__name__))
-        self.weight = weight
         self._parameters = inspect.signature(function).parameters
         self._is_verl = set(self._parameters) >= VERL_ARGUMENTS
+        self.per_sample: bool = self._is_verl or getattr(function, "per_sample", False) is True
+        self.out_of_memory = False
 
     def __call__(
         self, prompt: PromptText, columns: Columns, texts: Sequence[str], completion_ids: Sequence[list[int]]
     ) -> list[float | RewardFailed | None]:
-        """One value per sample. A failure of the whole call is narrowed down to the samples that cause it."""
+        """One value per sample. A call that fails costs all its samples, unless the reward is per_sample: then they are
+        tried one by one. Values of samples that were compared with others would mean something else when it comes alone."""
         try:
-            return list(self._values(prompt, columns, texts, completion_ids))
-        except Exception as error:  # a user's code: anything may come; told with file and line, dropped, counted
-            if len(texts) == 1:
-                return [RewardFailed(f"{self.name} {self._where(error)}")]
+            return self._values(prompt, columns, texts, completion_ids)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's code: told with file and line, counted
+            self.out_of_memory |= isinstance(error, MemoryError)
+            if len(texts) == 1 or not self.per_sample or isinstance(error, (WrongNumber, MemoryError)):
+                return [RewardFailed(f"{self.name} {self._where(error)}{self._cost(len(texts))}")] * len(texts)
         singles = (self(prompt, columns, [text], [ids]) for text, ids in zip(texts, completion_ids))
         return [values[0] for values in singles]
 
     def _values(
         self, prompt: PromptText, columns: Columns, texts: Sequence[str], ids: Sequence[list[int]]
-    ) -> list[float | None]:
+    ) -> list[float | RewardFailed | None]:
         values = self._call_verl(columns, texts) if self._is_verl else self._call_trl(prompt, columns, texts, ids)
         if len(values) != len(texts):
-            raise ValueError(f"returned {len(values)} values for {len(texts)} completions")
-        return [_checked(value) for value in values]
+            raise WrongNumber(
+                f"returned {len(values)} values for {len(texts)} completions: it must return one for each, in their order"
+            )
+        return [self._checked(value) for value in values]
 
-    def _where(self, error: Exception) -> str:
+    def _checked(self, value: Any) -> float | RewardFailed | None:
+        """A value as a number; what is none costs its sample only."""
+        if value is None:
+            return None
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            return RewardFailed(f"{self.name} returned {shortened(repr(value), 80)}, which is no number")
+        if not math.isfinite(number) or abs(number) > LARGEST:
+            return RewardFailed(f"{self.name} returned {number}, which is no finite 32-bit number")
+        return number
+
+    def _cost(self, num_samples: int) -> str:
+        if num_samples == 1 or self.per_sample:
+            return ""
+        return (
+            f" (all {num_samples} samples of the call are lost; where they do not depend on one another, say so in the "
+            f"file, {self.name}.per_sample = True, and only the failing one is)"
+        )
+
+    def _where(self, error: BaseException) -> str:
         """`failed at rewards.py:12: KeyError: 'answer'`: the innermost line of the reward's own file."""
         file = inspect.getsourcefile(inspect.unwrap(self.function)) if inspect.isfunction(self.function) else None
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        place = f"at {own[-1].filename}:{own[-1].lineno}: " if own else f"({file}): " if file else ""
-        return f"failed {place}{type(error).__name__}: {error}"
+        line = None if file is None else line_in(file, error)
+        place = f"at {file}:{line}: " if line is not None else f"({file}): " if file else ""
+        return f"failed {place}{describe(error)}"
 
     def _call_trl(
         self, prompt: PromptText, columns: Columns, texts: Sequence[str], ids: Sequence[list[int]]
@@ -118,7 +153,10 @@ class RewardFunction:
         if not takes_all:
             arguments = {name: value for name, value in arguments.items() if name in self._parameters}
         result = self.function(**arguments)
-        return list(asyncio.run(result) if inspect.iscoroutine(result) else result)
+        result = asyncio.run(result) if inspect.iscoroutine(result) else result
+        if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
+            raise TypeError(f"returned a {type(result).__name__}: it must return a list, one number per completion")
+        return list(result)
 
     def _call_verl(self, columns: Columns, texts: Sequence[str]) -> list[Any]:
         truth = columns.get("ground_truth", columns.get("reward_model", {}).get("ground_truth"))
@@ -130,67 +168,3 @@ class RewardFunction:
         known = {name: value for name, value in known.items() if name in self._parameters}
         scores = [self.function(solution_str=text, **known) for text in texts]
         return [score["score"] if isinstance(score, dict) else score for score in scores]
-
-
-def reward_worker(link: Link, *, configs: Sequence[RewardConfig]) -> None:
-    """Scores what it is sent until its parent is gone."""
-    rewards = RewardSet(configs)
-    link.send(READY)
-    while (job := link.receive(timeout_seconds=None)) is not None:
-        link.send(rewards.score(*job))
-
-
-def load_reward_function(specification: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The function that `path/to/file.py:name` names; a function given as a Python object is returned as it is."""
-    if not isinstance(specification, str):
-        return specification
-    path, _, name = specification.rpartition(":")
-    if path == "<python>":
-        raise ValueError(
-            f"reward {name!r} was a Python function given to TBATrainer, which the config cannot hold: name it again with "
-            "task.rewards=[{function: file.py:name}]."
-        )
-    return load_named(specification, what=f"reward {specification!r}", kind="function", fits=callable)
-
-
-def load_named(specification: str, *, what: str, kind: str, fits: Callable[[Any], bool]) -> Any:
-    """The function or class that `path/to/file.py:name` names. `what` begins the error messages, `kind` says what is looked
-    for, `fits` whether an object is one."""
-    path, colon, name = specification.rpartition(":")
-    file = Path(path).expanduser()
-    if not colon or not name:
-        raise ValueError(f"{what}: write file.py:{kind}.")
-    if not file.is_file():
-        raise ValueError(
-            f"{what}: file {path} does not exist. Give a Python file, relative to {Path.cwd()} or in full."
-        )
-    module = _load_module(file.resolve(), what)
-    if not fits(getattr(module, name, None)):
-        # Those that the file imports from elsewhere are not meant.
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        own = [key for key in own if fits(getattr(module, key))]
-        close = difflib.get_close_matches(name, own, n=3, cutoff=0.4) or own
-        raise ValueError(f"{what}: {path} has no {kind} {name!r}; it has {', '.join(close) or 'none'}.")
-    return getattr(module, name)
-
-
-def _load_module(file: Path, what: str) -> Any:
-    """Import a file under a name of its own; its folder is on the path, so that it may import its neighbours."""
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    spec = importlib.util.spec_from_file_location(f"tba_file_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{what}: {file} cannot be imported: it must be a .py file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _checked(value: Any) -> float | None:
-    if value is None:
-        return None
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"returned {number}")
-    return number

@@ -1,0 +1,187 @@
+"""Functions and classes that a user names as `path/to/file.py:name`: checked by parsing the file, and imported.
+
+A reward's file is imported in the workers that call it and nowhere else: it may load models, open connections or take long.
+Before a run starts its text alone is looked at.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import resource
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+LONGEST_TEXT = 500
+"""Characters of an error's own text that are passed on: a user's code may put anything there."""
+ENDS_PROGRAM = {"sys.exit", "exit", "quit", "os._exit"}
+"""Calls that end the process that imports a file."""
+SCRIPT_HINT = 'put what runs the file as a script under `if __name__ == "__main__":`'
+
+
+def check_reward_function(specification: str | Callable[..., Any]) -> None:
+    """Refuse a reward that cannot be used, without importing its file. Names that the file defines, imports or assigns at
+    its top level are accepted; whether an imported or assigned one is a function shows when a worker imports it."""
+    if not isinstance(specification, str):
+        _check_picklable(specification)
+        return
+    what = f"reward {specification!r}"
+    file, name = _split(specification, what=what, kind="function")
+    tree = _parse(file, what)
+    for statement in tree.body:
+        if (call := _ending_call(statement)) is not None:
+            raise ValueError(f"{what}: {file}:{statement.lineno} runs {call} when it is imported: {SCRIPT_HINT}.")
+    bound = dict(_bindings(tree.body))
+    if name not in bound and "*" not in bound and "__getattr__" not in bound:
+        raise ValueError(_no_such(what, file, "function", name, [key for key, own in bound.items() if own]))
+
+
+def load_reward_function(specification: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The function that `path/to/file.py:name` names; a function given as a Python object is returned as it is."""
+    if not isinstance(specification, str):
+        return specification
+    return load_named(specification, what=f"reward {specification!r}", kind="function", fits=callable)
+
+
+def load_named(specification: str, *, what: str, kind: str, fits: Callable[[Any], bool]) -> Any:
+    """The function or class that `path/to/file.py:name` names. `what` begins the error messages, `kind` says what is looked
+    for, `fits` whether an object is one."""
+    file, name = _split(specification, what=what, kind=kind)
+    module = _load_module(file.resolve(), what)
+    if not fits(getattr(module, name, None)):
+        # Those that the file imports from elsewhere are not meant.
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        raise ValueError(_no_such(what, file, kind, name, [key for key in own if fits(getattr(module, key))]))
+    return getattr(module, name)
+
+
+def describe(error: BaseException, *, limit: int = LONGEST_TEXT) -> str:
+    """`KeyError: 'answer'`: kind and text of an error, of which the beginning is kept."""
+    try:
+        text = str(error)
+    except Exception:  # a user's class: its text may fail too
+        text = "(its text cannot be made)"
+    limited = f" ({memory_words()})" if isinstance(error, MemoryError) else ""
+    return (f"{type(error).__name__}: {shortened(text, limit)}" if text else type(error).__name__) + limited
+
+
+def memory_words() -> str:
+    """What to change where a worker has no memory left."""
+    used = resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**30
+    return f"a reward worker may use search.reward_memory_gb={used:.3g} GB: raise it, or have the reward keep less"
+
+
+def shortened(text: str, limit: int = LONGEST_TEXT) -> str:
+    """The beginning of a text in one line, with the number of characters left out."""
+    words = " ".join(text[:limit].split())
+    return words if len(text) <= limit else f"{words}... ({len(text) - limit} more characters)"
+
+
+def line_in(file: str, error: BaseException) -> int | None:
+    """Line of a file at which an error came about, the innermost; None = the file has no part in it."""
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return error.lineno
+    own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return own[-1] if own else None
+
+
+def _split(specification: str, *, what: str, kind: str) -> tuple[Path, str]:
+    """File and name of a specification; a ValueError where it is none or the file does not exist."""
+    path, colon, name = specification.rpartition(":")
+    if path == "<python>":
+        raise ValueError(
+            f"reward {name!r} was a Python function given to TBATrainer, which the config cannot hold: name it again with "
+            "task.rewards=[{function: file.py:name}]."
+        )
+    file = Path(path).expanduser()
+    if not colon or not name or not path:
+        raise ValueError(f"{what}: write file.py:{kind}.")
+    if not file.is_file():
+        raise ValueError(
+            f"{what}: file {path} does not exist. Give a Python file, relative to {Path.cwd()} or in full."
+        )
+    if file.suffix != ".py":
+        raise ValueError(f"{what}: {path} cannot be imported: it must be a .py file.")
+    return file, name
+
+
+def _no_such(what: str, file: Path, kind: str, name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
+    return f"{what}: {file} has no {kind} {name!r}; it has {', '.join(close) or 'none'}."
+
+
+def _check_picklable(function: Callable[..., Any]) -> None:
+    """Refuse a function that cannot be sent to a worker: an error at its first use would come from deep inside the run."""
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        cloudpickle.dumps(function)
+    except Exception as error:  # whatever the function holds may fail to be pickled, each in its own way
+        raise ValueError(
+            f"reward {name!r} cannot be sent to a worker process ({describe(error)}): make connections, locks, files and "
+            "models inside the function, at its first call, or put it in a file and name it file.py:function."
+        ) from None
+
+
+def _parse(file: Path, what: str) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes(), filename=str(file))
+    except SyntaxError as error:
+        raise ValueError(f"{what}: {file}:{error.lineno} is not valid Python: {error.msg}.") from None
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{what}: {file} cannot be read: {describe(error)}.") from None
+
+
+def _bindings(statements: list[ast.stmt]) -> Iterator[tuple[str, bool]]:
+    """Names that a module binds when it is imported, each with whether it is a function or class of its own; `*` stands for
+    those of `from x import *`. Functions and classes are not looked into."""
+    for statement in statements:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield statement.name, True
+        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+            yield from ((alias.asname or alias.name.partition(".")[0], False) for alias in statement.names)
+        else:
+            for node in ast.iter_child_nodes(statement):
+                if isinstance(node, (ast.expr, ast.withitem)):
+                    names = (name for name in ast.walk(node) if isinstance(name, ast.Name))
+                    yield from ((name.id, False) for name in names if isinstance(name.ctx, ast.Store))
+            for blocks in ("body", "orelse", "finalbody"):
+                yield from _bindings(getattr(statement, blocks, []))
+            for handler in [*getattr(statement, "handlers", []), *getattr(statement, "cases", [])]:
+                yield from _bindings(handler.body)
+
+
+def _ending_call(statement: ast.stmt) -> str | None:
+    """`sys.exit(...)` or `parse_args()` where a top-level statement calls it without a condition; None where it does not."""
+    value = getattr(statement, "value", None)
+    if not isinstance(statement, (ast.Expr, ast.Assign, ast.AnnAssign)) or not isinstance(value, ast.Call):
+        return None
+    name = ast.unparse(value.func)
+    if name in ENDS_PROGRAM:
+        return f"{name}(...)"
+    reads_arguments = isinstance(value.func, ast.Attribute) and value.func.attr == "parse_args"
+    return "parse_args()" if reads_arguments and not value.args and not value.keywords else None
+
+
+def _load_module(file: Path, what: str) -> Any:
+    """Import a file under a name of its own; its folder is on the path, so that it may import its neighbours."""
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(f"tba_file_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's file: anything may come, with file and line
+        line = line_in(str(file), error)
+        place = f"{file}:{line}" if line is not None else str(file)
+        hint = f": {SCRIPT_HINT}" if isinstance(error, SystemExit) else ""
+        raise ValueError(f"{what}: importing {place} failed: {describe(error)}{hint}.") from error
+    return module

@@ -1,0 +1,272 @@
+"""The process that calls a user's rewards, and the guard above it that leaves nothing of it behind.
+
+    searcher -- guard: python -m tba.tasks.rewards.worker FD
+                  |-- worker, a fork of it: imports the reward's file, answers over the socket FD
+                        |-- whatever the reward starts
+
+The guard copies the worker's output to the log, of which the end is kept. When the worker ends, when the searcher asks or is
+gone, the guard kills everything that the worker started: it is their subreaper, so that they become its children even where
+they have a session of their own. The worker's memory is limited. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import BinaryIO
+
+import cloudpickle
+
+from tba.config import RewardConfig
+from tba.runtime.channels import Failed, Link
+from tba.tasks.base import Outcome
+from tba.tasks.rewards.files import describe
+from tba.tasks.rewards.functions import RewardSet
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+"""Linux's numbers of two prctl options: a signal for the parent's death, and to be the parent of orphans below."""
+LOG_BYTES = 1_000_000
+"""Size of a log beyond which its beginning is dropped; half of it stays."""
+STOP_SECONDS = 5.0
+"""Time for a guard to end what its worker has started, before it is killed itself."""
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """First word of a worker: its functions are loaded, the clock of its first call starts. Ready(per_sample=False)"""
+
+    per_sample: bool
+    """Whether samples may be scored one by one after a call that hung."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """Answer of a worker: Scored(outcomes=[{"score": 1.0}, RewardFailed("...")], spent=False)"""
+
+    outcomes: Sequence[Outcome]
+    spent: bool
+    """Whether the worker has no memory left and must be replaced."""
+
+
+class RewardProcess:
+    """A worker and its guard, seen from the process that has rewards computed. It ends when this process is gone."""
+
+    def __init__(self, configs: Sequence[RewardConfig], *, memory_gb: float | None, log: Path) -> None:
+        """`memory_gb` limits the worker's memory; None = half of the machine's."""
+        ours, theirs = Pipe()
+        with open_log(log) as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tba.tasks.rewards.worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                pass_fds=(theirs.fileno(),),
+                # Processes that share cores must not fight over them.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+        theirs.close()
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by `alive`
+            ours.send_bytes(json.dumps(sys.path).encode())
+            ours.send_bytes(cloudpickle.dumps((tuple(configs), memory_limit(memory_gb))))
+        self.link = Link(ours, on_close=lambda: None)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def end(self) -> str:
+        """How it ended, in words."""
+        status = self._process.poll()
+        if status is not None and status > 128:
+            return f"killed by signal {status - 128}"
+        return f"exit status {status}"
+
+    def kill(self) -> None:
+        """End the worker and everything that it has started."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def open_log(path: Path) -> BinaryIO:
+    """The log to append to; nothing is kept where it cannot be opened, because rewards are worth more than their log."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a+b")
+    except OSError:
+        return open(os.devnull, "a+b")
+
+
+def memory_limit(memory_gb: float | None) -> int:
+    """Bytes that a worker may use: those asked for, or half of the machine's or the container's memory."""
+    if memory_gb is not None:
+        return int(memory_gb * GIB)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no cgroup, or `max`
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total // 2
+
+
+def run_worker(descriptor: int) -> int:
+    """Score what arrives until the other end is gone; returns the exit status."""
+    connection = Connection(descriptor)
+    search_path, payload = connection.recv_bytes(), connection.recv_bytes()
+    link = Link(connection, on_close=lambda: os._exit(3))
+    try:
+        sys.path[:] = json.loads(search_path)
+        configs, limit = cloudpickle.loads(payload)
+        # Private writable memory: a limit of the address space would count libraries and what CUDA only reserves.
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        rewards = RewardSet(configs)
+    except (Exception, SystemExit) as error:  # a user's file: told to the searcher, which stops the run
+        traceback.print_exc()
+        link.send(Failed(error=str(error) if isinstance(error, ValueError) else describe(error)))
+        return 1
+    link.send(Ready(per_sample=rewards.per_sample))
+    while (job := link.receive(timeout_seconds=None)) is not None:
+        outcomes = rewards.score(*job)
+        link.send(Scored(outcomes=outcomes, spent=rewards.out_of_memory))
+    return 0
+
+
+def guard(worker: int, output: int, wake: int) -> int:
+    """Copy the worker's output to the log until it ends or this process is asked to end, then kill what it has started.
+    Returns the worker's exit status, or 128 + the signal that ended it."""
+    watched, status = [output, wake], 0
+    while True:
+        ready, _, _ = select.select(watched, [], [])
+        if output in ready and not copy_output(output):
+            watched.remove(output)
+        if wake in ready:
+            if signal.SIGTERM in os.read(wake, 64):
+                break
+            ended = reap()
+            if worker in ended:
+                status = ended[worker]
+                break
+    end_children()
+    os.set_blocking(output, False)
+    while output in watched and copy_output(output):
+        pass
+    return status
+
+
+def copy_output(output: int) -> bool:
+    """Append what the worker has printed to the log, whose beginning is dropped when it is too long; False at the end."""
+    try:
+        text = os.read(output, 65_536)
+    except BlockingIOError:
+        return False
+    with suppress(OSError):  # a full disk: the log is lost, the rewards are not
+        size = os.fstat(1).st_size
+        if size + len(text) > LOG_BYTES:
+            kept = os.pread(1, LOG_BYTES // 2, max(0, size - LOG_BYTES // 2))
+            os.ftruncate(1, 0)
+            os.write(1, f"(the beginning of this log, {size - len(kept)} bytes, was dropped)\n".encode() + kept)
+        os.write(1, text)
+    return bool(text)
+
+
+def reap() -> dict[int, int]:
+    """Children that have ended, with their exit status, or 128 + the signal that ended them."""
+    ended = {}
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            code = os.waitstatus_to_exitcode(found[1])
+            ended[found[0]] = code if code >= 0 else 128 - code
+    return ended
+
+
+def end_children() -> None:
+    """Kill all processes below this one. Orphans become children of this subreaper, so that those of the next round are
+    found where one had children of its own."""
+    if sys.platform != "linux":
+        os.killpg(0, signal.SIGKILL)
+    deadline = time.monotonic() + STOP_SECONDS / 2
+    while time.monotonic() < deadline:
+        for child in children_of(os.getpid()):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def children_of(parent: int) -> list[int]:
+    """Processes whose parent this is, by /proc."""
+    found = []
+    for name in os.listdir("/proc"):
+        with suppress(OSError, IndexError, ValueError):
+            # The command's name stands in brackets and may hold anything; the state and the parent follow it.
+            if int(Path(f"/proc/{int(name)}/stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(name))
+    return found
+
+
+def main() -> int:
+    """Run as the guard; the worker is forked before any thread exists."""
+    descriptor, parent = int(sys.argv[1]), os.getpid()
+    reading, writing = os.pipe()
+    wake, waken = os.pipe()
+    os.set_blocking(waken, False)
+    signal.set_wakeup_fd(waken)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    worker = os.fork()
+    if worker == 0:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            return 3
+        for stream in (1, 2):
+            os.dup2(writing, stream)
+        for unused in (reading, writing, wake, waken):
+            os.close(unused)
+        return run_worker(descriptor)
+    os.close(descriptor)
+    os.close(writing)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    return guard(worker, reading, wake)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    # Imported once more under its own name: what is sent must not be of a module `__main__`, which the searcher has not.
+    from tba.tasks.rewards import worker
+
+    code = worker.main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

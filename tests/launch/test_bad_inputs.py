@@ -1,0 +1,231 @@
+"""Bad inputs: each is told in at most ten lines without a traceback, ends with a non-zero exit status, and leaves nothing.
+
+All run in this process through the command's own entry point, on the tiny problem of problem.py, in sync mode: what is wrong
+is found on the same way in every mode.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+from problem import SETTINGS
+
+from tba.cli import main
+from tba.observe.claim import Claim
+
+ROW = '{"prompt": "w5 w6", "want": "w7"}\n'
+GOOD = "def f(completions, **columns):\n    return [1.0] * len(completions)\n"
+PROBLEM = ["--model", "@/model", "--data", "@/data.jsonl", "--reward", "@/rewards.py:sevens"]
+"""Arguments of a good run; @ is the folder of the tiny problem."""
+
+
+def own(data: str = "@/data.jsonl", reward: str = "@/rewards.py:sevens", model: str = "@/model") -> list[str]:
+    return ["--model", model, "--data", data, "--reward", reward]
+
+
+def rewards(text: str) -> tuple[list[str], dict[str, str]]:
+    """A run with a reward file of its own."""
+    return own(reward="r.py:f"), {"r.py": text}
+
+
+def data(text: str) -> tuple[list[str], dict[str, str]]:
+    """A run with a data file of its own."""
+    return own(data="d.jsonl"), {"d.jsonl": text}
+
+
+def imported(text: str) -> tuple[list[str], dict[str, str]]:
+    return [*PROBLEM, "replay.imports=[i.jsonl]"], {"i.jsonl": text}
+
+
+CONFIGS = {
+    "an unknown key": (["train.max_step=1"], "did you mean train.max_steps?"),
+    "an unknown section": (["trian.max_steps=1"], "unknown key trian"),
+    "a word for a number": (["train.max_steps=many"], "train.max_steps: Input should be a valid integer"),
+    "a negative number": (["train.learning_rate=1e-3", "seed=-1"], "seed: Input should be greater than or equal to 0"),
+    "a choice that is none": (["mode=asink"], "mode: Input should be 'async', 'sync' or 'fixed_lag'"),
+    "an override without a value": (["train.max_steps"], "config file train.max_steps does not exist"),
+    "a value that is no YAML": (["train.max_steps=[1"], "the value is not valid YAML"),
+    "sizes that do not divide": (["train.responses_per_step=10", "train.samples_per_prompt=4"], "use 8 or 12"),
+    "a mode without its setting": (["mode=sync", "search.num_searchers=2"], "needs mode=async"),
+    "an impossible length": (["generate.min_new_tokens=99", "generate.max_new_tokens=9"], "no response could end"),
+    "a schedule without an end": (["objective.beta={start: 0.1, end: 0.2}"], "a constant schedule has end=0.2"),
+    "a config that is not there": (["nowhere.yaml"], "config file nowhere.yaml does not exist"),
+    "two configs": (["a.yaml", "b.yaml"], "one config file at a time"),
+    "an unknown objective": (["objective.name=tbb"], "objective.name"),
+    "an unknown task": (["task.name=arithmetik"], "task.name='arithmetik' is not known"),
+    "a custom task without data": (["task.name=custom"], "task.data is needed for task.name=custom"),
+    "a custom task without rewards": (["task.name=custom", "task.data=d.jsonl"], "task.rewards is empty"),
+    "a reward limit of nothing": (["search.reward_memory_gb=0"], "search.reward_memory_gb: Input should be greater"),
+    "an option that is none": (["--learning-rate", "1"], "did you mean train.learning_rate=...?"),
+    "a logger that is not installed": (["observe.sinks=[wandb]"], "pip install wandb"),
+    "an output that is a file": (["output=file.txt"], "file.txt is a file, not a folder"),
+    "a read-only output": (["output=/proc/sys"], "cannot be written"),
+    "a run of that name": (["name=there"], "exists already: choose another name"),
+    "a folder that is no run": (["name=there", "overwrite=true"], "is not a run folder"),
+    "a folder in use": (["name=used", "overwrite=true"], f"on this host ({socket.gethostname()})"),
+}
+FILES = {
+    "a YAML file that is none": (["broken.yaml"], {"broken.yaml": "train: [1\n"}, "is not valid YAML"),
+    "a YAML file of a list": (["list.yaml"], {"list.yaml": "- 1\n"}, "holds a list; expected sections"),
+    "data that are not there": (own(data="no.jsonl"), {}, "task.data: file no.jsonl does not exist"),
+    "empty data": (*data(""), "d.jsonl is empty"),
+    "data that are no JSON": (*data(ROW + '{"prompt"\n'), "d.jsonl line 2 is not valid JSON"),
+    "a row without a prompt": (*data(ROW + '{"question": "w5"}\n'), "d.jsonl line 2 has no usable `prompt` column"),
+    "an id twice": (*data('{"prompt": "w5", "id": 1}\n{"prompt": "w6", "id": 1}\n'), "id '1' occurs twice"),
+    "a prompt that is too long": (*data(json.dumps({"prompt": "w5 " * 500}) + "\n"), "d.jsonl line 1"),
+    "a reward file that is not there": (own(reward="no.py:f"), {}, "file no.py does not exist"),
+    "a reward without a name": (own(reward="@/rewards.py"), {}, "write file.py:function"),
+    "a reward that is not in its file": (
+        own(reward="@/rewards.py:seven"),
+        {},
+        "has no function 'seven'; it has sevens",
+    ),
+    "a reward file that is no Python": (*rewards("def f(:\n"), "r.py:1 is not valid Python"),
+    "a reward file that exits": (*rewards(GOOD + "import sys\nsys.exit(0)\n"), "r.py:4 runs sys.exit(...)"),
+    "a reward file that reads arguments": (
+        *rewards(GOOD + "import argparse\na = argparse.ArgumentParser().parse_args()\n"),
+        "r.py:4 runs parse_args() when it is imported",
+    ),
+    "two rewards of one name": ([*PROBLEM, "--reward", "@/rewards.py:sevens"], {}, "same name: sevens, sevens"),
+    "a model that is not there": (own(model="./nowhere"), {}, "there is no such folder"),
+    "a model that is not shipped": (own(model="tba:nothing"), {}, "is not shipped with the package"),
+    "a model without a config": (own(model="./m"), {"m/readme.txt": "x"}, "cannot be loaded"),
+    "a model with a broken config": (own(model="./m"), {"m/config.json": "{"}, "cannot be loaded"),
+    "weights that are cut off": (own(model="./cut"), {}, "cannot be loaded"),
+    "imports that are not there": (
+        [*PROBLEM, "replay.imports=[no.jsonl]"],
+        {},
+        "replay.imports: file no.jsonl does not",
+    ),
+    "imports that are no JSON": (*imported("x\n"), "has 1 bad lines, so nothing was imported"),
+    "imports of another task": (*imported('{"prompt": "what", "completion": "w5"}\n'), "none of the task's"),
+    "a task file that is not there": (["task.name=t.py:T"], {}, "t.py does not exist"),
+    "a task file that is no Python": (["task.name=t.py:T"], {"t.py": "class T(:\n"}, "t.py:1 failed: SyntaxError"),
+    "a task file that exits": (["task.name=t.py:T"], {"t.py": "import sys\nsys.exit()\n"}, "t.py:2 failed: SystemExit"),
+}
+RUNS = {
+    "a reward of one value": (*rewards("def f(completions): return [1.0]\n"), "returned 1 values for 4 completions"),
+    "a reward that is always None": (
+        *rewards("def f(completions): return [None] * len(completions)\n"),
+        "every reward was None (not applicable) for 8 samples in a row",
+    ),
+    "a reward that always raises": (*rewards("def f(completions): raise KeyError('a')\n"), "r.py:1: KeyError: 'a'"),
+    "a reward that raises a book": (
+        *rewards("def f(completions): raise ValueError('y\\n' * 10**6)\n"),
+        "more characters",
+    ),
+    "a reward that exits": (*rewards("def f(completions): raise SystemExit(3)\n"), "r.py:1: SystemExit: 3"),
+    "a reward that is no function": (*rewards("f = 3\n"), "has no function 'f'; it has none"),
+    "a reward that imports nothing": (*rewards("import nowhere_at_all\n" + GOOD), "r.py:1 failed: ModuleNotFoundError"),
+    "a reward that kills its process": (*rewards("import os\ndef f(**_): os._exit(7)\n"), "died (exit status 7)"),
+}
+COMMANDS = {
+    "a run without a checkpoint": (
+        ["evaluate", "r"],
+        {"r/config.yaml": "seed: 1\n"},
+        "run folder r has no checkpoint yet",
+    ),
+    "a checkpoint that is half written": (
+        ["evaluate", "r"],
+        {
+            "r/config.yaml": "seed: 1\n",
+            "r/checkpoints/step-3/tokenizer.json": "{}",
+            "r/checkpoints/.step-9.partial/x": "",
+        },
+        "model.path='r/checkpoints/step-3' cannot be loaded",
+    ),
+    "a run with a broken config": (
+        ["evaluate", "r"],
+        {"r/config.yaml": "train: {max_steps: x}\n", "r/checkpoints/step-3/x": ""},
+        "train.max_steps",
+    ),
+    "a model to evaluate that is not there": (["evaluate", "./nowhere"], {}, "there is no such folder"),
+    "a model to evaluate that is cut off": (["evaluate", "./cut"], {}, "cannot be loaded"),
+    "an adapter that is none": (["merge", "@/model", "out"], {}, "holds no LoRA adapter"),
+    "something that cannot be prepared": (["prepare", "nothing"], {}, "has nothing to prepare"),
+    "a study that is not there": (["compare", "nowhere.yaml"], {}, "nowhere.yaml"),
+}
+CASES = [
+    *(pytest.param(arguments, {}, message, False, id=name) for name, (arguments, message) in CONFIGS.items()),
+    *(pytest.param(*case, False, id=name) for name, case in FILES.items()),
+    *(pytest.param(*case, True, id=name) for name, case in RUNS.items()),
+    *(pytest.param(*case, False, id=name) for name, case in COMMANDS.items()),
+]
+
+
+def prepare(folder, here) -> None:
+    """What some of the cases find: a file, a folder of somebody's, one in use, and a model whose weights are cut off."""
+    (here / "file.txt").write_text("mine")
+    (here / "runs" / "there").mkdir(parents=True)
+    (here / "runs" / "there" / "notes.txt").write_text("mine")
+    (here / "runs" / "used").mkdir()
+    Claim.take(here / "runs" / "used")
+    (here / "cut").mkdir()
+    for path in (folder / "model").iterdir():
+        content = path.read_bytes()
+        (here / "cut" / path.name).write_bytes(content[:1000] if path.suffix == ".safetensors" else content)
+
+
+def listing(here) -> set[str]:
+    return {str(path.relative_to(here)) for path in here.rglob("*") if "__pycache__" not in path.parts}
+
+
+@pytest.mark.parametrize(("arguments", "files", "message", "begins"), CASES)
+def test_a_bad_input_is_told_in_words_and_leaves_nothing(
+    folder, tmp_path, monkeypatch, capsys, arguments, files, message, begins
+):
+    prepare(folder, tmp_path)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = listing(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    settings = [*SETTINGS, "mode=sync", "search.max_reward_failures=8", "task.eval_fraction=0"]
+    arguments = [argument.replace("@", str(folder)) for argument in arguments]
+    command = (
+        arguments if arguments[0] in ("evaluate", "merge", "prepare", "compare") else ["train", *settings, *arguments]
+    )
+    monkeypatch.setattr(sys, "argv", ["tba", *command])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr()
+    assert ended.value.code not in (0, None)
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+    assert len(printed.err.splitlines()) <= 10
+    assert printed.out == ""
+    left = listing(tmp_path) - before
+    # A reward is called when the run has begun: then its folder stays, with the logs.
+    assert not {path for path in left if not begins or not path.startswith("runs/custom-tb-seed0")}
+
+
+def test_the_table_has_forty_cases_or_more():
+    assert len(CASES) >= 40
+
+
+def test_what_is_wrong_with_the_config_the_output_or_the_reward_is_told_before_torch_is_imported(folder, tmp_path):
+    """One process for all: torch takes longer to import than all of these together."""
+    (tmp_path / "runs" / "there").mkdir(parents=True)
+    (tmp_path / "runs" / "there" / "notes.txt").write_text("mine")
+    code = (
+        "import json, sys; from tba.cli import main\n"
+        "for arguments in json.loads(sys.argv[1]):\n"
+        "    sys.argv = ['tba', 'train', *arguments]\n"
+        "    try: main()\n"
+        "    except SystemExit as ended: print(ended.code, 'torch' in sys.modules)\n"
+    )
+    cases = [
+        ["train.max_step=1"],
+        ["nowhere.yaml"],
+        ["name=there"],
+        ["output=/proc/sys"],
+        ["observe.sinks=[wandb]"],
+        ["--data", f"{folder}/data.jsonl", "--reward", "no.py:f"],
+        ["--data", "no.jsonl", "--reward", f"{folder}/rewards.py:sevens"],
+        ["replay.imports=[no.jsonl]"],
+    ]
+    command = [sys.executable, "-c", code, json.dumps(cases)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.splitlines() == ["2 False"] * len(cases), done.stderr

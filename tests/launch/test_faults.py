@@ -1,0 +1,142 @@
+"""Runs that meet what happens to runs: a closed pipe, a hang-up, a full disk, a folder that is tidied, a second start."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+from problem import SETTINGS, children, make_config, wait_for
+
+from tba.launch import train
+from tba.observe.claim import NAME, FolderInUse
+from tba.observe.files import OutputLost, RunFolder
+
+ENDLESS = "train.max_steps=1000000"
+
+
+def command(folder, name: str, *overrides: str, reward: str = "sevens") -> list[str]:
+    options = ["--model", f"{folder}/model", "--data", f"{folder}/data.jsonl"]
+    options += ["--reward", f"{folder}/rewards.py:{reward}"]
+    settings = [*SETTINGS, f"output={folder}/runs", f"name={name}", *overrides]
+    return [sys.executable, "-m", "tba", "train", *options, *settings]
+
+
+def steps_of(config) -> list[int]:
+    path = RunFolder(config.run_folder).metrics
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [record["step"] for record in records if "loss" in record]
+
+
+def at_step(config, step: int, action) -> threading.Thread:
+    """Do something to a run from outside, once it has come so far; the thread ends with the action."""
+    thread = threading.Thread(target=lambda: wait_for(lambda: max(steps_of(config), default=0) >= step) and action())
+    thread.start()
+    return thread
+
+
+def test_closed_output_does_not_end_a_run(folder):
+    """`tba train ... 2>&1 | head -1`: both streams lose their reader at the start, and the exit status is 0."""
+    process = subprocess.Popen(
+        command(folder, "closed", "mode=sync", "observe.progress=true", "evaluate.every=2"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(120) == 0
+    assert json.loads((folder / "runs" / "closed" / "summary.json").read_text())["steps"] == 6
+
+
+def test_a_hang_up_saves_and_ends_the_run(folder):
+    config = make_config(folder, "name=hang-up")
+    with subprocess.Popen(
+        command(folder, "hang-up", ENDLESS, "mode=sync"), stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert wait_for(lambda: steps_of(config))
+        process.send_signal(signal.SIGHUP)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    run = RunFolder(config.run_folder)
+    assert run.newest_checkpoint().name == f"step-{json.loads(run.summary.read_text())['steps']}"
+
+
+def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(folder):
+    """As with `make quickstart` in two terminals, which replaces the folder."""
+    config = make_config(folder, "name=twice-at-once", "mode=sync", "train.max_steps=40", "overwrite=true")
+    refused: list[BaseException] = []
+
+    def start_again() -> None:
+        with pytest.raises(FolderInUse) as error:
+            train(config)
+        refused.append(error.value)
+
+    other = at_step(config, 2, start_again)
+    assert train(config)["steps"] == 40
+    other.join()
+    assert f"in use by process {os.getpid()} on this host" in str(refused[0])
+    assert steps_of(config) == list(range(1, 41))
+    assert not (config.run_folder / NAME).exists()
+    assert train(config)["steps"] == 40  # one after the other works
+
+
+def test_tidying_the_folder_does_not_end_a_run(folder):
+    config = make_config(
+        folder, "name=tidied", "train.max_steps=60", "train.checkpoint_every=5", "evaluate.every=10",
+        "observe.healthy_checkpoint_every=3", "observe.samples_every=1", "train.keep_checkpoints=2",
+    )  # fmt: skip
+    run = RunFolder(config.run_folder)
+
+    def tidy() -> None:
+        shutil.rmtree(run.logs)
+        shutil.copytree(run.newest_checkpoint(), run.checkpoints / "step-5.bak")
+        shutil.move(run.checkpoints, folder / "moved")
+        run.samples.unlink()
+        run.metrics.unlink()
+
+    other = at_step(config, 12, tidy)
+    assert train(config)["steps"] == 60
+    other.join()
+    assert run.newest_checkpoint().name == "step-60"
+    assert run.samples.read_text()
+    assert steps_of(config)[-1] == 60
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_once_and_the_run_goes_on(folder, caplog):
+    config = make_config(folder, "name=full", "mode=sync", "train.checkpoint_every=2", "evaluate.every=3")
+    checkpoints = config.run_folder / "checkpoints"
+
+    def block() -> None:
+        shutil.rmtree(checkpoints)
+        checkpoints.write_text("no folder")
+
+    blocked = threading.Thread(target=lambda: wait_for(checkpoints.is_dir) and block())
+    blocked.start()
+    with pytest.raises(OutputLost, match=r"3 of its files could not be written: .*/step-2, .*/step-4, .*/step-6\."):
+        train(config)
+    blocked.join()
+    assert steps_of(config) == [1, 2, 3, 4, 5, 6]
+    assert json.loads(RunFolder(config.run_folder).summary.read_text())["steps"] == 6
+    told = [record for record in caplog.records if record.getMessage().startswith("checkpoint /")]
+    assert [record.levelname for record in told] == ["ERROR"]
+    assert re.search(r"checkpoint .*/full/checkpoints/step-2 cannot be written", caplog.text)
+
+
+def test_what_a_reward_started_does_not_outlive_a_run(folder):
+    (folder / "starts.py").write_text(
+        "import subprocess\n"
+        "def starts(completions, **columns):\n"
+        "    subprocess.Popen(['sleep', '987'], start_new_session=True)\n"
+        "    return [float(len(text) % 2) for text in completions]\n"
+    )
+    config = make_config(folder, "name=starts", "train.max_steps=2")
+    reward = config.task.rewards[0].model_copy(update={"function": f"{folder}/starts.py:starts"})
+    config = config.model_copy(update={"task": config.task.model_copy(update={"rewards": (reward,)})})
+    assert train(config)["steps"] == 2
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "987"]]
+    assert not children()

@@ -1,0 +1,209 @@
+"""Rewards in worker processes: what hangs, dies, fills memory or disk, or starts processes of its own costs its samples."""
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tba.config import RewardConfig
+from tba.runtime.processes import RoleProcess
+from tba.tasks.base import RewardFailed
+from tba.tasks.rewards.pool import FinishedGroup, RewardUnusable, WorkerRewards, score_all
+from tba.tasks.rewards.worker import LOG_BYTES
+from tba.types import Completion, Prompt
+
+REWARDS = """
+import os, subprocess, sys, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+with (HERE / "imports.txt").open("a") as file:
+    file.write(f"{os.getpid()}\\n")
+kept = []
+
+def calls(completions, **columns):
+    with (HERE / "calls.txt").open("a") as file:
+        file.write(f"{len(completions)}\\n")
+    if "hang" in completions:
+        time.sleep(600)
+    return [float(len(text)) for text in completions]
+
+def one_by_one(completions, **columns):
+    return calls(completions)
+
+one_by_one.per_sample = True
+
+def starts(completions, **columns):
+    for text in completions:
+        started = subprocess.Popen(["sleep", "600"], start_new_session=text == "session")
+        (HERE / f"{text}.pid").write_text(str(started.pid))
+    if "hang" in completions:
+        time.sleep(600)
+    return [1.0] * len(completions)
+
+def fills(completions, **columns):
+    if "fill" in completions:
+        kept.append(bytearray(10**9))
+    return [float(len(kept))] * len(completions)
+
+def prints(completions, **columns):
+    print("x" * 3_000_000, "the end")
+    return [1.0] * len(completions)
+
+def dies(completions, **columns):
+    os._exit(7)
+
+no_function = 3
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    """Make the workers of a reward of the file above; they are closed in the end."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    made = []
+
+    def make(name, timeout_seconds=30.0, **settings):
+        config = RewardConfig(function=f"{tmp_path}/rewards.py:{name}")
+        log = tmp_path / "logs" / "rewards.log"
+        made.append(WorkerRewards([config], timeout_seconds=timeout_seconds, log=log, **settings))
+        return made[-1]
+
+    yield make
+    for own in made:
+        own.close()
+
+
+def group(*texts: str) -> FinishedGroup:
+    logs = np.zeros(1, np.float32)
+    completions = [
+        Completion(
+            prompt_id="p",
+            sample_index=index,
+            token_ids=np.array([5], np.int32),
+            behaviour_log_probs=logs,
+            policy_log_probs=logs,
+            version_spans=((0, 0),),
+            finish="stop",
+        )
+        for index in range(len(texts))
+    ]
+    return FinishedGroup(
+        prompt=Prompt(id="p", token_ids=np.array([1], np.int32), text="p"), completions=completions, texts=texts
+    )
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().split()
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_for(condition, seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_a_call_that_hangs_loses_its_group_and_is_not_repeated_sample_by_sample(rewards, tmp_path):
+    workers = rewards("calls", timeout_seconds=1.0)
+    good, bad, after = score_all(workers, [group("a", "bc"), group("a", "hang", "b"), group("abc")])
+    assert good == [{"calls": 1.0}, {"calls": 2.0}]
+    assert after == [{"calls": 3.0}]
+    assert all(isinstance(outcome, RewardFailed) for outcome in bad)
+    assert "the reward 'calls' took longer than search.reward_timeout_seconds=1 s (all 3 samples" in str(bad[0])
+    assert lines(tmp_path / "calls.txt") == ["2", "3", "1"]
+    # Once in the first worker and once in the one that replaced it.
+    assert len(lines(tmp_path / "imports.txt")) == len(set(lines(tmp_path / "imports.txt"))) == 2
+    assert str(os.getpid()) not in lines(tmp_path / "imports.txt")
+
+
+def test_a_per_sample_reward_is_tried_sample_by_sample_after_it_hung(rewards, tmp_path):
+    [outcomes] = score_all(rewards("one_by_one", timeout_seconds=1.0), [group("a", "hang", "bc")])
+    assert (outcomes[0], outcomes[2]) == ({"one_by_one": 1.0}, {"one_by_one": 2.0})
+    assert "took longer than" in str(outcomes[1])
+    assert lines(tmp_path / "calls.txt") == ["3", "1", "1", "1"]
+
+
+def test_a_reward_that_never_answers_is_named_after_two_calls(rewards):
+    """1.5 s in all: the second call has half a second left of it."""
+    workers = rewards("calls", timeout_seconds=1.0, first_answer_seconds=1.5)
+    with pytest.raises(RewardUnusable, match=r"'calls' has not answered once: every call hung .*raise search.reward"):
+        score_all(workers, [group("hang") for _ in range(5)])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("no_function", r"rewards.py has no function 'no_function'; it has calls"), ("missing", r"no function 'missing'")],
+)
+def test_a_reward_that_cannot_be_loaded_is_an_error_at_once(rewards, name, message):
+    with pytest.raises(RewardUnusable, match=message):
+        score_all(rewards(name), [group("a")])
+
+
+def test_a_worker_that_dies_costs_its_group_and_says_how_it_ended(rewards):
+    [outcomes] = score_all(rewards("dies"), [group("a", "b")])
+    assert "the reward worker died (exit status 7); see" in str(outcomes[1])
+
+
+def test_nothing_that_a_reward_started_outlives_its_worker(rewards, tmp_path):
+    """Neither after a call that hung nor when the run closes its workers, with a session of its own or without."""
+    workers = rewards("starts", timeout_seconds=2.0)
+    score_all(workers, [group("plain", "session", "hang")])
+    assert all(is_gone(int((tmp_path / f"{name}.pid").read_text())) for name in ("plain", "session", "hang"))
+    score_all(workers, [group("plain", "session")])
+    started = [int((tmp_path / f"{name}.pid").read_text()) for name in ("plain", "session")]
+    assert not any(map(is_gone, started))
+    workers.close()
+    assert all(map(is_gone, started))
+
+
+def hold_rewards(link, folder):
+    """A stand-in for a searcher: has a reward called, then waits to be killed."""
+    config = RewardConfig(function=f"{folder}/rewards.py:starts")
+    score_all(WorkerRewards([config], timeout_seconds=30.0, log=folder / "inner.log"), [group("plain", "session")])
+    link.send("scored")
+    link.receive(timeout_seconds=None)
+
+
+def test_nothing_that_a_reward_started_outlives_a_killed_searcher(rewards, tmp_path):
+    searcher = RoleProcess("searcher", hold_rewards, {"folder": tmp_path}, log=tmp_path / "searcher.log")
+    assert searcher.link.receive(timeout_seconds=60) == "scored", (tmp_path / "searcher.log").read_text()
+    started = [int((tmp_path / f"{name}.pid").read_text()) for name in ("plain", "session")]
+    started += [child.pid for child in psutil.Process(searcher.pid).children(recursive=True)]
+    searcher.kill()
+    assert wait_for(lambda: all(map(is_gone, started)))
+
+
+def test_a_worker_has_a_memory_limit_and_is_replaced_when_it_is_reached(rewards):
+    workers = rewards("fills", memory_gb=0.5)
+    before, full, after = score_all(workers, [group("a"), group("fill", "a"), group("b")])
+    assert before == after == [{"fills": 0.0}]
+    assert "MemoryError (a reward worker may use search.reward_memory_gb=0.5 GB: raise it" in str(full[1])
+
+
+def test_the_log_of_a_reward_that_prints_without_end_keeps_its_end(rewards, tmp_path):
+    workers = rewards("prints")
+    score_all(workers, [group("a") for _ in range(3)])
+    workers.close()
+    text = (tmp_path / "logs" / "rewards.log").read_text()
+    assert len(text) <= LOG_BYTES + 100
+    assert text.startswith("(the beginning of this log")
+    assert text.endswith("xxx the end\n")
+
+
+def test_a_deleted_log_folder_does_not_stop_the_workers(rewards, tmp_path):
+    import shutil
+
+    workers = rewards("calls", timeout_seconds=1.0)
+    score_all(workers, [group("a")])
+    shutil.rmtree(tmp_path / "logs")
+    assert score_all(workers, [group("hang"), group("ab")])[1] == [{"calls": 2.0}]
