@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config import TrainConfig
-from tba.observe.files import RunFolder
+from tba.observe.files import OutputLost, RunFolder
 from tba.observe.guards import CollapseGuard
 from tba.train.checkpoint import Checkpoints, CorruptCheckpoint, check_manifest
 from tba.train.optimizer import MasterAdamW
@@ -81,11 +81,21 @@ def test_an_optimizer_continues_with_its_moments_and_masters(checkpoints, dtype)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), checkpoints.model.parameters(), strict=True))
 
 
-def test_an_error_of_the_writer_is_raised_by_the_next_call(checkpoints):
-    checkpoints.folder.checkpoints.rmdir()
-    checkpoints.folder.checkpoints.write_text("a file where the folder should be")
+def test_a_checkpoint_that_cannot_be_written_is_told_and_named_at_the_end(checkpoints, caplog):
+    folder = checkpoints.folder.checkpoints
+    folder.rmdir()
+    folder.write_text("a file where the folder should be")
     checkpoints.save(1)
-    with pytest.raises(OSError):
+    checkpoints.wait()
+    assert f"checkpoint {folder / 'step-1'} cannot be written" in caplog.text
+    with pytest.raises(OutputLost, match=r"1 of its files could not be written: .*step-1"):
+        checkpoints.failures.raise_lost()
+
+
+def test_any_other_error_of_the_writer_is_raised_by_the_next_call(checkpoints, monkeypatch):
+    monkeypatch.setattr("tba.train.checkpoint.write_manifest", lambda path: 1 / 0)
+    checkpoints.save(1)
+    with pytest.raises(ZeroDivisionError):
         checkpoints.save(2)
 
 

@@ -253,9 +253,9 @@ class LocalRuntime:
             logger.info("%s has ended, as was asked.", seat.name)
             self._hand_to_others(handed_back)
             return
-        words = f"{seat.name} {what}. Last lines of {process.log}:\n{last_lines(process.log)}"
         if final:
-            raise RoleDied(words)
+            raise RoleDied(f"{seat.name} {what} (log: {process.log})")
+        words = f"{seat.name} {what}. Last lines of {process.log}:\n{last_lines(process.log)}"
         seat.early_ends = 0 if seat.groups else seat.early_ends + 1
         seat.given_up = seat.early_ends > MAX_EARLY_ENDS
         if all(other.given_up or other.closed for other in self.seats):

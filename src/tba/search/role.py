@@ -42,7 +42,7 @@ from tba.search.make import (
 from tba.search.prompts import PacedVisits
 from tba.tasks.evaluation import Evaluator, make_evaluator
 from tba.tasks.registry import make_task_for
-from tba.tasks.rewards.pool import make_rewards
+from tba.tasks.rewards.pool import RewardUnusable, make_rewards
 
 logger = logging.getLogger("tba.search")
 
@@ -254,7 +254,7 @@ class SearcherRole:
             self.searcher.load_reference(self.references.fetch())
 
 
-FINAL = (CanaryMismatch, TooManyRewardFailures)
+FINAL = (CanaryMismatch, RewardUnusable, TooManyRewardFailures)
 """Errors that a new searcher would meet again: weights that do not arrive as they were sent, a reward that always fails."""
 
 
