@@ -65,7 +65,7 @@ def train(config: Config, *, inputs: RunInputs | None = None, resume: bool | str
         if run.interrupt.asked:
             logger.warning("interrupted after step %d: saving and stopping.", run.trainer.step_index)
             run.trainer.checkpoints.save(run.trainer.step_index)
-        run.trainer.checkpoints.wait()
+        run.trainer.checkpoints.drop_outdone()
         summary = run.recorder.finish()
     finally:
         try:
