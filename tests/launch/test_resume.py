@@ -85,6 +85,7 @@ def test_a_killed_run_continues_with_the_same_tokens_and_losses(folder, name):
     summaries = [json.loads(run.summary.read_text()) | {"seconds": 0} for run in (killed, whole)]
     assert summaries[0] == summaries[1]
     assert names(killed) == names(whole)
+    assert len(killed.checkpoints_by_step("best-step-")) <= 1
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (killed.newest_checkpoint() / file).read_bytes() == (whole.newest_checkpoint() / file).read_bytes()
 

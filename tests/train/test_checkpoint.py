@@ -131,8 +131,13 @@ def test_the_best_that_a_checkpoint_knows_stays_as_long_as_that_checkpoint_is_th
     assert best() == [20]
     checkpoints.save_evaluated(30)
     checkpoints.keep_best(30, 0.7)
+    assert best() == [20, 30]
     checkpoints.load(checkpoints.by_step()[20])
     assert (checkpoints.best, best()) == ((20, 0.6), [20])
+    checkpoints.save_evaluated(30)
+    checkpoints.keep_best(30, 0.7)
+    checkpoints.drop_outdone()
+    assert best() == [30]
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "changed"])

@@ -87,7 +87,7 @@ def _train(
         if run.interrupt.asked:
             logger.warning("interrupted after step %d: saving and stopping.", run.trainer.step_index)
             run.trainer.checkpoints.save(run.trainer.step_index)
-        run.trainer.checkpoints.wait()
+        run.trainer.checkpoints.drop_outdone()
         summary = run.recorder.finish()
     finally:
         try:

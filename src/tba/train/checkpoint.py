@@ -135,6 +135,11 @@ class Checkpoints:
         for path in self.by_step("evaluated-step-").values():
             drop_folder(path)
 
+    def drop_outdone(self) -> None:
+        """The run is over and saved: of the best evaluations only the last is of use."""
+        self.wait()
+        self._drop_outdone(None if self.best is None else self.best[0])
+
     def load(self, path: Path) -> None:
         """Continue from a checkpoint of this run: weights, optimizer, heads and every part. Checkpoints of later steps,
         which this run has not been through, are dropped, and so is what a killed process left half written."""
@@ -231,6 +236,9 @@ class Checkpoints:
         for old in sorted(by_step)[: -self.keep]:
             if old != pinned:
                 drop_folder(by_step[old])
+        self._drop_outdone(best)
+
+    def _drop_outdone(self, best: int | None) -> None:
         bests = self.folder.checkpoints_by_step("best-step-")
         for outdone in [found for found in bests if best in bests and found != best]:
             drop_folder(bests[outdone])
