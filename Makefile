@@ -13,8 +13,7 @@ export HF_HUB_OFFLINE ?= 1
 
 # Those in tests/launch wait for processes, with deadlines, and need the cores for themselves.
 test: install lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/launch
-	$(BIN)/python -m pytest tests/launch
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 quickstart: install
 	$(BIN)/tba train configs/quickstart.yaml overwrite=true

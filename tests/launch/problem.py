@@ -88,7 +88,7 @@ def children() -> list[psutil.Process]:
     """Living processes that this one has started, and theirs; but for the server that roles are forked from, which serves
     the next run too."""
     found = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    return [p for p in found if p.name() != "tba-forks"]
+    return [p for p in found if "tba.runtime.fork_server" not in p.cmdline() or p.name().startswith("searcher-")]
 
 
 def wait_for(condition, seconds: float = 60.0) -> bool:

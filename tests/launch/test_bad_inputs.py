@@ -134,11 +134,20 @@ COMMANDS = {
             "r/checkpoints/step-3/tokenizer.json": "{}",
             "r/checkpoints/.step-9.partial/x": "",
         },
+        "run folder r has no checkpoint yet",
+    ),
+    "a checkpoint whose weights are gone": (
+        ["evaluate", "r"],
+        {
+            "r/config.yaml": "seed: 1\n",
+            "r/checkpoints/step-3/tokenizer.json": "{}",
+            "r/checkpoints/step-3/manifest.json": "{}",
+        },
         "model.path='r/checkpoints/step-3' cannot be loaded",
     ),
     "a run with a broken config": (
         ["evaluate", "r"],
-        {"r/config.yaml": "train: {max_steps: x}\n", "r/checkpoints/step-3/x": ""},
+        {"r/config.yaml": "train: {max_steps: x}\n", "r/checkpoints/step-3/manifest.json": ""},
         "train.max_steps",
     ),
     "a model to evaluate that is not there": (["evaluate", "./nowhere"], {}, "there is no such folder"),
