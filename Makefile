@@ -11,7 +11,6 @@ export HF_HUB_OFFLINE ?= 1
 
 .PHONY: test quickstart lint install clean
 
-# Those in tests/launch wait for processes, with deadlines, and need the cores for themselves.
 test: install lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tba.config import Config
 from tba.generate.engine import Engine
-from tba.launch.operate import STATUS_SECONDS, Control, StatusWriter
+from tba.launch.operate import Control, StatusWriter
 from tba.models.load import LoadedModel, adapt, load_model
 from tba.models.weights import make_weights
 from tba.observe.files import RunFolder
@@ -88,8 +88,6 @@ class AsyncRun:
     interrupt: Interrupt
     has_evaluation_prompts: bool
     status: StatusWriter
-    control: Control
-    _looked_at: float = 0.0
 
     @classmethod
     def make(cls, config: Config, folder: RunFolder, inputs: RunInputs, checkpoint: Path | None = None) -> AsyncRun:
@@ -106,6 +104,7 @@ class AsyncRun:
             canary=lambda published: learner.train_step.policy.canary(published.tensors),
             ledger=ledger,
             reference_resets=bool(config.reference.reset_every),
+            asked_searchers=Control(folder.control).searchers,
         )
         recorder = Recorder(
             config,
@@ -144,7 +143,6 @@ class AsyncRun:
             interrupt,
             has_evaluation_prompts=len(evaluated) > 0,
             status=StatusWriter(folder, step=lambda: trainer.step_index, roles=runtime.statuses),
-            control=Control(folder.control),
         )
         try:
             if checkpoint is not None:
@@ -179,7 +177,6 @@ class AsyncRun:
         if self.config.evaluation_due(self.trainer.step_index):
             self.ask_for_evaluation()
         self.take_evaluations()
-        self.heed_control()
 
     def ask_for_evaluation(self) -> None:
         if self.has_evaluation_prompts:
@@ -207,14 +204,6 @@ class AsyncRun:
                 )
                 return
             time.sleep(POLL_SECONDS)
-
-    def heed_control(self) -> None:
-        """Change the number of searchers if somebody has asked for that."""
-        now = time.monotonic()
-        if now - self._looked_at > STATUS_SECONDS:
-            self._looked_at, asked = now, self.control.searchers()
-            if asked is not None:
-                self.runtime.set_searchers(asked)
 
     def close(self) -> None:
         self.runtime.stop()

@@ -39,6 +39,8 @@ logger = logging.getLogger("tba")
 
 MAX_EARLY_ENDS = 3
 """Processes in a row that may end before they have sent a group; a seat is given up then."""
+LOOK_SECONDS = 1.0
+"""Time between two looks at how many searchers are asked for."""
 FIRST_BACK_OFF_SECONDS = 1.0
 """Before a seat is filled again after the first such process; doubled with each."""
 
@@ -88,7 +90,9 @@ class LocalRuntime:
         canary: Callable[[Weights], np.ndarray],
         ledger: VisitLedger,
         reference_resets: bool = False,
+        asked_searchers: Callable[[], int | None] = lambda: None,
     ) -> None:
+        """`asked_searchers` tells how many searchers somebody wants the run to go on with, None = nobody has said."""
         self.config = config
         self.ledger = ledger
         self.board = Board.create(MAX_SEARCHERS)
@@ -108,7 +112,10 @@ class LocalRuntime:
         self._wanted_evaluations: list[int] = []
         """Versions whose evaluation was asked for and has not come."""
         self._recipe: tuple[Callable[..., None], dict[str, Any], Path] | None = None
-        self._started_at = time.monotonic()
+        self._started_at = self._looked_at = time.monotonic()
+        self._asked_searchers = asked_searchers
+        self._asked: int | None = None
+        """Number of searchers that was asked for last."""
 
     def start_searchers(self, target: Callable[..., None], arguments: dict[str, Any], *, logs: Path) -> None:
         """Run `target(link, index=i, incarnation=..., **arguments)` in a process for each seat."""
@@ -153,8 +160,17 @@ class LocalRuntime:
             if seat.process is not None:
                 self._lost(seat, f"ended (exit status {seat.process.status})")
         self._replace_silent()
+        self._heed_asked()
         self._fill_empty()
         return groups
+
+    def _heed_asked(self) -> None:
+        """Look now and then whether another number of searchers is asked for."""
+        if time.monotonic() - self._looked_at > LOOK_SECONDS:
+            self._looked_at, asked = time.monotonic(), self._asked_searchers()
+            if asked is not None and asked != self._asked:
+                self._asked = asked
+                self.set_searchers(asked)
 
     def set_searchers(self, count: int) -> None:
         """Go on with so many searchers: new ones start, those with the highest numbers end and their visits go to others."""

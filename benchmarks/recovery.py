@@ -1,0 +1,85 @@
+"""How soon a run is at work: from the command to its first optimizer step, and after a searcher was killed.
+
+    python benchmarks/recovery.py --kills 5
+
+The quickstart task with an endless number of steps on this machine's cores. A searcher is killed with SIGKILL; the clock
+stops when a group of its successor has arrived at the trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+DEADLINE_SECONDS = 120.0
+
+
+def wait_for(ready: Callable[[], bool], what: str) -> None:
+    started = time.monotonic()
+    while not ready():
+        if time.monotonic() - started > DEADLINE_SECONDS:
+            raise SystemExit(f"{what}: not within {DEADLINE_SECONDS:g} s.")
+        time.sleep(0.01)
+
+
+def newest(path: Path) -> dict[str, float]:
+    """The newest record of an optimizer step; empty before the first."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((record for line in reversed(lines) if "loss" in (record := json.loads(line))), {})
+
+
+def searcher_of(run: subprocess.Popen) -> psutil.Process:
+    found = [p for p in psutil.Process(run.pid).children(recursive=True) if p.name().startswith("searcher-")]
+    return found[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=5)
+    kills = parser.parse_args().kills
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [
+            "train.max_steps=1000000",
+            "train.learning_rate=1e-5",
+            f"output={folder}",
+            "name=run",
+            "evaluate.every=0",
+        ]
+        started = time.monotonic()
+        command = [sys.executable, "-m", "tba", "train", "configs/quickstart.yaml", *settings]
+        run = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        try:
+            metrics = Path(folder) / "run" / "metrics.jsonl"
+            wait_for(lambda: bool(newest(metrics)), "the first step")
+            print(f"from the command to the first step: {time.monotonic() - started:.1f} s", flush=True)
+            seconds = []
+            for kill in range(kills):
+                wait_for(lambda: newest(metrics)["searcher/0/groups"] > 100, "groups of the searcher")
+                searcher_of(run).send_signal(signal.SIGKILL)
+                killed, replaced = time.monotonic(), kill + 1
+                wait_for(
+                    lambda replaced=replaced: (
+                        newest(metrics)["searchers/replaced"] >= replaced and newest(metrics)["searcher/0/groups"] > 0
+                    ),
+                    "a group of the successor",
+                )
+                seconds.append(time.monotonic() - killed)
+                print(f"kill {kill + 1}: at work again after {seconds[-1]:.2f} s", flush=True)
+            print(f"median {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s")
+        finally:
+            run.send_signal(signal.SIGINT)
+            run.wait()
+
+
+if __name__ == "__main__":
+    main()
