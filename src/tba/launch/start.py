@@ -46,7 +46,7 @@ def train(config: Config, *, inputs: RunInputs | None = None, resume: bool | str
         config = resumed_config(config, folder)
         checkpoint = checkpoint_to_resume(folder, config, resume)
     start_mps(config)  # before anything touches the GPU
-    if not config.takes_turns:
+    if not config.takes_turns and not torch.cuda.is_available():
         prepare_to_fork(config.runtime.threads, preload=("tba.search.role",))  # imports while this process loads
     inputs = inputs or load_inputs(config)
     # Bad train rows show here, before a run folder exists.

@@ -1,8 +1,9 @@
 """Role processes in a moment: a server process imports torch and the package once, and each role is a fork of it.
 
 Importing torch and transformers takes 4 to 15 s of a core; a fork takes some milliseconds and shares the memory of what was
-imported. The server runs no threads and never touches a GPU, so a fork of it is a process as good as new. A role gets the
-caller's environment, working folder and file descriptors (under the caller's numbers) with its request.
+imported. The server runs no threads, so a fork of it is a process as good as new. A role gets the caller's environment,
+working folder and file descriptors (under the caller's numbers) with its request. Roles that use a GPU are new processes
+instead (local.py).
 
     caller -> server   Start, with the descriptors as SCM_RIGHTS; Kill
     server -> caller   Started, Ended

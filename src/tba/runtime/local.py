@@ -107,6 +107,8 @@ class LocalRuntime:
         """Searchers that were replaced so far."""
         self._groups = 0
         """Groups that came from all searchers."""
+        self._forks = device.type == "cpu"
+        """A GPU's driver must not have been touched before a fork, which has not been tried with all that roles import."""
         self._canary = canary
         self._senders: dict[str, RoleProcess] = {}
         self._wanted_evaluations: list[int] = []
@@ -146,7 +148,7 @@ class LocalRuntime:
             log=logs / f"{seat.name}.log",
             fds=tuple(shared),
             threads=self.config.threads,
-            forked=True,
+            forked=self._forks,
         )
         if self._wanted_evaluations and seat is self._evaluating_seat():
             seat.process.link.send(Evaluate(version=self._wanted_evaluations[-1]))
