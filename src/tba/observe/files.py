@@ -208,6 +208,15 @@ def append_line(path: Path, text: str) -> None:
         file.write(text + "\n")
 
 
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON, so that a reader never sees a part of it."""
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
-from tba.observe.files import write_atomic
+from tba.observe.files import sync, write_atomic
 from tba.replay.payload import decode
 from tba.types import TrajectoryGroup
 
@@ -179,15 +179,6 @@ def failure(what: str, path: Path, error: Exception) -> str:
         "acknowledged. Free disk space, make the folder writable, choose another one (output=...), or train without durable "
         "replay (replay.durability=off)."
     )
-
-
-def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, reach the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def place_database(home: Path) -> Path:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from tba.config import Config
-from tba.observe.files import RunFolder
+from tba.observe.files import RunFolder, sync
 from tba.replay.database import (
     Durability,
     DurableReplayError,
@@ -36,7 +36,6 @@ from tba.replay.database import (
     open_database,
     place_database,
     remove_database,
-    sync,
 )
 from tba.replay.payload import encode
 from tba.runtime.board import TRAINER_FIELDS, Row

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.models.load import has_lora
-from tba.observe.files import MANIFEST, RunFolder, WriteFailures
+from tba.observe.files import MANIFEST, RunFolder, WriteFailures, sync
 from tba.train.optimizer import MasterAdamW
 from tba.train.state import Snapshot, Stateful, restore, take_snapshot
 
@@ -282,11 +282,11 @@ def write_manifest(path: Path) -> None:
     files = {}
     for file in sorted(path.iterdir()):
         files[file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
-        _sync(file)
+        sync(file)
     manifest = path / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n", encoding="utf-8")
-    _sync(manifest)
-    _sync(path)
+    sync(manifest)
+    sync(path)
 
 
 def check_manifest(path: Path) -> None:
@@ -314,15 +314,6 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a power failure."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
 def drop_folder(path: Path) -> None:
     """Remove a checkpoint so that no part of it is ever taken for a whole one."""
     leaving = path.with_name(f".{path.name}.dropped.partial")
@@ -334,7 +325,7 @@ def _replace_folder(source: Path, target: Path) -> None:
     if target.exists():
         drop_folder(target)
     os.replace(source, target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def _link_folder(source: Path, name: str) -> None:
@@ -342,7 +333,7 @@ def _link_folder(source: Path, name: str) -> None:
     partial_path = source.with_name(f".{name}.partial")
     shutil.rmtree(partial_path, ignore_errors=True)
     shutil.copytree(source, partial_path, copy_function=_link)
-    _sync(partial_path)
+    sync(partial_path)
     _replace_folder(partial_path, source.with_name(name))
 
 
