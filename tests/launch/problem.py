@@ -87,8 +87,15 @@ def scores_of(config: Config) -> dict[str, float]:
 def children() -> list[psutil.Process]:
     """Living processes that this one has started, and theirs; but for the server that roles are forked from, which serves
     the next run too."""
-    found = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    return [p for p in found if "tba.runtime.fork_server" not in p.cmdline() or p.name().startswith("searcher-")]
+    return [p for p in psutil.Process().children(recursive=True) if _is_of_a_run(p)]
+
+
+def _is_of_a_run(process: psutil.Process) -> bool:
+    try:
+        is_server = "tba.runtime.fork_server" in process.cmdline() and not process.name().startswith("searcher-")
+        return process.status() != psutil.STATUS_ZOMBIE and not is_server
+    except (psutil.NoSuchProcess, FileNotFoundError):  # it has ended meanwhile
+        return False
 
 
 def wait_for(condition, seconds: float = 60.0) -> bool:

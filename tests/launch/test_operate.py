@@ -37,6 +37,7 @@ def test_a_run_tells_what_it_does_changes_its_searchers_and_stops_when_asked(fol
     with pytest.raises(KeyboardInterrupt):
         train(config)
     thread.join(30.0)
+    assert read_status(config.run_folder)["alive"] is False  # this process lives on, the run does not
     assert seen["three"]
     assert seen["one"]
     assert not seen["rc"]
@@ -55,7 +56,8 @@ def status(**changes) -> dict:
 
 def test_a_status_says_since_when_and_whether_anybody_still_writes_it():
     assert describe(status()) == "at step 7 (process 1 on here)\n  trainer      works, for 10 s"
-    assert describe(status(alive=False, age=60.0)).startswith("ended or died 60 s ago at step 7")
+    assert describe(status(alive=False, age=60.0)).startswith("died (process 1 on here is gone) 60 s ago at step 7")
+    assert describe(status(alive=False, age=60.0, ended=True)).startswith("ended 60 s ago at step 7")
     assert describe(status(age=60.0)).startswith("silent for 60 s at step 7")
 
 
@@ -71,7 +73,7 @@ def test_a_run_that_is_gone_is_not_stopped_and_gets_no_searchers(tmp_path, capsy
         "roles": [],
     }
     folder.status.write_text(json.dumps(gone))
-    with pytest.raises(ValueError, match="does not run: process 4194303 is gone since step 3"):
+    with pytest.raises(ValueError, match="does not run: it ended at step 3"):
         ask_for_searchers(tmp_path, 2)
     with pytest.raises(ValueError, match="a run has 1 to 64 searchers"):
         ask_for_searchers(tmp_path, 65)

@@ -82,3 +82,27 @@ def surroundings(link, *, descriptor: int) -> None:
 
     name = Path("/proc/self/comm").read_text().strip()
     link.send((os.read(descriptor, 100), os.getcwd(), os.environ.get("TBA_TEST_SETTING"), name))
+
+
+def takes_visits_and_dies(link, *, index: int, **_) -> None:
+    """Searcher 1 asks for four visits and is gone; searcher 0 only listens."""
+    from tba.runtime.channels import AskVisits
+
+    if index == 0:
+        time.sleep(600)
+    link.send(AskVisits(count=4))
+    link.receive(timeout_seconds=60.0)
+
+
+def sends_a_group_and_dies(link, *, index: int, incarnation: str, **_) -> None:
+    """Asks for two visits, sends the group of the first, and fails."""
+    import numpy as np
+
+    from tba.runtime.channels import AskVisits
+    from tba.types import Prompt, TrajectoryGroup
+
+    link.send(AskVisits(count=2))
+    visits = link.receive(timeout_seconds=60.0).visits
+    prompt = Prompt(id="p", token_ids=np.array([1], np.int32), text="")
+    link.send(TrajectoryGroup(id=f"searcher-0.{incarnation}/0", prompt=prompt, trajectories=(), visit=visits[0].number))
+    raise ValueError("and that was all")

@@ -45,15 +45,17 @@ class StatusWriter:
         self._thread.start()
 
     def close(self) -> None:
+        """Say that the run has ended; its process may go on with something else."""
         self._closed.set()
         self._thread.join()
+        self.write(ended=True)
 
     def _run(self) -> None:
         while not self._closed.is_set():
             self.write()
             self._closed.wait(STATUS_SECONDS)
 
-    def write(self) -> None:
+    def write(self, *, ended: bool = False) -> None:
         now, own = time.time(), psutil.Process()
         roles = []
         for role in self._roles():
@@ -68,7 +70,8 @@ class StatusWriter:
             "host": socket.gethostname(),
             "pid": own.pid,
             "pid_started": own.create_time(),
-            "roles": roles,
+            "ended": ended,
+            "roles": [] if ended else roles,
         }
         try:
             write_json(self._folder.status, status)
@@ -103,6 +106,8 @@ def read_status(run: Path) -> dict[str, Any]:
 
 def _is_alive(status: dict[str, Any]) -> bool | None:
     """Whether the run's process lives; None where that cannot be seen from this host."""
+    if status.get("ended"):
+        return False
     if status["host"] != socket.gethostname():
         return None
     try:
@@ -116,7 +121,8 @@ def describe(status: dict[str, Any]) -> str:
     alive, age = status["alive"], status["age"]
     where = f"process {status['pid']} on {status['host']}"
     if alive is False:
-        head = f"ended or died {age:.0f} s ago at step {status['step']} ({where} is gone)"
+        how = "ended" if status.get("ended") else f"died ({where} is gone)"
+        head = f"{how} {age:.0f} s ago at step {status['step']}"
     elif age > LATE_SECONDS:
         head = f"silent for {age:.0f} s at step {status['step']} ({where}): suspended, or its disk is full"
     else:
@@ -135,7 +141,7 @@ def stop_run(run: Path) -> dict[str, Any]:
     if status["alive"] is None:
         raise ValueError(f"{run} runs on {status['host']}: stop it there.")
     if not status["alive"]:
-        raise ValueError(f"{run} does not run: process {status['pid']} is gone since step {status['step']}.")
+        raise ValueError(f"{run} does not run: it ended at step {status['step']}.")
     os.kill(status["pid"], signal.SIGTERM)
     return status
 
@@ -146,5 +152,5 @@ def ask_for_searchers(run: Path, count: int) -> None:
         raise ValueError(f"--count {count}: a run has 1 to {MAX_SEARCHERS} searchers.")
     status = read_status(run)
     if status["alive"] is False:
-        raise ValueError(f"{run} does not run: process {status['pid']} is gone since step {status['step']}.")
+        raise ValueError(f"{run} does not run: it ended at step {status['step']}.")
     write_json(RunFolder(run).control, {"searchers": count})

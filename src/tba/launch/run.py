@@ -24,6 +24,7 @@ from tba.observe.recorder import Recorder
 from tba.runtime.channels import POLL_SECONDS, Idleness, LaggedWeights, LocalGroups, LocalWeights
 from tba.runtime.leases import LedgerVisits, VisitLedger
 from tba.runtime.local import LocalRuntime
+from tba.runtime.processes import RoleDied
 from tba.search.loop import Searcher, group_texts
 from tba.search.make import (
     make_reference_engine,
@@ -193,7 +194,11 @@ class AsyncRun:
         channel is full would never come to evaluate. A run whose last evaluation never comes is finished all the same."""
         seconds, idleness = self.config.runtime.wait_seconds, Idleness()
         while not any(evaluated >= version for evaluated, _ in self.recorder.evaluations) and not self.interrupt.asked:
-            self.trainer.receive()
+            try:
+                self.trainer.receive()
+            except RoleDied as error:
+                logger.warning("no evaluation of version %d: %s", version, error)
+                return
             self.take_evaluations()
             if idleness.look(self.runtime.progress()) > seconds:
                 logger.warning(

@@ -19,6 +19,7 @@ from tba.launch.imports import import_groups
 from tba.launch.resume import checkpoint_to_resume, resumed_config
 from tba.launch.run import AsyncRun, RunInputs, SyncRun, load_inputs
 from tba.models.load import base_of, is_adapter, load_model
+from tba.observe.claim import holder_of, refuse
 from tba.observe.display import show_summary
 from tba.observe.files import RunFolder, write_atomic
 from tba.runtime.mps import start_mps
@@ -43,6 +44,7 @@ def train(config: Config, *, inputs: RunInputs | None = None, resume: bool | str
     checkpoint = None
     if resume:
         folder = RunFolder.reopen(config.run_folder)
+        refuse(folder.path, holder_of(folder.path))  # before anything is looked at that a run may be changing
         config = resumed_config(config, folder)
         checkpoint = checkpoint_to_resume(folder, config, resume)
     start_mps(config)  # before anything touches the GPU
@@ -87,7 +89,8 @@ def _train(
         if run.interrupt.asked:
             logger.warning("interrupted after step %d: saving and stopping.", run.trainer.step_index)
             run.trainer.checkpoints.save(run.trainer.step_index)
-        run.trainer.checkpoints.drop_outdone()
+        with run.recorder.failures.tolerated("checkpoints to drop in", folder.checkpoints):
+            run.trainer.checkpoints.drop_outdone()
         summary = run.recorder.finish()
     finally:
         try:

@@ -202,6 +202,8 @@ def place_database(home: Path) -> Path:
         )
     if not noted.exists():
         remove_database(local)  # of an earlier run in a folder of this name
+        if home.is_file():  # a run that ended and goes on now: what it stored was copied back
+            shutil.copy2(home, local)
     logger.warning(
         "%s is on a network filesystem (%s), where SQLite is not safe: replay is written to %s and copied back at the end.",
         home.parent,

@@ -27,6 +27,7 @@ import struct
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,10 @@ class ForkedProcess:
         self._server.kill(self.pid)
 
 
+class ServerGone(RuntimeError):
+    """The server has ended."""
+
+
 class ForkServer:
     """The caller's end. One server serves all runs of a process that pin the same number of threads."""
 
@@ -128,6 +133,28 @@ class ForkServer:
                 atexit.register(server.close)
             return server
 
+    @classmethod
+    def start_role(
+        cls,
+        threads: int,
+        name: str,
+        *,
+        link: int,
+        descriptors: Sequence[int],
+        log: Path,
+        environment: Mapping[str, str],
+    ) -> ForkedProcess:
+        """Fork a role from the shared server; from a new one if that has just died."""
+        for attempt in range(2):
+            server = cls.shared(threads, environment)
+            try:
+                return server.start(name, link=link, descriptors=descriptors, log=log, environment=environment)
+            except (OSError, ServerGone):
+                server._lost()
+                if attempt:
+                    raise
+        raise AssertionError
+
     def start(
         self, name: str, *, link: int, descriptors: Sequence[int], log: Path, environment: Mapping[str, str]
     ) -> ForkedProcess:
@@ -150,7 +177,7 @@ class ForkServer:
             with self._changed:
                 self._changed.wait_for(lambda: len(self._started) > seen or not self._alive)
             if len(self._started) == seen:
-                raise RuntimeError("the process that roles are forked from has ended; its last words are on stderr.")
+                raise ServerGone("the process that roles are forked from has ended; its last words are on stderr.")
             return ForkedProcess(self, self._started[seen])
 
     def status(self, pid: int) -> int | None:
@@ -294,6 +321,8 @@ def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
         from tba.runtime.processes import run_role
 
         status = run_role(start.link)
+    except BaseException:
+        traceback.print_exc()  # os._exit below would hide it
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -85,6 +85,11 @@ class VisitLedger:
             return len(visits)
 
     @property
+    def num_handed_back(self) -> int:
+        """Visits that nobody has at the moment, because whoever had them is gone."""
+        return len(self._handed_back)
+
+    @property
     def outstanding(self) -> int:
         """Visits that somebody has and whose group has not arrived."""
         return sum(map(len, self._leased.values()))

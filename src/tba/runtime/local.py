@@ -37,12 +37,13 @@ from tba.types import TrajectoryGroup, Weights
 
 logger = logging.getLogger("tba")
 
-MAX_EARLY_ENDS = 3
-"""Processes in a row that may end before they have sent a group; a seat is given up then."""
+MAX_EARLY_ENDS, FEW_GROUPS = 4, 16
+"""Processes in a row that may end before they have sent so many groups; a seat is given up then. A prompt that kills every
+searcher is handed to the next one first, so that it does not last much longer."""
 LOOK_SECONDS = 1.0
 """Time between two looks at how many searchers are asked for."""
 FIRST_BACK_OFF_SECONDS = 1.0
-"""Before a seat is filled again after the first such process; doubled with each."""
+"""Before a seat is filled again after the second such process; doubled with each."""
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Seat:
     groups: int = 0
     """Groups that came from the present process."""
     early_ends: int = 0
-    """Processes in a row that ended before they had sent a group."""
+    """Processes in a row that ended before they had sent FEW_GROUPS groups."""
     starts_at: float = 0.0
     """When the next process may start."""
     given_up: bool = False
@@ -184,6 +185,7 @@ class LocalRuntime:
             seat.closed = seat.given_up = False
         self.seats += [Seat(index) for index in range(len(self.seats), min(count, MAX_SEARCHERS))]
         self._fill_empty()
+        self._hand_to_others()
 
     def _messages_of(self, seat: Seat) -> list[TrajectoryGroup]:
         """Groups that a searcher has sent; its other messages are dealt with."""
@@ -195,6 +197,8 @@ class LocalRuntime:
                 groups.append(message)
                 seat.groups, self._groups = seat.groups + 1, self._groups + 1
                 self._senders[message.id] = seat.process
+                # Here and not later: if this searcher is lost in the same moment, its other visits are handed out again.
+                self.ledger.complete(message.visit, solved=message.solved)
             elif isinstance(message, AskVisits):
                 visits = tuple(self.ledger.lease(seat.holder, message.count))
                 seat.process.link.send(LeaseVisits(visits=visits))
@@ -269,29 +273,33 @@ class LocalRuntime:
         handed_back = self.ledger.hand_back(seat.holder)
         if seat.closed:
             logger.info("%s has ended, as was asked.", seat.name)
-            self._hand_to_others(handed_back)
+            self._hand_to_others()
             return
         if final:
             raise RoleDied(f"{seat.name} {what} (log: {process.log})")
         words = f"{seat.name} {what}. Last lines of {process.log}:\n{last_lines(process.log)}"
-        seat.early_ends = 0 if seat.groups else seat.early_ends + 1
+        early = seat.groups < FEW_GROUPS
+        seat.early_ends = seat.early_ends + 1 if early else 0
         seat.given_up = seat.early_ends > MAX_EARLY_ENDS
         if all(other.given_up or other.closed for other in self.seats):
-            raise RoleDied(f"{words}\n{MAX_EARLY_ENDS + 1} searchers in a row ended before they had sent a group.")
+            raise RoleDied(
+                f"{words}\n{MAX_EARLY_ENDS + 1} searchers in a row ended before they had sent {FEW_GROUPS} groups."
+            )
         if seat.given_up:
-            logger.error("%s\nIts place stays empty: %d in a row sent nothing.", words, seat.early_ends)
-            self._hand_to_others(handed_back)
+            logger.error("%s\nIts place stays empty: %d in a row ended early.", words, seat.early_ends)
+            self._hand_to_others()
             if self._wanted_evaluations:
                 self.evaluate(self._wanted_evaluations.pop())
             return
-        wait = 0.0 if seat.groups else FIRST_BACK_OFF_SECONDS * 2.0 ** (seat.early_ends - 1)
+        wait = FIRST_BACK_OFF_SECONDS * 2.0 ** (seat.early_ends - 2) if seat.early_ends > 1 else 0.0
         logger.warning("%s\nIt is replaced; %d visits to prompts are handed to others.", words, handed_back)
         seat.starts_at, self.replaced = time.monotonic() + wait, self.replaced + 1
 
-    def _hand_to_others(self, count: int) -> None:
-        """Visits of a seat that stays empty go to the others now: they may have enough of their own, all of which wait for
-        steps that need just these."""
-        others = [other for other in self.seats if other.process is not None]
+    def _hand_to_others(self) -> None:
+        """Visits that were handed back go to the searchers there are, now: they may have enough of their own, all of which
+        wait for steps that need just these."""
+        count = self.ledger.num_handed_back
+        others = [other for other in self.seats if other.process is not None and not other.closed]
         for place, other in enumerate(others):
             share = count // len(others) + (place < count % len(others))
             if share and other.process is not None:
@@ -299,7 +307,10 @@ class LocalRuntime:
 
     def progress(self) -> float:
         """A number that changes while any searcher works, and when one is replaced."""
-        return 1e9 * self.replaced + sum(self.board.searcher(seat.index)["work"] for seat in self.seats)
+        rows = [self.board.searcher(seat.index) for seat in self.seats if seat.process is not None]
+        # A process that loads its model shows nothing yet; runtime.start_seconds bounds that, not the deadlines of others.
+        loading = time.monotonic() if any(row["heartbeat"] == 0 for row in rows) else 0.0
+        return 1e9 * self.replaced + loading + sum(row["work"] for row in rows)
 
     def statuses(self) -> list[RoleStatus]:
         """Who does what, for the display."""

@@ -26,6 +26,11 @@ import cloudpickle
 from tba.runtime.channels import Failed, Link, RunCannotGoOn
 from tba.runtime.fork_server import ForkedProcess, ForkServer, die_with_parent
 
+logger = logging.getLogger("tba")
+
+KILL_SECONDS = 10.0
+"""Time for a process to end that was killed."""
+
 
 class RoleDied(RuntimeError):
     """A process ended that should have gone on."""
@@ -52,8 +57,9 @@ class RoleProcess:
         environment = role_environment(threads)
         self._process: subprocess.Popen[bytes] | ForkedProcess
         if forked and sys.platform == "linux":
-            server = ForkServer.shared(threads, environment)
-            self._process = server.start(name, link=theirs.fileno(), descriptors=fds, log=log, environment=environment)
+            self._process = ForkServer.start_role(
+                threads, name, link=theirs.fileno(), descriptors=fds, log=log, environment=environment
+            )
         else:
             self._process = _popen(theirs.fileno(), fds, log, environment)
         theirs.close()
@@ -80,8 +86,11 @@ class RoleProcess:
         return not self.alive and self.link.closed
 
     def kill(self) -> None:
+        """End it by force. One that even that does not end at once (in a driver, on a dead network disk) is left to itself:
+        waiting for it would stop the run that replaces it."""
         self._process.kill()
-        self._process.wait()
+        if not self.wait(KILL_SECONDS):
+            logger.warning("%s (process %d) does not end although it was killed.", self.name, self.pid)
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait for its end; True when it came within the time."""

@@ -52,8 +52,10 @@ class SearchState:
         return {name: vars(getattr(self, name)) for name in ("failures", "counts")}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        limit = self.failures.max_in_a_row  # a setting, which may be another now
         for name in ("failures", "counts"):
             vars(getattr(self, name)).update(state[name])
+        self.failures.max_in_a_row = limit
 
 
 @dataclass

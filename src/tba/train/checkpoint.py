@@ -84,7 +84,8 @@ class Checkpoints:
         self.wait()  # one set of copies at a time
         self._write(step, f"step-{step}")
         self._saved, self._saved_best = step, None if self.best is None else self.best[0]
-        self._later(partial(self._drop_old, self.pinned, self._saved_best))
+        drop = partial(self._drop_old, self.pinned, self._saved_best)
+        self._later(partial(self._try_to, "checkpoints to drop in", self.folder.checkpoints, drop))
 
     def save_healthy(self, step: int) -> None:
         """Write checkpoints/healthy-step-N; where step-N has just been saved, its files get a second name."""
@@ -149,9 +150,9 @@ class Checkpoints:
             head.load_state_dict(load_file(path / f"{type(head).__name__}.safetensors"))
         tree = json.loads((path / STATE).read_text(encoding="utf-8"))
         state = restore(Snapshot(tree=tree, tensors=load_file(path / ARRAYS)))
-        self._drop_after(found["step"])
         for name, part in self.parts.items():
             part.load_state(state["parts"][name])
+        self._drop_after(found["step"])  # last: what does not load costs nothing
         self.pinned, self.best = state["pinned"], state["best"]
         self._saved = found["step"] if path.name.startswith("step-") else None
         self._saved_best = None if self.best is None else self.best[0]
@@ -159,8 +160,9 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until everything is on disk; raises what went wrong there."""
         pending, self._pending = self._pending, []
-        for future in pending:
-            future.result()
+        errors = [error for future in pending if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         """End the writer, when it has done its work; may be called more than once."""
@@ -189,8 +191,11 @@ class Checkpoints:
     def _try_to_write(self, name: str, write: Callable[[], None]) -> None:
         """Runs in the writer's thread."""
         kind = "checkpoint" if name.startswith("step-") else f"checkpoint {name.partition('-')[0]}-step-N, now"
-        with self.failures.tolerated(kind, self.folder.checkpoints / name, must_not_be_lost=name.startswith("step-")):
-            write()
+        self._try_to(kind, self.folder.checkpoints / name, write, must_not_be_lost=name.startswith("step-"))
+
+    def _try_to(self, kind: str, path: Path, job: Callable[[], None], *, must_not_be_lost: bool = False) -> None:
+        with self.failures.tolerated(kind, path, must_not_be_lost=must_not_be_lost):
+            job()
 
     def _copy_weights(self) -> dict[str, Tensor]:
         """The model's tensors by name; of an adapted model those of its adapter."""

@@ -114,6 +114,8 @@ class MasterAdamW:
             for parameter, master in zip(self.parameters, self._policy)
             if master is not parameter and master in self.adam.state
         ]
+        if any(master is parameter for parameter, master in zip(self.parameters, self._policy)):
+            rounded = []  # those in fp32 would be measured where they are
         with torch.no_grad():
             for parameter, master in rounded:
                 parameter.copy_(master + (factor - 1.0) * self._last_update(master))
