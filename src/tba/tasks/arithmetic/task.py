@@ -19,9 +19,9 @@ import hashlib
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, overload
 
 from tba.tasks.base import Outcome, Split, TaskInputs
 from tba.tasks.data.prompts import make_prompt
@@ -83,16 +83,17 @@ class ArithmeticTask:
         self._num_train = inputs.config.num_train_prompts
         self._tokenizer = inputs.tokenizer
         self._max_prompt_tokens = inputs.max_prompt_tokens
-        self._prompts: dict[Split, list[Prompt]] = {}
+        self._prompts: dict[Split, ProblemPrompts] = {}
 
     @property
     def reward_weights(self) -> dict[str, float]:
         return {"exact_match": 1.0}
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """Prompts of a split, made when first asked for: a searcher that never evaluates does not pay for the others."""
         if split not in self._prompts:
-            self._prompts[split] = [self._prompt(f"{split}-{i}", p) for i, p in enumerate(self._problems(split))]
+            count = {"train": self._num_train, "held_out": HELD_OUT_PROBLEMS, "validation": VALIDATION_PROBLEMS}[split]
+            self._prompt(split, 0, train_problems(1)[0])  # whether prompts fit the model's context shows at once
+            self._prompts[split] = ProblemPrompts(count, partial(self._problems, split), partial(self._prompt, split))
         return self._prompts[split]
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
@@ -112,11 +113,47 @@ class ArithmeticTask:
             return train_problems(self._num_train)
         return held_out_problems() if split == "held_out" else validation_problems(self._num_train)
 
-    def _prompt(self, id: str, problem: Problem) -> Prompt:
+    def _prompt(self, split: Split, index: int, problem: Problem) -> Prompt:
         columns = {"answer": problem.answer, "solution": problem.solution}
         return make_prompt(
-            id=id, text=problem.text, columns=columns, tokenizer=self._tokenizer, max_tokens=self._max_prompt_tokens
+            id=f"{split}-{index}",
+            text=problem.text,
+            columns=columns,
+            tokenizer=self._tokenizer,
+            max_tokens=self._max_prompt_tokens,
         )
+
+
+class ProblemPrompts(Sequence[Prompt]):
+    """Prompts that are made one by one when they are asked for: drawing and encoding all of them takes seconds, and the
+    trainer, which only counts them, or a searcher that visits a few, need not wait for that."""
+
+    def __init__(
+        self, count: int, draw: Callable[[], Sequence[Problem]], make: Callable[[int, Problem], Prompt]
+    ) -> None:
+        self._count = count
+        self._draw = draw
+        self._make = make
+        self._made: dict[int, Prompt] = {}
+
+    @cached_property
+    def _problems(self) -> Sequence[Problem]:
+        return self._draw()
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        place = range(self._count)[index]
+        if place not in self._made:
+            self._made[place] = self._make(place, self._problems[place])
+        return self._made[place]
 
 
 def exact_match(text: str, answer: str, *, finished: bool) -> float:
