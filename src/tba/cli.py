@@ -115,9 +115,10 @@ def train(
 
         typer.echo(dump_config(with_objective_defaults(config)), nl=False)
         return
-    from tba.launch.checks import check_before_loading
+    from tba.launch.checks import check_before_loading, prepare_searchers
 
-    check_before_loading(config)
+    check_before_loading(config, resume=resume)
+    prepare_searchers(config)
     from tba.launch import train as run_training
 
     summary = run_training(config, resume=resume)

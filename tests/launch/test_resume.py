@@ -14,7 +14,7 @@ import pytest
 from problem import SETTINGS, make_config, wait_for
 
 from tba import TBATrainer
-from tba.cli import resolve, run_arguments
+from tba.cli import app, resolve, run_arguments
 from tba.config import Config, ConfigError, load_config
 from tba.launch import train
 from tba.observe.files import RunFolder
@@ -229,3 +229,8 @@ def test_a_run_is_named_by_its_config_its_folder_or_its_name(finished, folder):
         found = resolve(run_arguments(arguments), model=None, data=None, reward=[], max_steps=None)
         assert found.run_folder == path
         assert found.task == load_config(path / "config.yaml").task
+
+
+def test_the_command_resumes_a_run_whose_folder_exists(copied):
+    app(["train", str(copied.run_folder), "--resume", "train.max_steps=8"], standalone_mode=False)
+    assert steps(RunFolder(copied.run_folder)) == list(range(1, 9))

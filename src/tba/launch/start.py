@@ -13,7 +13,7 @@ import torch
 
 from tba.config import Config, ModelConfig, dump_config, load_config
 from tba.generate.engine import Scorer, make_scorer
-from tba.launch.checks import check_before_loading
+from tba.launch.checks import check_before_loading, prepare_searchers
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.imports import import_groups
 from tba.launch.resume import checkpoint_to_resume, resumed_config
@@ -23,7 +23,6 @@ from tba.observe.claim import holder_of, refuse
 from tba.observe.display import show_summary
 from tba.observe.files import RunFolder, write_atomic
 from tba.runtime.mps import start_mps
-from tba.runtime.processes import prepare_to_fork
 from tba.search.make import make_search_engine
 from tba.tasks.evaluation import make_evaluator
 from tba.tasks.rewards.pool import make_rewards
@@ -48,8 +47,7 @@ def train(config: Config, *, inputs: RunInputs | None = None, resume: bool | str
         config = resumed_config(config, folder)
         checkpoint = checkpoint_to_resume(folder, config, resume)
     start_mps(config)  # before anything touches the GPU
-    if not config.takes_turns and not torch.cuda.is_available():
-        prepare_to_fork(config.runtime.threads, preload=("tba.search.role",))  # imports while this process loads
+    prepare_searchers(config)  # the command line has done so before torch was imported
     inputs = inputs or load_inputs(config)
     # Bad train rows show here, before a run folder exists.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))
