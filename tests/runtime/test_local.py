@@ -29,7 +29,7 @@ def start(tmp_path, monkeypatch):
             ledger=VisitLedger(10, seed=0, shuffle=False),
         )
         made.append(runtime)
-        runtime.start_searchers(target, {}, logs=tmp_path)
+        runtime.start_searchers(target, {}, logs=tmp_path / "logs")  # a folder that somebody has deleted
         return runtime
 
     yield start

@@ -323,9 +323,11 @@ class RuntimeConfig(Section):
     channel_groups: int = Field(default=64, ge=1)
     """Number of groups that a searcher may have sent and the trainer not yet stored before the searcher waits."""
     start_seconds: float = Field(default=300.0, gt=0.0)
-    """Deadline for the buffer's first fill: process start, model load and the first groups."""
+    """Deadline for a searcher's first sign of life, after its model is loaded, and for the buffer's first fill; it counts
+    only while no searcher works."""
     wait_seconds: float = Field(default=300.0, gt=0.0)
-    """Deadline of every other wait, and for a searcher's sign of life."""
+    """Deadline of every other wait, which counts only while the awaited role does nothing, and for a searcher's sign of
+    life; one that shows none is replaced."""
     mps: Annotated[Literal["auto", "on", "off"], OnOff] = "auto"
     """Whether CUDA MPS lets trainer and searchers on one GPU run side by side: auto = where it can be started. `tba
     doctor` says what it gains and risks."""

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from tba.observe.display import RoleStatus
-from tba.observe.files import RunFolder, write_json
+from tba.observe.files import RunFolder, WriteFailures, write_json
 from tba.runtime.board import MAX_SEARCHERS
 
 STATUS_SECONDS = 1.0
@@ -33,9 +33,15 @@ class StatusWriter:
     """Writes status.json until it is closed."""
 
     def __init__(
-        self, folder: RunFolder, *, step: Callable[[], int], roles: Callable[[], Sequence[RoleStatus]]
+        self,
+        folder: RunFolder,
+        *,
+        step: Callable[[], int],
+        roles: Callable[[], Sequence[RoleStatus]],
+        failures: WriteFailures,
     ) -> None:
         self._folder = folder
+        self._failures = failures
         self._step = step
         self._roles = roles
         self._since: dict[str, tuple[str, float]] = {}
@@ -73,10 +79,8 @@ class StatusWriter:
             "ended": ended,
             "roles": [] if ended else roles,
         }
-        try:
+        with self._failures.tolerated("status in", self._folder.status):
             write_json(self._folder.status, status)
-        except OSError:
-            return  # the folder was tidied up, or the disk is full: the run goes on, and the next second tries again
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from tba.generate.engine import Engine
 from tba.launch.operate import Control, StatusWriter
 from tba.models.load import LoadedModel, adapt, load_model
 from tba.models.weights import make_weights
+from tba.observe.display import RoleStatus
 from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder
 from tba.runtime.channels import POLL_SECONDS, Idleness, LaggedWeights, LocalGroups, LocalWeights
@@ -78,6 +80,26 @@ def make_ledger(config: Config, task: Task) -> VisitLedger:
     )
 
 
+def make_recorder(
+    config: Config,
+    folder: RunFolder,
+    inputs: RunInputs,
+    counts: ResponseCounts,
+    *,
+    roles: Callable[[], Sequence[RoleStatus]] = list,
+    more_metrics: Callable[[], Mapping[str, float]] = dict,
+) -> Recorder:
+    return Recorder(
+        config,
+        folder,
+        decode=partial(group_texts, inputs.loaded.tokenizer),
+        reward_weights=inputs.task.reward_weights,
+        counts=counts,
+        roles=roles,
+        more_metrics=more_metrics,
+    )
+
+
 @dataclass
 class AsyncRun:
     """`mode=async` on one machine: searchers in processes of their own, the trainer in this one, no barrier. Evaluations are
@@ -107,15 +129,7 @@ class AsyncRun:
             reference_resets=bool(config.reference.reset_every),
             asked_searchers=Control(folder.control).searchers,
         )
-        recorder = Recorder(
-            config,
-            folder,
-            decode=partial(group_texts, loaded.tokenizer),
-            reward_weights=task.reward_weights,
-            counts=counts,
-            roles=runtime.statuses,
-            more_metrics=runtime.metrics,
-        )
+        recorder = make_recorder(config, folder, inputs, counts, roles=runtime.statuses, more_metrics=runtime.metrics)
         trainer = make_trainer(
             config,
             loaded,
@@ -143,7 +157,9 @@ class AsyncRun:
             runtime,
             interrupt,
             has_evaluation_prompts=len(evaluated) > 0,
-            status=StatusWriter(folder, step=lambda: trainer.step_index, roles=runtime.statuses),
+            status=StatusWriter(
+                folder, step=lambda: trainer.step_index, roles=runtime.statuses, failures=recorder.failures
+            ),
         )
         try:
             if checkpoint is not None:
@@ -261,13 +277,7 @@ class SyncRun:
         start = partial(make_start_scorer, config, loaded, searcher)
         evaluator = make_evaluator(config, loaded, task, rewards, start=start)
         counts = ResponseCounts()
-        recorder = Recorder(
-            config,
-            folder,
-            decode=partial(group_texts, loaded.tokenizer),
-            reward_weights=task.reward_weights,
-            counts=counts,
-        )
+        recorder = make_recorder(config, folder, inputs, counts)
         lagged = LaggedWeights(engine.load, lag=config.lag_steps) if lags else None
         trainer = make_trainer(
             config,

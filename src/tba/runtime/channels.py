@@ -39,7 +39,7 @@ class GroupSender(Protocol):
 
 class GroupReceiver(Protocol):
     def drain(self) -> list[TrajectoryGroup]:
-        """Everything that has arrived, at once; never waits. Raises when a sender has died."""
+        """Everything that has arrived, at once; never waits. Raises when senders are gone and no new one would help."""
         ...
 
     def acknowledge(self, group_ids: Sequence[str]) -> None:

@@ -129,6 +129,7 @@ class LocalRuntime:
     def _fill(self, seat: Seat) -> None:
         assert self._recipe is not None
         target, arguments, logs = self._recipe
+        logs.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
         self.board.searcher(seat.index).clear()
         seat.incarnation, seat.groups, seat.idleness = secrets.token_hex(4), 0, Idleness()
         shared = [self.board.memory.fd, self.slots.memory.fd]
@@ -142,7 +143,6 @@ class LocalRuntime:
                 "index": seat.index,
                 "incarnation": seat.incarnation,
                 "board_memory": (self.board.memory.fd, self.board.memory.num_bytes),
-                "board_size": self.board.num_searchers,
                 "weights": self.slots.handle(),
                 "references": None if self.references is None else self.references.handle(),
             },

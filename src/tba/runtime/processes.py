@@ -15,11 +15,12 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import cloudpickle
 
@@ -61,10 +62,12 @@ class RoleProcess:
                 threads, name, link=theirs.fileno(), descriptors=fds, log=log, environment=environment
             )
         else:
-            self._process = _popen(theirs.fileno(), fds, log, environment)
+            with log.open("ab") as stream:
+                self._process = popen("tba.runtime.processes", theirs.fileno(), fds, stream, environment)
         theirs.close()
-        ours.send_bytes(json.dumps(sys.path).encode())
-        ours.send_bytes(cloudpickle.dumps((target, arguments)))
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by `alive`
+            ours.send_bytes(json.dumps(sys.path).encode())
+            ours.send_bytes(cloudpickle.dumps((target, arguments)))
         self.link = Link(ours, on_close=lambda: None)
 
     @property
@@ -119,18 +122,20 @@ def last_lines(path: Path, count: int = 20) -> str:
     return "\n".join(f"    {line}" for line in lines[-count:]) or "    (empty)"
 
 
-def _popen(link: int, fds: Sequence[int], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    with log.open("ab") as stream:
-        # A session of its own: Ctrl-C reaches the trainer alone, which saves and then stops the others.
-        return subprocess.Popen(
-            [sys.executable, "-m", "tba.runtime.processes", str(link)],
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=stream,
-            pass_fds=(link, *fds),
-            env=environment,
-            start_new_session=True,
-        )
+def popen(
+    module: str, link: int, fds: Sequence[int], log: BinaryIO, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """A new process that runs a module, which finds the other end of the link under the number that is its argument."""
+    # A session of its own: Ctrl-C reaches the trainer alone, which saves and then stops the others.
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(link)],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=(link, *fds),
+        env=dict(environment),
+        start_new_session=True,
+    )
 
 
 def prepare_to_fork(threads: int, *, preload: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from tba.config import Config, RuntimeConfig
 from tba.generate.engine import Engine
 from tba.models.load import adapt, load_model
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, canary_tokens
-from tba.runtime.board import Board, Row, SharedMemory
+from tba.runtime.board import MAX_SEARCHERS, Board, Row, SharedMemory
 from tba.runtime.channels import (
     Acknowledge,
     AskVisits,
@@ -266,14 +266,13 @@ def run_searcher(
     incarnation: str,
     logs: Path,
     board_memory: tuple[int, int],
-    board_size: int,
     weights: SlotsHandle,
     references: SlotsHandle | None,
 ) -> None:
     """The target of a searcher's process."""
     torch.set_num_threads(config.runtime.threads)
-    board = Board(SharedMemory(*board_memory), board_size)
-    row = board.searcher(index)
+    board = Board(SharedMemory(*board_memory), MAX_SEARCHERS)
+    row, trainer_works = board.searcher(index), partial(board.trainer.__getitem__, "beats")
     loaded = load_model(config.model)
     task = make_task_for(config, loaded)
     engine = make_search_engine(config, loaded)
@@ -287,7 +286,7 @@ def run_searcher(
         row,
         heartbeat,
         config.runtime,
-        progress=lambda: board.trainer["beats"],
+        progress=trainer_works,
         stock=STEPS_AT_HAND * prompts_per_searcher,
     )
     searcher = make_searcher(
@@ -328,7 +327,7 @@ def run_searcher(
         )
         try:
             role.start()
-            searcher.run(make_visits(config, searcher, role, progress=lambda: board.trainer["beats"]), role.tick)
+            searcher.run(make_visits(config, searcher, role, progress=trainer_works), role.tick)
         except Stopped:
             logger.info("stopped after %d groups", searcher.counts.sent)
         except FINAL as error:

@@ -33,6 +33,7 @@ import cloudpickle
 
 from tba.config import RewardConfig
 from tba.runtime.channels import Failed, Link
+from tba.runtime.processes import popen, role_environment
 from tba.tasks.base import Outcome
 from tba.tasks.rewards.files import describe
 from tba.tasks.rewards.functions import RewardSet
@@ -70,16 +71,7 @@ class RewardProcess:
         """`memory_gb` limits the worker's memory; None = half of the machine's."""
         ours, theirs = Pipe()
         with open_log(log) as stream:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tba.tasks.rewards.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                pass_fds=(theirs.fileno(),),
-                # Processes that share cores must not fight over them.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
-            )
+            self._process = popen("tba.tasks.rewards.worker", theirs.fileno(), (), stream, role_environment(threads=1))
         theirs.close()
         with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by `alive`
             ours.send_bytes(json.dumps(sys.path).encode())
