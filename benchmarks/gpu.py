@@ -29,7 +29,7 @@ from tba.generate.scoring import ReferenceScorer
 from tba.models.load import compile_layers
 from tba.models.policy import PolicyModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.runtime.channels import Link
+from tba.runtime.links import Link
 from tba.runtime.mps import start_mps
 from tba.runtime.processes import RoleProcess
 from tba.runtime.weight_slots import SlotsHandle, WeightSlots

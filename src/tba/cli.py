@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +31,8 @@ from tba.observe.streams import lasting_output
 
 MOST_LINES, LONGEST_LINE = 9, 2000
 """What is shown of an error message."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Base class of all errors in how a command was called. Typer exports none but BadParameter, and whether its base class is
 click's or typer's own copy of it depends on typer's version; an error of the other one would go by uncaught."""
@@ -115,15 +117,31 @@ def train(
 
         typer.echo(dump_config(with_objective_defaults(config)), nl=False)
         return
-    from tba.launch.checks import check_before_loading, prepare_searchers
+    from tba.launch.checks import check_before_loading
+    from tba.launch.supervise import supervise
 
     check_before_loading(config, resume=resume)
-    prepare_searchers(config)
-    from tba.launch import train as run_training
+    raise typer.Exit(supervise(config, resume=resume, target="tba.cli:run_trainer"))
 
-    summary = run_training(config, resume=resume)
-    if not config.observe.progress:
-        typer.echo(json.dumps(summary))
+
+def run_trainer(link: Any, *, config: Config, resume: bool, host: Any) -> int:
+    """The target of the trainer's process under `tba train`; returns its exit status. It writes where the command does."""
+    from tba.launch.start import TRY_AGAIN, train, worth_another_try
+
+    def run() -> None:
+        try:
+            summary = train(config, resume=resume, host=host.open(link))
+        except RuntimeError as error:
+            if worth_another_try(error):
+                logging.getLogger("tba").error("%s", bounded(str(error)))
+                raise SystemExit(TRY_AGAIN) from None
+            raise
+        if not config.observe.progress:
+            typer.echo(json.dumps(summary))
+
+    log_warnings()
+    with lasting_output():
+        return exit_status(run)
 
 
 @app.command()
@@ -345,19 +363,31 @@ def main() -> None:
 
 
 def run_command() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log_warnings()
+    # By name, because `python -m tba` would be called that in messages.
+    raise SystemExit(exit_status(lambda: app(standalone_mode=False, prog_name="tba")))
+
+
+def log_warnings() -> None:
+    form = "%(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=form, stream=sys.stderr, force=True)
+
+
+def exit_status(action: Callable[[], Any]) -> int:
+    """Do something; errors that the user can mend are printed without a traceback."""
     try:
-        # By name, because `python -m tba` would be called that in messages. The status is 130 after Ctrl-C.
-        status = app(standalone_mode=False, prog_name="tba")
+        status = action()
     except UsageError as error:
         typer.echo(usage_message(error), err=True)
-        raise SystemExit(2) from None
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if os.environ.get("TBA_TRACEBACK"):
             raise
         typer.echo(f"tba: {bounded(str(error) or type(error).__name__)}", err=True)
-        raise SystemExit(2) from None
-    raise SystemExit(status if isinstance(status, int) else 0)
+        return 2
+    return status if isinstance(status, int) else 0
 
 
 def bounded(message: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import targets
 
-from tba.runtime.channels import Failed
+from tba.runtime.links import Failed
 from tba.runtime.processes import RoleProcess, last_lines, stop_all
 
 DEADLINE_SECONDS = 60.0

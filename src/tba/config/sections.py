@@ -331,6 +331,9 @@ class RuntimeConfig(Section):
     mps: Annotated[Literal["auto", "on", "off"], OnOff] = "auto"
     """Whether CUDA MPS lets trainer and searchers on one GPU run side by side: auto = where it can be started. `tba
     doctor` says what it gains and risks."""
+    max_trainer_restarts: int = Field(default=3, ge=0)
+    """Number of times in a row that `tba train` resumes a trainer that was killed or lost its GPU without a new checkpoint
+    between; 0 = never."""
     stop_seconds: float = Field(default=10.0, gt=0.0)
     """Time for searchers to end when asked, before they are killed."""
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from tba.config import Config
 from tba.observe.files import RunFolder, check_sinks
-from tba.runtime.processes import prepare_to_fork
 from tba.tasks.rewards.files import check_reward_function
 from tba.tasks.rewards.functions import reward_weights
 
@@ -28,10 +26,3 @@ def check_before_loading(config: Config, *, resume: bool = False) -> None:
     for imported in config.replay.imports:
         if not Path(imported).is_file():
             raise ValueError(f"replay.imports: file {imported} does not exist.")
-
-
-def prepare_searchers(config: Config) -> None:
-    """Have what searchers need imported by another process while this one imports torch and loads the model. Where there is
-    an NVIDIA GPU searchers are no forks."""
-    if not config.takes_turns and shutil.which("nvidia-smi") is None:
-        prepare_to_fork(config.runtime.threads, preload=("tba.search.role",))

@@ -1,7 +1,7 @@
 """Look at a run and steer it from outside: `tba status RUN`, `tba stop RUN`, `tba searchers RUN --count N`.
 
-A run tells what its roles do in status.json, once a second, by a thread of its own: also while they wait. What is asked of
-it stands in control.json, which it reads as often.
+The supervisor of a run tells what its roles do in status.json, once a second, also while they wait or are started again.
+What is asked of the run stands in control.json, which it reads as often.
 """
 
 from __future__ import annotations
@@ -10,73 +10,48 @@ import json
 import os
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tba.observe.display import RoleStatus
 from tba.observe.files import RunFolder, WriteFailures, write_json
-from tba.runtime.board import MAX_SEARCHERS
+from tba.runtime.board import MAX_SEARCHERS, Board
 
-STATUS_SECONDS = 1.0
-"""Time between two writes of status.json."""
 LATE_SECONDS = 30.0
 """Age of a status from which on it is said that nobody writes it any more."""
 
 
 class StatusWriter:
-    """Writes status.json until it is closed."""
+    """Writes what the roles of a run do to its status.json."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        *,
-        step: Callable[[], int],
-        roles: Callable[[], Sequence[RoleStatus]],
-        failures: WriteFailures,
-    ) -> None:
+    def __init__(self, folder: RunFolder, board: Board) -> None:
         self._folder = folder
-        self._failures = failures
-        self._step = step
-        self._roles = roles
+        self._board = board
+        self._failures = WriteFailures()
         self._since: dict[str, tuple[str, float]] = {}
         """What each role does, and since when."""
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="status-writer")
-        self._thread.start()
-
-    def close(self) -> None:
-        """Say that the run has ended; its process may go on with something else."""
-        self._closed.set()
-        self._thread.join()
-        self.write(ended=True)
-
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            self.write()
-            self._closed.wait(STATUS_SECONDS)
 
     def write(self, *, ended: bool = False) -> None:
         now, own = time.time(), psutil.Process()
         roles = []
-        for role in self._roles():
+        for role in self._board.statuses():
             doing, since = self._since.get(role.name, ("", now))
             if role.doing != doing:
                 since = now
                 self._since[role.name] = (role.doing, since)
             roles.append({**vars(role), "since": since})
         status = {
-            "step": self._step(),
+            "step": int(self._board.trainer["step"]),
             "time": now,
             "host": socket.gethostname(),
             "pid": own.pid,
             "pid_started": own.create_time(),
             "ended": ended,
+            "trainer_restarts": int(self._board.supervisor["trainer_restarts"]),
+            "searchers_replaced": int(self._board.supervisor["replaced"]),
             "roles": [] if ended else roles,
         }
         with self._failures.tolerated("status in", self._folder.status):

@@ -17,16 +17,17 @@ from typing import Any
 
 from tba.config import Config
 from tba.generate.engine import Engine
-from tba.launch.operate import Control, StatusWriter
 from tba.models.load import LoadedModel, adapt, load_model
 from tba.models.weights import make_weights
 from tba.observe.display import RoleStatus
 from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder
-from tba.runtime.channels import POLL_SECONDS, Idleness, LaggedWeights, LocalGroups, LocalWeights
+from tba.runtime.board import Row
+from tba.runtime.channels import POLL_SECONDS, Idleness, LaggedWeights, LocalGroups, LocalWeights, Runtime
 from tba.runtime.leases import LedgerVisits, VisitLedger
 from tba.runtime.local import LocalRuntime
 from tba.runtime.processes import RoleDied
+from tba.runtime.supervisor import Host
 from tba.search.loop import Searcher, group_texts
 from tba.search.make import (
     make_reference_engine,
@@ -102,34 +103,42 @@ def make_recorder(
 
 @dataclass
 class AsyncRun:
-    """`mode=async` on one machine: searchers in processes of their own, the trainer in this one, no barrier. Evaluations are
-    asked for and taken as they come."""
+    """`mode=async`: searchers in processes of their own, the trainer in this one, no barrier. Evaluations are asked for and
+    taken as they come."""
 
     config: Config
     trainer: Trainer
-    runtime: LocalRuntime
+    runtime: Runtime
     interrupt: Interrupt
     has_evaluation_prompts: bool
-    status: StatusWriter
 
     @classmethod
-    def make(cls, config: Config, folder: RunFolder, inputs: RunInputs, checkpoint: Path | None = None) -> AsyncRun:
-        """Publish version 0, or that of the checkpoint to resume from, then start the searchers."""
+    def make(
+        cls, config: Config, folder: RunFolder, inputs: RunInputs, host: Host, checkpoint: Path | None = None
+    ) -> AsyncRun:
+        """Publish version 0, or that of the checkpoint to resume from, then have searchers started."""
         loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
         adapt(loaded, config.model, seed=config.seed)
         weights = make_weights(loaded.model, version=0)
         learner, counts, ledger = make_learner(config, loaded), ResponseCounts(), make_ledger(config, task)
         runtime = LocalRuntime(
             config.runtime,
+            host,
             num_searchers=config.search.num_searchers,
             tensors=weights.tensors,
             dtype=loaded.model.dtype,
             canary=lambda published: learner.train_step.policy.canary(published.tensors),
             ledger=ledger,
             reference_resets=bool(config.reference.reset_every),
-            asked_searchers=Control(folder.control).searchers,
         )
         recorder = make_recorder(config, folder, inputs, counts, roles=runtime.statuses, more_metrics=runtime.metrics)
+        gate = Gate(
+            config,
+            runtime.row,
+            len(task.prompts("train")),
+            lambda: interrupt.asked,
+            progress=runtime.progress,
+        )
         trainer = make_trainer(
             config,
             loaded,
@@ -142,31 +151,16 @@ class AsyncRun:
             reference_publisher=runtime.reference_publisher,
             ledger=ledger,
             parts={},
-            gate=Gate(
-                config,
-                runtime.board.trainer,
-                len(task.prompts("train")),
-                lambda: interrupt.asked,
-                progress=runtime.progress,
-            ),
+            gate=gate,
         )
         evaluated = task.prompts(config.evaluate.split)
-        run = cls(
-            config,
-            trainer,
-            runtime,
-            interrupt,
-            has_evaluation_prompts=len(evaluated) > 0,
-            status=StatusWriter(
-                folder, step=lambda: trainer.step_index, roles=runtime.statuses, failures=recorder.failures
-            ),
-        )
+        run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0)
         try:
             if checkpoint is not None:
                 trainer.checkpoints.load(checkpoint)
+            runtime.row["step"] = trainer.step_index
             runtime.publish(make_weights(loaded.model, version=trainer.step_index))
-            arguments = {"config": config, "logs": folder.logs}
-            runtime.start_searchers(run_searcher, arguments, logs=folder.logs)
+            runtime.start_searchers(run_searcher, {"config": config, "logs": folder.logs})
         except BaseException:
             run.close()
             raise
@@ -191,6 +185,7 @@ class AsyncRun:
 
     def step(self) -> None:
         self.trainer.step()
+        self.runtime.row["step"] = self.trainer.step_index
         if self.config.evaluation_due(self.trainer.step_index):
             self.ask_for_evaluation()
         self.take_evaluations()
@@ -228,7 +223,6 @@ class AsyncRun:
 
     def close(self) -> None:
         self.runtime.stop()
-        self.status.close()
         self.recorder.close()
         self.trainer.close()  # last: it raises where groups could not be written
 
@@ -245,9 +239,13 @@ class SyncRun:
     evaluation_engine: Engine
     """The searcher's own, unless that one lags behind."""
     interrupt: Interrupt
+    row: Row
+    """The trainer's numbers that the supervisor sees."""
 
     @classmethod
-    def make(cls, config: Config, folder: RunFolder, inputs: RunInputs, checkpoint: Path | None = None) -> SyncRun:
+    def make(
+        cls, config: Config, folder: RunFolder, inputs: RunInputs, host: Host, checkpoint: Path | None = None
+    ) -> SyncRun:
         """Build both roles around one model; engine and reference copy its weights as they are now. Then load the checkpoint
         to resume from, if there is one."""
         loaded, task = inputs.loaded, inputs.task
@@ -303,6 +301,7 @@ class SyncRun:
             evaluator=evaluator,
             evaluation_engine=evaluation_engine,
             interrupt=Interrupt(),
+            row=host.board.trainer,
         )
 
     @property
@@ -321,6 +320,7 @@ class SyncRun:
 
     def step(self) -> None:
         self.recorder.training_starts()  # generation is part of every step here
+        self.row["step"], self.row["beats"] = self.trainer.step_index, self.row["beats"] + 1
         if not self.trainer.needs_batch:
             self.trainer.step()
             return

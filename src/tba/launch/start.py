@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,16 +15,18 @@ import torch
 
 from tba.config import Config, ModelConfig, dump_config, load_config
 from tba.generate.engine import Scorer, make_scorer
-from tba.launch.checks import check_before_loading, prepare_searchers
+from tba.launch.checks import check_before_loading
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.imports import import_groups
 from tba.launch.resume import checkpoint_to_resume, resumed_config
 from tba.launch.run import AsyncRun, RunInputs, SyncRun, load_inputs
+from tba.launch.supervise import hosted, prepare_roles
 from tba.models.load import base_of, is_adapter, load_model
 from tba.observe.claim import holder_of, refuse
 from tba.observe.display import show_summary
 from tba.observe.files import RunFolder, write_atomic
 from tba.runtime.mps import start_mps
+from tba.runtime.supervisor import TRY_AGAIN, Host
 from tba.search.make import make_search_engine
 from tba.tasks.evaluation import make_evaluator
 from tba.tasks.rewards.pool import make_rewards
@@ -31,23 +35,35 @@ from tba.types import TrajectoryGroup
 
 logger = logging.getLogger("tba")
 
+__all__ = ["TRY_AGAIN", "evaluate_model", "merge_adapter", "train", "worth_another_try"]
 
-def train(config: Config, *, inputs: RunInputs | None = None, resume: bool | str | Path = False) -> dict[str, Any]:
+
+def train(
+    config: Config,
+    *,
+    inputs: RunInputs | None = None,
+    resume: bool | str | Path = False,
+    host: Host | None = None,
+) -> dict[str, Any]:
     """Run a training and return what summary.json holds. After Ctrl-C it is saved as far as it came, then raised again.
 
-    `resume` continues the run of this config from its newest whole checkpoint, or from the one that is named.
+    `resume` continues the run of this config from its newest whole checkpoint, or from the one that is named. `host` is
+    where the trainer runs under a supervisor; None = this process gets one.
     """
+    owner = os.getpid() if host is None else host.pid
     check_before_loading(config, resume=bool(resume))
     torch.set_num_threads(config.runtime.threads)
     config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
     checkpoint = None
     if resume:
         folder = RunFolder.reopen(config.run_folder)
-        refuse(folder.path, holder_of(folder.path))  # before anything is looked at that a run may be changing
+        # Before anything is looked at that a run may be changing.
+        refuse(folder.path, holder_of(folder.path), unless=owner if host is not None else None)
         config = resumed_config(config, folder)
         checkpoint = checkpoint_to_resume(folder, config, resume)
     start_mps(config)  # before anything touches the GPU
-    prepare_searchers(config)  # the command line has done so before torch was imported
+    if host is None and not config.takes_turns:
+        prepare_roles(config)
     inputs = inputs or load_inputs(config)
     # Bad train rows show here, before a run folder exists.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))
@@ -55,11 +71,12 @@ def train(config: Config, *, inputs: RunInputs | None = None, resume: bool | str
     # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
     imported = import_groups(config, inputs) if checkpoint is None else []
     if checkpoint is None:
-        folder = RunFolder.create(config.run_folder, overwrite=config.overwrite)
+        folder = RunFolder.create(config.run_folder, overwrite=config.overwrite, pid=owner)
     else:
-        folder.claim()
+        folder.claim(pid=owner)
     try:
-        return _train(config, folder, inputs, imported, checkpoint)
+        with hosted(config, folder) if host is None else nullcontext(host) as found:
+            return _train(config, folder, inputs, imported, checkpoint, found)
     finally:
         folder.release()
 
@@ -70,12 +87,13 @@ def _train(
     inputs: RunInputs,
     imported: Sequence[TrajectoryGroup],
     checkpoint: Path | None,
+    host: Host,
 ) -> dict[str, Any]:
     """Train in a folder that is claimed, with a config in which everything is filled in."""
     folder.summary.unlink(missing_ok=True)
     write_atomic(folder.config, dump_config(config))
     make = SyncRun.make if config.takes_turns else AsyncRun.make
-    run = make(config, folder, inputs, checkpoint)
+    run = make(config, folder, inputs, host, checkpoint)
     try:
         for group in imported:
             run.trainer.add(group)
@@ -103,6 +121,11 @@ def _train(
         show_summary(summary, run.recorder.curve(), folder.path, config=config)
     run.recorder.failures.raise_lost()
     return summary
+
+
+def worth_another_try(error: RuntimeError) -> bool:
+    """Whether a new trainer may not meet an error again: the GPU failed, and with it everything that lay on it."""
+    return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
 
 
 def merge_adapter(target: str, output: Path) -> dict[str, str]:

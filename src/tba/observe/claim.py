@@ -30,12 +30,14 @@ class Claim:
     """The right to write in a folder, from `take` to `release`."""
 
     path: Path
+    pid: int
+    """The process that has it."""
 
     @classmethod
-    def take(cls, folder: Path) -> Claim:
-        """Claim an existing folder for this process; FolderInUse names the process that has it. A claim whose process is
-        gone is taken over."""
-        path = folder / NAME
+    def take(cls, folder: Path, *, pid: int | None = None) -> Claim:
+        """Claim an existing folder for a process, None = this one; FolderInUse names the process that has it. A claim whose
+        process is gone is taken over."""
+        path, pid = folder / NAME, pid or os.getpid()
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -43,18 +45,18 @@ class Claim:
                     fcntl.flock(descriptor, fcntl.LOCK_EX)
                 if not _is_at(path, descriptor):
                     continue  # released between the two calls: the file is no longer the one in the folder
-                refuse(folder, _read(descriptor))
-                text = json.dumps({**_this_process(), "inode": os.fstat(descriptor).st_ino}) + "\n"
+                refuse(folder, _read(descriptor), unless=pid)
+                text = json.dumps({**_process(pid), "inode": os.fstat(descriptor).st_ino}) + "\n"
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, text.encode(), 0)
-                return cls(path)
+                return cls(path, pid)
             finally:
                 os.close(descriptor)
 
     def release(self) -> None:
-        """Give the folder up, whatever has become of it; a claim that is no longer this process's own stays."""
+        """Give the folder up, whatever has become of it; a claim that is no longer the process's own stays."""
         with suppress(OSError):
-            if is_own(holder_of(self.path.parent)):
+            if is_held(holder_of(self.path.parent), by=self.pid):
                 self.path.unlink()
 
 
@@ -70,9 +72,9 @@ def holder_of(folder: Path) -> Mapping[str, Any]:
         os.close(descriptor)
 
 
-def refuse(folder: Path, claim: Mapping[str, Any]) -> None:
-    """Raise FolderInUse where a claim holds."""
-    if not claim:
+def refuse(folder: Path, claim: Mapping[str, Any], *, unless: int | None = None) -> None:
+    """Raise FolderInUse where a claim holds, unless it is that of the process `unless`."""
+    if not claim or (unless is not None and is_held(claim, by=unless)):
         return
     host = claim.get("host")
     if host != socket.gethostname():
@@ -87,8 +89,8 @@ def refuse(folder: Path, claim: Mapping[str, Any]) -> None:
         )
 
 
-def is_own(claim: Mapping[str, Any]) -> bool:
-    return {**claim, "inode": None} == {**_this_process(), "inode": None}
+def is_held(claim: Mapping[str, Any], *, by: int) -> bool:
+    return {**claim, "inode": None} == {**_process(by), "inode": None}
 
 
 def start_of(pid: Any) -> str | None:
@@ -109,8 +111,8 @@ def start_of(pid: Any) -> str | None:
     return "unknown"
 
 
-def _this_process() -> dict[str, Any]:
-    return {"pid": os.getpid(), "started": start_of(os.getpid()), "host": socket.gethostname()}
+def _process(pid: int) -> dict[str, Any]:
+    return {"pid": pid, "started": start_of(pid), "host": socket.gethostname()}
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

@@ -48,6 +48,8 @@ class RoleStatus:
     waited_share: float
     """Share of the time since the roles were made that this one waited."""
     responses_per_second: float
+    pid: int | None = None
+    """Its process; None where it has none at the moment."""
 
 
 class Progress:

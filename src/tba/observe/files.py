@@ -68,12 +68,12 @@ class RunFolder:
             ) from None
 
     @classmethod
-    def create(cls, path: Path, *, overwrite: bool) -> RunFolder:
-        """Make an empty run folder and claim it for this process. An earlier run of the same name is only replaced when
-        asked for, one that still goes on never."""
+    def create(cls, path: Path, *, overwrite: bool, pid: int | None = None) -> RunFolder:
+        """Make an empty run folder and claim it for a process, None = this one. An earlier run of the same name is only
+        replaced when asked for, one that still goes on never."""
         folder = cls(path)
         path.mkdir(parents=True, exist_ok=True)
-        folder.claim()
+        folder.claim(pid=pid)
         try:
             folder._refuse_replacing(overwrite)
             for entry in path.iterdir():
@@ -101,9 +101,9 @@ class RunFolder:
         folder.checkpoints.mkdir(exist_ok=True)
         return folder
 
-    def claim(self) -> None:
-        """Claim the folder for this process, until `release`; FolderInUse names the process that has it."""
-        self._claim = Claim.take(self.path)
+    def claim(self, *, pid: int | None = None) -> None:
+        """Claim the folder for a process, None = this one, until `release`; FolderInUse names the process that has it."""
+        self._claim = Claim.take(self.path, pid=pid)
 
     def release(self) -> None:
         """The run is over: the folder may be used by another."""

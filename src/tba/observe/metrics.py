@@ -105,6 +105,7 @@ METRICS = (
     Metric(
         name="searchers/replaced", unit="", reduction="last", meaning="Searchers that died or hung and were replaced."
     ),
+    Metric(name="trainer/restarts", unit="", reduction="last", meaning="Times that the trainer died and was resumed."),
     Metric(name="searcher/*/*", unit="", reduction="last", meaning="State of one searcher."),
     Metric(name="search/*", unit="", reduction="last", meaning="All searchers together."),
     Metric(name="time/*", unit="seconds", reduction="sum", meaning="Wall-clock time of a part of the step."),

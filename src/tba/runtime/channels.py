@@ -1,27 +1,25 @@
-"""How roles reach each other: the interfaces between them, their form within one process, and between processes the
-messages, the two-way link and a searcher's end of the group channel; and the one way to wait. The loops know nothing else of
-the runtime.
+"""How roles reach each other: the interfaces, their form within one process, and the one way to wait. The loops know nothing
+else of the runtime: whether the other role is in this process, in another one or on another host.
 
-Nothing here imports torch or NumPy when it runs: a reward worker, which has a link too, is back in a moment after it was
-killed.
+`Runtime` is what a trainer has of a run, `SearcherEnds` what a searcher has of it. Their form between the processes of one
+machine is in local.py and ends.py.
 """
 
 from __future__ import annotations
 
-import pickle
-import pickletools
-import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from tba.observe.display import RoleStatus
     from tba.runtime.board import Row
-    from tba.runtime.leases import Visit
+    from tba.runtime.leases import VisitSource
+    from tba.runtime.links import Evaluated
     from tba.types import TrajectoryGroup, Weights
 
 Wait = Literal["none", "first_fill", "replay_ratio", "pace", "channel_full", "durable_replay"]
@@ -49,6 +47,112 @@ class GroupReceiver(Protocol):
 
 class WeightPublisher(Protocol):
     def publish(self, weights: Weights) -> None: ...
+
+
+class WeightSource(Protocol):
+    """Where a searcher finds the weights of one trainer."""
+
+    @property
+    def newest_version(self) -> int:
+        """-1 before the first publication."""
+        ...
+
+    def fetch(self) -> Weights:
+        """A private copy of the newest version, checked."""
+        ...
+
+    def canary(self, version: int) -> np.ndarray | None:
+        """The trainer's log-probs of the canary tokens under this version; None = not there yet, or overtaken."""
+        ...
+
+
+class Runtime(GroupReceiver, WeightPublisher, Protocol):
+    """What a trainer has of an asynchronous run."""
+
+    @property
+    def row(self) -> Row:
+        """The trainer's own numbers, which the others see."""
+        ...
+
+    @property
+    def reference_publisher(self) -> WeightPublisher | None:
+        """Publishes references; None where they are never reset."""
+        ...
+
+    def start_searchers(self, target: Callable[..., None], arguments: Mapping[str, Any]) -> None:
+        """Have searchers run `target(link, index=..., incarnation=..., **arguments)` from now on."""
+        ...
+
+    def replace_searchers(self, why: str) -> None:
+        """Go on with new searchers: nothing that the present ones still do or have sent arrives."""
+        ...
+
+    def evaluate(self, version: int) -> None:
+        """Ask for an evaluation; the trainer does not wait for it."""
+        ...
+
+    def take_evaluations(self) -> list[Evaluated]:
+        """Evaluations that have come since the last call."""
+        ...
+
+    def progress(self) -> float:
+        """A number that changes while any searcher works."""
+        ...
+
+    def statuses(self) -> list[RoleStatus]:
+        """Who does what."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What the searchers have done so far, by searcher."""
+        ...
+
+    def stop(self) -> None:
+        """End all searchers; may be called more than once."""
+        ...
+
+
+class SearcherEnds(Protocol):
+    """What a searcher has of a run: its ends of everything that leads to the trainer."""
+
+    @property
+    def row(self) -> Row:
+        """Its own numbers, which the others see: signs of life among them."""
+        ...
+
+    @property
+    def sender(self) -> GroupSender: ...
+
+    @property
+    def visits(self) -> VisitSource: ...
+
+    @property
+    def weights(self) -> WeightSource:
+        """Another one as soon as another trainer has taken over, whose versions may be lower."""
+        ...
+
+    @property
+    def references(self) -> WeightSource | None:
+        """None = references are never reset."""
+        ...
+
+    def handle_messages(self) -> None:
+        """Take in what has arrived; never waits. Raises Stopped when this searcher is to end."""
+        ...
+
+    def take_asked(self, version: int) -> bool:
+        """Whether an evaluation of `version` or an earlier one was asked for; all such requests count as answered."""
+        ...
+
+    def evaluated(self, version: int, metrics: Mapping[str, float]) -> None: ...
+
+    def trainer_progress(self) -> float:
+        """A number that changes while the trainer works, or starts."""
+        ...
+
+
+class Stopped(Exception):
+    """This searcher was asked to end."""
 
 
 class LocalGroups:
@@ -102,181 +206,6 @@ class LocalWeights:
 
     def publish(self, weights: Weights) -> None:
         self._load(weights)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Acknowledge:
-    """Trainer to searcher: these groups are stored; forget them. Acknowledge(group_ids=("searcher-0.5f3a91c2/41",))"""
-
-    group_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluate:
-    """Trainer to searcher: score the held-out prompts with this version or a newer one. Evaluate(version=100)"""
-
-    version: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluated:
-    """Searcher to trainer: Evaluated(version=102, metrics={"accuracy": 0.61})"""
-
-    version: int
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AskVisits:
-    """Searcher to trainer: so many more visits, please. AskVisits(count=16)"""
-
-    count: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeaseVisits:
-    """Trainer to searcher: visits that are its own until it is gone. LeaseVisits(visits=(Visit(...), ...))"""
-
-    visits: tuple[Visit, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stop:
-    """Trainer to searcher: end now."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failed:
-    """A child's last words: Failed(error="ValueError: ...", final=False)"""
-
-    error: str
-    final: bool = False
-    """Whether a new process would fail in the same way, so that starting one is of no use."""
-
-
-class RunCannotGoOn(RuntimeError):
-    """An error of a role that a new process in its place would meet again."""
-
-
-class Link:
-    """Sends pickled messages and collects those that arrive. Both ends run our own code on one machine.
-
-    A reader thread takes messages in as they come, so neither side ever waits for the other to read.
-    """
-
-    def __init__(self, connection: Connection, *, on_close: Callable[[], None]) -> None:
-        self._connection = connection
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._send_lock = threading.Lock()
-        self._on_close = on_close
-        self.closed = False
-        """The other end is gone."""
-        self._reader = threading.Thread(target=self._read, daemon=True, name="link-reader")
-        self._reader.start()
-
-    def send(self, message: Any) -> bool:
-        """Send a message; False when the other end is gone. One that cannot be pickled is a TypeError with its name."""
-        try:
-            payload = pickle.dumps(message)
-        except Exception as error:  # what a message holds may fail to be pickled, each in its own way
-            raise TypeError(
-                f"a message {type(message).__name__} cannot be sent: {type(error).__name__}: {error}"
-            ) from error
-        try:
-            with self._send_lock:
-                self._connection.send_bytes(payload)
-        except (BrokenPipeError, ConnectionResetError, OSError):
-            self.closed = True
-        return not self.closed
-
-    def receive(self, timeout_seconds: float | None = 0.0) -> Any | None:
-        """The next message; None when there is none within the time (0 = do not wait) or the other end is gone."""
-        try:
-            return self._inbox.get(block=timeout_seconds != 0.0, timeout=timeout_seconds or None)
-        except queue.Empty:
-            return None
-
-    def drain(self) -> list[Any]:
-        """All messages that have arrived."""
-        messages = [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
-        return [message for message in messages if message is not None]
-
-    def _read(self) -> None:
-        while True:
-            try:
-                payload = self._connection.recv_bytes()
-            except (EOFError, ConnectionResetError, OSError):
-                self.closed = True
-                self._inbox.put(None)  # wakes a receiver that waits
-                self._on_close()
-                return
-            try:
-                self._inbox.put(pickle.loads(payload))
-            except Exception as error:  # told as the sender's failure: a message that is lost in silence is waited for
-                self._inbox.put(Failed(error=f"a message that cannot be read ({name_in(payload)}): {error!r:.500}"))
-
-
-def name_in(payload: bytes) -> str:
-    """The class that a pickled message names first, for an error; the message is not made."""
-    words: list[str] = []
-    for operation, argument, _ in pickletools.genops(payload):
-        if operation.name == "STACK_GLOBAL" and len(words) >= 2:
-            return ".".join(words[-2:])
-        if operation.name == "GLOBAL":
-            return str(argument).replace(" ", ".")
-        if isinstance(argument, str):
-            words.append(argument)
-    return "no class"
-
-
-class WindowedSender:
-    """A searcher's end. Keeps each group until the trainer has stored it; waits when too many are on the way."""
-
-    def __init__(
-        self,
-        link: Link,
-        row: Row,
-        *,
-        window: int,
-        deadline_seconds: float,
-        handle_messages: Callable[[], None],
-        progress: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        self._link = link
-        self._progress = progress
-        self._row = row
-        self._window = window
-        self._deadline_seconds = deadline_seconds
-        self._handle_messages = handle_messages
-        self._unacknowledged: dict[str, TrajectoryGroup] = {}
-
-    def send(self, group: TrajectoryGroup) -> None:
-        wait_until(
-            self._has_room,
-            name="channel_full",
-            row=self._row,
-            deadline_seconds=self._deadline_seconds,
-            explain=lambda: (
-                f"a searcher waited for the trainer to store its {len(self._unacknowledged)} groups on the way; "
-                "the trainer does not take in groups. Raise runtime.wait_seconds if its steps take this long."
-            ),
-            progress=self._progress,
-        )
-        self._unacknowledged[group.id] = group
-        self._link.send(group)
-
-    def acknowledge(self, message: Acknowledge) -> None:
-        for group_id in message.group_ids:
-            self._unacknowledged.pop(group_id, None)
-
-    def unacknowledged(self) -> Iterable[TrajectoryGroup]:
-        """What a new trainer would have to be sent again."""
-        return self._unacknowledged.values()
-
-    def _has_room(self) -> bool:
-        if len(self._unacknowledged) >= self._window:
-            self._handle_messages()
-        return len(self._unacknowledged) < self._window
 
 
 class WaitedTooLong(RuntimeError):

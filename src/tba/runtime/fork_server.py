@@ -50,7 +50,8 @@ class Start:
     link: int
     descriptors: tuple[int, ...]
     """The numbers that the descriptors which come with this message have in the caller, and get in the role."""
-    log: str
+    log: str | None
+    """None = standard output and error are among the descriptors."""
     environment: Mapping[str, str]
     folder: str
 
@@ -141,7 +142,7 @@ class ForkServer:
         *,
         link: int,
         descriptors: Sequence[int],
-        log: Path,
+        log: Path | None,
         environment: Mapping[str, str],
     ) -> ForkedProcess:
         """Fork a role from the shared server; from a new one if that has just died."""
@@ -156,7 +157,7 @@ class ForkServer:
         raise AssertionError
 
     def start(
-        self, name: str, *, link: int, descriptors: Sequence[int], log: Path, environment: Mapping[str, str]
+        self, name: str, *, link: int, descriptors: Sequence[int], log: Path | None, environment: Mapping[str, str]
     ) -> ForkedProcess:
         """Fork a role; returns as soon as it runs."""
         numbers = (link, *descriptors)
@@ -165,7 +166,7 @@ class ForkServer:
                 name=name,
                 link=link,
                 descriptors=numbers,
-                log=str(log),
+                log=None if log is None else str(log),
                 environment=dict(environment),
                 folder=os.getcwd(),
             )
@@ -307,9 +308,10 @@ def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         spare = max(FIRST_SPARE_DESCRIPTOR, *start.descriptors) + 1
         parked = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, spare) for descriptor in descriptors]
-        log = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        if start.log is not None:
+            log = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
         # Everything of the server's goes: a role that held its socket would keep it open for ever.
         os.closerange(3, spare)
         for held, number in zip(parked, start.descriptors):

@@ -84,6 +84,13 @@ class VisitLedger:
             self._handed_back += visits.values()
             return len(visits)
 
+    def adopt(self, holder: str, visits: Sequence[Visit]) -> None:
+        """A searcher that outlived its trainer tells which visits it has."""
+        with self._lock:
+            numbers = {visit.number for visit in visits}
+            self._handed_back = [visit for visit in self._handed_back if visit.number not in numbers]
+            self._leased.setdefault(holder, {}).update((visit.number, visit) for visit in visits)
+
     @property
     def num_handed_back(self) -> int:
         """Visits that nobody has at the moment, because whoever had them is gone."""
@@ -176,6 +183,8 @@ class VisitStock:
         self._size = size
         self._visits: list[Visit] = []
         """A heap."""
+        self._begun: dict[int, Visit] = {}
+        """By number: visits whose group the trainer has not stored yet."""
         self._coming = 0
 
     def add(self, visits: Sequence[Visit]) -> None:
@@ -192,7 +201,19 @@ class VisitStock:
         return self._visits[0] if self._visits else None
 
     def take(self) -> Visit:
-        return heapq.heappop(self._visits)
+        visit = heapq.heappop(self._visits)
+        self._begun[visit.number] = visit
+        return visit
+
+    def finish(self, number: int) -> None:
+        """The group of a visit is stored."""
+        self._begun.pop(number, None)
+
+    def ask_anew(self) -> tuple[Visit, ...]:
+        """Another trainer has taken over: what was asked of the one before will not come. Returns the visits that this
+        searcher has, begun or not."""
+        self._coming = 0
+        return (*self._begun.values(), *sorted(self._visits))
 
 
 class Difficulty:

@@ -1,89 +1,64 @@
-"""The local runtime: searchers in processes of this machine, the trainer in the caller's."""
+"""The local runtime: what the trainer has of a run on one machine (channels.Runtime). Searchers are processes under the
+supervisor, and everything that is said to them or by them goes through it.
+"""
 
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor
 
 from tba.config import RuntimeConfig
 from tba.observe.display import RoleStatus
-from tba.runtime.board import MAX_SEARCHERS, Board
-from tba.runtime.channels import (
+from tba.runtime.board import Row
+from tba.runtime.channels import LocalWeights, WeightPublisher
+from tba.runtime.ends import EndsHandle
+from tba.runtime.leases import VisitLedger
+from tba.runtime.links import (
+    PARENT,
     Acknowledge,
+    AllStopped,
     AskVisits,
+    EndRun,
     Evaluate,
     Evaluated,
     Failed,
-    Idleness,
+    Holding,
     LeaseVisits,
-    LocalWeights,
-    Stop,
-    WeightPublisher,
+    NewTrainer,
+    ReplaceSearchers,
+    SearcherEnded,
+    SearchersFailed,
+    SearcherStarted,
+    StartSearchers,
+    pickled,
 )
-from tba.runtime.leases import VisitLedger
-from tba.runtime.processes import RoleDied, RoleProcess, last_lines, stop_all
+from tba.runtime.processes import RoleDied
+from tba.runtime.supervisor import Host
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup, Weights
 
 logger = logging.getLogger("tba")
 
-MAX_EARLY_ENDS, FEW_GROUPS = 4, 16
-"""Processes in a row that may end before they have sent so many groups; a seat is given up then. A prompt that kills every
-searcher is handed to the next one first, so that it does not last much longer."""
-LOOK_SECONDS = 1.0
-"""Time between two looks at how many searchers are asked for."""
-FIRST_BACK_OFF_SECONDS = 1.0
-"""Before a seat is filled again after the second such process; doubled with each."""
-
-
-@dataclass
-class Seat:
-    """A searcher's place: the process that fills it now, and how its predecessors fared."""
-
-    index: int
-    process: RoleProcess | None = None
-    """None while nobody fills it."""
-    incarnation: str = ""
-    """Name of the present process among all that ever filled a seat: group ids and leases carry it."""
-    idleness: Idleness = field(default_factory=Idleness)
-    """How long there has been no sign of life."""
-    groups: int = 0
-    """Groups that came from the present process."""
-    early_ends: int = 0
-    """Processes in a row that ended before they had sent FEW_GROUPS groups."""
-    starts_at: float = 0.0
-    """When the next process may start."""
-    given_up: bool = False
-    """Whether too many in a row ended at once."""
-    closed: bool = False
-    """Whether the run goes on without it, as was asked."""
-
-    @property
-    def name(self) -> str:
-        return f"searcher-{self.index}"
-
-    @property
-    def holder(self) -> str:
-        return f"{self.name}.{self.incarnation}"
+STOP_SECONDS = 30.0
+"""Time beyond runtime.stop_seconds for the supervisor to say that all searchers have ended."""
 
 
 class LocalRuntime:
-    """Starts searchers and replaces those that die or hang, receives their groups, hands out visits, publishes weights, asks
-    for evaluations, stops everything."""
+    """Receives the searchers' groups, hands out visits, publishes weights, asks for evaluations."""
 
     def __init__(
         self,
         config: RuntimeConfig,
+        host: Host,
         *,
         num_searchers: int,
         tensors: Mapping[str, Tensor],
@@ -91,273 +66,182 @@ class LocalRuntime:
         canary: Callable[[Weights], np.ndarray],
         ledger: VisitLedger,
         reference_resets: bool = False,
-        asked_searchers: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """`asked_searchers` tells how many searchers somebody wants the run to go on with, None = nobody has said."""
         self.config = config
         self.ledger = ledger
-        self.board = Board.create(MAX_SEARCHERS)
+        self.board = host.board
+        self.row: Row = host.board.trainer
+        self._link = host.link
+        self._num_searchers = num_searchers
         device = next(iter(tensors.values())).device
-        self.slots = WeightSlots.create(tensors, dtype, device=device)
-        self.references = WeightSlots.create(tensors, dtype, device=device) if reference_resets else None
+        self._slots = WeightSlots.create(tensors, dtype, device=device)
+        self._references = WeightSlots.create(tensors, dtype, device=device) if reference_resets else None
         """Where a new reference is published."""
-        self.evaluations: list[Evaluated] = []
-        """Results that have arrived and were not taken yet."""
-        self.seats = [Seat(index) for index in range(num_searchers)]
-        self.replaced = 0
-        """Searchers that were replaced so far."""
-        self._groups = 0
-        """Groups that came from all searchers."""
-        self._forks = device.type == "cpu"
-        """A GPU's driver must not have been touched before a fork, which has not been tried with all that roles import."""
+        # A GPU's driver must not have been touched before a fork, which has not been tried with all that roles import.
+        self._forked = device.type == "cpu"
         self._canary = canary
-        self._senders: dict[str, RoleProcess] = {}
+        self._searchers: list[str] = []
+        """Addresses of the searchers there are."""
+        self._awaited: set[str] = set()
+        """Of these, those that worked for the trainer before and have not told yet which visits they have."""
+        self._senders: dict[str, str] = {}
+        """By group: who has sent it and waits for its acknowledgement."""
+        self._evaluations: list[Evaluated] = []
         self._wanted_evaluations: list[int] = []
         """Versions whose evaluation was asked for and has not come."""
-        self._recipe: tuple[Callable[..., None], dict[str, Any], Path] | None = None
-        self._started_at = self._looked_at = time.monotonic()
-        self._asked_searchers = asked_searchers
-        self._asked: int | None = None
-        """Number of searchers that was asked for last."""
+        self._evaluator: str | None = None
+        """Who was asked for them."""
+        self._published = -1
+        self._stopped = False
+        self.row["pid"], self.row["started_at"] = os.getpid(), time.time()
 
-    def start_searchers(self, target: Callable[..., None], arguments: dict[str, Any], *, logs: Path) -> None:
-        """Run `target(link, index=i, incarnation=..., **arguments)` in a process for each seat."""
-        self._recipe = (target, arguments, logs)
-        for seat in self.seats:
-            self._fill(seat)
-
-    def _fill(self, seat: Seat) -> None:
-        assert self._recipe is not None
-        target, arguments, logs = self._recipe
-        logs.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
-        self.board.searcher(seat.index).clear()
-        seat.incarnation, seat.groups, seat.idleness = secrets.token_hex(4), 0, Idleness()
-        shared = [self.board.memory.fd, self.slots.memory.fd]
-        if self.references is not None:
-            shared.append(self.references.memory.fd)
-        seat.process = RoleProcess(
-            seat.name,
-            target,
-            {
-                **arguments,
-                "index": seat.index,
-                "incarnation": seat.incarnation,
-                "board_memory": (self.board.memory.fd, self.board.memory.num_bytes),
-                "weights": self.slots.handle(),
-                "references": None if self.references is None else self.references.handle(),
-            },
-            log=logs / f"{seat.name}.log",
-            fds=tuple(shared),
-            threads=self.config.threads,
-            forked=self._forks,
+    def start_searchers(self, target: Callable[..., None], arguments: Mapping[str, Any]) -> None:
+        """Have searchers run `target(link, index=i, incarnation=..., ends=..., **arguments)`, in processes of their own.
+        Those of the trainer before, if there are any, go on for this one."""
+        weights = self._slots.handle()
+        references = None if self._references is None else self._references.handle()
+        handle = EndsHandle(board=self.board.memory.handle(), weights=weights, references=references)
+        self._link.send(
+            StartSearchers(
+                recipe=cloudpickle.dumps((target, {**arguments, "ends": handle})),
+                greeting=pickled(NewTrainer(weights=weights, references=references)),
+                count=self._num_searchers,
+                forked=self._forked,
+            )
         )
-        if self._wanted_evaluations and seat is self._evaluating_seat():
-            seat.process.link.send(Evaluate(version=self._wanted_evaluations[-1]))
+
+    def replace_searchers(self, why: str) -> None:
+        """Searchers that are to go are forgotten here at once: messages of theirs that are on the way are not heeded."""
+        self._link.send(ReplaceSearchers(holders=tuple(self._searchers), why=why))
+        for holder in list(self._searchers):
+            self._forget(holder)
 
     def drain(self) -> list[TrajectoryGroup]:
-        """All groups that have arrived. Searchers that died or hang are replaced; raises when that is of no use."""
-        self.board.trainer["beats"] += 1
-        ended = [seat for seat in self.seats if seat.process is not None and seat.process.ended]
-        groups = [group for seat in self.seats for group in self._messages_of(seat)]
-        for seat in ended:  # after their last messages were taken
-            if seat.process is not None:
-                self._lost(seat, f"ended (exit status {seat.process.status})")
-        self._replace_silent()
-        self._heed_asked()
-        self._fill_empty()
+        """All groups that have arrived. Raises when there are no searchers any more and new ones would be of no use."""
+        self.row["beats"] += 1
+        groups = []
+        for sender, message in self._link.drain_addressed():
+            if sender == PARENT:
+                self._heed(message)
+            elif sender in self._searchers and (group := self._message(sender, message)) is not None:
+                groups.append(group)
+        if self._link.closed and not self._stopped:
+            raise RoleDied("the supervisor of this run is gone.")
         return groups
 
-    def _heed_asked(self) -> None:
-        """Look now and then whether another number of searchers is asked for."""
-        if time.monotonic() - self._looked_at > LOOK_SECONDS:
-            self._looked_at, asked = time.monotonic(), self._asked_searchers()
-            if asked is not None and asked != self._asked:
-                self._asked = asked
-                self.set_searchers(asked)
+    def _heed(self, message: Any) -> None:
+        """A word of the supervisor's."""
+        if isinstance(message, SearcherStarted):
+            self._searchers.append(message.holder)
+            self._searchers.sort()
+            if message.survived:
+                self._awaited.add(message.holder)
+            self._ask_for_evaluation()
+        if isinstance(message, SearcherEnded) and message.holder in self._searchers:
+            self._forget(message.holder)
+            if not message.replaced:
+                self._hand_to_others()
+            self._ask_for_evaluation()
+        if isinstance(message, SearchersFailed):
+            raise RoleDied(message.error)
 
-    def set_searchers(self, count: int) -> None:
-        """Go on with so many searchers: new ones start, those with the highest numbers end and their visits go to others."""
-        for seat in self.seats[count:]:
-            if seat.process is not None:
-                seat.process.link.send(Stop())
-            seat.closed = True
-        for seat in self.seats[:count]:
-            seat.closed = seat.given_up = False
-        self.seats += [Seat(index) for index in range(len(self.seats), min(count, MAX_SEARCHERS))]
-        self._fill_empty()
-        self._hand_to_others()
+    def _message(self, sender: str, message: Any) -> TrajectoryGroup | None:
+        """Deal with a searcher's message; returns it if it is a group."""
+        if isinstance(message, TrajectoryGroup):
+            self._senders[message.id] = sender
+            # Here and not later: if this searcher is lost in the same moment, its other visits are handed out again.
+            self.ledger.complete(message.visit, solved=message.solved)
+            return message
+        if isinstance(message, Holding):
+            self.ledger.adopt(sender, message.visits)
+            self._awaited.discard(sender)
+        elif isinstance(message, Failed):
+            self._link.send(ReplaceSearchers(holders=(sender,), why=message.error))
+        elif sender in self._awaited:
+            pass  # said to the trainer before: it asks again
+        elif isinstance(message, AskVisits):
+            visits = tuple(self.ledger.lease(sender, message.count))
+            self._link.send(LeaseVisits(visits=visits), to=sender)
+        elif isinstance(message, Evaluated) and message.version <= self._published:
+            # A higher one is of a trainer that is gone, and of weights that are.
+            self._evaluations.append(message)
+            self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > message.version]
+        return None
 
-    def _messages_of(self, seat: Seat) -> list[TrajectoryGroup]:
-        """Groups that a searcher has sent; its other messages are dealt with."""
-        groups: list[TrajectoryGroup] = []
-        if seat.process is None:
-            return groups
-        for message in seat.process.link.drain():
-            if isinstance(message, TrajectoryGroup):
-                groups.append(message)
-                seat.groups, self._groups = seat.groups + 1, self._groups + 1
-                self._senders[message.id] = seat.process
-                # Here and not later: if this searcher is lost in the same moment, its other visits are handed out again.
-                self.ledger.complete(message.visit, solved=message.solved)
-            elif isinstance(message, AskVisits):
-                visits = tuple(self.ledger.lease(seat.holder, message.count))
-                seat.process.link.send(LeaseVisits(visits=visits))
-            elif isinstance(message, Evaluated):
-                self.evaluations.append(message)
-                self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > message.version]
-            elif isinstance(message, Failed):
-                seat.process.wait(self.config.stop_seconds)
-                self._lost(seat, f"failed: {message.error}", final=message.final)
-                break
-        return groups
+    def _forget(self, holder: str) -> None:
+        """A searcher is gone: others take its visits."""
+        self._searchers.remove(holder)
+        self._awaited.discard(holder)
+        self.ledger.hand_back(holder)
+
+    def _hand_to_others(self) -> None:
+        """Visits that were handed back go to the searchers there are, now: they may have enough of their own, all of which
+        wait for steps that need just these."""
+        count, others = self.ledger.num_handed_back, [name for name in self._searchers if name not in self._awaited]
+        for place, other in enumerate(others):
+            share = count // len(others) + (place < count % len(others))
+            if share:
+                self._link.send(LeaseVisits(visits=tuple(self.ledger.lease(other, share))), to=other)
 
     def acknowledge(self, group_ids: Sequence[str]) -> None:
-        by_sender: dict[RoleProcess, list[str]] = defaultdict(list)
+        by_sender: dict[str, list[str]] = defaultdict(list)
         for group_id in group_ids:
             sender = self._senders.pop(group_id, None)  # none for imports, and for what was sent twice
             if sender is not None:
                 by_sender[sender].append(group_id)
-        for process, ids in by_sender.items():
-            process.link.send(Acknowledge(group_ids=tuple(ids)))  # to one that is gone it is lost, which does no harm
+        for sender, ids in by_sender.items():
+            self._link.send(
+                Acknowledge(group_ids=tuple(ids)), to=sender
+            )  # lost with one that is gone, which does no harm
 
     def publish(self, weights: Weights) -> None:
         """Let searchers see the weights, then evaluate the canary on what lies in the slot: they check it when it comes."""
-        self.board.trainer["beats"] += 1
-        self._publish(self.slots, weights)
+        self.row["beats"] += 1
+        self._published = weights.version
+        self._publish(self._slots, weights)
 
     @property
     def reference_publisher(self) -> WeightPublisher | None:
-        """Publishes references the same way; None where they are never reset."""
-        references = self.references
+        references = self._references
         return None if references is None else LocalWeights(lambda weights: self._publish(references, weights))
 
     def _publish(self, slots: WeightSlots, weights: Weights) -> None:
         slots.add_canary(self._canary(slots.publish(weights.tensors, version=weights.version)))
 
     def evaluate(self, version: int) -> None:
-        """Ask one searcher for an evaluation; the trainer does not wait for it. If the searcher dies, another is asked."""
+        """Ask one searcher; if it dies, another is asked."""
         self._wanted_evaluations.append(version)
-        seat = self._evaluating_seat()
-        if seat is not None and seat.process is not None:
-            seat.process.link.send(Evaluate(version=version))
+        self._evaluator = None
+        self._ask_for_evaluation()
 
-    def _evaluating_seat(self) -> Seat | None:
-        return next((seat for seat in self.seats if not seat.given_up and not seat.closed), None)
+    def _ask_for_evaluation(self) -> None:
+        if self._wanted_evaluations and self._evaluator not in self._searchers and self._searchers:
+            self._evaluator = self._searchers[0]
+            self._link.send(Evaluate(version=self._wanted_evaluations[-1]), to=self._evaluator)
 
     def take_evaluations(self) -> list[Evaluated]:
-        taken, self.evaluations = self.evaluations, []
+        taken, self._evaluations = self._evaluations, []
         return taken
 
-    def _replace_silent(self) -> None:
-        """Replace searchers that have shown no sign of life for too long."""
-        for seat in self.seats:
-            if seat.process is not None:
-                beats = self.board.searcher(seat.index)["heartbeat"]
-                setting = "wait_seconds" if beats else "start_seconds"
-                limit = getattr(self.config, setting)
-                if seat.idleness.look(beats) > limit:
-                    what = f"(process {seat.process.pid}) has shown no sign of life for runtime.{setting}={limit:g} s"
-                    # Where none has ever come up, the next would be as slow.
-                    self._lost(seat, what, final=not beats and self._groups == 0)
-
-    def _fill_empty(self) -> None:
-        for seat in self.seats:
-            if seat.process is None and not seat.given_up and not seat.closed and time.monotonic() >= seat.starts_at:
-                self._fill(seat)
-
-    def _lost(self, seat: Seat, what: str, *, final: bool = False) -> None:
-        """A searcher is gone, or as good as: others take its visits, and another process its seat."""
-        assert seat.process is not None
-        process, seat.process = seat.process, None
-        process.kill()
-        handed_back = self.ledger.hand_back(seat.holder)
-        if seat.closed:
-            logger.info("%s has ended, as was asked.", seat.name)
-            self._hand_to_others()
-            return
-        if final:
-            raise RoleDied(f"{seat.name} {what} (log: {process.log})")
-        words = f"{seat.name} {what}. Last lines of {process.log}:\n{last_lines(process.log)}"
-        early = seat.groups < FEW_GROUPS
-        seat.early_ends = seat.early_ends + 1 if early else 0
-        seat.given_up = seat.early_ends > MAX_EARLY_ENDS
-        if all(other.given_up or other.closed for other in self.seats):
-            raise RoleDied(
-                f"{words}\n{MAX_EARLY_ENDS + 1} searchers in a row ended before they had sent {FEW_GROUPS} groups."
-            )
-        if seat.given_up:
-            logger.error("%s\nIts place stays empty: %d in a row ended early.", words, seat.early_ends)
-            self._hand_to_others()
-            if self._wanted_evaluations:
-                self.evaluate(self._wanted_evaluations.pop())
-            return
-        wait = FIRST_BACK_OFF_SECONDS * 2.0 ** (seat.early_ends - 2) if seat.early_ends > 1 else 0.0
-        logger.warning("%s\nIt is replaced; %d visits to prompts are handed to others.", words, handed_back)
-        seat.starts_at, self.replaced = time.monotonic() + wait, self.replaced + 1
-
-    def _hand_to_others(self) -> None:
-        """Visits that were handed back go to the searchers there are, now: they may have enough of their own, all of which
-        wait for steps that need just these."""
-        count = self.ledger.num_handed_back
-        others = [other for other in self.seats if other.process is not None and not other.closed]
-        for place, other in enumerate(others):
-            share = count // len(others) + (place < count % len(others))
-            if share and other.process is not None:
-                other.process.link.send(LeaseVisits(visits=tuple(self.ledger.lease(other.holder, share))))
-
     def progress(self) -> float:
-        """A number that changes while any searcher works, and when one is replaced."""
-        rows = [self.board.searcher(seat.index) for seat in self.seats if seat.process is not None]
-        # A process that loads its model shows nothing yet; runtime.start_seconds bounds that, not the deadlines of others.
-        loading = time.monotonic() if any(row["heartbeat"] == 0 for row in rows) else 0.0
-        return 1e9 * self.replaced + loading + sum(row["work"] for row in rows)
+        return self.board.searchers_progress()
 
     def statuses(self) -> list[RoleStatus]:
-        """Who does what, for the display."""
-        seconds = max(1e-9, time.monotonic() - self._started_at)
-        trainer = self.board.trainer
-        found = [_status("trainer", WAITS_FOR[trainer.wait], trainer["wait_seconds"] / seconds, 0.0)]
-        for seat in [seat for seat in self.seats if seat.process is not None or not seat.closed]:
-            row = self.board.searcher(seat.index)
-            doing = WAITS_FOR[row.wait] if seat.process is not None else _why_empty(seat)
-            found.append(_status(seat.name, doing, row["wait_seconds"] / seconds, row["responses"] / seconds))
-        return found
+        return self.board.statuses()
 
     def metrics(self) -> dict[str, float]:
-        """What the searchers have on the board, by searcher."""
-        return {
-            "searchers/alive": float(sum(seat.process is not None for seat in self.seats)),
-            "searchers/replaced": float(self.replaced),
-            **{
-                f"searcher/{seat.index}/{name}": self.board.searcher(seat.index)[name]
-                for seat in self.seats
-                for name in ("version", "groups", "responses", "tokens", "wait_seconds", "failures")
-            },
-        }
+        return self.board.metrics()
 
     def stop(self) -> None:
-        """End all searchers; nothing is left running. May be called more than once."""
-        processes = [seat.process for seat in self.seats if seat.process is not None]
-        stop_all(processes, Stop(), timeout_seconds=self.config.stop_seconds)
-        self.board.memory.close()
-        self.slots.memory.close()
-        if self.references is not None:
-            self.references.memory.close()
-
-
-WAITS_FOR = {
-    "none": "works",
-    "first_fill": "waits for the searchers' first groups",
-    "replay_ratio": "waits for new responses from the searchers",
-    "pace": "is ahead: waits for newer weights from the trainer, or for rewards",
-    "channel_full": "waits for the trainer to take in groups",
-    "durable_replay": "waits for groups to be written to the durable replay",
-}
-
-
-def _status(name: str, doing: str, waited_share: float, rate: float) -> RoleStatus:
-    return RoleStatus(name=name, doing=doing, waited_share=waited_share, responses_per_second=rate)
-
-
-def _why_empty(seat: Seat) -> str:
-    return "has been given up" if seat.given_up else "starts again"
+        """End all searchers; returns when they have ended."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._link.send(EndRun())
+        deadline = time.monotonic() + self.config.stop_seconds + STOP_SECONDS
+        while not self._link.closed and time.monotonic() < deadline:
+            if isinstance(self._link.receive(timeout_seconds=0.1), AllStopped):
+                break
+        self._slots.memory.close()
+        if self._references is not None:
+            self._references.memory.close()

@@ -10,10 +10,9 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
-
-import torch
 
 from tba.config import Config
 
@@ -36,7 +35,8 @@ def why_no_mps(config: Config) -> str | None:
         return "there is no NVIDIA GPU to share"
     if PIPES in os.environ:
         return f"{PIPES} is set: that daemon is used"
-    if torch.cuda.is_initialized():
+    torch = sys.modules.get("torch")  # who has not imported it cannot have touched the GPU
+    if torch is not None and torch.cuda.is_initialized():
         return "this process uses the GPU already, and a daemon must be there before"
     if shutil.which(CONTROL) is None:
         return f"{CONTROL} is not on the PATH"

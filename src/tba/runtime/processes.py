@@ -8,6 +8,7 @@ main script again, so training scripts need no `if __name__ == "__main__"`.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -20,12 +21,12 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import cloudpickle
 
-from tba.runtime.channels import Failed, Link, RunCannotGoOn
 from tba.runtime.fork_server import ForkedProcess, ForkServer, die_with_parent
+from tba.runtime.links import Failed, Link, RunCannotGoOn
 
 logger = logging.getLogger("tba")
 
@@ -37,21 +38,27 @@ class RoleDied(RuntimeError):
     """A process ended that should have gone on."""
 
 
-class RoleProcess:
-    """A child process with a Link. It ends itself when this process is gone, however that happened."""
+L = TypeVar("L", bound=Link)
+
+
+class RoleProcess(Generic[L]):
+    """A child process with a link. It ends itself when this process is gone, however that happened."""
 
     def __init__(
         self,
         name: str,
-        target: Callable[..., None],
-        arguments: dict[str, Any],
+        target: Callable[..., int | None] | str | bytes,
+        arguments: Mapping[str, Any],
         *,
-        log: Path,
+        log: Path | None,
         fds: Sequence[int] = (),
         threads: int = 1,
         forked: bool = False,
+        make_link: Callable[[Connection], L] = Link,  # type: ignore[assignment]  # L is Link then
     ) -> None:
-        """`fds` are descriptors that it inherits. `forked` saves a process that needs torch its imports."""
+        """`target` is a function, `module:function` where this process should not import the module, or a pickled
+        (function, arguments) that this process need not understand. `log` None = it writes where this process does. `fds`
+        are descriptors that it inherits. `forked` saves a process that needs torch its imports."""
         self.name = name
         self.log = log
         ours, theirs = Pipe()
@@ -59,16 +66,23 @@ class RoleProcess:
         self._process: subprocess.Popen[bytes] | ForkedProcess
         if forked and sys.platform == "linux":
             self._process = ForkServer.start_role(
-                threads, name, link=theirs.fileno(), descriptors=fds, log=log, environment=environment
+                threads,
+                name,
+                link=theirs.fileno(),
+                descriptors=fds if log is not None else (1, 2, *fds),
+                log=log,
+                environment=environment,
             )
+        elif log is None:
+            self._process = popen("tba.runtime.processes", theirs.fileno(), fds, None, environment)
         else:
             with log.open("ab") as stream:
                 self._process = popen("tba.runtime.processes", theirs.fileno(), fds, stream, environment)
         theirs.close()
         with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by `alive`
             ours.send_bytes(json.dumps(sys.path).encode())
-            ours.send_bytes(cloudpickle.dumps((target, arguments)))
-        self.link = Link(ours, on_close=lambda: None)
+            ours.send_bytes(cloudpickle.dumps((target, dict(arguments))))
+        self.link = make_link(ours)
 
     @property
     def pid(self) -> int:
@@ -104,7 +118,7 @@ class RoleProcess:
         return True
 
 
-def stop_all(processes: Sequence[RoleProcess], message: Any, *, timeout_seconds: float) -> None:
+def stop_all(processes: Sequence[RoleProcess[Any]], message: Any, *, timeout_seconds: float) -> None:
     """Ask all to stop, wait together, kill what remains."""
     for process in processes:
         process.link.send(message)
@@ -114,19 +128,20 @@ def stop_all(processes: Sequence[RoleProcess], message: Any, *, timeout_seconds:
             process.kill()
 
 
-def last_lines(path: Path, count: int = 20) -> str:
+def last_lines(path: Path | None, count: int = 20) -> str:
     """The end of a log file, for an error message."""
-    if not path.exists():
+    if path is None or not path.exists():
         return "(no log)"
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join(f"    {line}" for line in lines[-count:]) or "    (empty)"
 
 
 def popen(
-    module: str, link: int, fds: Sequence[int], log: BinaryIO, environment: Mapping[str, str]
+    module: str, link: int, fds: Sequence[int], log: BinaryIO | None, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """A new process that runs a module, which finds the other end of the link under the number that is its argument."""
-    # A session of its own: Ctrl-C reaches the trainer alone, which saves and then stops the others.
+    """A new process that runs a module, which finds the other end of the link under the number that is its argument. `log`
+    None = it writes where this process does."""
+    # A session of its own: Ctrl-C reaches the supervisor alone, which has the trainer save and then stops the others.
     return subprocess.Popen(
         [sys.executable, "-m", module, str(link)],
         stdin=subprocess.DEVNULL,
@@ -159,13 +174,18 @@ def run_role(link_descriptor: int) -> int:
     try:
         sys.path[:] = json.loads(search_path)
         target, arguments = cloudpickle.loads(payload)
-        target(link, **arguments)
+        if isinstance(target, bytes):
+            target, more = cloudpickle.loads(target)
+            arguments = {**more, **arguments}
+        if isinstance(target, str):
+            module, _, name = target.partition(":")
+            target = getattr(importlib.import_module(module), name)
+        return target(link, **arguments) or 0
     except Exception as error:  # the process boundary: told to the parent, logged, and the exit status says so
         traceback.print_exc()
         final = isinstance(error, RunCannotGoOn)
         link.send(Failed(error=str(error) if final else f"{type(error).__name__}: {error}", final=final))
         return 1
-    return 0
 
 
 def _parent_is_gone() -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tba.models.weights import CANARY_TOKENS, checksum, verify
-from tba.runtime.board import SharedMemory
+from tba.runtime.board import MemoryHandle, SharedMemory
 from tba.types import Weights
 
 _ALIGNMENT = 64
@@ -66,10 +66,9 @@ def layout_of(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotsHandle:
-    """How another process finds the slots. SlotsHandle(fd=7, num_bytes=2048, layout=(...), device_data=None)"""
+    """How another process finds the slots. SlotsHandle(memory=MemoryHandle(...), layout=(...), device_data=None)"""
 
-    fd: int
-    num_bytes: int
+    memory: MemoryHandle
     layout: tuple[TensorSpec, ...]
     device_data: tuple[tuple[Callable[..., Tensor], tuple[Any, ...]], ...] | None
     """For each slot how to open its memory on the GPU; None = the tensors lie behind the headers."""
@@ -111,10 +110,10 @@ class WeightSlots:
 
     @classmethod
     def attach(cls, handle: SlotsHandle) -> WeightSlots:
-        """The same slots in another process, which has inherited the descriptor."""
+        """The same slots in another process."""
         device_data = handle.device_data
         opened = None if device_data is None else [open_memory(*arguments) for open_memory, arguments in device_data]
-        return cls(SharedMemory(handle.fd, handle.num_bytes), handle.layout, opened)
+        return cls(SharedMemory.attach(handle.memory), handle.layout, opened)
 
     def handle(self) -> SlotsHandle:
         device_data = None
@@ -122,9 +121,7 @@ class WeightSlots:
             from torch.multiprocessing.reductions import reduce_tensor
 
             device_data = tuple(reduce_tensor(data) for data in self._device_data)
-        return SlotsHandle(
-            fd=self.memory.fd, num_bytes=self.memory.num_bytes, layout=self.layout, device_data=device_data
-        )
+        return SlotsHandle(memory=self.memory.handle(), layout=self.layout, device_data=device_data)
 
     @property
     def newest_version(self) -> int:

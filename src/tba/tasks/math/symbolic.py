@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from tba.runtime.channels import Failed, Link
+from tba.runtime.links import Failed, Link
 from tba.runtime.processes import RoleProcess
 
 logger = logging.getLogger("tba.tasks")

@@ -18,7 +18,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import Config, RewardConfig
-from tba.runtime.channels import POLL_SECONDS, Failed
+from tba.runtime.channels import POLL_SECONDS
+from tba.runtime.links import Failed
 from tba.tasks.base import Outcome, RewardFailed, Task
 from tba.tasks.rewards.worker import Ready, RewardProcess, Scored
 from tba.types import Completion, Prompt

@@ -32,7 +32,7 @@ from typing import BinaryIO
 import cloudpickle
 
 from tba.config import RewardConfig
-from tba.runtime.channels import Failed, Link
+from tba.runtime.links import Failed, Link
 from tba.runtime.processes import popen, role_environment
 from tba.tasks.base import Outcome
 from tba.tasks.rewards.files import describe

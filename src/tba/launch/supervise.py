@@ -1,0 +1,182 @@
+"""A run under its supervisor: `tba train` is the supervisor itself, with the trainer as a child, resumed when it dies; for
+`train(config)` from Python the supervisor is a thread beside the trainer.
+
+Nothing here imports torch: Ctrl-C and `tba status` work from the first moment, and the imports of all roles happen once, in
+the process that they are forked from.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tba.config import Config
+from tba.launch.operate import Control, StatusWriter
+from tba.observe.claim import holder_of
+from tba.observe.files import RunFolder
+from tba.runtime.board import Board, MemoryHandle, SharedMemory
+from tba.runtime.links import Link, RelayedLink
+from tba.runtime.mps import start_mps
+from tba.runtime.processes import RoleProcess, prepare_to_fork
+from tba.runtime.supervisor import Host, Supervisor
+
+logger = logging.getLogger("tba")
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PRELOADED = ("tba.search.role", "tba.launch.start")
+"""What trainer and searchers need, imported once by the process that they are forked from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostHandle:
+    """How the trainer's process finds its host. HostHandle(board=MemoryHandle(...), pid=4711)"""
+
+    board: MemoryHandle
+    pid: int
+
+    def open(self, link: Link) -> Host:
+        return Host(link=link, board=Board(SharedMemory.attach(self.board)), pid=self.pid)
+
+
+def may_fork(config: Config) -> bool:
+    """Whether roles are forks of a process that has imported torch; where there is an NVIDIA GPU they are new processes."""
+    return shutil.which("nvidia-smi") is None
+
+
+def prepare_roles(config: Config) -> None:
+    """Have what the roles need imported while this process goes on."""
+    if may_fork(config):
+        prepare_to_fork(config.runtime.threads, preload=PRELOADED)
+
+
+class Outside:
+    """What the supervisor does once a second for those who look at the run from outside."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._control = Control(folder.control)
+        self._asked: int | None = None
+        """Number of searchers that was asked for last."""
+        self._status: StatusWriter | None = None
+
+    def look(self, supervisor: Supervisor) -> None:
+        if holder_of(self._folder.path).get("pid") != os.getpid():
+            return  # the trainer has not made the folder yet
+        if self._status is None:
+            self._status = StatusWriter(self._folder, supervisor.board)
+        self._status.write()
+        asked = self._control.searchers()
+        if asked is not None and asked != self._asked:
+            self._asked = asked
+            supervisor.set_searchers(asked)
+
+    def close(self) -> None:
+        """Say that the run has ended; its process may go on with something else."""
+        if self._status is not None:
+            self._status.write(ended=True)
+
+
+def supervise(config: Config, *, resume: bool, target: str) -> int:
+    """Run a training whose trainer is a child process, `target(link, config=..., resume=..., host=...)`; returns its exit
+    status, 130 after Ctrl-C."""
+    start_mps(config)  # before anything touches the GPU
+    prepare_roles(config)
+    folder = RunFolder(config.run_folder)
+    outside = Outside(folder)
+    board = Board.create()
+    host = HostHandle(board=board.memory.handle(), pid=os.getpid())
+
+    def start_trainer(make_link: Callable[[Connection], RelayedLink]) -> RoleProcess[RelayedLink]:
+        return RoleProcess(
+            "trainer",
+            target,
+            {"config": config, "resume": resume or has_begun(folder), "host": host},
+            log=None,
+            threads=config.runtime.threads,
+            forked=may_fork(config),
+            make_link=make_link,
+        )
+
+    supervisor = Supervisor(
+        config.runtime,
+        board,
+        logs=folder.logs,
+        start_trainer=start_trainer,
+        newest_checkpoint=partial(newest_step, folder),
+        look_outside=outside.look,
+    )
+    try:
+        with _signals(supervisor):
+            return supervisor.run()
+    finally:
+        supervisor.close()
+        outside.close()
+
+
+@contextmanager
+def hosted(config: Config, folder: RunFolder) -> Iterator[Host]:
+    """A host for a trainer in this process, with the supervisor in a thread."""
+    outside = Outside(folder)
+    supervisor = Supervisor(config.runtime, Board.create(), logs=folder.logs, look_outside=outside.look)
+
+    def run() -> None:
+        try:
+            supervisor.run()
+        except BaseException:
+            logger.exception("the supervisor of the run has failed")
+        finally:
+            supervisor.close()  # the trainer sees that the link is closed
+
+    thread = threading.Thread(target=run, daemon=True, name="supervisor")
+    thread.start()
+    link = Link(supervisor.trainer_connection)
+    try:
+        yield Host(link=link, board=supervisor.board, pid=os.getpid())
+    finally:
+        link.close()
+        thread.join()
+        outside.close()
+
+
+def has_begun(folder: RunFolder) -> bool:
+    """Whether a trainer of this process has begun the run, so that the next one resumes it."""
+    return folder.config.is_file() and holder_of(folder.path).get("pid") == os.getpid()
+
+
+def newest_step(folder: RunFolder) -> int | None:
+    steps = [step for prefix in ("step-", "healthy-step-") for step in folder.checkpoints_by_step(prefix)]
+    return max(steps, default=None)
+
+
+@contextmanager
+def _signals(supervisor: Supervisor) -> Iterator[None]:
+    """Ctrl-C and its like go to the trainer, which saves; Ctrl-Z suspends all roles. One that was ignored stays ignored."""
+
+    def end(number: int, frame: Any) -> None:
+        supervisor.interrupt()
+
+    def suspend(number: int, frame: Any) -> None:
+        supervisor.signal_roles(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        supervisor.signal_roles(signal.SIGCONT)  # here this process goes on
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {**dict.fromkeys(ENDING_SIGNALS, end), signal.SIGTSTP: suspend}
+    heeded = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handlers[number]) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,162 @@
+"""A searcher's ends of everything that leads to the trainer, in the local runtime: the group channel, visits, weights,
+requests for evaluations, signs of life.
+
+They outlive the trainer: when another one takes over, what was not acknowledged is sent to it again, and its weights are
+the ones to load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tba.config import RuntimeConfig
+from tba.runtime.board import Board, MemoryHandle, Row, SharedMemory
+from tba.runtime.channels import Stopped, WeightSource, wait_until
+from tba.runtime.leases import VisitStock
+from tba.runtime.links import (
+    TRAINER,
+    Acknowledge,
+    AskVisits,
+    Evaluate,
+    Evaluated,
+    Holding,
+    LeaseVisits,
+    Link,
+    NewTrainer,
+    Stop,
+)
+from tba.runtime.weight_slots import SlotsHandle, WeightSlots
+from tba.types import TrajectoryGroup
+
+
+class WindowedSender:
+    """Sends groups to the trainer. Keeps each one until it is stored; waits when too many are on the way."""
+
+    def __init__(
+        self,
+        link: Link,
+        row: Row,
+        *,
+        window: int,
+        deadline_seconds: float,
+        handle_messages: Callable[[], None],
+        progress: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._link = link
+        self._progress = progress
+        self._row = row
+        self._window = window
+        self._deadline_seconds = deadline_seconds
+        self._handle_messages = handle_messages
+        self._unacknowledged: dict[str, TrajectoryGroup] = {}
+
+    def send(self, group: TrajectoryGroup) -> None:
+        wait_until(
+            self._has_room,
+            name="channel_full",
+            row=self._row,
+            deadline_seconds=self._deadline_seconds,
+            explain=lambda: (
+                f"a searcher waited for the trainer to store its {len(self._unacknowledged)} groups on the way; "
+                "the trainer does not take in groups. Raise runtime.wait_seconds if its steps take this long."
+            ),
+            progress=self._progress,
+        )
+        self._unacknowledged[group.id] = group
+        self._link.send(group, to=TRAINER)
+
+    def acknowledge(self, group_id: str) -> TrajectoryGroup | None:
+        """A group is stored; returns it, None where it was acknowledged before."""
+        return self._unacknowledged.pop(group_id, None)
+
+    def send_again(self) -> None:
+        """Send what the trainer before has not acknowledged: whether it was stored is known to the new one."""
+        for group in self._unacknowledged.values():
+            self._link.send(group, to=TRAINER)
+
+    def _has_room(self) -> bool:
+        if len(self._unacknowledged) >= self._window:
+            self._handle_messages()
+        return len(self._unacknowledged) < self._window
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndsHandle:
+    """What a searcher's process needs to find its ends.
+
+    EndsHandle(board=MemoryHandle(...), weights=SlotsHandle(...), references=None)
+    """
+
+    board: MemoryHandle
+    weights: SlotsHandle
+    references: SlotsHandle | None
+
+
+class LocalSearcherEnds:
+    """The ends of searcher `index`, over its link to the supervisor and shared memory (channels.SearcherEnds)."""
+
+    def __init__(self, link: Link, handle: EndsHandle, config: RuntimeConfig, *, index: int, stock: int) -> None:
+        """`stock` visits are kept at hand."""
+        self._link = link
+        self._board = Board(SharedMemory.attach(handle.board))
+        self.row = self._board.searcher(index)
+        self.weights: WeightSource = WeightSlots.attach(handle.weights)
+        self.references = _attached(handle.references)
+        self.visits = VisitStock(lambda count: self._tell(AskVisits(count=count)), size=stock)
+        self.sender = WindowedSender(
+            link,
+            self.row,
+            window=config.channel_groups,
+            deadline_seconds=config.wait_seconds,
+            handle_messages=self.handle_messages,
+            progress=self.trainer_progress,
+        )
+        self._asked: list[int] = []
+        """Versions whose evaluation was asked for and has not begun."""
+
+    def handle_messages(self) -> None:
+        """Also a sign of life, so that a searcher that only waits is seen to live."""
+        self.row["heartbeat"] += 1
+        for message in self._link.drain():
+            if isinstance(message, Stop):
+                raise Stopped
+            if isinstance(message, Acknowledge):
+                self._acknowledged(message)
+            if isinstance(message, LeaseVisits):
+                self.visits.add(message.visits)
+            if isinstance(message, Evaluate):
+                self._asked.append(message.version)
+            if isinstance(message, NewTrainer):
+                self._turn_to(message)
+
+    def _acknowledged(self, message: Acknowledge) -> None:
+        for group_id in message.group_ids:
+            group = self.sender.acknowledge(group_id)
+            if group is not None:
+                self.visits.finish(group.visit)
+
+    def _turn_to(self, trainer: NewTrainer) -> None:
+        self.weights, self.references = WeightSlots.attach(trainer.weights), _attached(trainer.references)
+        self._asked.clear()  # it asks itself for what it wants to know
+        # First what this searcher has, or the new trainer would hand the same visits to others.
+        self._tell(Holding(visits=self.visits.ask_anew()))
+        self.sender.send_again()
+
+    def take_asked(self, version: int) -> bool:
+        reached = any(asked <= version for asked in self._asked)
+        self._asked = [asked for asked in self._asked if asked > version]
+        return reached
+
+    def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
+        self._tell(Evaluated(version=version, metrics=metrics))
+
+    def trainer_progress(self) -> float:
+        return self._board.trainer_progress()
+
+    def _tell(self, message: AskVisits | Holding | Evaluated) -> None:
+        self._link.send(message, to=TRAINER)
+
+
+def _attached(handle: SlotsHandle | None) -> WeightSource | None:
+    return None if handle is None else WeightSlots.attach(handle)

@@ -1,0 +1,297 @@
+"""Messages between processes: what the roles of a run tell each other, and the two-way link that carries it.
+
+A frame on a link is an address and a pickled message. The supervisor stands between trainer and searchers and passes frames
+on by their address, without reading them:
+
+    searcher -> trainer      TrajectoryGroup, AskVisits, Evaluated, Holding
+    trainer -> searcher      Acknowledge, LeaseVisits, Evaluate, NewTrainer
+    trainer -> supervisor    StartSearchers, ReplaceSearchers, EndRun
+    supervisor -> trainer    SearcherStarted, SearcherEnded, SearchersFailed, AllStopped
+    supervisor -> searcher   Stop
+    any child -> parent      Failed
+
+Nothing here imports torch or NumPy when it runs: a reward worker, which has a link too, is back in a moment after it was
+killed, and the supervisor is there before anything else.
+"""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tba.runtime.leases import Visit
+    from tba.runtime.weight_slots import SlotsHandle
+
+PARENT = ""
+"""Address of whoever started this process and watches it."""
+TRAINER = "trainer"
+"""Address of the trainer. A searcher's is its name and the incarnation of its process: searcher-0.5f3a91c2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acknowledge:
+    """Trainer to searcher: these groups are stored; forget them. Acknowledge(group_ids=("searcher-0.5f3a91c2/41",))"""
+
+    group_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Trainer to searcher: score the held-out prompts with this version or a newer one. Evaluate(version=100)"""
+
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """Searcher to trainer: Evaluated(version=102, metrics={"accuracy": 0.61})"""
+
+    version: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskVisits:
+    """Searcher to trainer: so many more visits, please. AskVisits(count=16)"""
+
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseVisits:
+    """Trainer to searcher: visits that are its own until it is gone. LeaseVisits(visits=(Visit(...), ...))"""
+
+    visits: tuple[Visit, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewTrainer:
+    """Trainer to searcher: another trainer has taken over. Its weights are here, and what was sent and not acknowledged has
+    to be sent again."""
+
+    weights: SlotsHandle
+    references: SlotsHandle | None
+    """Where new references are published; None = they never are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """Searcher to a new trainer: the visits that it still has, begun or not. Holding(visits=(Visit(...), ...))"""
+
+    visits: tuple[Visit, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartSearchers:
+    """Trainer to supervisor: from now on there is a trainer to work for."""
+
+    recipe: bytes
+    """Pickled (target, arguments) of a searcher's process."""
+    greeting: bytes
+    """Pickled NewTrainer, for searchers that outlived the trainer before."""
+    count: int
+    forked: bool
+    """Whether searchers may be forks, which those that use a GPU may not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaceSearchers:
+    """Trainer to supervisor: end these searchers, with all that they have not delivered, and start others in their places.
+    ReplaceSearchers(holders=("searcher-0.5f3a91c2",), why="...")"""
+
+    holders: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndRun:
+    """Trainer to supervisor: end the searchers; AllStopped is the answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearcherStarted:
+    """Supervisor to trainer: SearcherStarted(holder="searcher-0.5f3a91c2", survived=False)"""
+
+    holder: str
+    survived: bool
+    """Whether it worked for the trainer before: it will tell what it still has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearcherEnded:
+    """Supervisor to trainer, after the last of the searcher's own messages."""
+
+    holder: str
+    replaced: bool
+    """Whether another will take its place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchersFailed:
+    """Supervisor to trainer: there is no searcher any more, and starting another is of no use."""
+
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllStopped:
+    """Supervisor to trainer: no searcher runs any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Supervisor to searcher: end now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """A child's last words: Failed(error="ValueError: ...", final=False)"""
+
+    error: str
+    final: bool = False
+    """Whether a new process would fail in the same way, so that starting one is of no use."""
+
+
+class RunCannotGoOn(RuntimeError):
+    """An error of a role that a new process in its place would meet again."""
+
+
+class Link:
+    """Sends messages and collects those that arrive. Both ends run our own code on one machine.
+
+    A reader thread takes frames in as they come, so neither side ever waits for the other to read.
+    """
+
+    def __init__(self, connection: Connection, *, on_close: Callable[[], None] = lambda: None) -> None:
+        self._connection = connection
+        self._inbox: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._send_lock = threading.Lock()
+        self._on_close = on_close
+        self.closed = False
+        """The other end is gone."""
+        self._reader = threading.Thread(target=self._read, daemon=True, name="link-reader")
+        self._reader.start()
+
+    def send(self, message: Any, to: str = PARENT) -> bool:
+        """Send a message; False when the other end is gone. One that cannot be pickled is a TypeError with its name."""
+        return self.send_frame(to, pickled(message))
+
+    def send_frame(self, address: str, body: bytes) -> bool:
+        try:
+            with self._send_lock:
+                self._connection.send_bytes(frame(address, body))
+        except (BrokenPipeError, ConnectionResetError, OSError):
+            self.closed = True
+        return not self.closed
+
+    def receive(self, timeout_seconds: float | None = 0.0) -> Any | None:
+        """The next message; None when there is none within the time (0 = do not wait) or the other end is gone."""
+        try:
+            found = self._inbox.get(block=timeout_seconds != 0.0, timeout=timeout_seconds or None)
+        except queue.Empty:
+            return None
+        return None if found is None else found[1]
+
+    def drain(self) -> list[Any]:
+        """All messages that have arrived."""
+        return [message for _, message in self.drain_addressed()]
+
+    def drain_addressed(self) -> list[tuple[str, Any]]:
+        """All messages that have arrived, each with the address on its frame: on the trainer's link that of the sender."""
+        found = [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
+        return [message for message in found if message is not None]
+
+    def close(self) -> None:
+        """Hang up: the other end sees that this one is gone."""
+        self.closed = True
+        self._connection.close()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                address, body = split_frame(self._connection.recv_bytes())
+            except (
+                EOFError,
+                ConnectionResetError,
+                OSError,
+                TypeError,
+            ):  # the last one where this end was closed meanwhile
+                self.closed = True
+                self._inbox.put(None)  # wakes a receiver that waits
+                self._on_close()
+                return
+            self._take(address, body)
+
+    def _take(self, address: str, body: bytes) -> None:
+        try:
+            message = pickle.loads(body)
+        except Exception as error:  # told as the sender's failure: a message that is lost in silence is waited for
+            message = Failed(error=f"a message that cannot be read ({name_in(body)}): {error!r:.500}")
+        self._inbox.put((address, message))
+
+
+class RelayedLink(Link):
+    """A link of the supervisor's: frames that arrive go unread to one place for all links, and sending never waits, or one
+    process that is suspended would hold up the whole run."""
+
+    def __init__(self, connection: Connection, *, deliver: Callable[[RelayedLink, str, bytes | None], None]) -> None:
+        """`deliver` is called with every frame, in a thread of its own, and at the end with None for the body."""
+        self._deliver = deliver
+        self._outbox: queue.SimpleQueue[tuple[str, bytes] | None] = queue.SimpleQueue()
+        super().__init__(connection, on_close=lambda: deliver(self, PARENT, None))
+        threading.Thread(target=self._write, daemon=True, name="link-writer").start()
+
+    def send_frame(self, address: str, body: bytes) -> bool:
+        self._outbox.put((address, body))
+        return not self.closed
+
+    def close(self) -> None:
+        self._outbox.put(None)
+        super().close()
+
+    def _take(self, address: str, body: bytes) -> None:
+        self._deliver(self, address, body)
+
+    def _write(self) -> None:
+        while (sent := self._outbox.get()) is not None and super().send_frame(*sent):
+            pass
+
+
+def pickled(message: Any) -> bytes:
+    try:
+        return pickle.dumps(message)
+    except Exception as error:  # what a message holds may fail to be pickled, each in its own way
+        raise TypeError(
+            f"a message {type(message).__name__} cannot be sent: {type(error).__name__}: {error}"
+        ) from error
+
+
+def frame(address: str, body: bytes) -> bytes:
+    """One byte with the length of the address, the address, the message."""
+    encoded = address.encode()
+    return bytes([len(encoded)]) + encoded + body
+
+
+def split_frame(data: bytes) -> tuple[str, bytes]:
+    end = 1 + data[0]
+    return data[1:end].decode(), data[end:]
+
+
+def name_in(payload: bytes) -> str:
+    """The class that a pickled message names first, for an error; the message is not made."""
+    words: list[str] = []
+    for operation, argument, _ in pickletools.genops(payload):
+        if operation.name == "STACK_GLOBAL" and len(words) >= 2:
+            return ".".join(words[-2:])
+        if operation.name == "GLOBAL":
+            return str(argument).replace(" ", ".")
+        if isinstance(argument, str):
+            words.append(argument)
+    return "no class"

@@ -1,0 +1,392 @@
+"""The supervisor of a run: starts trainer and searchers, passes on what they tell each other, replaces those that die or
+hang, and ends all of them.
+
+It holds nothing that a run could lose: groups are kept by their searchers until the trainer has stored them, and the trainer
+goes on from its checkpoint and its durable replay. It does not import torch, so it is there in a moment.
+
+The trainer is a child process, or the process that the supervisor is a thread of, which then cannot be started again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tba.config import RuntimeConfig
+from tba.runtime.board import MAX_SEARCHERS, PLACES, Board, Place
+from tba.runtime.channels import Idleness
+from tba.runtime.links import (
+    PARENT,
+    TRAINER,
+    AllStopped,
+    EndRun,
+    Failed,
+    Link,
+    RelayedLink,
+    ReplaceSearchers,
+    SearcherEnded,
+    SearchersFailed,
+    SearcherStarted,
+    StartSearchers,
+    Stop,
+)
+from tba.runtime.processes import RoleProcess, last_lines, stop_all
+
+logger = logging.getLogger("tba")
+
+MAX_EARLY_ENDS, FEW_GROUPS = 4, 16
+"""Processes in a row that may end before they have sent so many groups; a seat is given up then. A prompt that kills every
+searcher is handed to the next one first, so that it does not last much longer."""
+LOOK_SECONDS = 0.1
+"""Longest time between two looks at the processes."""
+OUTSIDE_SECONDS = 1.0
+"""Time between two calls of `look_outside`."""
+FIRST_BACK_OFF_SECONDS = 1.0
+"""Before a seat is filled again after the second process that ended early; doubled with each."""
+TRY_AGAIN = 75
+"""Exit status of a trainer that wants to be started again, as after a failure of its GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Where a trainer runs: its link to the supervisor, and the board that all see. Host(link=..., board=..., pid=4711)"""
+
+    link: Link
+    board: Board
+    pid: int
+    """The supervisor's process, which is there for as long as the run."""
+
+
+@dataclass
+class Seat:
+    """A searcher's place: the process that fills it now, and how its predecessors fared."""
+
+    index: int
+    process: RoleProcess[RelayedLink] | None = None
+    """None while nobody fills it."""
+    incarnation: str = ""
+    """Name of the present process among all that ever filled a seat: group ids and leases carry it."""
+    idleness: Idleness = field(default_factory=Idleness)
+    """How long there has been no sign of life."""
+    hung_up: bool = False
+    """Whether all that the present process has ever sent was passed on."""
+    failure: Failed | None = None
+    """Last words of the present process."""
+    failed_at: float = 0.0
+    early_ends: int = 0
+    """Processes in a row that ended before they had sent FEW_GROUPS groups."""
+    starts_at: float = 0.0
+    """When the next process may start."""
+    given_up: bool = False
+    """Whether too many in a row ended at once."""
+    closed: bool = False
+    """Whether the run goes on without it, as was asked."""
+
+    @property
+    def name(self) -> str:
+        return f"searcher-{self.index}"
+
+    @property
+    def holder(self) -> str:
+        return f"{self.name}.{self.incarnation}"
+
+    @property
+    def place(self) -> Place:
+        if self.process is not None:
+            return "filled"
+        if self.closed:
+            return "none"
+        return "given_up" if self.given_up else "empty"
+
+
+class Supervisor:
+    """consumes: frames of all roles
+    waits for: any of them, never longer than LOOK_SECONDS
+    produces: roles that live, and their frames at whom they are addressed to
+    unblocked by: everybody
+    """
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        board: Board,
+        *,
+        logs: Path,
+        start_trainer: Callable[[Callable[[Connection], RelayedLink]], RoleProcess[RelayedLink]] | None = None,
+        newest_checkpoint: Callable[[], int | None] = lambda: None,
+        look_outside: Callable[[Supervisor], None] = lambda supervisor: None,
+    ) -> None:
+        """`start_trainer` starts the trainer's process, also again after it has died; None = the trainer is in this process
+        and uses `trainer_connection`. `newest_checkpoint` is the step of the last one, which tells whether a trainer that
+        was started again has come further. `look_outside` is called once a second."""
+        self.config = config
+        self.board = board
+        self.seats: list[Seat] = []
+        self.interrupted = False
+        """Whether the run was asked to end."""
+        self._logs = logs
+        self._start_trainer = start_trainer
+        self._newest_checkpoint = newest_checkpoint
+        self._look_outside = look_outside
+        self._events: queue.SimpleQueue[tuple[RelayedLink, str, bytes | None]] = queue.SimpleQueue()
+        self._make_link = partial(RelayedLink, deliver=lambda *event: self._events.put(event))
+        self._trainer_process: RoleProcess[RelayedLink] | None = None
+        self._orders: StartSearchers | None = None
+        """How searchers are started, by the present trainer; None = there is none that they could work for."""
+        self._trainer_hung_up = False
+        self._trainer_idleness = Idleness()
+        self._restarts, self._checkpoint_at_restart = 0, -1
+        self._looked_outside = 0.0
+        self._ends = False
+        if start_trainer is None:
+            ours, self.trainer_connection = Pipe()
+            self._trainer = self._make_link(ours)
+        else:
+            self._begin_trainer()
+
+    def run(self) -> int:
+        """Look after the roles until the trainer has ended for good; returns its exit status."""
+        while True:
+            with suppress(queue.Empty):
+                self._pass_on(*self._events.get(timeout=LOOK_SECONDS))
+                while True:
+                    self._pass_on(*self._events.get_nowait())
+            self.board.supervisor["beats"] += 1
+            self._look_after_searchers()
+            status = self._look_after_trainer()
+            if status is not None:
+                return status
+            if time.monotonic() - self._looked_outside > OUTSIDE_SECONDS:
+                self._looked_outside = time.monotonic()
+                self._look_outside(self)
+
+    def close(self) -> None:
+        """End everything; nothing is left running. May be called more than once."""
+        self._stop_searchers()
+        if self._trainer_process is not None and self._trainer_process.alive:
+            self._trainer_process.kill()
+        self._trainer.close()
+        self.board.memory.close()
+
+    def interrupt(self) -> None:
+        """Have the trainer save and end; one that is asked again ends at once."""
+        self.interrupted = True
+        if self._trainer_process is not None and self._trainer_process.alive:
+            os.kill(self._trainer_process.pid, signal.SIGINT)
+
+    def signal_roles(self, number: int) -> None:
+        """Send a signal to all roles: to suspend and continue them with this process, or to have them show their stacks."""
+        processes = [self._trainer_process, *(seat.process for seat in self.seats)]
+        for process in processes:
+            if process is not None and process.alive:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    # Frames
+
+    def _pass_on(self, link: RelayedLink, address: str, body: bytes | None) -> None:
+        if link is self._trainer:
+            if body is None:
+                self._trainer_hung_up = True
+            elif address == PARENT:
+                self._heed(pickle.loads(body))
+            else:
+                seat = next((seat for seat in self.seats if seat.process is not None and seat.holder == address), None)
+                if seat is not None and seat.process is not None:  # what is for one that is gone is lost with it
+                    seat.process.link.send_frame(PARENT, body)
+            return
+        seat = next((seat for seat in self.seats if seat.process is not None and seat.process.link is link), None)
+        if seat is None:
+            return  # the last words of one that was replaced already
+        if body is None:
+            seat.hung_up = True
+        elif address == TRAINER:
+            if self._orders is not None:  # a trainer that is being started asks for all of it again
+                self._trainer.send_frame(seat.holder, body)
+        else:
+            seat.failure, seat.failed_at = pickle.loads(body), time.monotonic()
+
+    def _heed(self, message: object) -> None:
+        """A word of the trainer's."""
+        if isinstance(message, StartSearchers):
+            self._orders, self._trainer_idleness = message, Idleness()
+            for seat in self.seats:
+                if seat.process is not None:
+                    # In this order: the trainer knows of it before it says what it has.
+                    self._trainer.send(SearcherStarted(holder=seat.holder, survived=True))
+                    seat.process.link.send_frame(PARENT, message.greeting)
+            wanted = max(message.count, len(self.seats))  # more may have been asked for since
+            self.seats += [Seat(index) for index in range(len(self.seats), wanted)]
+        if isinstance(message, ReplaceSearchers):
+            for seat in self.seats:
+                if seat.process is not None and seat.holder in message.holders:
+                    self._lost(seat, f"is replaced: {message.why}", on_purpose=True)
+        if isinstance(message, EndRun):
+            self._stop_searchers()
+            self._trainer.send(AllStopped())
+
+    # Searchers
+
+    def _look_after_searchers(self) -> None:
+        for seat in self.seats:
+            if seat.process is not None:
+                self._look_after(seat, seat.process)
+            elif self._orders is not None and seat.place == "empty" and time.monotonic() >= seat.starts_at:
+                self._fill(seat, self._orders)
+            self.board.searcher(seat.index)["place"] = PLACES.index(seat.place)
+
+    def _look_after(self, seat: Seat, process: RoleProcess[RelayedLink]) -> None:
+        failure = seat.failure
+        overdue = failure is not None and time.monotonic() > seat.failed_at + self.config.stop_seconds
+        if (seat.hung_up and not process.alive) or overdue:
+            if failure is not None:
+                self._lost(seat, f"failed: {failure.error}", final=failure.final)
+            else:
+                self._lost(seat, f"ended (exit status {process.status})")
+            return
+        beats = self.board.searcher(seat.index)["heartbeat"]
+        setting = "wait_seconds" if beats else "start_seconds"
+        limit = getattr(self.config, setting)
+        if seat.idleness.look(beats) > limit:
+            what = f"(process {process.pid}) has shown no sign of life for runtime.{setting}={limit:g} s"
+            # Where none has ever come up, the next would be as slow.
+            never = not any(self.board.searcher(other.index)["groups"] for other in self.seats)
+            self._lost(seat, what, final=not beats and never)
+
+    def set_searchers(self, count: int) -> None:
+        """Go on with so many searchers: new ones start, those with the highest numbers end and their visits go to others."""
+        for seat in self.seats[count:]:
+            if seat.process is not None:
+                seat.process.link.send(Stop())
+            seat.closed = True
+        for seat in self.seats[:count]:
+            seat.closed = seat.given_up = False
+        self.seats += [Seat(index) for index in range(len(self.seats), min(count, MAX_SEARCHERS))]
+
+    def _fill(self, seat: Seat, orders: StartSearchers) -> None:
+        self._logs.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
+        row = self.board.searcher(seat.index)
+        row.clear()
+        seat.incarnation, seat.idleness = secrets.token_hex(4), Idleness()
+        seat.hung_up, seat.failure = False, None
+        seat.process = RoleProcess(
+            seat.name,
+            orders.recipe,
+            {"index": seat.index, "incarnation": seat.incarnation},
+            log=self._logs / f"{seat.name}.log",
+            threads=self.config.threads,
+            forked=orders.forked,
+            make_link=self._make_link,
+        )
+        row["pid"] = seat.process.pid
+        self._trainer.send(SearcherStarted(holder=seat.holder, survived=False))
+
+    def _lost(self, seat: Seat, what: str, *, final: bool = False, on_purpose: bool = False) -> None:
+        """A searcher is gone, or as good as: others take its visits, and another process its seat."""
+        assert seat.process is not None
+        process, seat.process = seat.process, None
+        process.kill()
+        process.link.close()
+        groups, row = self.board.searcher(seat.index)["groups"], self.board.searcher(seat.index)
+        row["pid"] = 0
+        early = groups < FEW_GROUPS and not on_purpose
+        seat.early_ends = seat.early_ends + 1 if early else 0
+        seat.given_up = seat.early_ends > MAX_EARLY_ENDS and not seat.closed
+        self._trainer.send(SearcherEnded(holder=seat.holder, replaced=not (seat.given_up or seat.closed)))
+        if seat.closed:
+            logger.info("%s has ended, as was asked.", seat.name)
+            return
+        words = f"{seat.name} {what}. Last lines of {process.log}:\n{last_lines(process.log)}"
+        if final:
+            self._trainer.send(SearchersFailed(error=f"{seat.name} {what} (log: {process.log})"))
+        elif all(other.given_up or other.closed for other in self.seats):
+            why = f"{MAX_EARLY_ENDS + 1} searchers in a row ended before they had sent {FEW_GROUPS} groups."
+            self._trainer.send(SearchersFailed(error=f"{words}\n{why}"))
+        elif seat.given_up:
+            logger.error("%s\nIts place stays empty: %d in a row ended early.", words, seat.early_ends)
+        else:
+            wait = FIRST_BACK_OFF_SECONDS * 2.0 ** (seat.early_ends - 2) if seat.early_ends > 1 else 0.0
+            seat.starts_at = time.monotonic() + wait
+            self.board.supervisor["replaced"] += 1
+            logger.warning("%s\nIt is replaced; its visits to prompts are handed to others.", words)
+        if final:
+            seat.given_up = True
+
+    def _stop_searchers(self) -> None:
+        self._orders, self._ends = None, True  # nobody is started any more
+        processes = [seat.process for seat in self.seats if seat.process is not None]
+        stop_all(processes, Stop(), timeout_seconds=self.config.stop_seconds)
+        for seat in self.seats:
+            if seat.process is not None:
+                seat.process.link.close()
+            seat.process, seat.closed = None, True
+
+    # The trainer
+
+    def _begin_trainer(self) -> None:
+        assert self._start_trainer is not None
+        self.board.trainer.clear()
+        self._trainer_hung_up, self._orders = False, None
+        self._trainer_process = self._start_trainer(self._make_link)
+        self._trainer = self._trainer_process.link
+        self.board.trainer["pid"] = self._trainer_process.pid
+
+    def _look_after_trainer(self) -> int | None:
+        """Exit status of a trainer that has ended for good; None = there is one that goes on, or another one now."""
+        process = self._trainer_process
+        if process is None:
+            return 0 if self._trainer_hung_up or self._ends else None
+        if self._orders is not None:
+            limit = self.config.wait_seconds
+            if self._trainer_idleness.look(self.board.trainer["beats"]) > limit:
+                logger.error(
+                    "the trainer (process %d) has not looked for groups for runtime.wait_seconds=%g s: it is killed; the "
+                    "stacks of all roles are in %s.",
+                    process.pid,
+                    limit,
+                    self._logs,
+                )
+                self.signal_roles(signal.SIGUSR1)
+                process.kill()
+        if process.alive or not self._trainer_hung_up:
+            return None
+        status = process.status
+        assert status is not None
+        if (status >= 0 and status != TRY_AGAIN) or self.interrupted:
+            return status if status >= 0 else 128 - status
+        return self._trainer_died(status)
+
+    def _trainer_died(self, status: int) -> int | None:
+        """Start the trainer again, unless that has been of no use a few times."""
+        newest = self._newest_checkpoint()
+        newest = -1 if newest is None else newest
+        # Whoever comes to a new checkpoint each time comes to the end too.
+        self._restarts = self._restarts + 1 if newest <= self._checkpoint_at_restart else 1
+        self._checkpoint_at_restart = newest
+        how = f"was killed by signal {-status}" if status < 0 else "failed"
+        if self._restarts > self.config.max_trainer_restarts:
+            logger.error(
+                "the trainer %s, %d times in a row without a new checkpoint between: the run ends. Look at %s; `tba train "
+                "RUN --resume` goes on from the last checkpoint.",
+                how,
+                self._restarts,
+                self._logs / "trainer.log",
+            )
+            return 128 - status if status < 0 else 2
+        logger.warning("the trainer %s at step %d; it is resumed.", how, int(self.board.trainer["step"]))
+        self.board.supervisor["trainer_restarts"] += 1
+        self._trainer.close()
+        self._begin_trainer()
+        return None
