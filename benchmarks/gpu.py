@@ -393,7 +393,7 @@ def publish(times: int = 30) -> Iterator[Row]:
     policy, tensors = PolicyModel(model), dict(model.named_parameters())
     slots = WeightSlots.create(tensors, model.dtype, device=device())
     log = Path(tempfile.mkdtemp()) / "searcher.log"
-    process = RoleProcess("searcher", _use_weights, {"weights": slots.handle()}, log=log, fds=(slots.memory.fd,))
+    process = RoleProcess("searcher", _use_weights, {"weights": slots.handle()}, log=log)
     latencies, writing = [], []
     for version in range(1, times + 6):
         started = time.monotonic()

@@ -86,11 +86,11 @@ def surroundings(link, *, descriptor: int) -> None:
 
 def takes_visits_and_dies(link, *, index: int, **_) -> None:
     """Searcher 1 asks for four visits and is gone; searcher 0 only listens."""
-    from tba.runtime.channels import AskVisits
+    from tba.runtime.links import TRAINER, AskVisits
 
     if index == 0:
         time.sleep(600)
-    link.send(AskVisits(count=4))
+    link.send(AskVisits(count=4), to=TRAINER)
     link.receive(timeout_seconds=60.0)
 
 
@@ -98,11 +98,21 @@ def sends_a_group_and_dies(link, *, index: int, incarnation: str, **_) -> None:
     """Asks for two visits, sends the group of the first, and fails."""
     import numpy as np
 
-    from tba.runtime.channels import AskVisits
+    from tba.runtime.links import TRAINER, AskVisits
     from tba.types import Prompt, TrajectoryGroup
 
-    link.send(AskVisits(count=2))
+    link.send(AskVisits(count=2), to=TRAINER)
     visits = link.receive(timeout_seconds=60.0).visits
     prompt = Prompt(id="p", token_ids=np.array([1], np.int32), text="")
-    link.send(TrajectoryGroup(id=f"searcher-0.{incarnation}/0", prompt=prompt, trajectories=(), visit=visits[0].number))
+    group_id = f"searcher-0.{incarnation}/0"
+    group = TrajectoryGroup(id=group_id, prompt=prompt, trajectories=(), visit=visits[0].number)
+    link.send(group, to=TRAINER)
     raise ValueError("and that was all")
+
+
+def sends_nonsense(link, *, index: int, **_) -> None:
+    """Sends the trainer a message that cannot be read, and goes on as if nothing had been."""
+    from tba.runtime.links import TRAINER
+
+    link.send(Unreadable(), to=TRAINER)
+    time.sleep(600)

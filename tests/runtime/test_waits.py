@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tba.runtime.board import Board
-from tba.runtime.channels import POLL_SECONDS, Acknowledge, Idleness, WaitedTooLong, WindowedSender, wait_until
+from tba.runtime.channels import POLL_SECONDS, Idleness, WaitedTooLong, wait_until
+from tba.runtime.ends import WindowedSender
 from tba.runtime.leases import LedgerVisits, Visit, VisitLedger, VisitStock
 from tba.search.prompts import PacedVisits, PromptStream
 from tba.types import Prompt, TrajectoryGroup
@@ -18,7 +19,7 @@ class Recording:
     def __init__(self):
         self.sent = []
 
-    def send(self, message) -> bool:
+    def send(self, message, to="") -> bool:
         self.sent.append(message)
         return True
 
@@ -28,7 +29,7 @@ def group(number: int) -> TrajectoryGroup:
 
 
 def test_waiting_shows_on_the_board_and_is_counted():
-    row = Board.create(1).searcher(0)
+    row = Board.create().searcher(0)
     seen = []
 
     def ready() -> bool:
@@ -42,7 +43,7 @@ def test_waiting_shows_on_the_board_and_is_counted():
 
 
 def test_a_wait_within_a_wait_gives_the_outer_one_its_name_back():
-    row = Board.create(1).searcher(0)
+    row = Board.create().searcher(0)
     seen = []
 
     def ready() -> bool:
@@ -70,24 +71,25 @@ def test_a_wait_within_a_wait_gives_the_outer_one_its_name_back():
 
 
 def test_a_full_channel_blocks_until_the_trainer_has_stored_a_group():
-    row, link = Board.create(1).searcher(0), Recording()
+    row, link = Board.create().searcher(0), Recording()
     sender = WindowedSender(link, row, window=2, deadline_seconds=10.0, handle_messages=lambda: deliver())
     waits = []
 
     def deliver() -> None:
         waits.append(len(link.sent))
         if len(waits) == 3:
-            sender.acknowledge(Acknowledge(group_ids=("g0",)))
+            sender.acknowledge("g0")
 
     for number in range(3):
         sender.send(group(number))
     assert [message.id for message in link.sent] == ["g0", "g1", "g2"]
     assert waits == [2, 2, 2]
-    assert [unsent.id for unsent in sender.unacknowledged()] == ["g1", "g2"]
+    sender.send_again()
+    assert [message.id for message in link.sent[3:]] == ["g1", "g2"]
 
 
 def test_a_channel_that_stays_full_is_an_error_that_names_both_sides():
-    row = Board.create(1).searcher(0)
+    row = Board.create().searcher(0)
     sender = WindowedSender(Recording(), row, window=1, deadline_seconds=0.02, handle_messages=lambda: None)
     sender.send(group(0))
     with pytest.raises(WaitedTooLong, match=r"a searcher waited for the trainer .* \(waited 0\.02 s: channel_full\)"):
@@ -110,7 +112,7 @@ def visits(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadline
         generated=generated,
         unscored=settings.get("unscored", lambda: 0),
         tick=tick,
-        row=Board.create(1).searcher(0),
+        row=Board.create().searcher(0),
         deadline_seconds=deadline,
         progress=settings.get("progress", lambda: 0.0),
     )
@@ -156,7 +158,7 @@ def test_without_a_visit_at_hand_nothing_starts_until_one_comes():
 
 def test_a_deadline_does_not_count_while_the_awaited_role_works():
     """Progress at every tenth look, a deadline of thirty: it never passes."""
-    row, looks = Board.create(1).searcher(0), [0]
+    row, looks = Board.create().searcher(0), [0]
 
     def ready() -> bool:
         looks[0] += 1

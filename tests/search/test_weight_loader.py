@@ -1,6 +1,7 @@
 """From the trainer's weights to the engine's: loaded, checked, and caught when they never arrive."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ class Trainer:
         self.engine = NativeEngine(copy.deepcopy(model), stop_ids=[2], seed=0, slots=4, max_length=128, dtype=dtype)
         self.policy = PolicyModel(model)
         self.slots = WeightSlots.create(make_weights(model, version=0).tensors, dtype)
+        self.ends = SimpleNamespace(weights=self.slots)
         self.publish(0)
 
     def publish(self, version: int) -> None:
@@ -42,7 +44,7 @@ class Trainer:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_newer_weights_are_loaded_and_pass_the_canary(dtype):
     trainer = Trainer(dtype)
-    loader = WeightLoader(trainer.slots, trainer.engine)
+    loader = WeightLoader(trainer.ends, trainer.engine)
     loader.check_first()
     for version in (1, 4):
         trainer.move(0.02)
@@ -53,7 +55,7 @@ def test_newer_weights_are_loaded_and_pass_the_canary(dtype):
 
 def test_the_engine_then_gives_the_trainers_log_probs():
     trainer = Trainer()
-    loader = WeightLoader(trainer.slots, trainer.engine)
+    loader = WeightLoader(trainer.ends, trainer.engine)
     loader.check_first()
     trainer.move(0.1)
     trainer.publish(1)
@@ -71,7 +73,7 @@ def test_a_searcher_that_starts_late_begins_with_the_newest_version():
     trainer = Trainer()
     trainer.move(0.02)
     trainer.publish(1)
-    loader = WeightLoader(trainer.slots, trainer.engine)
+    loader = WeightLoader(trainer.ends, trainer.engine)
     loader.check_first()
     assert trainer.engine.version == 1
     trainer.move(0.02)
@@ -82,7 +84,7 @@ def test_a_searcher_that_starts_late_begins_with_the_newest_version():
 
 def test_weights_are_used_before_their_canary_comes_and_are_checked_then():
     trainer = Trainer()
-    loader = WeightLoader(trainer.slots, trainer.engine)
+    loader = WeightLoader(trainer.ends, trainer.engine)
     loader.check_first()
     trainer.engine.load = lambda weights: setattr(trainer.engine, "version", weights.version)  # loads nothing
     trainer.move(0.02)
@@ -97,7 +99,7 @@ def test_weights_are_used_before_their_canary_comes_and_are_checked_then():
 
 def test_after_too_many_unchecked_versions_only_one_with_a_canary_is_loaded():
     trainer = Trainer()
-    loader = WeightLoader(trainer.slots, trainer.engine)
+    loader = WeightLoader(trainer.ends, trainer.engine)
     loader.check_first()
     for version in range(1, MAX_UNCHECKED + 2):
         trainer.publish_without_canary(version)
@@ -112,12 +114,12 @@ def test_an_engine_of_another_model_is_caught_at_once():
     trainer = Trainer()
     other = NativeEngine(tiny_llama(seed=5, max_position_embeddings=128), stop_ids=[2], seed=0, slots=4, max_length=128)
     with pytest.raises(CanaryMismatch, match="canary of version 0"):
-        WeightLoader(trainer.slots, other).check_first()
+        WeightLoader(trainer.ends, other).check_first()
 
 
 def test_an_engine_that_says_it_loaded_but_did_not_is_caught():
     trainer = Trainer()
-    loader = WeightLoader(trainer.slots, trainer.engine)
+    loader = WeightLoader(trainer.ends, trainer.engine)
     loader.check_first()
     trainer.engine.load = lambda weights: setattr(trainer.engine, "version", weights.version)
     trainer.move(0.02)
@@ -128,10 +130,35 @@ def test_an_engine_that_says_it_loaded_but_did_not_is_caught():
 
 def test_a_flipped_byte_is_not_loaded():
     trainer = Trainer()
-    loader = WeightLoader(trainer.slots, trainer.engine)
+    loader = WeightLoader(trainer.ends, trainer.engine)
     loader.check_first()
     trainer.publish(1)
     next(iter(trainer.slots._tensors[1].values())).view(torch.uint8)[0, 0] ^= 1
     with pytest.raises(ChecksumMismatch, match="version 1 have checksum"):
         loader.load_newer()
     assert trainer.engine.version == 0
+
+
+def test_weights_of_another_trainer_are_loaded_although_their_version_is_lower_or_the_same():
+    before, after = Trainer(), Trainer()
+    loader = WeightLoader(before.ends, before.engine)
+    loader.check_first()
+    before.move(0.1)
+    before.publish(9)
+    loader.load_newer()
+    for version in (4, 9):
+        after.move(0.02)
+        after.publish(version)
+        if version == 4:
+            before.ends.weights = after.slots
+        loader.load_newer()
+        assert before.engine.version == version
+    same = Trainer()
+    same.move(0.05)
+    same.publish(9)
+    before.ends.weights = same.slots
+    loader.load_newer()
+    tokens = np.array([5, 6, 7, 8])
+    same.engine.load(make_weights(same.policy.model, version=9))
+    found, want = (engine.score([tokens[:1]], [tokens[1:]], 1.0)[0] for engine in (before.engine, same.engine))
+    assert np.abs(found - want).max() < 1e-5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -50,7 +49,7 @@ def train(
     `resume` continues the run of this config from its newest whole checkpoint, or from the one that is named. `host` is
     where the trainer runs under a supervisor; None = this process gets one.
     """
-    owner = os.getpid() if host is None else host.pid
+    owner = None if host is None else host.pid
     check_before_loading(config, resume=bool(resume))
     torch.set_num_threads(config.runtime.threads)
     config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
@@ -58,7 +57,7 @@ def train(
     if resume:
         folder = RunFolder.reopen(config.run_folder)
         # Before anything is looked at that a run may be changing.
-        refuse(folder.path, holder_of(folder.path), unless=owner if host is not None else None)
+        refuse(folder.path, holder_of(folder.path), unless=owner)
         config = resumed_config(config, folder)
         checkpoint = checkpoint_to_resume(folder, config, resume)
     start_mps(config)  # before anything touches the GPU

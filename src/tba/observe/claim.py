@@ -35,9 +35,9 @@ class Claim:
 
     @classmethod
     def take(cls, folder: Path, *, pid: int | None = None) -> Claim:
-        """Claim an existing folder for a process, None = this one; FolderInUse names the process that has it. A claim whose
-        process is gone is taken over."""
-        path, pid = folder / NAME, pid or os.getpid()
+        """Claim an existing folder for this process, or for another one, which may have it already; FolderInUse names the
+        process that has it. A claim whose process is gone is taken over."""
+        path, holder = folder / NAME, pid or os.getpid()
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -46,10 +46,10 @@ class Claim:
                 if not _is_at(path, descriptor):
                     continue  # released between the two calls: the file is no longer the one in the folder
                 refuse(folder, _read(descriptor), unless=pid)
-                text = json.dumps({**_process(pid), "inode": os.fstat(descriptor).st_ino}) + "\n"
+                text = json.dumps({**_process(holder), "inode": os.fstat(descriptor).st_ino}) + "\n"
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, text.encode(), 0)
-                return cls(path, pid)
+                return cls(path, holder)
             finally:
                 os.close(descriptor)
 

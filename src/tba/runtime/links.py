@@ -104,10 +104,12 @@ class StartSearchers:
 @dataclass(frozen=True, kw_only=True)
 class ReplaceSearchers:
     """Trainer to supervisor: end these searchers, with all that they have not delivered, and start others in their places.
-    ReplaceSearchers(holders=("searcher-0.5f3a91c2",), why="...")"""
+    ReplaceSearchers(holders=("searcher-0.5f3a91c2",), why="...", at_fault=False)"""
 
     holders: tuple[str, ...]
     why: str
+    at_fault: bool
+    """Whether something is wrong with them: where that is so with too many in a row, a place is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)

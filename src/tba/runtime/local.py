@@ -112,7 +112,7 @@ class LocalRuntime:
 
     def replace_searchers(self, why: str) -> None:
         """Searchers that are to go are forgotten here at once: messages of theirs that are on the way are not heeded."""
-        self._link.send(ReplaceSearchers(holders=tuple(self._searchers), why=why))
+        self._link.send(ReplaceSearchers(holders=tuple(self._searchers), why=why, at_fault=False))
         for holder in list(self._searchers):
             self._forget(holder)
 
@@ -156,7 +156,7 @@ class LocalRuntime:
             self.ledger.adopt(sender, message.visits)
             self._awaited.discard(sender)
         elif isinstance(message, Failed):
-            self._link.send(ReplaceSearchers(holders=(sender,), why=message.error))
+            self._link.send(ReplaceSearchers(holders=(sender,), why=message.error, at_fault=True))
         elif sender in self._awaited:
             pass  # said to the trainer before: it asks again
         elif isinstance(message, AskVisits):

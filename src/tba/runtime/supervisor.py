@@ -232,7 +232,7 @@ class Supervisor:
         if isinstance(message, ReplaceSearchers):
             for seat in self.seats:
                 if seat.process is not None and seat.holder in message.holders:
-                    self._lost(seat, f"is replaced: {message.why}", on_purpose=True)
+                    self._lost(seat, f"is replaced: {message.why}", at_fault=message.at_fault)
         if isinstance(message, EndRun):
             self._stop_searchers()
             self._trainer.send(AllStopped())
@@ -293,7 +293,7 @@ class Supervisor:
         row["pid"] = seat.process.pid
         self._trainer.send(SearcherStarted(holder=seat.holder, survived=False))
 
-    def _lost(self, seat: Seat, what: str, *, final: bool = False, on_purpose: bool = False) -> None:
+    def _lost(self, seat: Seat, what: str, *, final: bool = False, at_fault: bool = True) -> None:
         """A searcher is gone, or as good as: others take its visits, and another process its seat."""
         assert seat.process is not None
         process, seat.process = seat.process, None
@@ -301,7 +301,7 @@ class Supervisor:
         process.link.close()
         groups, row = self.board.searcher(seat.index)["groups"], self.board.searcher(seat.index)
         row["pid"] = 0
-        early = groups < FEW_GROUPS and not on_purpose
+        early = groups < FEW_GROUPS and at_fault
         seat.early_ends = seat.early_ends + 1 if early else 0
         seat.given_up = seat.early_ends > MAX_EARLY_ENDS and not seat.closed
         self._trainer.send(SearcherEnded(holder=seat.holder, replaced=not (seat.given_up or seat.closed)))

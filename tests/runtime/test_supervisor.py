@@ -1,0 +1,155 @@
+"""Searchers under the supervisor: what becomes of the visits of those that are gone, and of a searcher whose trainer is.
+Searchers are real processes here."""
+
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import Pipe
+
+import numpy as np
+import pytest
+import targets
+import torch
+
+from tba.config import RuntimeConfig
+from tba.runtime.board import Board
+from tba.runtime.ends import EndsHandle, LocalSearcherEnds
+from tba.runtime.leases import Visit, VisitLedger
+from tba.runtime.links import Acknowledge, AskVisits, Holding, LeaseVisits, Link, NewTrainer
+from tba.runtime.local import LocalRuntime
+from tba.runtime.processes import RoleDied
+from tba.runtime.supervisor import MAX_EARLY_ENDS, Host, Supervisor
+from tba.runtime.weight_slots import WeightSlots
+from tba.types import Prompt, TrajectoryGroup
+
+DEADLINE_SECONDS = 60.0
+TENSORS = {"w": torch.zeros(4)}
+
+
+class Run:
+    """A trainer in this process, with its supervisor in a thread."""
+
+    def __init__(self, logs) -> None:
+        self.supervisor = Supervisor(RuntimeConfig(stop_seconds=1.0), Board.create(), logs=logs)
+        self.thread = threading.Thread(target=self.supervisor.run)
+        self.thread.start()
+        self.runtime = LocalRuntime(
+            RuntimeConfig(stop_seconds=1.0),
+            Host(link=Link(self.supervisor.trainer_connection), board=self.supervisor.board, pid=0),
+            num_searchers=2,
+            tensors=TENSORS,
+            dtype=torch.float32,
+            canary=lambda weights: np.zeros(64),
+            ledger=VisitLedger(10, seed=0, shuffle=False),
+        )
+
+    def start(self, target, *, num_searchers: int) -> LocalRuntime:
+        self.runtime._num_searchers = num_searchers
+        self.runtime.start_searchers(target, {})
+        return self.runtime
+
+    def drain_until(self, condition) -> list:
+        groups, deadline = [], time.monotonic() + DEADLINE_SECONDS
+        while not condition():
+            groups += self.runtime.drain()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return groups
+
+    def close(self) -> None:
+        self.runtime.stop()
+        self.thread.join()
+        self.supervisor.close()
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr("tba.runtime.supervisor.FIRST_BACK_OFF_SECONDS", 0.01)
+    run = Run(tmp_path / "logs")  # a folder that somebody has deleted
+    yield run
+    run.close()
+
+
+def test_visits_of_a_place_that_is_given_up_go_to_the_others(run):
+    """Its last process may have held none: all that were ever handed back are given to searcher 0."""
+    runtime = run.start(targets.takes_visits_and_dies, num_searchers=2)
+    first, second = "searcher-0", "searcher-1"
+    run.drain_until(lambda: runtime.board.places().get(1) == "given_up")
+    run.drain_until(lambda: not any(name.startswith(second) for name in runtime._searchers))
+    assert runtime.ledger.num_handed_back == 0
+    (holder,) = runtime._searchers
+    assert holder.startswith(first)
+    assert runtime.ledger.hand_back(holder) == 4
+
+
+def test_a_group_that_arrived_is_not_made_again_although_its_searcher_is_lost(run):
+    """The group and the failure arrive together: only the other visit is handed back."""
+    runtime = run.start(targets.sends_a_group_and_dies, num_searchers=1)
+    seen: list = []
+    run.drain_until(lambda: seen.extend(runtime.drain()) or len(seen) > 0)
+    run.drain_until(lambda: runtime.ledger.num_handed_back == 1)
+    assert seen[0].visit == 0
+    assert [visit.number for visit in runtime.ledger.lease("another", 1)] == [1]
+
+
+def test_a_searcher_that_loads_its_model_counts_as_progress(run):
+    runtime = run.start(targets.takes_visits_and_dies, num_searchers=1)
+    run.drain_until(lambda: runtime.board.places().get(0) == "filled")
+    first = runtime.progress()
+    assert runtime.progress() != first
+
+
+def test_a_searcher_that_sends_nonsense_is_replaced_and_in_the_end_given_up(run):
+    runtime = run.start(targets.sends_nonsense, num_searchers=1)
+    with pytest.raises(RoleDied, match="cannot be read"):
+        run.drain_until(lambda: False)
+    assert runtime.board.supervisor["replaced"] == MAX_EARLY_ENDS
+
+
+def test_the_supervisor_needs_no_torch():
+    """Or it would not be there before everything else, and importing would take twice as long."""
+    code = "import sys, tba.launch.supervise; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def group(number: int, visit: int) -> TrajectoryGroup:
+    prompt = Prompt(id="p", token_ids=np.array([1], np.int32), text="")
+    return TrajectoryGroup(id=f"searcher-0.a/{number}", prompt=prompt, trajectories=(), visit=visit)
+
+
+def test_a_searcher_tells_a_new_trainer_what_it_has_and_sends_again_what_was_not_stored():
+    """Of visits 0 to 4 it has begun 0, 1 and 2; the groups of 0 and 1 are sent, that of 0 is stored."""
+    ours, theirs = Pipe()
+    trainer, link = Link(ours), Link(theirs)
+    board, slots = Board.create(), [WeightSlots.create(TENSORS, torch.float32) for _ in range(2)]
+    handle = EndsHandle(board=board.memory.handle(), weights=slots[0].handle(), references=None)
+    ends = LocalSearcherEnds(link, handle, RuntimeConfig(), index=0, stock=5)
+    visits = [Visit(number=number, prompt=number, epoch=0) for number in range(5)]
+    ends.visits.peek()  # asks for five
+
+    def handle_until(condition) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not condition():
+            ends.handle_messages()
+            assert time.monotonic() < deadline
+
+    trainer.send(LeaseVisits(visits=tuple(visits)))
+    handle_until(lambda: ends.visits.peek() is not None)
+    for _ in range(3):
+        ends.visits.take()
+    for number in range(2):
+        ends.sender.send(group(number, visit=number))
+    trainer.send(Acknowledge(group_ids=("searcher-0.a/0",)))
+    trainer.send(NewTrainer(weights=slots[1].handle(), references=None))
+    old = ends.weights
+    handle_until(lambda: ends.weights is not old)
+    sent = [trainer.receive(DEADLINE_SECONDS) for _ in range(5)]
+    assert sent[0] == AskVisits(count=5)
+    assert [message.id for message in sent[1:3]] == ["searcher-0.a/0", "searcher-0.a/1"]
+    assert sent[3] == Holding(visits=tuple(visits[1:]))
+    assert sent[4].id == "searcher-0.a/1"
+    slots[1].publish(TENSORS, version=3)
+    assert ends.weights.newest_version == 3
+    for connection in (ours, theirs):
+        connection.close()
