@@ -183,7 +183,7 @@ def listing(here) -> set[str]:
 
 @pytest.mark.parametrize(("arguments", "files", "message", "begins"), CASES)
 def test_a_bad_input_is_told_in_words_and_leaves_nothing(
-    folder, tmp_path, monkeypatch, capsys, arguments, files, message, begins
+    folder, tmp_path, monkeypatch, capfd, arguments, files, message, begins
 ):
     prepare(folder, tmp_path)
     for name, text in files.items():
@@ -199,7 +199,7 @@ def test_a_bad_input_is_told_in_words_and_leaves_nothing(
     monkeypatch.setattr(sys, "argv", ["tba", *command])
     with pytest.raises(SystemExit) as ended:
         main()
-    printed = capsys.readouterr()
+    printed = capfd.readouterr()
     assert ended.value.code not in (0, None)
     assert message in printed.err
     assert "Traceback" not in printed.err

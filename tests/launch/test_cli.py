@@ -61,14 +61,14 @@ def test_errors_are_words_without_a_traceback_and_exit_status_2(arguments, messa
         (["prepare", "nothing"], "task 'nothing' has nothing to prepare"),
     ],
 )
-def test_so_are_those_that_come_later(arguments, message, monkeypatch, capsys, tmp_path):
+def test_so_are_those_that_come_later(arguments, message, monkeypatch, capfd, tmp_path):
     """In this process: by then torch is loaded, which takes seconds."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["tba", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -92,23 +92,23 @@ def test_so_are_those_that_come_later(arguments, message, monkeypatch, capsys, t
         (["doctor", "x"], "See `tba doctor --help`."),
     ],
 )
-def test_a_wrong_call_is_one_line_and_exit_status_2(arguments, message, monkeypatch, capsys):
+def test_a_wrong_call_is_one_line_and_exit_status_2(arguments, message, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["tba", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
-    printed = capsys.readouterr()
+    printed = capfd.readouterr()
     assert ended.value.code == 2
     assert message in printed.err
     assert len(printed.err.splitlines()) == 1
     assert printed.out == ""
 
 
-def test_without_a_command_the_help_is_shown_with_exit_status_2(monkeypatch, capsys):
+def test_without_a_command_the_help_is_shown_with_exit_status_2(monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["tba"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert "evaluate" in capsys.readouterr().out
+    assert "evaluate" in capfd.readouterr().out
 
 
 def test_numbers_given_as_options_arrive_as_numbers():

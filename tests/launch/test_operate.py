@@ -19,7 +19,7 @@ def alive(config) -> float:
     return next((record["searchers/alive"] for record in map(json.loads, reversed(lines)) if "loss" in record), 0.0)
 
 
-def test_a_run_tells_what_it_does_changes_its_searchers_and_stops_when_asked(folder, capsys):
+def test_a_run_tells_what_it_does_changes_its_searchers_and_stops_when_asked(folder, capfd):
     config = make_config(folder, "name=operated", ENDLESS)
     seen = {}
 
@@ -41,7 +41,7 @@ def test_a_run_tells_what_it_does_changes_its_searchers_and_stops_when_asked(fol
     assert seen["three"]
     assert seen["one"]
     assert not seen["rc"]
-    assert f"asked process {os.getpid()} to save and end" in capsys.readouterr().out
+    assert f"asked process {os.getpid()} to save and end" in capfd.readouterr().out
     assert seen["status"]["alive"] is True
     assert seen["status"]["pid"] == os.getpid()
     assert [role["name"] for role in seen["status"]["roles"]] == ["trainer", "searcher-0"]
@@ -61,7 +61,7 @@ def test_a_status_says_since_when_and_whether_anybody_still_writes_it():
     assert describe(status(age=60.0)).startswith("silent for 60 s at step 7")
 
 
-def test_a_run_that_is_gone_is_not_stopped_and_gets_no_searchers(tmp_path, capsys):
+def test_a_run_that_is_gone_is_not_stopped_and_gets_no_searchers(tmp_path, capfd):
     folder = RunFolder(tmp_path)
     folder.config.write_text("")
     gone = {

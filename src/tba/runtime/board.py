@@ -105,7 +105,7 @@ PLACES: tuple[Place, ...] = ("none", "empty", "filled", "given_up")
 
 WAITS_FOR: dict[Wait, str] = {
     "none": "works",
-    "first_fill": "waits for the searchers' first groups",
+    "first_fill": "waits for groups that fill a batch",
     "replay_ratio": "waits for new responses from the searchers",
     "pace": "is ahead: waits for newer weights from the trainer, or for rewards",
     "channel_full": "waits for the trainer to take in groups",
