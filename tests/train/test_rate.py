@@ -97,7 +97,7 @@ def test_the_rate_is_part_of_a_checkpoint():
     rate = rate_of()
     for step in range(5):
         rate.follow(step, {"movement": 0.01, "off_policy/agreement": 0.2})
-    assert rate.state() == {"rate": rate.at(5), "agreement": rate.agreement} != rate_of().state()
+    assert rate.state() == {"rate": rate.at(5), "agreement": rate.agreement, "factor": 1.0} != rate_of().state()
     assert rate.agreement > rate_of().agreement
 
 

@@ -142,6 +142,7 @@ class AsyncRun:
             reference_publisher=runtime.reference_publisher,
             ledger=ledger,
             parts={},
+            restart_searchers=runtime.restart_searchers,
             gate=Gate(
                 config,
                 runtime.board.trainer,
@@ -162,8 +163,7 @@ class AsyncRun:
             ),
         )
         try:
-            if checkpoint is not None:
-                trainer.checkpoints.load(checkpoint)
+            trainer.resume(checkpoint)
             runtime.publish(make_weights(loaded.model, version=trainer.step_index))
             arguments = {"config": config, "logs": folder.logs}
             runtime.start_searchers(run_searcher, arguments, logs=folder.logs)
@@ -292,10 +292,9 @@ class SyncRun:
             ledger=ledger,
             parts={"search": state} if lagged is None else {"search": state, "weights": lagged},
         )
-        if checkpoint is not None:
-            trainer.checkpoints.load(checkpoint)
-            if lagged is None:  # lagged weights load what is due themselves
-                engine.load(make_weights(loaded.model, version=trainer.step_index))
+        trainer.resume(checkpoint)
+        if checkpoint is not None and lagged is None:  # lagged weights load what is due themselves
+            engine.load(make_weights(loaded.model, version=trainer.step_index))
         return cls(
             config,
             searcher,

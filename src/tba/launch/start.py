@@ -54,7 +54,7 @@ def train(config: Config, *, inputs: RunInputs | None = None, resume: bool | str
     config = with_defaults(config, inputs.loaded)
     # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
     imported = import_groups(config, inputs) if checkpoint is None else []
-    if checkpoint is None:
+    if not resume:
         folder = RunFolder.create(config.run_folder, overwrite=config.overwrite)
     else:
         folder.claim()

@@ -77,8 +77,8 @@ class VisitLedger:
                 self.difficulty.record(visit.prompt, solved)
 
     def adopt(self, holder: str, visits: Iterable[Visit]) -> None:
-        """A searcher that outlived the trainer tells which visits it has, begun or at hand: they are its own, also where this
-        ledger, which comes from an older checkpoint, has not handed them out yet or was about to hand them out again."""
+        """A searcher that outlived the trainer tells which visits it has, begun or at hand: they are its own, also where
+        this ledger, which comes from an older checkpoint, has not handed them out yet or was about to hand them out again."""
         with self._lock:
             for visit in visits:
                 self._pass_numbers_to(visit.number)
@@ -128,8 +128,8 @@ class VisitLedger:
         return found[-1] if found else None
 
     def _pass_numbers_to(self, number: int) -> None:
-        """A number that a lost trainer handed out is never handed out as a new one. Those before it were handed out too: they
-        wait to be completed or adopted as well, and are handed out again where neither happens."""
+        """A number that a lost trainer handed out is never handed out as a new one. Those before it were handed out too:
+        they wait to be completed or adopted as well, and are handed out again where neither happens."""
         while self._handed_out <= number:
             self._handed_back.append(self._next())
 

@@ -187,6 +187,18 @@ class LocalRuntime:
         self._fill_empty()
         self._hand_to_others()
 
+    def restart_searchers(self) -> None:
+        """End all searchers and start new ones, which begin with the weights that are published now. What the old ones have
+        sent and nobody has taken is dropped, and their visits are handed out again."""
+        for seat in self.seats:
+            if seat.process is not None:
+                process, seat.process = seat.process, None
+                process.kill()
+                self.ledger.hand_back(seat.holder)
+            seat.starts_at = 0.0
+        self._senders, self.evaluations, self._wanted_evaluations = {}, [], []
+        self._fill_empty()
+
     def _messages_of(self, seat: Seat) -> list[TrajectoryGroup]:
         """Groups that a searcher has sent; its other messages are dealt with."""
         groups: list[TrajectoryGroup] = []

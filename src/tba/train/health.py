@@ -1,4 +1,5 @@
-"""What a trainer does about the collapse guard: healthy checkpoints, the warning, the stop."""
+"""What a trainer does about the collapse guard: healthy checkpoints, the warning, the stop, and when a run goes back
+(recovery.py)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ LEAST_EVERY = 20
 
 
 class Collapsed(RuntimeError):
-    """The guard's alarm under observe.on_collapse=stop."""
+    """The guard's alarm under observe.on_collapse=stop, or under rollback where the run cannot go back (again)."""
 
 
 @dataclass
@@ -46,7 +47,8 @@ class Health:
         if step >= self.config.train.max_steps:
             self._finish()
         watched = {f"guard/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
-        return {"guard/alarm": float(self.alarm is not None), **watched}
+        rollbacks = float(len(self.recorder.rollbacks))
+        return {"guard/alarm": float(self.alarm is not None), "guard/rollbacks": rollbacks, **watched}
 
     def save_if_due(self, step: int) -> None:
         """Write a healthy checkpoint on schedule, after everything else of the step: a run can resume from it."""
@@ -63,9 +65,31 @@ class Health:
         self.guard, self.alarm = state["guard"], state["alarm"]
         self._saved = sorted(self.checkpoints.by_step("healthy-step-"))
 
+    @property
+    def rolls_back(self) -> bool:
+        """Whether the run goes back now: it is asked to, it may once more, and there is a checkpoint to go back to."""
+        observe, before = self.config.observe, len(self.recorder.rollbacks)
+        asked = self.alarm is not None and observe.on_collapse == "rollback" and before < observe.max_rollbacks
+        return asked and self.kept is not None
+
+    @property
+    def kept(self) -> Path | None:
+        """The newest checkpoint from before the collapse; None = there is none that the run could go on from."""
+        kept = (self.recorder.collapse or {}).get("checkpoint")
+        path = None if kept is None else self.recorder.folder.path / kept
+        if path is None or not path.is_dir():
+            return None
+        # Of the first steps with a fixed lag it lacks the weights in use: they were those of the start.
+        lacking = self.config.lag_steps if self.config.mode == "fixed_lag" else 0
+        return path if int(path.name.rpartition("-")[2]) > lacking else None
+
     def stop_if_asked(self) -> None:
-        if self.alarm is not None and self.config.observe.on_collapse == "stop":
-            raise Collapsed(f"stopped at step {self.recorder.steps}: {self.alarm.words} {self._kept_words()}")
+        """Raise while an alarm lasts, where it stops the run or the run could not go back."""
+        if self.alarm is not None and self.config.observe.on_collapse in ("stop", "rollback"):
+            words = [self.alarm.words, self._kept_words()]
+            if self.recorder.rollbacks:
+                words.append(f"Rollbacks before this: {len(self.recorder.rollbacks)}.")
+            raise Collapsed(f"stopped at step {self.recorder.steps}: {' '.join(words)}")
 
     @property
     def every(self) -> int:
