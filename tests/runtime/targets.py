@@ -106,3 +106,14 @@ def sends_a_group_and_dies(link, *, index: int, incarnation: str, **_) -> None:
     prompt = Prompt(id="p", token_ids=np.array([1], np.int32), text="")
     link.send(TrajectoryGroup(id=f"searcher-0.{incarnation}/0", prompt=prompt, trajectories=(), visit=visits[0].number))
     raise ValueError("and that was all")
+
+
+def sends_its_incarnation(link, *, index: int, incarnation: str, **_) -> None:
+    """Sends one group and goes on for ever."""
+    import numpy as np
+
+    from tba.types import Prompt, TrajectoryGroup
+
+    prompt = Prompt(id="p", token_ids=np.array([1], np.int32), text="")
+    link.send(TrajectoryGroup(id=f"searcher-{index}.{incarnation}/0", prompt=prompt, trajectories=()))
+    time.sleep(600)

@@ -66,3 +66,26 @@ def test_a_searcher_that_loads_its_model_counts_as_progress(start):
     runtime = start(targets.takes_visits_and_dies, num_searchers=1)
     first = runtime.progress()
     assert runtime.progress() != first
+
+
+def test_searchers_that_are_restarted_are_new_and_what_they_sent_is_dropped(start):
+    runtime = start(targets.sends_its_incarnation, num_searchers=2)
+    before = [(seat.process, seat.incarnation) for seat in runtime.seats]
+    wait_for_messages(runtime)
+    assert runtime.ledger.outstanding == 0, "their messages were not taken"
+    runtime.ledger.lease(runtime.seats[0].holder, 3)
+    runtime.evaluate(7)
+    runtime.restart_searchers()
+    assert not any(process.alive for process, _ in before)
+    assert runtime.ledger.num_handed_back == 3
+    groups = drain_until(runtime, lambda: sum(seat.groups for seat in runtime.seats) == 2)
+    assert {group.id for group in groups} == {f"{seat.name}.{seat.incarnation}/0" for seat in runtime.seats}
+    assert not {seat.incarnation for seat in runtime.seats} & {incarnation for _, incarnation in before}
+    assert runtime.replaced == 0
+
+
+def wait_for_messages(runtime: LocalRuntime) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while any(seat.process.link._inbox.empty() for seat in runtime.seats):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -78,7 +78,7 @@ class VisitLedger:
 
     def adopt(self, holder: str, visits: Iterable[Visit]) -> None:
         """A searcher that outlived the trainer tells which visits it has, begun or at hand: they are its own, also where
-        this ledger, which comes from an older checkpoint, has not handed them out yet or was about to hand them out again."""
+        this ledger, which comes from an older checkpoint, has not handed them out yet or would hand them out again."""
         with self._lock:
             for visit in visits:
                 self._pass_numbers_to(visit.number)
