@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tba.launch import evaluate_model, train
 from tba.observe.files import RunFolder
+from tba.observe.guards import Alarm, CollapseGuard
 from tba.replay.database import load_groups
 from tba.train.health import Collapsed
 
@@ -153,3 +154,60 @@ def test_a_run_goes_back_a_bounded_number_of_times(folder):
 def test_a_run_without_checkpoints_cannot_go_back(folder):
     with pytest.raises(ValueError, match=r"observe.on_collapse=rollback goes back to a checkpoint"):
         make_config(folder, "observe.on_collapse=rollback", "train.keep_checkpoints=0")
+
+
+CLOCKED = ("seconds", "time/", "perf/", "guard/rollbacks")
+"""Beginnings of the names of metrics that a clock decides, or that a rollback is meant to change."""
+
+
+def what_came_of(run: RunFolder) -> tuple:
+    """Everything that a run leaves, without times."""
+    found = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    lines = [{name: value for name, value in line.items() if not name.startswith(CLOCKED)} for line in found]
+    rows = [
+        (row.arrival, row.group.id, row.step, [t.completion.token_ids.tolist() for t in row.group.trajectories])
+        for row in load_groups(run.replay)
+    ]
+    weights = (run.newest_checkpoint() / "model.safetensors").read_bytes()
+    return lines, rows, run.samples.read_text(), weights
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["mode=sync", "objective.name=ppo", "train.updates_per_batch=2", "replay.on_policy_probability=0.5"],
+        ["mode=fixed_lag", "lag_steps=2", "train.learning_rate=auto", "search.skip_unsolved_after=1"],
+        # At step 9 the reference is that of step 6; at step 5 it was the start model.
+        [
+            *("mode=sync", "objective.name=tb_learned_z", "reference.reset_every=6"),
+            *("replay.on_reference_reset=recompute", "replay.on_policy_probability=0.5"),
+        ],
+    ],
+    ids=["ppo", "fixed_lag", "resets"],
+)
+def test_a_run_that_goes_back_forgets_everything_that_came_after(folder, settings, monkeypatch, request):
+    """With the learning rate as it was, the steps that are made again are the same, bit for bit."""
+    case = request.node.callspec.id
+    configs = [
+        make_config(
+            folder, *settings, f"name={case}-{end}", "train.max_steps=12", "evaluate.every=4",
+            "observe.on_collapse=rollback", "observe.healthy_checkpoint_every=5",
+        )
+        for end in ("whole", "back")
+    ]  # fmt: skip
+    train(configs[0])
+    alarms, judge = [], CollapseGuard.step
+
+    def alarmed_once(guard: CollapseGuard, step: int, metrics) -> Alarm | None:
+        found = judge(guard, step, metrics)
+        if step == 9 and not alarms:
+            alarms.append(step)
+            return Alarm(rule="reward", metric="reward", value=0.0, healthy=1.0, words="a test.", step=9, since=8)
+        return found
+
+    monkeypatch.setattr(CollapseGuard, "step", alarmed_once)
+    monkeypatch.setattr("tba.train.recovery.GENTLER", 1.0)
+    summary = train(configs[1])
+    assert [(rollback["step"], rollback["to"]) for rollback in summary["rollbacks"]] == [(9, 5)]
+    whole, back = (what_came_of(RunFolder(config.run_folder)) for config in configs)
+    assert back == whole
