@@ -201,6 +201,11 @@ class HighWaterMarks:
     def raise_to(self, group: GroupId) -> None:
         self._marks[group.source] = group.number
 
+    @property
+    def by_source(self) -> dict[str, int]:
+        """A copy: {"searcher-0.5f3a91c2": 41}."""
+        return dict(self._marks)
+
 
 @dataclass
 class ResponseCounts:

@@ -63,3 +63,15 @@ def test_shares_are_shown_in_percent_and_the_rest_as_numbers():
     assert shown("win_rate_greedy", 0.625) == "62.5%"
     assert shown("pass@8", 0.5) == "50.0%"
     assert shown("kl", 3.14159) == "3.14"
+
+
+def test_the_line_on_stability_tells_of_rollbacks():
+    back = {"step": 31, "to": 20}
+    assert stability_line(summary(rollbacks=[back], stability={})) == (
+        "stability: collapse alarm at step 31, rolled back to step 20"
+    )
+    again = summary(rollbacks=[back], collapse={"step": 44, "recovered": None}, stability={})
+    assert stability_line(again) == (
+        "stability: collapse alarm at step 31, rolled back to step 20; collapse alarm at step 44"
+    )
+    assert not went_badly(summary(rollbacks=[back]))

@@ -18,7 +18,7 @@ from tba.replay import durable
 from tba.replay.database import DurableReplayError, find_database, load_groups, network_filesystem, place_database
 from tba.replay.durable import GroupStore
 from tba.replay.payload import decode, encode
-from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
+from tba.types import Completion, HighWaterMarks, Prompt, Trajectory, TrajectoryGroup
 
 NAN = np.array([0x7FC12345], np.uint32).view(np.float32)[0]
 """A NaN with bits of its own."""
@@ -442,3 +442,43 @@ def test_on_a_network_filesystem_the_file_is_made_elsewhere_and_copied_back(tmp_
     assert [file.name for file in run.iterdir()] == ["replay.sqlite"]
     assert len(ids_in(find_database(run / "replay.sqlite"))) == 1
     assert not list(path.parent.iterdir())
+
+
+def test_groups_after_a_row_are_forgotten_and_their_ids_may_come_again(tmp_path):
+    store = make_store(tmp_path / "r.sqlite")
+    for number in range(5):
+        store.append(group(number), step=number)
+    store.append(group(0, sender="searcher-3.bb"), step=5)
+    assert store.return_to(3, HighWaterMarks({"searcher-3.aa": 2})) == 3
+    assert ids_in(store.path) == ["searcher-3.aa/0", "searcher-3.aa/1", "searcher-3.aa/2"]
+    assert not store.append(group(2), step=3)
+    assert store.append(group(3), step=3)
+    assert store.append(group(0, sender="searcher-3.bb"), step=3)
+    store.close()
+    assert [(s.arrival, s.group.id) for s in load_groups(store.path)][3:] == [
+        (4, "searcher-3.aa/3"), (5, "searcher-3.bb/0"),
+    ]  # fmt: skip
+    with sqlite3.connect(store.path) as database:
+        assert dict(database.execute("SELECT * FROM incarnations")) == {"searcher-3.aa": 3, "searcher-3.bb": 0}
+
+
+def test_what_is_kept_for_the_buffer_is_counted_anew_when_rows_are_forgotten(tmp_path):
+    store = make_store(tmp_path / "r.sqlite", capacity=6)  # three groups of two responses
+    for number in range(3):
+        store.append(group(number), step=0)
+    store.return_to(1, HighWaterMarks({"searcher-3.aa": 0}))
+    for number in (1, 2, 3):
+        store.append(group(number), step=1)
+    store.close()
+    assert ids_in(store.path) == ["searcher-3.aa/1", "searcher-3.aa/2", "searcher-3.aa/3"]
+
+
+def test_new_groups_are_numbered_after_those_that_a_checkpoint_holds(tmp_path):
+    """A checkpoint may hold groups whose commit never came: a new one under their number would not be taken in again."""
+    store = make_store(tmp_path / "r.sqlite")
+    store.append(group(0), step=0)
+    store.go_on_after(4)
+    store.append(group(1), step=0)
+    assert store.last_arrival == 5
+    assert [stored.arrival for stored in store.load(after=4)] == [5]
+    store.close()

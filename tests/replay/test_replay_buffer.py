@@ -10,7 +10,7 @@ from replay_builders import Groups, contents, prompt, replay, responses, traject
 from tba.config import ReplayConfig, TrainConfig
 from tba.objectives.base import leave_one_out
 from tba.replay import ReplayBuffer, ReplayEmpty, batching
-from tba.train.batch import combine
+from tba.train.batch import batch_metrics, combine
 from tba.types import GroupId, TrajectoryGroup
 
 
@@ -401,3 +401,24 @@ def test_step_values_are_stored_where_the_objective_needs_them():
     without = TrajectoryGroup(id="other.0/1", prompt=prompt("b"), trajectories=(trajectory([5]),))
     with pytest.raises(ValueError, match="no Monte-Carlo values of its steps"):
         buffer.add(without, step=0)
+
+
+@pytest.mark.parametrize("lag", ["keep", "drop"])
+def test_no_lag_is_negative_where_responses_are_younger_than_the_trainer(lag):
+    """A trainer that resumed at step 4 takes in what the one before it had generated with its version 9."""
+    buffer, groups = replay(fresh_steps=2, lag=lag), Groups()
+    buffer.add(groups("a", [[1, 2], [3]], version=9), step=4)
+    buffer.add(groups("b", [[4, 5], [6]], version=3), step=4)
+    batch = buffer.sample(2, 2, step=4)
+    assert sorted(batch.version_PK.flatten().tolist()) == [3, 3, 4, 4]
+    assert (buffer.stats()["age_mean"], buffer.stats()["age_max"]) == (0.5, 1.0)
+    weighed = combine(batch, TrainConfig(), reward_weights={"r": 1.0})
+    metrics = batch_metrics(weighed, batch.policy_N, step=4)
+    assert (metrics["off_policy/lag_mean"], metrics["off_policy/lag_max"]) == (0.5, 1.0)
+
+
+def test_responses_of_a_version_that_is_gone_expire_as_those_of_the_step_they_came_at():
+    buffer, groups = replay(lag="drop"), Groups()
+    buffer.add(groups("a", [[1, 2], [3]], version=9), step=4)
+    assert buffer.expire(4) == 0
+    assert buffer.expire(5) == 2

@@ -116,3 +116,15 @@ def sends_nonsense(link, *, index: int, **_) -> None:
 
     link.send(Unreadable(), to=TRAINER)
     time.sleep(600)
+
+
+def sends_its_incarnation(link, *, index: int, incarnation: str, **_) -> None:
+    """Sends one group and goes on for ever."""
+    import numpy as np
+
+    from tba.runtime.links import TRAINER
+    from tba.types import Prompt, TrajectoryGroup
+
+    prompt = Prompt(id="p", token_ids=np.array([1], np.int32), text="")
+    link.send(TrajectoryGroup(id=f"searcher-{index}.{incarnation}/0", prompt=prompt, trajectories=()), to=TRAINER)
+    time.sleep(600)

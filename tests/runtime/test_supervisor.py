@@ -107,6 +107,20 @@ def test_a_searcher_that_sends_nonsense_is_replaced_and_in_the_end_given_up(run)
     assert runtime.board.supervisor["replaced"] == MAX_EARLY_ENDS
 
 
+def test_searchers_that_are_replaced_are_new_and_what_they_sent_is_dropped(run):
+    runtime = run.start(targets.sends_its_incarnation, num_searchers=2)
+    run.drain_until(lambda: len(runtime._searchers) == 2)
+    before = set(runtime._searchers)
+    runtime.ledger.lease(min(before), 3)
+    runtime.evaluate(7)
+    runtime.replace_searchers("of a test")
+    assert runtime.ledger.num_handed_back == 3
+    groups: list = []
+    run.drain_until(lambda: groups.extend(runtime.drain()) or len(groups) == 2)
+    assert {group.id.partition("/")[0] for group in groups} == set(runtime._searchers)
+    assert not before & set(runtime._searchers)
+
+
 def test_the_supervisor_needs_no_torch():
     """Or it would not be there before everything else, and importing would take twice as long."""
     code = "import sys, tba.launch.supervise; print(sorted({'torch', 'transformers'} & set(sys.modules)))"

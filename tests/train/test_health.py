@@ -130,3 +130,43 @@ def test_stop_raises_with_the_words_and_the_checkpoint(make_health):
     run(health, ILL, 61, 68)
     with pytest.raises(Collapsed, match=r"responses have shrunk .* is kept: .*healthy-step-40"):
         health.stop_if_asked()
+
+
+def test_a_run_goes_back_to_a_checkpoint_whose_last_batches_are_from_before(make_health):
+    health = make_health("observe.on_collapse=rollback", "observe.healthy_checkpoint_every=20")
+    run(health, WELL, 1, 67)
+    assert not health.rolls_back
+    run(health, ILL, 68, 75)  # since step 66: of the batches before it the checkpoint of step 60 has seen six
+    assert health.recorder.collapse["since"] == 66
+    assert health.rolls_back
+    assert health.kept.name == "healthy-step-40"
+    assert saved(health) == ["healthy-step-40", "healthy-step-60"], "an older one may be needed"
+
+
+def test_a_checkpoint_that_the_run_went_back_to_in_vain_is_passed_over(make_health):
+    health = make_health("observe.on_collapse=rollback", "observe.healthy_checkpoint_every=20")
+    run(health, WELL, 1, 67)
+    health.recorder.rollbacks = [{"to": 40}]
+    run(health, ILL, 68, 75)
+    assert health.kept.name == "healthy-step-60", "there is no older one"
+
+
+def test_a_run_that_went_back_as_often_as_it_may_stops(make_health):
+    health = make_health(
+        "observe.on_collapse=rollback", "observe.max_rollbacks=1", "observe.healthy_checkpoint_every=20"
+    )
+    health.recorder.rollbacks = [{"to": 20}]
+    run(health, WELL, 1, 67)
+    run(health, ILL, 68, 75)
+    assert not health.rolls_back
+    with pytest.raises(Collapsed, match=r"is kept: .*healthy-step-40\. Rollbacks before this: 1\."):
+        health.stop_if_asked()
+
+
+def test_a_run_without_a_checkpoint_from_before_stops(make_health):
+    health = make_health("observe.on_collapse=rollback", "observe.healthy_checkpoint_every=100")
+    run(health, WELL, 1, 60)
+    run(health, ILL, 61, 68)
+    assert not health.rolls_back
+    with pytest.raises(Collapsed, match="There is no checkpoint from before"):
+        health.stop_if_asked()

@@ -97,7 +97,7 @@ def test_the_rate_is_part_of_a_checkpoint():
     rate = rate_of()
     for step in range(5):
         rate.follow(step, {"movement": 0.01, "off_policy/agreement": 0.2})
-    assert rate.state() == {"rate": rate.at(5), "agreement": rate.agreement} != rate_of().state()
+    assert rate.state() == {"rate": rate.at(5), "agreement": rate.agreement, "factor": 1.0} != rate_of().state()
     assert rate.agreement > rate_of().agreement
 
 
@@ -149,3 +149,19 @@ def test_the_rounding_of_bf16_is_no_sign_of_agreement():
     rate = LearningRate(rate_of().config, exact_drift=False)
     rate.follow(0, {"off_policy/agreement": -0.9})
     assert rate.agreement == rate_of().agreement
+
+
+def test_after_a_collapse_a_given_rate_is_halved_and_so_is_the_movement_of_auto():
+    given, auto = rate_of("train.learning_rate=3e-4"), rate_of("train.settle=0")
+    wanted, before = auto.wanted, auto.at(0)
+    for factor in (0.5, 0.25):
+        given.soften(factor)
+        auto.soften(factor)
+        assert given.at(7) == pytest.approx(factor * 3e-4)
+        assert auto.wanted == pytest.approx(factor * wanted)
+        assert auto.at(7) == pytest.approx(factor * before)
+    again = rate_of("train.learning_rate=3e-4")
+    again.load_state(given.state())
+    assert again.at(7) == given.at(7)
+    again.load_state({"rate": 1e-4, "agreement": 0.1})  # of an older version of tba
+    assert again.at(7) == 3e-4

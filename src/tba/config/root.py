@@ -144,6 +144,11 @@ class Config(Section):
                 f"search.num_searchers={self.search.num_searchers} needs mode=async: in {self.mode} mode one searcher and "
                 "the trainer take turns."
             )
+        if self.observe.on_collapse == "rollback" and self.train.keep_checkpoints == 0:
+            raise ValueError(
+                "observe.on_collapse=rollback goes back to a checkpoint, and train.keep_checkpoints=0 writes none: keep at "
+                "least one, or use observe.on_collapse=stop."
+            )
         self._check_turns()
         self._check_replay()
         reuse = self.replay.max_trained_per_generated

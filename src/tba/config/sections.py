@@ -368,10 +368,13 @@ class ObserveConfig(Section):
     """Whether there is a live display on the terminal and a table at the end."""
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl; wandb needs no account with WANDB_MODE=offline."""
-    on_collapse: Annotated[Literal["warn", "stop", "off"], OnOff] = "warn"
+    on_collapse: Annotated[Literal["warn", "stop", "rollback", "off"], OnOff] = "warn"
     """What happens when length, entropy, cut-off responses, KL or reward of the trained batches leave their past
-    (`guard/alarm`): warn; stop, with a non-zero exit status; off = they are not watched. The newest checkpoint from
-    before is kept."""
+    (`guard/alarm`): warn; stop, with a non-zero exit status; rollback = go back to the newest checkpoint from before and
+    on from there with half the learning rate (auto: half the movement); off = they are not watched. The newest
+    checkpoint from before is kept."""
+    max_rollbacks: int = Field(default=2, ge=1)
+    """Number of times that a run may go back with on_collapse=rollback; the next collapse stops it."""
     healthy_checkpoint_every: int | None = Field(default=None, ge=1)
     """Number of optimizer steps between checkpoints/healthy-step-N, of which the newest stays; None = a tenth of the
     run, at least 20. None is written with train.keep_checkpoints=0."""

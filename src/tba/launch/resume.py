@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from tba.config import Config, ConfigError, load_config
 from tba.observe.files import RunFolder
 from tba.train.checkpoint import RESUMABLE, TRAINER, check_manifest, find_checkpoint
+
+logger = logging.getLogger("tba")
 
 MAY_CHANGE = (
     *("name", "output", "overwrite", "runtime.", "observe.", "model.device"),
@@ -53,9 +56,13 @@ def resumed_config(config: Config, folder: RunFolder) -> Config:
     return config
 
 
-def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str | Path) -> Path:
-    """The newest whole checkpoint, or the one that was named; refuses a run that has come to its end."""
+def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str | Path) -> Path | None:
+    """The newest whole checkpoint, or the one that was named; None = the run died before it had one, and begins again.
+    Refuses a run that has come to its end."""
     path = find_checkpoint(folder) if resume is True else _named(folder, Path(str(resume)))
+    if path is None:
+        _warn_of_beginning_again(folder, config)
+        return None
     step = json.loads((path / TRAINER).read_text(encoding="utf-8"))["step"]
     # Without a summary the run was killed at its very end, and goes on from there.
     if step >= config.train.max_steps and folder.summary.is_file():
@@ -64,6 +71,24 @@ def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str |
             "Raise train.max_steps to train on."
         )
     return path
+
+
+def _warn_of_beginning_again(folder: RunFolder, config: Config) -> None:
+    # A run that ended has written a summary: its checkpoints were removed, or it had none (train.keep_checkpoints=0).
+    if folder.summary.is_file():
+        raise FileNotFoundError(
+            f"run folder {folder.path} has no checkpoint to resume from: start without --resume (overwrite=true replaces "
+            "the folder), and set train.checkpoint_every for checkpoints before the end."
+        )
+    kept = (
+        "" if config.takes_turns or config.replay.durability == "off" else " What it generated is kept and trained on."
+    )
+    logger.warning(
+        "run folder %s has no checkpoint: the run begins again at step 0, with the start model.%s Set "
+        "train.checkpoint_every for checkpoints before the end.",
+        folder.path,
+        kept,
+    )
 
 
 def _named(folder: RunFolder, path: Path) -> Path:

@@ -151,13 +151,13 @@ class AsyncRun:
             reference_publisher=runtime.reference_publisher,
             ledger=ledger,
             parts={},
+            restart_searchers=partial(runtime.replace_searchers, "the trainer went back to an earlier version"),
             gate=gate,
         )
         evaluated = task.prompts(config.evaluate.split)
         run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0)
         try:
-            if checkpoint is not None:
-                trainer.checkpoints.load(checkpoint)
+            trainer.resume(checkpoint)
             runtime.row["step"] = trainer.step_index
             runtime.publish(make_weights(loaded.model, version=trainer.step_index))
             runtime.start_searchers(run_searcher, {"config": config, "logs": folder.logs})
@@ -290,10 +290,9 @@ class SyncRun:
             ledger=ledger,
             parts={"search": state} if lagged is None else {"search": state, "weights": lagged},
         )
-        if checkpoint is not None:
-            trainer.checkpoints.load(checkpoint)
-            if lagged is None:  # lagged weights load what is due themselves
-                engine.load(make_weights(loaded.model, version=trainer.step_index))
+        trainer.resume(checkpoint)
+        if checkpoint is not None and lagged is None:  # lagged weights load what is due themselves
+            engine.load(make_weights(loaded.model, version=trainer.step_index))
         return cls(
             config,
             searcher,

@@ -69,7 +69,7 @@ def train(
     config = with_defaults(config, inputs.loaded)
     # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
     imported = import_groups(config, inputs) if checkpoint is None else []
-    if checkpoint is None:
+    if not resume:
         folder = RunFolder.create(config.run_folder, overwrite=config.overwrite, pid=owner)
     else:
         folder.claim(pid=owner)

@@ -208,10 +208,12 @@ class Stability:
 
 def stability_line(summary: Mapping[str, Any]) -> str:
     """One line about a run from its summary.json."""
-    found, collapse = summary["stability"], summary["collapse"]
-    parts = ["no alarm" if collapse is None else f"collapse alarm at step {collapse['step']}"]
-    if collapse is not None and collapse.get("recovered"):
-        parts[0] += f", recovered by step {collapse['recovered']}"
+    found, collapse, rollbacks = summary["stability"], summary["collapse"], summary.get("rollbacks", [])
+    parts = [f"collapse alarm at step {r['step']}, rolled back to step {r['to']}" for r in rollbacks]
+    if collapse is not None:
+        recovered = f", recovered by step {collapse['recovered']}" if collapse.get("recovered") else ""
+        parts.append(f"collapse alarm at step {collapse['step']}{recovered}")
+    parts = parts or ["no alarm"]
     if "drift_nats" in found:
         parts.append(f"the policy moved {found['drift_nats']:.2g} nats between generating and training a response")
     if "held_back" in found:

@@ -114,6 +114,12 @@ METRICS = (
         name="guard/alarm", unit="0 or 1", reduction="last", meaning="1 while an alarm of the collapse guard lasts."
     ),
     Metric(
+        name="guard/rollbacks",
+        unit="",
+        reduction="last",
+        meaning="Times that the run went back to a checkpoint from before a collapse.",
+    ),
+    Metric(
         name="guard/*",
         unit="",
         meaning="A number the collapse guard watches, over all sampled responses, with weight or not.",

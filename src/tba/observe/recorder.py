@@ -17,7 +17,7 @@ from tba.observe.metrics import Evaluation
 from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
 
 COUNTED = (
-    *("steps", "empty_steps", "evaluations", "best", "collapse"),
+    *("steps", "empty_steps", "evaluations", "best", "collapse", "rollbacks"),
     *("_last_sample", "_num_samples", "_num_lines", "_seconds_at", "_lag_sum", "_lag_max", "_stability"),
 )
 """Attributes of the recorder that a checkpoint holds."""
@@ -71,6 +71,8 @@ class Recorder:
         self.evaluations: list[tuple[int, Mapping[str, float]]] = []
         self.collapse: Mapping[str, Any] | None = None
         """The collapse guard's last alarm; None = there was none."""
+        self.rollbacks: list[Mapping[str, Any]] = []
+        """The alarms after which the run went back, each with the step that it went back `to`."""
 
     def training_starts(self) -> None:
         """Start the clock of `seconds`; only the first call does."""
@@ -132,11 +134,16 @@ class Recorder:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on counting; lines that were written after the state was saved are dropped."""
         for name in COUNTED:
-            setattr(self, name, state[name])
-        self._seconds_before = state["seconds"]
+            if name in state:  # an older version of tba did not count rollbacks
+                setattr(self, name, state[name])
+        self._seconds_before, self._first_step_at, self._last_step_at = state["seconds"], None, 0.0
+        self.cut_files()
+        self._progress.resume(self.steps, self.evaluations)
+
+    def cut_files(self) -> None:
+        """Drop the lines of files that came after what is counted: they are of steps that will be made again."""
         keep_lines(self.folder.metrics, self._num_lines)
         keep_lines(self.folder.samples, self._num_samples)
-        self._progress.resume(self.steps, self.evaluations)
 
     def summary(self) -> dict[str, Any]:
         first, last = (Evaluation.of(self.evaluations[i][1] if self.evaluations else {}) for i in (0, -1))
@@ -156,6 +163,7 @@ class Recorder:
             },
             "empty_steps": self.empty_steps,
             "collapse": None if self.collapse is None else dict(self.collapse),
+            "rollbacks": [dict(rollback) for rollback in self.rollbacks],
             "start_standard_error": dict(first.errors),
             "final_standard_error": dict(last.errors),
             "evaluated": {name: int(count) for name, count in last.counts.items()},

@@ -7,7 +7,7 @@ Axis letters: P prompts, K places per prompt, R responses of a group, C reward c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -62,6 +62,10 @@ class PackedGroup:
         per_token = self._floats(storage.LOG_REF).astype(np.float64) - self._floats(storage.BEHAVIOUR)
         known = np.nan_to_num(self._sums(per_token), nan=0.0)
         return known.clip(*LOG_IMPORTANCE).astype(np.float32)
+
+    def as_of(self, version: int) -> PackedGroup:
+        """The same responses, those of later versions counted as of this one."""
+        return replace(self, versions=np.minimum(self.versions, version))
 
     def take(self, keep: np.ndarray) -> PackedGroup:
         """The responses where `keep`, bool [R], is true, in order."""

@@ -125,9 +125,15 @@ class ReplayBuffer:
         """Whether a group of this id came before, also where none of its responses is stored."""
         return self._marks.passed(GroupId.parse(group_id))
 
+    @property
+    def marks(self) -> HighWaterMarks:
+        """Which groups have come."""
+        return self._marks
+
     def add(self, group: TrajectoryGroup, *, step: int) -> int:
         """Store a group that arrived at an optimizer step; returns the number of its responses that were stored. A group id
-        that came before is ignored."""
+        that came before is ignored. Responses of a version after that step, which a trainer that died had published, count
+        as of the step: their weights are gone, and no lag is negative."""
         group_id = GroupId.parse(group.id)
         if self._marks.passed(group_id):
             return 0
@@ -135,7 +141,7 @@ class ReplayBuffer:
             self._marks.raise_to(group_id)
             return 0
         # What may raise comes before anything is changed: a group that is wrong leaves the buffer as it was.
-        packed = pack_group(group, self.reward_names, step_values=self._step_values)
+        packed = pack_group(group, self.reward_names, step_values=self._step_values).as_of(step)
         entry = self._find_entry(group.prompt, packed.reference_version)
         self._marks.raise_to(group_id)
         if self._oldest_reference is not None and packed.reference_version < self._oldest_reference:

@@ -60,6 +60,7 @@ class _Pending:
 
     group: TrajectoryGroup | None
     id: GroupId
+    arrival: int
     step: int
     time: float
     num_bytes: int
@@ -91,7 +92,9 @@ class GroupStore:
         self._database = open_database(self.path, self.durability)
         self._marks = HighWaterMarks(dict(self._database.execute("SELECT incarnation, highest FROM incarnations")))
         arrival, responses = self._database.execute("SELECT MAX(arrival), SUM(responses) FROM groups").fetchone()
-        self._next_arrival, self._num_responses = (arrival or 0) + 1, responses or 0
+        self.last_arrival = arrival or 0
+        """Arrival number of the group that was appended last, committed or not."""
+        self._num_responses = responses or 0
         self._changed = threading.Condition()
         """Guards all that follows."""
         self._pending: list[_Pending] = []
@@ -126,10 +129,17 @@ class GroupStore:
         )
         if new:
             self._marks.raise_to(group_id)
+            self.last_arrival += 1
+        pending = _Pending(
+            group=group if new else None,
+            id=group_id,
+            arrival=self.last_arrival,
+            step=step,
+            time=self.clock(),
+            num_bytes=num_bytes,
+        )
         with self._changed:
-            self._pending.append(
-                _Pending(group=group if new else None, id=group_id, step=step, time=self.clock(), num_bytes=num_bytes)
-            )
+            self._pending.append(pending)
             self._num_appended += 1
             self._uncommitted_bytes += num_bytes
             if len(self._pending) in (1, GATHER_GROUPS):  # otherwise the writer is awake, or gathers
@@ -172,6 +182,28 @@ class GroupStore:
         """The stored groups in the order of their arrival, those after an arrival number; see `load_groups`."""
         self.flush()
         return load_groups(self.path, after=after)
+
+    def go_on_after(self, arrival: int) -> None:
+        """Number the next groups after this one: that of a checkpoint, which may hold groups that were never committed. A
+        new group of the same number would be taken for one that the checkpoint holds."""
+        self.last_arrival = max(self.last_arrival, arrival)
+
+    def return_to(self, arrival: int, marks: HighWaterMarks) -> int:
+        """Forget the groups that arrived after this one: they are of steps that will be made again. Afterwards `marks` says
+        which groups have come. Returns the number of rows removed."""
+        self.flush()  # the writer has nothing to do from here on
+        database, by_source = self._database, marks.by_source
+        try:
+            database.execute("BEGIN IMMEDIATE")
+            removed = database.execute("DELETE FROM groups WHERE arrival > ?", (arrival,)).rowcount
+            database.execute("DELETE FROM incarnations")
+            database.executemany(RAISE_MARK, by_source.items())
+            database.execute("COMMIT")
+            (responses,) = database.execute("SELECT SUM(responses) FROM groups").fetchone()
+        except sqlite3.Error as error:
+            raise DurableReplayError(failure("could not be written", self.path, error)) from None
+        self._marks, self.last_arrival, self._num_responses = HighWaterMarks(by_source), arrival, responses or 0
+        return removed
 
     def close(self) -> None:
         """Commit everything and end the writer; may be called more than once."""
@@ -236,7 +268,6 @@ class GroupStore:
             if pending.group is not None:
                 database.execute(INSERT, self._make_row(pending, pending.group))
                 highest[pending.id.source] = pending.id.number
-                self._next_arrival += 1
                 self._num_responses += len(pending.group.trajectories)
         database.executemany(RAISE_MARK, highest.items())
         self._remove_oldest()
@@ -246,7 +277,7 @@ class GroupStore:
         trajectories = group.trajectories
         reward, rewards = mean_rewards(group, self.reward_weights)
         columns = (
-            self._next_arrival,
+            pending.arrival,
             pending.id.source,
             pending.id.number,
             group.searcher,

@@ -68,14 +68,22 @@ class VisitLedger:
             return visits
 
     def complete(self, number: int, *, solved: Sequence[bool] = ()) -> None:
-        """The group of a visit has arrived, whoever made it; `solved` tells of each of its responses whether it is right."""
+        """The group of a visit has arrived, whoever made it; `solved` tells of each of its responses whether it is right. A
+        ledger that comes from an older checkpoint learns here of visits that were handed out after it."""
         with self._lock:
-            self._handed_back = [visit for visit in self._handed_back if visit.number != number]
-            for visits in self._leased.values():
-                visit = visits.pop(number, None)
-                if visit is not None:
-                    self.difficulty.record(visit.prompt, solved)
-                    return
+            self._pass_numbers_to(number)
+            visit = self._take_back(number)
+            if visit is not None:
+                self.difficulty.record(visit.prompt, solved)
+
+    def adopt(self, holder: str, visits: Iterable[Visit]) -> None:
+        """A searcher that outlived the trainer tells which visits it has, begun or at hand: they are its own, also where
+        this ledger, which comes from an older checkpoint, has not handed them out yet or would hand them out again."""
+        with self._lock:
+            for visit in visits:
+                self._pass_numbers_to(visit.number)
+                self._take_back(visit.number)
+                self._leased.setdefault(holder, {})[visit.number] = visit
 
     def hand_back(self, holder: str) -> int:
         """A searcher is gone: others take its visits. Returns their number."""
@@ -83,13 +91,6 @@ class VisitLedger:
             visits = self._leased.pop(holder, {})
             self._handed_back += visits.values()
             return len(visits)
-
-    def adopt(self, holder: str, visits: Sequence[Visit]) -> None:
-        """A searcher that outlived its trainer tells which visits it has."""
-        with self._lock:
-            numbers = {visit.number for visit in visits}
-            self._handed_back = [visit for visit in self._handed_back if visit.number not in numbers]
-            self._leased.setdefault(holder, {}).update((visit.number, visit) for visit in visits)
 
     @property
     def num_handed_back(self) -> int:
@@ -117,6 +118,20 @@ class VisitLedger:
             self._place, self._handed_out = state["place"], state["handed_out"]
             self._leased, self._handed_back = {}, [Visit(**visit) for visit in state["open"]]
             self.difficulty.load_state(state["difficulty"])
+
+    def _take_back(self, number: int) -> Visit | None:
+        """The visit of a number, which nobody has from now on; None = its group arrived before, or it is none of ours."""
+        found = [visit for visit in self._handed_back if visit.number == number]
+        if found:
+            self._handed_back.remove(found[0])
+        found += [visits.pop(number) for visits in self._leased.values() if number in visits]
+        return found[-1] if found else None
+
+    def _pass_numbers_to(self, number: int) -> None:
+        """A number that a lost trainer handed out is never handed out as a new one. Those before it were handed out too:
+        they wait to be completed or adopted as well, and are handed out again where neither happens."""
+        while self._handed_out <= number:
+            self._handed_back.append(self._next())
 
     def _next(self) -> Visit:
         for _ in range(self.num_prompts):

@@ -6,7 +6,7 @@ on by their address, without reading them:
     searcher -> trainer      TrajectoryGroup, AskVisits, Evaluated, Holding
     trainer -> searcher      Acknowledge, LeaseVisits, Evaluate, NewTrainer
     trainer -> supervisor    StartSearchers, ReplaceSearchers, EndRun
-    supervisor -> trainer    SearcherStarted, SearcherEnded, SearchersFailed, AllStopped
+    supervisor -> trainer    SearcherStarted, SearcherEnded, SearchersFailed, AllReplaced, AllStopped
     supervisor -> searcher   Stop
     any child -> parent      Failed
 
@@ -106,7 +106,8 @@ class ReplaceSearchers:
     """Trainer to supervisor: end these searchers, with all that they have not delivered, and start others in their places.
     ReplaceSearchers(holders=("searcher-0.5f3a91c2",), why="...", at_fault=False)"""
 
-    holders: tuple[str, ...]
+    holders: tuple[str, ...] | None
+    """None = all; AllReplaced is the answer then."""
     why: str
     at_fault: bool
     """Whether something is wrong with them: where that is so with too many in a row, a place is given up."""
@@ -140,6 +141,11 @@ class SearchersFailed:
     """Supervisor to trainer: there is no searcher any more, and starting another is of no use."""
 
     error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReplaced:
+    """Supervisor to trainer: whatever comes from now on is of new searchers."""
 
 
 @dataclass(frozen=True, kw_only=True)

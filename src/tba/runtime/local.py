@@ -25,6 +25,7 @@ from tba.runtime.leases import VisitLedger
 from tba.runtime.links import (
     PARENT,
     Acknowledge,
+    AllReplaced,
     AllStopped,
     AskVisits,
     EndRun,
@@ -84,6 +85,12 @@ class LocalRuntime:
         """Addresses of the searchers there are."""
         self._awaited: set[str] = set()
         """Of these, those that worked for the trainer before and have not told yet which visits they have."""
+        self._takes_over = False
+        """Whether there are such, or were until now."""
+        self._asked_visits: list[tuple[str, int]] = []
+        """Requests for visits that were not answered yet."""
+        self._deaf = False
+        """Whether what comes is still of searchers that were to be replaced."""
         self._senders: dict[str, str] = {}
         """By group: who has sent it and waits for its acknowledgement."""
         self._evaluations: list[Evaluated] = []
@@ -111,20 +118,31 @@ class LocalRuntime:
         )
 
     def replace_searchers(self, why: str) -> None:
-        """Searchers that are to go are forgotten here at once: messages of theirs that are on the way are not heeded."""
-        self._link.send(ReplaceSearchers(holders=tuple(self._searchers), why=why, at_fault=False))
+        """Until the supervisor says that it has ended all of them, nothing that comes is heeded."""
+        self._link.send(ReplaceSearchers(holders=None, why=why, at_fault=False))
+        self._deaf = True
         for holder in list(self._searchers):
             self._forget(holder)
+        self._senders, self._evaluations, self._wanted_evaluations = {}, [], []
 
     def drain(self) -> list[TrajectoryGroup]:
         """All groups that have arrived. Raises when there are no searchers any more and new ones would be of no use."""
         self.row["beats"] += 1
         groups = []
         for sender, message in self._link.drain_addressed():
-            if sender == PARENT:
+            if isinstance(message, AllReplaced):
+                self._deaf = False
+            elif self._deaf:
+                continue
+            elif sender == PARENT:
                 self._heed(message)
             elif sender in self._searchers and (group := self._message(sender, message)) is not None:
                 groups.append(group)
+        if not self._awaited:
+            if self._takes_over:
+                self._takes_over = False
+                self._hand_to_others()
+            self._lease_visits()
         if self._link.closed and not self._stopped:
             raise RoleDied("the supervisor of this run is gone.")
         return groups
@@ -136,6 +154,7 @@ class LocalRuntime:
             self._searchers.sort()
             if message.survived:
                 self._awaited.add(message.holder)
+                self._takes_over = True
             self._ask_for_evaluation()
         if isinstance(message, SearcherEnded) and message.holder in self._searchers:
             self._forget(message.holder)
@@ -160,13 +179,20 @@ class LocalRuntime:
         elif sender in self._awaited:
             pass  # said to the trainer before: it asks again
         elif isinstance(message, AskVisits):
-            visits = tuple(self.ledger.lease(sender, message.count))
-            self._link.send(LeaseVisits(visits=visits), to=sender)
+            self._asked_visits.append((sender, message.count))
         elif isinstance(message, Evaluated) and message.version <= self._published:
             # A higher one is of a trainer that is gone, and of weights that are.
             self._evaluations.append(message)
             self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > message.version]
         return None
+
+    def _lease_visits(self) -> None:
+        """Answer those who have asked for visits. Not before every searcher that outlived the trainer before has told which it
+        has, or two would make the same one."""
+        asked, self._asked_visits = self._asked_visits, []
+        for holder, count in asked:
+            if holder in self._searchers:
+                self._link.send(LeaseVisits(visits=tuple(self.ledger.lease(holder, count))), to=holder)
 
     def _forget(self, holder: str) -> None:
         """A searcher is gone: others take its visits."""

@@ -30,6 +30,7 @@ from tba.runtime.channels import Idleness
 from tba.runtime.links import (
     PARENT,
     TRAINER,
+    AllReplaced,
     AllStopped,
     EndRun,
     Failed,
@@ -231,8 +232,10 @@ class Supervisor:
             self.seats += [Seat(index) for index in range(len(self.seats), wanted)]
         if isinstance(message, ReplaceSearchers):
             for seat in self.seats:
-                if seat.process is not None and seat.holder in message.holders:
+                if seat.process is not None and (message.holders is None or seat.holder in message.holders):
                     self._lost(seat, f"is replaced: {message.why}", at_fault=message.at_fault)
+            if message.holders is None:
+                self._trainer.send(AllReplaced())
         if isinstance(message, EndRun):
             self._stop_searchers()
             self._trainer.send(AllStopped())

@@ -144,6 +144,7 @@ class Checkpoints:
     def load(self, path: Path) -> None:
         """Continue from a checkpoint of this run: weights, optimizer, heads and every part. Checkpoints of later steps,
         which this run has not been through, are dropped, and so is what a killed process left half written."""
+        self.wait()  # a run that goes back may still be writing one
         found = json.loads((path / TRAINER).read_text(encoding="utf-8"))
         self.optimizer.load_state(_nested(load_file(path / OPTIMIZER)))
         for head in self.heads:
@@ -152,7 +153,7 @@ class Checkpoints:
         state = restore(Snapshot(tree=tree, tensors=load_file(path / ARRAYS)))
         for name, part in self.parts.items():
             part.load_state(state["parts"][name])
-        self._drop_after(found["step"])  # last: what does not load costs nothing
+        self.drop_after(found["step"])  # last: what does not load costs nothing
         self.pinned, self.best = state["pinned"], state["best"]
         self._saved = found["step"] if path.name.startswith("step-") else None
         self._saved_best = None if self.best is None else self.best[0]
@@ -248,7 +249,8 @@ class Checkpoints:
         for outdone in [found for found in bests if best in bests and found != best]:
             drop_folder(bests[outdone])
 
-    def _drop_after(self, step: int) -> None:
+    def drop_after(self, step: int) -> None:
+        """Drop the checkpoints of later steps, which will be made again, and what is left of one that was half written."""
         for leftover in self.folder.checkpoints.glob(".*.partial"):
             shutil.rmtree(leftover)
         for prefix in ("step-", "healthy-step-", "best-step-"):
@@ -259,9 +261,9 @@ class Checkpoints:
         self.drop_unjudged()
 
 
-def find_checkpoint(folder: RunFolder) -> Path:
-    """The newest whole checkpoint of a run that can be resumed. A corrupt one is named in a warning and set aside; raises
-    FileNotFoundError where none is left."""
+def find_checkpoint(folder: RunFolder) -> Path | None:
+    """The newest whole checkpoint of a run that can be resumed. A corrupt one is named in a warning and set aside; None
+    where none is left."""
     found = {
         (step, prefix == "step-"): path
         for prefix in RESUMABLE
@@ -275,11 +277,8 @@ def find_checkpoint(folder: RunFolder) -> Path:
             aside = found[key].with_name(f"corrupt-{found[key].name}")
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(found[key], aside)
-            logger.warning("%s It is set aside as %s and an older checkpoint is used.", error, aside)
-    raise FileNotFoundError(
-        f"run folder {folder.path} has no checkpoint to resume from: start without --resume (overwrite=true replaces the "
-        "folder), and set train.checkpoint_every for checkpoints before the end."
-    )
+            logger.warning("%s It is set aside as %s, and the one before it is used.", error, aside)
+    return None
 
 
 def write_manifest(path: Path) -> None:

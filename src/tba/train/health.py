@@ -1,9 +1,10 @@
-"""What a trainer does about the collapse guard: healthy checkpoints, the warning, the stop."""
+"""What a trainer does about the collapse guard: healthy checkpoints, the warning, the stop, and when a run goes back
+(recovery.py)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ LEAST_EVERY = 20
 
 
 class Collapsed(RuntimeError):
-    """The guard's alarm under observe.on_collapse=stop."""
+    """The guard's alarm under observe.on_collapse=stop, or under rollback where the run cannot go back (again)."""
 
 
 @dataclass
@@ -46,7 +47,8 @@ class Health:
         if step >= self.config.train.max_steps:
             self._finish()
         watched = {f"guard/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
-        return {"guard/alarm": float(self.alarm is not None), **watched}
+        rollbacks = float(len(self.recorder.rollbacks))
+        return {"guard/alarm": float(self.alarm is not None), "guard/rollbacks": rollbacks, **watched}
 
     def save_if_due(self, step: int) -> None:
         """Write a healthy checkpoint on schedule, after everything else of the step: a run can resume from it."""
@@ -63,9 +65,31 @@ class Health:
         self.guard, self.alarm = state["guard"], state["alarm"]
         self._saved = sorted(self.checkpoints.by_step("healthy-step-"))
 
+    @property
+    def rolls_back(self) -> bool:
+        """Whether the run goes back now: it is asked to, it may once more, and there is a checkpoint to go back to."""
+        observe, before = self.config.observe, len(self.recorder.rollbacks)
+        asked = self.alarm is not None and self._goes_back and before < observe.max_rollbacks
+        return asked and self.kept is not None
+
+    @property
+    def kept(self) -> Path | None:
+        """The newest checkpoint from before the collapse; None = there is none that the run could go on from."""
+        kept = (self.recorder.collapse or {}).get("checkpoint")
+        path = None if kept is None else self.recorder.folder.path / kept
+        if path is None or not path.is_dir():
+            return None
+        # Of the first steps with a fixed lag it lacks the weights in use: they were those of the start.
+        lacking = self.config.lag_steps if self.config.mode == "fixed_lag" else 0
+        return path if int(path.name.rpartition("-")[2]) > lacking else None
+
     def stop_if_asked(self) -> None:
-        if self.alarm is not None and self.config.observe.on_collapse == "stop":
-            raise Collapsed(f"stopped at step {self.recorder.steps}: {self.alarm.words} {self._kept_words()}")
+        """Raise while an alarm lasts, where it stops the run or the run could not go back."""
+        if self.alarm is not None and self.config.observe.on_collapse in ("stop", "rollback"):
+            words = [self.alarm.words, self._kept_words()]
+            if self.recorder.rollbacks:
+                words.append(f"Rollbacks before this: {len(self.recorder.rollbacks)}.")
+            raise Collapsed(f"stopped at step {self.recorder.steps}: {' '.join(words)}")
 
     @property
     def every(self) -> int:
@@ -85,15 +109,33 @@ class Health:
             logger.warning("step %d: the run has recovered from the collapse of step %d.", step, before.since)
 
     def _keep_from_before(self, since: int) -> Path | None:
-        """The newest checkpoint from before that step stays, whatever is saved later; younger healthy ones were none."""
-        healthy = max((saved for saved in self._saved if saved < since), default=-1)
-        regular = max((saved for saved in self.checkpoints.by_step() if saved < since), default=-1)
-        if regular >= healthy:
-            self._drop(self._saved)
-            self.checkpoints.pinned = regular if regular >= 0 else None
-            return self.checkpoints.by_step().get(regular)
-        self._drop([saved for saved in self._saved if saved != healthy])
-        return self.checkpoints.by_step("healthy-step-").get(healthy)
+        """The newest checkpoint from before that step stays, whatever is saved later; younger healthy ones were none. A run
+        that goes back may need an older one too, when it collapses again."""
+        regular = self.checkpoints.by_step()
+        newest = self._newest({*self._saved, *regular}, since)
+        kept = newest if newest not in regular else None
+        self._drop([saved for saved in self._saved if saved != kept and not (self._goes_back and saved < since)])
+        if newest in regular or newest < 0:
+            self.checkpoints.pinned = newest if newest >= 0 else None
+            return regular.get(newest)
+        return self.checkpoints.by_step("healthy-step-").get(newest)
+
+    def _newest(self, steps: Iterable[int], since: int) -> int:
+        """The newest step before `since`, -1 = none. To go back to, one is better whose last batches are all from before,
+        and that the run has not gone back to yet: it collapsed again from there."""
+        before = [step for step in steps if step < since]
+        tried = {rollback["to"] for rollback in self.recorder.rollbacks}
+        better = [step for step in before if step < since - self._margin and step not in tried]
+        return max(better or before, default=-1)
+
+    @property
+    def _goes_back(self) -> bool:
+        return self.config.observe.on_collapse == "rollback"
+
+    @property
+    def _margin(self) -> int:
+        """Steps before a collapse that a checkpoint to go back to had better be from: a slow one begins before it shows."""
+        return RECENT * self.config.steps_per_batch if self._goes_back else 0
 
     def _kept_words(self) -> str:
         path = (self.recorder.collapse or {}).get("checkpoint")
@@ -105,7 +147,7 @@ class Health:
         """An older healthy checkpoint goes once a younger one can no longer turn out to be of a collapse."""
         if self.guard.suspects:
             return
-        proven_after = (RECENT + PERSISTENCE) * self.config.steps_per_batch
+        proven_after = (RECENT + PERSISTENCE) * self.config.steps_per_batch + self._margin
         proven = [saved for saved in self._saved if saved + proven_after <= step]
         self._drop(proven[:-1])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
 from tba.train.health import Health
 from tba.train.optimizer import LearningRate
+from tba.train.recovery import resume, roll_back
 from tba.train.reference import ReferenceResets
 from tba.train.state import Stateful
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
@@ -56,6 +57,8 @@ class Trainer:
     """Writes accepted groups to disk; None with replay.durability=off."""
     gate: Gate | None = None
     """Holds a step back until there is enough to train on; None where the roles take turns."""
+    restart_searchers: Callable[[], None] | None = None
+    """Has searchers begin anew with the weights that are published now; None where the roles take turns."""
     received: int = field(default=0, init=False)
     """Number of groups with a response that were taken in since the last step."""
     lost: int = field(default=0, init=False)
@@ -64,6 +67,13 @@ class Trainer:
     """Number of optimizer steps done, which is the version of the weights."""
     batch: Batch | None = field(default=None, init=False)
     """The last one sampled; train.updates_per_batch steps train on it."""
+    last_row: int | None = field(default=0, init=False)
+    """Row of the durable replay that came last when the state was saved that this trainer began with, 0 = none had come;
+    None = it was saved without one."""
+
+    def resume(self, checkpoint: Path | None) -> None:
+        """Go on from a checkpoint of the run; None = from the start, also of a run that died before it had one."""
+        resume(self, checkpoint)
 
     def step(self) -> StepResult:
         """One optimizer step on what the buffer holds."""
@@ -84,6 +94,9 @@ class Trainer:
         times = {"step": time.perf_counter() - started, "wait_for_batch": waited, "publish_weights": publishing}
         watched = {**watched_metrics(batch, log_pi_N), "entropy": result.entropy}
         self.record(batch, measured, watched, times)
+        if self.health is not None and self.health.rolls_back:
+            roll_back(self, self.health)
+            return result
         self.save_if_due()
         if self.health is not None:
             self.health.stop_if_asked()
@@ -102,21 +115,32 @@ class Trainer:
         """Take in the groups that have arrived, and acknowledge those that are committed."""
         groups = self.receiver.drain()
         for group in groups:
-            if self.add(self.references.admit(group) if self.references is not None else group):
-                self.received += bool(group.trajectories)
-                self.lost += not group.trajectories
-                self.counts.generated += group.num_generated
-                self.ledger.complete(group.visit, solved=group.solved)
-                self.recorder.group_received(self.step_index, group)
+            if self.add(group):
+                self.count(group)
         self.receiver.acknowledge([group.id for group in groups] if self.durable is None else self.durable.committed())
 
     def add(self, group: TrajectoryGroup) -> bool:
         """Store a group; False where it came before."""
-        new = not self.replay.has_received(group.id)
-        self.replay.add(group, step=self.step_index)  # first: what it refuses as wrong is not written either
+        new = self.add_to_buffer(group)  # first: what it refuses as wrong is not written either
         if self.durable is not None:
             self.durable.append(group, step=self.step_index)
         return new
+
+    def add_to_buffer(self, group: TrajectoryGroup) -> bool:
+        """Add a group that arrives, or is stored on disk already; False where it came before."""
+        new = not self.replay.has_received(group.id)
+        if new:
+            admitted = group if self.references is None else self.references.admit(group)
+            self.replay.add(admitted, step=self.step_index)
+        return new
+
+    def count(self, group: TrajectoryGroup) -> None:
+        """A visit has come to its end with this group."""
+        self.received += bool(group.trajectories)
+        self.lost += not group.trajectories
+        self.counts.generated += group.num_generated
+        self.ledger.complete(group.visit, solved=group.solved)
+        self.recorder.group_received(self.step_index, group)
 
     def close(self) -> None:
         """Commit what was received."""
@@ -180,12 +204,14 @@ class Trainer:
             "lost": self.lost,
             "batch": None if self.needs_batch else self.batch,
             "log_z_started": log_z is not None and log_z.started,
+            "last_row": None if self.durable is None else self.durable.last_arrival,
             **{name: part.state() for name, part in self._parts().items()},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.step_index, self.batch = state["step"], state["batch"]
         self.received, self.lost = state["received"], state["lost"]
+        self.last_row = state.get("last_row")
         vars(self.counts).update(state["counts"])
         if self.train_step.policy.log_z is not None:
             self.train_step.policy.log_z.started = state["log_z_started"]

@@ -11,6 +11,7 @@ from tba.config import Config
 from tba.generate.engine import Scorer, make_scorer
 from tba.models.load import LoadedModel, checkpoint_layers, compile_layers
 from tba.models.policy import PolicyModel, make_critic, make_log_z
+from tba.models.weights import make_weights
 from tba.objectives.base import Objective
 from tba.objectives.registry import make_objective
 from tba.observe.recorder import Recorder
@@ -25,7 +26,7 @@ from tba.train.gate import Gate
 from tba.train.health import Health
 from tba.train.loop import Trainer
 from tba.train.optimizer import LearningRate, MasterAdamW
-from tba.train.reference import ReferenceResets
+from tba.train.reference import ReferenceResets, on_cpu
 from tba.train.state import Stateful
 from tba.train.step import TrainStep
 from tba.types import ResponseCounts
@@ -62,11 +63,13 @@ def make_trainer(
     ledger: VisitLedger,
     parts: Mapping[str, Stateful],
     gate: Gate | None = None,
+    restart_searchers: Callable[[], None] | None = None,
 ) -> Trainer:
     """Make a trainer around a learner.
 
     `reference_publisher` is needed with reference.reset_every; `ledger` knows who visits which prompt; `parts` are saved
-    with the trainer, by name; `gate` makes an asynchronous trainer wait for data.
+    with the trainer, by name; `gate` makes an asynchronous trainer wait for data, `restart_searchers` lets it begin anew
+    with weights that it has gone back to.
     """
     train_step, rate = learner.train_step, LearningRate(config, exact_drift=loaded.model.dtype == torch.float32)
     saved = dict(parts)
@@ -87,7 +90,7 @@ def make_trainer(
         train_step=train_step,
         replay=replay,
         references=make_references(
-            config, replay, reference_publisher, learner.rescorer, on_reset=train_step.restart_log_z
+            config, loaded, replay, reference_publisher, learner.rescorer, on_reset=train_step.restart_log_z
         ),
         receiver=receiver,
         publisher=publisher,
@@ -101,6 +104,7 @@ def make_trainer(
             config, recorder.folder, reward_weights=task.reward_weights, row=None if gate is None else gate.row
         ),
         gate=gate,
+        restart_searchers=restart_searchers,
         health=Health(config, recorder, checkpoints) if config.observe.on_collapse != "off" else None,
     )
     saved["trainer"] = trainer
@@ -162,6 +166,7 @@ def make_rescorer(config: Config, loaded: LoadedModel) -> Scorer | None:
 
 def make_references(
     config: Config,
+    loaded: LoadedModel,
     replay: ReplayBuffer,
     publisher: WeightPublisher | None,
     rescorer: Scorer | None,
@@ -171,6 +176,7 @@ def make_references(
     if not config.reference.reset_every:
         return None
     assert publisher is not None, "the runtime publishes references where reference.reset_every is set"
+    goes_back = config.observe.on_collapse == "rollback"
     return ReferenceResets(
         every=config.reference.reset_every,
         publisher=publisher,
@@ -178,4 +184,5 @@ def make_references(
         temperature=config.generate.temperature,
         scorer=rescorer,
         on_reset=on_reset,
+        start=on_cpu(make_weights(loaded.model, version=0)) if goes_back else None,
     )

@@ -196,6 +196,8 @@ class LearningRate:
     """Learning rate of `auto`, before it falls at the end of the run."""
     agreement: float = field(init=False, default=USUAL_AGREEMENT)
     """Mean over the last steps of the correlation between the policy's drift and the rewards of unseen responses."""
+    factor: float = field(init=False, default=1.0)
+    """What multiplies the given schedule, or the movement of `auto`: less than 1 after a collapse (observe.on_collapse)."""
 
     def __post_init__(self) -> None:
         self.rate = FIRST_SHARE * self.guess
@@ -210,7 +212,9 @@ class LearningRate:
 
     def at(self, step: int) -> float:
         """For optimizer step `step` (0 is the first)."""
-        return self.rate * self.shape(step) if self.is_auto else self.config.learning_rate_at(step)
+        if self.is_auto:
+            return self.rate * self.shape(step)  # `factor` is in the rate, which follows the movement
+        return self.factor * self.config.learning_rate_at(step)
 
     def shape(self, step: int) -> float:
         """1, then in the last part of the run a straight line to 0."""
@@ -246,7 +250,11 @@ class LearningRate:
         """
         share = min(MOST_SHARE, max(LEAST_SHARE, self.agreement / USUAL_AGREEMENT))
         trained = max(1.0, self.config.replay.max_trained_per_generated or 1.0)
-        return share * self.config.train.movement / math.sqrt(trained)
+        return self.factor * share * self.config.train.movement / math.sqrt(trained)
+
+    def soften(self, factor: float) -> None:
+        """Go on with another `factor`, at once: the movement is followed only over many steps."""
+        self.rate, self.factor = self.rate * factor / self.factor, factor
 
     @property
     def can_see_agreement(self) -> bool:
@@ -255,7 +263,7 @@ class LearningRate:
         return self.exact_drift and self.config.replay.max_uses == 1 and self.config.train.updates_per_batch == 1
 
     def state(self) -> dict[str, Any]:
-        return {"rate": self.rate, "agreement": self.agreement}
+        return {"rate": self.rate, "agreement": self.agreement, "factor": self.factor}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.rate, self.agreement = state["rate"], state["agreement"]
+        self.rate, self.agreement, self.factor = state["rate"], state["agreement"], state.get("factor", 1.0)

@@ -33,6 +33,8 @@ class ReferenceResets:
     """Recomputes log_ref; None = what an earlier reference scored is dropped."""
     on_reset: Callable[[], None] | None = None
     """Called at a reset: what was learned about the old target starts anew."""
+    start: Weights | None = None
+    """The start model on the CPU, where a run may go back to before the first reset (observe.on_collapse=rollback)."""
     version: int = 0
     """Version of the weights that are the reference."""
     _weights: Weights | None = field(default=None, init=False)
@@ -43,8 +45,7 @@ class ReferenceResets:
         if weights.version % self.every:
             return False
         self.version = weights.version
-        copies = {name: tensor.to("cpu", copy=True) for name, tensor in weights.tensors.items()}
-        self._weights = replace(weights, tensors=copies)
+        self._weights = on_cpu(weights)
         self.publisher.publish(weights)
         if self.scorer is None:
             self.replay.drop_reference(self.version)
@@ -60,15 +61,21 @@ class ReferenceResets:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Hand searchers, and the copy that recomputes, the reference that was saved."""
+        reset_before = self._weights is not None
         self.version, self._weights = state["version"], state["weights"]
-        if self._weights is not None:
-            self.publisher.publish(self._weights)
+        reference = self.start if self._weights is None and reset_before else self._weights
+        if reference is not None:
+            self.publisher.publish(reference)
             if self.scorer is not None:
-                self.scorer.load(self._weights)
+                self.scorer.load(reference)
 
     def admit(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """A group as the buffer may take it: scored by the current reference. (An earlier one's is refused there.)"""
-        stale = [t.reference_version < self.version for t in group.trajectories]
+        """A group as the buffer may take it: scored by the current reference. (An earlier one's is refused there.) That of a
+        later one was scored by a policy that is gone with the trainer that had it: it is scored anew, or its responses are
+        lost."""
+        stale = [t.reference_version != self.version for t in group.trajectories]
+        if self.scorer is None and any(t.reference_version > self.version for t in group.trajectories):
+            return replace(group, trajectories=(), num_lost=group.num_generated)
         if self.scorer is None or not any(stale):
             return group
         log_refs = self._score(
@@ -83,3 +90,8 @@ class ReferenceResets:
     def _score(self, prompt_ids: list[np.ndarray], response_ids: list[np.ndarray]) -> list[np.ndarray]:
         assert self.scorer is not None
         return self.scorer.score(prompt_ids, response_ids, self.temperature)
+
+
+def on_cpu(weights: Weights) -> Weights:
+    """A copy that later steps do not change."""
+    return replace(weights, tensors={name: tensor.to("cpu", copy=True) for name, tensor in weights.tensors.items()})

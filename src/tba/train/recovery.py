@@ -1,0 +1,95 @@
+"""How a trainer goes back: a process that resumes a run, and a run that leaves a collapse behind.
+
+Both load a checkpoint, and both have to deal with what came after it: the durable replay holds groups that the checkpoint's
+buffer does not. An asynchronous run that resumes takes them in again, since nobody will generate just these once more. Where
+searcher and trainer take turns they will be generated again, token by token, and after a collapse they are what the policy
+said that is given up: in both cases they are removed.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tba.models.weights import make_weights
+from tba.train.checkpoint import CorruptCheckpoint, check_manifest
+from tba.train.health import Collapsed, Health
+
+if TYPE_CHECKING:
+    from tba.train.loop import Trainer
+
+logger = logging.getLogger("tba")
+
+GENTLER = 0.5
+"""Factor of the learning rate, or of the movement that `auto` aims at, with each rollback."""
+
+
+def resume(trainer: Trainer, checkpoint: Path | None) -> None:
+    """Go on from a checkpoint, or where there was none from the start: a new run is a run of which nothing is left."""
+    if checkpoint is not None:
+        trainer.checkpoints.load(checkpoint)
+    else:
+        trainer.checkpoints.drop_after(0)
+        trainer.recorder.cut_files()
+    durable, last_row = trainer.durable, trainer.last_row
+    if durable is None or last_row is None:
+        return
+    if trainer.config.takes_turns:
+        durable.return_to(last_row, trainer.replay.marks)
+    else:
+        take_in_stored(trainer, after=last_row)
+        durable.go_on_after(last_row)
+
+
+def take_in_stored(trainer: Trainer, *, after: int) -> None:
+    """Add the groups of the durable replay from this row on, in the order of their arrival, as if they arrived now."""
+    assert trainer.durable is not None
+    taken = 0
+    for stored in trainer.durable.load(after=after):
+        if trainer.add_to_buffer(stored.group):
+            taken += 1
+            if stored.group.visit >= 0:  # imported ones were not counted the first time either
+                trainer.count(stored.group)
+    if taken:
+        logger.info("%d groups that were stored after step %d was saved are taken in again.", taken, trainer.step_index)
+
+
+def roll_back(trainer: Trainer, health: Health) -> None:
+    """Restore the newest checkpoint from before the collapse, everything that a resumed process would restore, and go on
+    with a gentler step. What came after it is removed, and searchers begin anew: nothing of the weights given up arrives
+    later."""
+    alarm, path, recorder = health.alarm, health.kept, trainer.recorder
+    assert alarm is not None
+    assert path is not None
+    try:
+        check_manifest(path)
+    except CorruptCheckpoint as error:
+        raise Collapsed(f"stopped at step {recorder.steps}: {alarm.words} It cannot be rolled back: {error}") from None
+    evaluations, rollbacks, is_regular = recorder.evaluations, recorder.rollbacks, path.name.startswith("step-")
+    trainer.checkpoints.load(path)
+    to, factor = trainer.step_index, GENTLER ** (len(rollbacks) + 1)
+    trainer.rate.soften(factor)
+    # Those of earlier weights that had not come when it was saved; one of these weights will be asked for again.
+    for step, metrics in evaluations[len(recorder.evaluations) :]:
+        if step < to:
+            recorder.evaluation(step, metrics)
+    recorder.rollbacks = [*rollbacks, {**vars(alarm), "to": to, "learning_rate_factor": factor}]
+    if is_regular:
+        trainer.checkpoints.pinned = to  # the only one from before: the next rollback may need it
+    if trainer.durable is not None and trainer.last_row is not None:
+        trainer.durable.return_to(trainer.last_row, trainer.replay.marks)
+    if trainer.config.mode != "fixed_lag":  # lagged weights have loaded what is due themselves
+        trainer.publisher.publish(make_weights(trainer.train_step.policy.model, version=to))
+    if trainer.restart_searchers is not None:
+        trainer.restart_searchers()
+    logger.warning(
+        "step %d: %s The run goes back to %s and on with %g of its learning rate (rollback %d of at most "
+        "observe.max_rollbacks=%d).",
+        alarm.step,
+        alarm.words,
+        path,
+        factor,
+        len(recorder.rollbacks),
+        trainer.config.observe.max_rollbacks,
+    )

@@ -1,0 +1,83 @@
+"""References that are reset: what becomes of groups that another one scored, and how a run goes back before a reset."""
+
+import numpy as np
+import torch
+from builders import tiny_llama
+
+from tba.models.weights import make_weights
+from tba.train.reference import ReferenceResets, on_cpu
+from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
+
+
+class Published:
+    """Where references go: the versions, and the first number of each."""
+
+    def __init__(self):
+        self.versions, self.numbers = [], []
+
+    def publish(self, weights):
+        self.versions.append(weights.version)
+        self.numbers.append(float(next(iter(weights.tensors.values())).flatten()[0]))
+
+
+class Dropped:
+    """What a reset asks of the replay buffer."""
+
+    def drop_reference(self, version_below):
+        return 0
+
+
+def group(reference_version: int) -> TrajectoryGroup:
+    completion = Completion(
+        prompt_id="p",
+        sample_index=0,
+        token_ids=np.array([5], np.int32),
+        behaviour_log_probs=np.zeros(1, np.float32),
+        policy_log_probs=np.zeros(1, np.float32),
+        version_spans=((0, 0),),
+        finish="stop",
+    )
+    trajectory = Trajectory(
+        completion=completion,
+        rewards={"r": 1.0},
+        log_ref=np.zeros(1, np.float32),
+        reference_version=reference_version,
+        loss_mask=np.ones(1, bool),
+    )
+    prompt = Prompt(id="p", token_ids=np.array([1], np.int32), text="p")
+    return TrajectoryGroup(id="searcher-0.aa/0", prompt=prompt, trajectories=(trajectory,), num_lost=1)
+
+
+class Scorer:
+    def score(self, prompt_ids, response_ids, temperature):
+        return [np.full(len(ids), -2.0, np.float32) for ids in response_ids]
+
+
+def resets(**options) -> ReferenceResets:
+    return ReferenceResets(every=4, publisher=Published(), replay=Dropped(), temperature=1.0, version=4, **options)
+
+
+def test_a_group_of_a_reference_that_is_gone_is_scored_anew_or_lost():
+    """A trainer whose reference is of version 4 resumes a run that had come to the reference of version 8."""
+    lost = resets().admit(group(8))
+    assert (lost.trajectories, lost.num_lost, lost.num_generated) == ((), 2, 2)
+    (scored,) = resets(scorer=Scorer()).admit(group(8)).trajectories
+    assert (scored.reference_version, scored.log_ref.tolist()) == (4, [-2.0])
+    for reference in (4, 0):  # an earlier one's is refused by the buffer
+        assert len(resets().admit(group(reference)).trajectories) == 1
+
+
+def test_a_run_that_goes_back_before_its_first_reset_has_the_start_model_as_its_reference_again():
+    model = tiny_llama()
+    start = on_cpu(make_weights(model, version=0))
+    references = ReferenceResets(every=4, publisher=Published(), replay=Dropped(), temperature=1.0, start=start)
+    before = references.state()
+    references.load_state(before)
+    assert references.publisher.versions == [], "a process that resumes has the start model already"
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    assert references.reset_if_due(make_weights(model, version=4))
+    references.load_state(before)
+    assert (references.version, references.publisher.versions) == (0, [4, 0])
+    reset, restored = references.publisher.numbers
+    assert reset - restored == 1.0
