@@ -5,14 +5,21 @@ Each number has one writer. Reading never waits; a reader may see one number new
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from tba.runtime.channels import WAITS, Wait
+
+logger = logging.getLogger("tba")
+
+RAM = Path("/dev/shm")
+"""Where Linux has files in memory."""
 
 
 class SharedMemory:
@@ -24,14 +31,38 @@ class SharedMemory:
         self._map = mmap.mmap(fd, num_bytes)
 
     @classmethod
-    def create(cls, num_bytes: int) -> SharedMemory:
-        """New zeroed memory, in RAM where the system has /dev/shm with room for it."""
-        folder = Path("/dev/shm")
-        room = os.statvfs(folder) if folder.is_dir() else None
-        in_ram = room is not None and room.f_bavail * room.f_frsize > 2 * num_bytes
-        with tempfile.TemporaryFile(dir=folder if in_ram else None) as file:
-            file.truncate(num_bytes)
-            return cls(os.dup(file.fileno()), num_bytes)
+    def create(cls, num_bytes: int, folders: Sequence[Path] | None = None) -> SharedMemory:
+        """New zeroed memory: a file in RAM or, where there is no room for it, on disk; in the first folder that has room.
+
+        All of it is reserved at once: a file that only claims its size ends a process with SIGBUS when it is written and
+        there is no room any more.
+        """
+        on_disk = Path(tempfile.gettempdir())
+        folders = folders or ([RAM, on_disk] if RAM.is_dir() else [on_disk])
+        refusals: list[str] = []
+        for folder in folders:
+            if not folder.is_dir():
+                refusals.append(f"{folder} is no folder")
+                continue
+            try:
+                with tempfile.TemporaryFile(dir=folder) as file:
+                    _reserve(file.fileno(), num_bytes)
+                    memory = cls(os.dup(file.fileno()), num_bytes)
+            except OSError as error:
+                refusals.append(f"{folder} has {_free(folder)} free ({error.strerror or error})")
+                continue
+            if refusals:
+                logger.warning(
+                    "%s of shared memory lie in %s, which may be slower: %s.",
+                    _size(num_bytes),
+                    folder,
+                    "; ".join(refusals),
+                )
+            return memory
+        raise MemoryError(
+            f"{_size(num_bytes)} of memory that roles share cannot be reserved: {'; '.join(refusals)}. Make room in one of "
+            "them, give a container more (docker run --shm-size=...), or set TMPDIR to a folder with room."
+        )
 
     def array(self, dtype: np.dtype | type, *, offset: int = 0, count: int = -1) -> np.ndarray:
         """A view of part of the memory."""
@@ -42,6 +73,24 @@ class SharedMemory:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Give an empty file its size, with room for every byte; OSError where there is none."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        return
+    for start in range(0, num_bytes, mmap.PAGESIZE):  # macOS: what is written is reserved
+        os.pwrite(descriptor, bytes(min(mmap.PAGESIZE, num_bytes - start)), start)
+
+
+def _free(folder: Path) -> str:
+    room = os.statvfs(folder)
+    return _size(room.f_bavail * room.f_frsize)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 MAX_SEARCHERS = 64
