@@ -148,6 +148,7 @@ class AsyncRun:
                 len(task.prompts("train")),
                 lambda: interrupt.asked,
                 progress=runtime.progress,
+                heartbeats=runtime.heartbeats,
             ),
         )
         evaluated = task.prompts(config.evaluate.split)

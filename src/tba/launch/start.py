@@ -22,6 +22,7 @@ from tba.models.load import base_of, is_adapter, load_model
 from tba.observe.claim import holder_of, refuse
 from tba.observe.display import show_summary
 from tba.observe.files import RunFolder, write_atomic
+from tba.runtime.deadlines import stacks_to
 from tba.runtime.mps import start_mps
 from tba.search.make import make_search_engine
 from tba.tasks.evaluation import make_evaluator
@@ -59,7 +60,8 @@ def train(config: Config, *, inputs: RunInputs | None = None, resume: bool | str
     else:
         folder.claim()
     try:
-        return _train(config, folder, inputs, imported, checkpoint)
+        with stacks_to(folder.logs / "trainer.log"):
+            return _train(config, folder, inputs, imported, checkpoint)
     finally:
         folder.release()
 

@@ -312,6 +312,12 @@ class LocalRuntime:
         loading = time.monotonic() if any(row["heartbeat"] == 0 for row in rows) else 0.0
         return 1e9 * self.replaced + loading + sum(row["work"] for row in rows)
 
+    def heartbeats(self) -> dict[str, float]:
+        """Signs of life so far of each searcher that runs."""
+        return {
+            seat.name: self.board.searcher(seat.index)["heartbeat"] for seat in self.seats if seat.process is not None
+        }
+
     def statuses(self) -> list[RoleStatus]:
         """Who does what, for the display."""
         seconds = max(1e-9, time.monotonic() - self._started_at)
