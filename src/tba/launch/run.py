@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -114,7 +115,17 @@ class AsyncRun:
 
     @classmethod
     def make(cls, config: Config, folder: RunFolder, inputs: RunInputs, checkpoint: Path | None = None) -> AsyncRun:
-        """Publish version 0, or that of the checkpoint to resume from, then start the searchers."""
+        """Publish version 0, or that of the checkpoint to resume from, then start the searchers. What was made before a part
+        fails is closed."""
+        with ExitStack() as undo:
+            run = cls._make(config, folder, inputs, checkpoint, undo)
+            undo.pop_all()
+            return run
+
+    @classmethod
+    def _make(
+        cls, config: Config, folder: RunFolder, inputs: RunInputs, checkpoint: Path | None, undo: ExitStack
+    ) -> AsyncRun:
         loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
         adapt(loaded, config.model, seed=config.seed)
         weights = make_weights(loaded.model, version=0)
@@ -129,7 +140,9 @@ class AsyncRun:
             reference_resets=bool(config.reference.reset_every),
             asked_searchers=Control(folder.control).searchers,
         )
+        undo.callback(runtime.stop)
         recorder = make_recorder(config, folder, inputs, counts, roles=runtime.statuses, more_metrics=runtime.metrics)
+        undo.callback(recorder.close)
         trainer = make_trainer(
             config,
             loaded,
@@ -151,6 +164,7 @@ class AsyncRun:
                 heartbeats=runtime.heartbeats,
             ),
         )
+        undo.callback(trainer.close)
         evaluated = task.prompts(config.evaluate.split)
         run = cls(
             config,
@@ -162,15 +176,12 @@ class AsyncRun:
                 folder, step=lambda: trainer.step_index, roles=runtime.statuses, failures=recorder.failures
             ),
         )
-        try:
-            if checkpoint is not None:
-                trainer.checkpoints.load(checkpoint)
-            runtime.publish(make_weights(loaded.model, version=trainer.step_index))
-            arguments = {"config": config, "logs": folder.logs}
-            runtime.start_searchers(run_searcher, arguments, logs=folder.logs)
-        except BaseException:
-            run.close()
-            raise
+        undo.callback(run.status.close)
+        if checkpoint is not None:
+            trainer.checkpoints.load(checkpoint)
+        runtime.publish(make_weights(loaded.model, version=trainer.step_index))
+        arguments = {"config": config, "logs": folder.logs}
+        runtime.start_searchers(run_searcher, arguments, logs=folder.logs)
         return run
 
     @property
@@ -188,6 +199,8 @@ class AsyncRun:
             except Interrupted:
                 return
             if self.has_evaluation_prompts:
+                if self.trainer.done:  # whatever becomes of the last evaluation
+                    self.recorder.write_summary()
                 self.wait_for_evaluation(self.trainer.step_index)
 
     def step(self) -> None:
@@ -317,7 +330,9 @@ class SyncRun:
                 self.evaluate()
             while not self.trainer.done and not self.interrupt.asked:
                 self.step()
-                if self.config.evaluation_due(self.trainer.step_index):
+                if self.trainer.done:
+                    self.evaluate_last()
+                elif self.config.evaluation_due(self.trainer.step_index):
                     self.evaluate()
 
     def step(self) -> None:
@@ -347,6 +362,15 @@ class SyncRun:
         if self.trainer.step_index > 0:
             self.trainer.checkpoints.save_evaluated(self.trainer.step_index)
         self.trainer.evaluated(self.trainer.step_index, self.evaluator(self.evaluation_engine))
+
+    def evaluate_last(self) -> None:
+        """The run is finished, whatever becomes of its last evaluation."""
+        self.recorder.write_summary()
+        try:
+            self.evaluate()
+        except Exception as error:
+            words = "no evaluation of version %d: %s: %s. The summary has the last evaluation that came."
+            logger.warning(words, self.trainer.step_index, type(error).__name__, error)
 
     def close(self) -> None:
         self.searcher.close()

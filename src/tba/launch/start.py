@@ -22,6 +22,7 @@ from tba.models.load import base_of, is_adapter, load_model
 from tba.observe.claim import holder_of, refuse
 from tba.observe.display import show_summary
 from tba.observe.files import RunFolder, write_atomic
+from tba.observe.recorder import tell_failure
 from tba.runtime.deadlines import stacks_to
 from tba.runtime.mps import start_mps
 from tba.search.make import make_search_engine
@@ -62,6 +63,9 @@ def train(config: Config, *, inputs: RunInputs | None = None, resume: bool | str
     try:
         with stacks_to(folder.logs / "trainer.log"):
             return _train(config, folder, inputs, imported, checkpoint)
+    except Exception as error:
+        tell_failure(folder, error)
+        raise
     finally:
         folder.release()
 
@@ -83,15 +87,15 @@ def _train(
             run.trainer.add(group)
         try:
             run.run()
-        except Collapsed:
-            run.recorder.finish()
+        except BaseException as error:
+            save_and_tell(run, error)
             raise
         if run.interrupt.asked:
             logger.warning("interrupted after step %d: saving and stopping.", run.trainer.step_index)
             run.trainer.checkpoints.save(run.trainer.step_index)
         with run.recorder.failures.tolerated("checkpoints to drop in", folder.checkpoints):
             run.trainer.checkpoints.drop_outdone()
-        summary = run.recorder.finish()
+        summary = run.recorder.finish("interrupted" if run.interrupt.asked else "finished")
     finally:
         try:
             with run.recorder.failures.tolerated("checkpoints in", folder.checkpoints):
@@ -105,6 +109,18 @@ def _train(
         show_summary(summary, run.recorder.curve(), folder.path, config=config)
     run.recorder.failures.raise_lost()
     return summary
+
+
+def save_and_tell(run: AsyncRun | SyncRun, error: BaseException) -> None:
+    """A run that ends by an error leaves what it has: weights, where they are sound, and a summary that says how it ended."""
+    collapsed, step = isinstance(error, Collapsed), run.trainer.step_index
+    try:
+        if not collapsed and step > 0 and run.trainer.is_sound:
+            run.trainer.checkpoints.save(step)
+    except Exception as lost:  # told, and no more: it must not hide the error that ended the run
+        logger.error("step %d could not be saved: %s: %s", step, type(lost).__name__, lost)
+    asked = not isinstance(error, Exception)
+    run.recorder.finish("collapsed" if collapsed else "interrupted" if asked else "failed", None if asked else error)
 
 
 def merge_adapter(target: str, output: Path) -> dict[str, str]:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from tba.config import Config
 from tba.observe.display import Curve, Progress, RoleStatus, Stability
 from tba.observe.files import RunFolder, WriteFailures, append_line, keep_lines, make_sinks, write_json
 from tba.observe.metrics import Evaluation
 from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
+
+logger = logging.getLogger("tba")
+
+Outcome = Literal["finished", "interrupted", "collapsed", "failed"]
+"""How a run ended: it made all its steps; was asked to end; was stopped by the collapse guard; met an error."""
+LONGEST_ERROR = 500
+"""Characters of an error in summary.json, which is one line."""
 
 COUNTED = (
     *("steps", "empty_steps", "evaluations", "best", "collapse"),
@@ -138,9 +146,11 @@ class Recorder:
         keep_lines(self.folder.samples, self._num_samples)
         self._progress.resume(self.steps, self.evaluations)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self, outcome: Outcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
         first, last = (Evaluation.of(self.evaluations[i][1] if self.evaluations else {}) for i in (0, -1))
         return {
+            "outcome": outcome,
+            "error": None if error is None else one_line(error),
             "task": self.config.task.label,
             "objective": self.config.objective.name,
             "seed": self.config.seed,
@@ -150,6 +160,7 @@ class Recorder:
             "responses_trained": self._counts.trained,
             "start": dict(first.values),
             "final": dict(last.values),
+            "final_step": self.evaluations[-1][0] if self.evaluations else None,
             "lag": {
                 "mean": round(self._lag_sum / max(1, self.steps - self.empty_steps), 3),
                 "max": int(self._lag_max),
@@ -168,13 +179,18 @@ class Recorder:
         name = next(iter(self.evaluations[0][1]), "") if self.evaluations else ""
         return Curve(name, [(step, metrics[name]) for step, metrics in self.evaluations if name in metrics])
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self, outcome: Outcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
         """Write summary.json, close everything and return the summary."""
-        summary = self.summary()
+        summary = self.write_summary(outcome, error)
+        self.close()
+        return summary
+
+    def write_summary(self, outcome: Outcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
+        """Write summary.json as things stand; a later one replaces it."""
+        summary = self.summary(outcome, error)
         with self.failures.tolerated("summary", self.folder.summary, must_not_be_lost=True):
             self.folder.path.mkdir(parents=True, exist_ok=True)
             write_json(self.folder.summary, summary)
-        self.close()
         return summary
 
     def close(self) -> None:
@@ -183,6 +199,35 @@ class Recorder:
             self._closed = True
             self._progress.close()
             self._sinks.close()
+
+
+def read_summary(folder: RunFolder) -> dict[str, Any] | None:
+    """Content of summary.json, with an `outcome` (one from before there was that field is of a finished run); None = there is
+    none that can be read."""
+    try:
+        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(summary, dict) or summary.get("outcome", "finished") not in get_args(Outcome):
+        return None
+    return {"outcome": "finished", "error": None, **summary}
+
+
+def tell_failure(folder: RunFolder, error: BaseException) -> None:
+    """Have summary.json say that the run failed, also where the error came before there was anything to sum up, or after it
+    was written: a run whose last files are lost is not finished."""
+    summary = read_summary(folder) or {}
+    if summary.get("outcome", "finished") == "finished":
+        try:
+            write_json(folder.summary, {**summary, "outcome": "failed", "error": one_line(error)})
+        except OSError as lost:
+            logger.error("%s cannot be written: %s", folder.summary, lost)
+
+
+def one_line(error: BaseException) -> str:
+    """An error as it stands in a file: RoleDied: searcher-0 ended (exit status -9)."""
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    return words if len(words) <= LONGEST_ERROR else f"{words[:LONGEST_ERROR]}..."
 
 
 @dataclass(frozen=True, kw_only=True)

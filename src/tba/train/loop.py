@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
 from tba.config import Config
@@ -84,6 +85,7 @@ class Trainer:
         times = {"step": time.perf_counter() - started, "wait_for_batch": waited, "publish_weights": publishing}
         watched = {**watched_metrics(batch, log_pi_N), "entropy": result.entropy}
         self.record(batch, measured, watched, times)
+        self.train_step.moved = False
         self.save_if_due()
         if self.health is not None:
             self.health.stop_if_asked()
@@ -97,6 +99,12 @@ class Trainer:
     @property
     def done(self) -> bool:
         return self.step_index >= self.config.train.max_steps
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the weights are those of `step_index`, all finite: not so after an error in the middle of an update."""
+        parameters = self.train_step.policy.model.parameters()
+        return not self.train_step.moved and all(bool(torch.isfinite(parameter).all()) for parameter in parameters)
 
     def receive(self) -> None:
         """Take in the groups that have arrived, and acknowledge those that are committed."""
