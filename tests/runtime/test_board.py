@@ -41,7 +41,9 @@ def test_without_room_anywhere_the_error_names_size_folders_and_remedy(tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MEBIBYTE, before[1]))
     try:
-        with pytest.raises(MemoryError, match=r"8\.0 MiB of memory .* cannot be reserved: .* free \(File too large\).*TMPDIR"):
+        with pytest.raises(
+            MemoryError, match=r"8\.0 MiB of memory .* cannot be reserved: .* free \(File too large\).*TMPDIR"
+        ):
             SharedMemory.create(8 * MEBIBYTE, [tmp_path])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

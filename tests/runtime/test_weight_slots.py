@@ -152,9 +152,7 @@ def test_fences_stand_where_the_order_of_stores_matters(monkeypatch):
     monkeypatch.setattr("tba.runtime.weight_slots.fence", looks)
     slots.publish(tensors(5.0), version=9)
     assert seen == [(1, "old", 0, 0), (1, "new", 9, 0), (2, "new", 9, 0)]
-    monkeypatch.setattr(
-        "tba.runtime.weight_slots.fence", lambda: seen.append((slots._canaries[0][-1], int(header[3])))
-    )
+    monkeypatch.setattr("tba.runtime.weight_slots.fence", lambda: seen.append((slots._canaries[0][-1], int(header[3]))))
     slots.add_canary(CANARY)
     assert seen[3:] == [(CANARY[-1], 0)]
     assert header[3] == 10

@@ -163,6 +163,7 @@ class AsyncRun:
                 progress=runtime.progress,
                 heartbeats=runtime.heartbeats,
             ),
+            published=runtime.slots.stored,
         )
         undo.callback(trainer.close)
         evaluated = task.prompts(config.evaluate.split)

@@ -112,7 +112,7 @@ def _train(
 
 
 def save_and_tell(run: AsyncRun | SyncRun, error: BaseException) -> None:
-    """A run that ends by an error leaves what it has: weights, where they are sound, and a summary that says how it ended."""
+    """A run that ends by an error leaves what it has: weights, where they are sound, and a summary of how it ended."""
     collapsed, step = isinstance(error, Collapsed), run.trainer.step_index
     try:
         if not collapsed and step > 0 and run.trainer.is_sound:

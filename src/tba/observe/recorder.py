@@ -15,6 +15,7 @@ from tba.config import Config
 from tba.observe.display import Curve, Progress, RoleStatus, Stability
 from tba.observe.files import RunFolder, WriteFailures, append_line, keep_lines, make_sinks, write_json
 from tba.observe.metrics import Evaluation
+from tba.observe.mismatch import MismatchWatch
 from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
 
 logger = logging.getLogger("tba")
@@ -26,7 +27,7 @@ LONGEST_ERROR = 500
 
 COUNTED = (
     *("steps", "empty_steps", "evaluations", "best", "collapse"),
-    *("_last_sample", "_num_samples", "_num_lines", "_seconds_at", "_lag_sum", "_lag_max", "_stability"),
+    *("_last_sample", "_num_samples", "_num_lines", "_seconds_at", "_lag_sum", "_lag_max", "_stability", "_mismatch"),
 )
 """Attributes of the recorder that a checkpoint holds."""
 
@@ -70,6 +71,7 @@ class Recorder:
         """Time at which each step was done: an evaluation arrives later than the weights that it is of."""
         self._lag_sum, self._lag_max = 0.0, 0.0
         self._stability = Stability()
+        self._mismatch = MismatchWatch()
         self._num_lines, self._num_samples = 0, 0
         self.best: tuple[int, float] | None = None
         """Step and first metric of the best evaluation, whose weights are kept."""
@@ -105,6 +107,7 @@ class Recorder:
         self._lag_max = max(self._lag_max, metrics.get("off_policy/lag_max", 0.0))
         rate = self._counts.trained / max(self.seconds, 1e-9)
         metrics = {"seconds": self.seconds, **metrics, "perf/responses_per_second": rate, **self._more_metrics()}
+        self._mismatch.step(step, metrics)
         if step % self.config.observe.log_every == 0:
             self._write(step, metrics)
         self._progress.step(step, metrics)
@@ -140,7 +143,8 @@ class Recorder:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on counting; lines that were written after the state was saved are dropped."""
         for name in COUNTED:
-            setattr(self, name, state[name])
+            if name in state:  # what an older version saved lacks some
+                setattr(self, name, state[name])
         self._seconds_before = state["seconds"]
         keep_lines(self.folder.metrics, self._num_lines)
         keep_lines(self.folder.samples, self._num_samples)
@@ -202,8 +206,8 @@ class Recorder:
 
 
 def read_summary(folder: RunFolder) -> dict[str, Any] | None:
-    """Content of summary.json, with an `outcome` (one from before there was that field is of a finished run); None = there is
-    none that can be read."""
+    """Content of summary.json, with an `outcome` (one from before there was that field is of a finished run); None = there
+    is none that can be read."""
     try:
         summary = json.loads(folder.summary.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -6,6 +6,7 @@ Each number has one writer. Reading never waits; a reader may see one number new
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 import tempfile
@@ -107,8 +108,11 @@ SEARCHER_FIELDS = (
     "wait_seconds",
     "failures",
     "work",
+    "mismatch_kl",
 )
-"""`heartbeat` rises while the process lives, `work` only while it decodes or evaluates, not while it waits."""
+"""`heartbeat` rises while the process lives, `work` only while it decodes or evaluates, not while it waits. `mismatch_kl` is
+how far engine and trainer were apart on the canary of the version that was compared last, NaN before the first."""
+UNKNOWN_AT_FIRST = ("mismatch_kl",)
 
 
 class Board:
@@ -148,8 +152,8 @@ class Row:
         self._values[self._index[name]] = value
 
     def clear(self) -> None:
-        """Set all to zero, for a new process in the role."""
-        self._values[:] = 0.0
+        """Set all to zero, or to NaN where that is a value, for a new process in the role."""
+        self._values[:] = [math.nan if name in UNKNOWN_AT_FIRST else 0.0 for name in self._index]
 
     @property
     def wait(self) -> Wait:

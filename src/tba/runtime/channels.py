@@ -263,8 +263,8 @@ class WindowedSender:
                 heartbeats=lambda: {"the trainer": self._progress()},
             ),
             explain=lambda: (
-                f"the trainer has not stored {len(self._unacknowledged)} groups on the way: it does not take in groups. Look "
-                "at logs/trainer.log, or raise runtime.wait_seconds if its steps take this long"
+                f"the trainer has not stored {len(self._unacknowledged)} groups on the way: it does not take in groups. "
+                "Look at logs/trainer.log, or raise runtime.wait_seconds if its steps take this long"
             ),
             progress=self._progress,
         )

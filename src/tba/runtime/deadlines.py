@@ -92,8 +92,8 @@ def _age(beats: float, idleness: Idleness) -> str:
 def overdue(what: str, *, name: str, waiting: Waiting, seconds: float, ages: HeartbeatAges) -> str:
     """The error of a wait called `name`, of which `what` says what is lacking and where to look."""
     return (
-        f"{what} ({name}: {waiting.waiter} waited for {waiting.awaited}, and nothing moved for {waiting.setting}={seconds:g} "
-        f"s; last heartbeat: {ages.words()})"
+        f"{what} ({name}: {waiting.waiter} waited for {waiting.awaited}, and nothing moved for "
+        f"{waiting.setting}={seconds:g} s; last heartbeat: {ages.words()})"
     )
 
 

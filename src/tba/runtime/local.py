@@ -337,7 +337,7 @@ class LocalRuntime:
             **{
                 f"searcher/{seat.index}/{name}": self.board.searcher(seat.index)[name]
                 for seat in self.seats
-                for name in ("version", "groups", "responses", "tokens", "wait_seconds", "failures")
+                for name in ("version", "groups", "responses", "tokens", "wait_seconds", "failures", "mismatch_kl")
             },
         }
 

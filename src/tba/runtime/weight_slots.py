@@ -50,12 +50,12 @@ def fence() -> None:
     """Every load and store of this thread before the call is done, for all processes, before any after it.
 
     x86 keeps the order of plain loads and of plain stores by itself; ARM does not, and without this a reader there could see
-    an even sequence number before the data that it stands for. Python has no fence. A lock has: giving it back is a release,
-    which nothing before it may pass, and taking it is an acquire, which nothing after it may pass. One cycle does not do, for
-    both neighbours may move into it and pass each other there. Of two cycles the first one's release comes before the second
-    one's acquire (ARM orders an acquire after an earlier release, and these are of one word besides), and so what was before
-    the one before what is after the other. It does not matter that no other process sees this lock: order is a matter of the
-    core that runs this thread, and the memory is one for all. What OpenMP threads copied was done before they joined this one.
+    an even sequence number before the data that it stands for. Python has no fence. A lock has: giving it back is a
+    release, which nothing before it may pass, and taking it is an acquire, which nothing after it may pass. One cycle does
+    not do, for both neighbours may move into it and pass each other there. Of two cycles the first one's release comes
+    before the second one's acquire (ARM never moves an acquire before an earlier release), and so what was before the one
+    before what is after the other. That no other process sees this lock does not matter: order is made by the core that
+    runs this thread, and the memory is one for all. What OpenMP threads copied was done before they joined this thread.
     """
     with _FENCE:
         pass
@@ -197,6 +197,14 @@ class WeightSlots:
                 # The trainer may have come round to this slot while it was copied.
                 if int(header[0]) == before:
                     return found
+        return None
+
+    def stored(self, version: int) -> Weights | None:
+        """What lies in the slot of a version, for the process that publishes, until it publishes twice more; None = it was
+        overwritten, or never published."""
+        for header, tensors in zip(self._headers, self._tensors):
+            if header[0] > 0 and header[0] % 2 == 0 and int(header[1]) == version:
+                return Weights(version=version, tensors=tensors, checksum=int(header[2].astype(np.uint64)))
         return None
 
     def fetch(self) -> Weights:

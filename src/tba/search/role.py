@@ -14,7 +14,7 @@ import torch
 from tba.config import Config, RuntimeConfig
 from tba.generate.engine import Engine
 from tba.models.load import adapt, load_model
-from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, canary_tokens
+from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, canary_tokens, kl_estimate
 from tba.runtime.board import MAX_SEARCHERS, Board, Row, SharedMemory
 from tba.runtime.channels import (
     Acknowledge,
@@ -60,9 +60,13 @@ MAX_UNCHECKED = 4
 class WeightLoader:
     """Loads newer weights into the engine and makes sure that they arrived."""
 
-    def __init__(self, slots: WeightSlots, engine: Engine) -> None:
+    def __init__(
+        self, slots: WeightSlots, engine: Engine, report: Callable[[float], None] = lambda mismatch_kl: None
+    ) -> None:
+        """`report` is told how far engine and trainer are apart at each version that is compared."""
         self._slots = slots
         self._engine = engine
+        self._report = report
         self._canary = CanaryCheck()
         self._tokens = canary_tokens(engine.vocabulary, CANARY_TOKENS)
         self._loaded = -1
@@ -103,6 +107,7 @@ class WeightLoader:
         published = self._slots.canary(version)
         if published is not None:
             computed = self._engine.score([self._tokens[:1]], [self._tokens[1:]], 1.0)[0]
+            self._report(kl_estimate(computed, published))  # first: what is too much is seen too
             self._canary.check(published=published, computed=computed, version=version)
             self._checked, self._unchecked = version, 0
 
@@ -320,7 +325,7 @@ def run_searcher(
             row=row,
             inbox=inbox,
             heartbeat=heartbeat,
-            loader=WeightLoader(WeightSlots.attach(weights), engine),
+            loader=WeightLoader(WeightSlots.attach(weights), engine, report=partial(row.__setitem__, "mismatch_kl")),
             searcher=searcher,
             references=WeightSlots.attach(references) if references is not None else None,
             evaluations=Evaluations(link, inbox, heartbeat, engine=engine, make=evaluator),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tba.config import Config
 from tba.models.weights import make_weights
@@ -22,6 +23,7 @@ from tba.train.batch import batch_metrics, combine, shape_target, watched_metric
 from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
 from tba.train.health import Health
+from tba.train.mismatch import MismatchProbe, mismatch_of_batch
 from tba.train.optimizer import LearningRate
 from tba.train.reference import ReferenceResets
 from tba.train.state import Stateful
@@ -55,6 +57,8 @@ class Trainer:
     """Watches for a collapse; None with observe.on_collapse=off."""
     durable: GroupStore | None = None
     """Writes accepted groups to disk; None with replay.durability=off."""
+    probe: MismatchProbe | None = None
+    """Compares what searchers generate with this trainer; None where batches are of the trained version anyway."""
     gate: Gate | None = None
     """Holds a step back until there is enough to train on; None where the roles take turns."""
     received: int = field(default=0, init=False)
@@ -77,6 +81,7 @@ class Trainer:
         result = self.optimize(batch, learning_rate=rate, measure_movement=self.rate.measures(self.step_index))
         log_pi_N = result.outputs.log_pi_N.cpu()
         measured = {**result.metrics, **batch_metrics(batch, log_pi_N, step=self.step_index)}
+        measured |= self.measure_mismatch(batch, log_pi_N)
         self.rate.follow(self.step_index, measured)
         self.batch = with_old_values(batch, result)
         self.counts.trained += batch.totals.responses
@@ -90,6 +95,13 @@ class Trainer:
         if self.health is not None:
             self.health.stop_if_asked()
         return result
+
+    def measure_mismatch(self, batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
+        """Searchers against this trainer at one version, in steps where that was measured."""
+        probed = self.probe.take(self.step_index) if self.probe is not None else None
+        found = mismatch_of_batch(batch, log_pi_N, step=self.step_index)
+        found = probed if found is None else found
+        return {} if found is None else {"off_policy/mismatch_kl": found}
 
     @property
     def needs_batch(self) -> bool:
@@ -110,6 +122,8 @@ class Trainer:
         """Take in the groups that have arrived, and acknowledge those that are committed."""
         groups = self.receiver.drain()
         for group in groups:
+            if self.probe is not None:
+                self.probe.look(group, step=self.step_index)
             if self.add(self.references.admit(group) if self.references is not None else group):
                 self.received += bool(group.trajectories)
                 self.lost += not group.trajectories

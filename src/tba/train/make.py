@@ -24,11 +24,12 @@ from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
 from tba.train.health import Health
 from tba.train.loop import Trainer
+from tba.train.mismatch import MismatchProbe
 from tba.train.optimizer import LearningRate, MasterAdamW
 from tba.train.reference import ReferenceResets
 from tba.train.state import Stateful
 from tba.train.step import TrainStep
-from tba.types import ResponseCounts
+from tba.types import ResponseCounts, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +63,13 @@ def make_trainer(
     ledger: VisitLedger,
     parts: Mapping[str, Stateful],
     gate: Gate | None = None,
+    published: Callable[[int], Weights | None] | None = None,
 ) -> Trainer:
     """Make a trainer around a learner.
 
     `reference_publisher` is needed with reference.reset_every; `ledger` knows who visits which prompt; `parts` are saved
-    with the trainer, by name; `gate` makes an asynchronous trainer wait for data.
+    with the trainer, by name; `gate` makes an asynchronous trainer wait for data; `published` has the weights of a version
+    as searchers got them, while they are at hand.
     """
     train_step, rate = learner.train_step, LearningRate(config, exact_drift=loaded.model.dtype == torch.float32)
     saved = dict(parts)
@@ -101,6 +104,7 @@ def make_trainer(
             config, recorder.folder, reward_weights=task.reward_weights, row=None if gate is None else gate.row
         ),
         gate=gate,
+        probe=MismatchProbe(train_step.policy, train_step.temperature, published) if published is not None else None,
         health=Health(config, recorder, checkpoints) if config.observe.on_collapse != "off" else None,
     )
     saved["trainer"] = trainer
