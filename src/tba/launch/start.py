@@ -113,13 +113,13 @@ def _train(
 
 def save_and_tell(run: AsyncRun | SyncRun, error: BaseException) -> None:
     """A run that ends by an error leaves what it has: weights, where they are sound, and a summary of how it ended."""
-    collapsed, step = isinstance(error, Collapsed), run.trainer.step_index
+    asked, collapsed = not isinstance(error, Exception), isinstance(error, Collapsed)  # asked twice: at once, unsaved
+    step = run.trainer.step_index
     try:
-        if not collapsed and step > 0 and run.trainer.is_sound:
+        if not asked and not collapsed and step > 0 and run.trainer.is_sound:
             run.trainer.checkpoints.save(step)
     except Exception as lost:  # told, and no more: it must not hide the error that ended the run
         logger.error("step %d could not be saved: %s: %s", step, type(lost).__name__, lost)
-    asked = not isinstance(error, Exception)
     run.recorder.finish("collapsed" if collapsed else "interrupted" if asked else "failed", None if asked else error)
 
 
