@@ -18,7 +18,7 @@ logger = logging.getLogger("tba")
 
 NAME = "mismatch_kl"
 """Last part of the names of the metrics that are watched."""
-FIRST = 8
+FIRST = 5
 """Measurements whose largest is the yardstick, of the canaries of all searchers together and of the responses."""
 MULTIPLE = 10.0
 """The limit divided by the yardstick. A KL grows with the square of the gap: this is about 3 times the gap, where the
