@@ -15,9 +15,11 @@ tba config
 from __future__ import annotations
 
 import difflib
+import faulthandler
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -140,6 +142,7 @@ def run_trainer(link: Any, *, config: Config, resume: bool, host: Any) -> int:
             typer.echo(json.dumps(summary))
 
     log_warnings()
+    faulthandler.unregister(signal.SIGUSR1)  # stacks go to the trainer's log, not to the terminal
     with lasting_output():
         return exit_status(run)
 

@@ -10,7 +10,7 @@ from tba.compare.display import as_markdown, metric_grid, tuning_grid
 from tba.compare.plot import save_plot
 from tba.compare.results import Estimate, as_json, choose_value, estimate, gather, tuned_values
 from tba.compare.runner import show_results
-from tba.compare.runs import write_failed
+from tba.compare.runs import state_of, write_failed
 
 
 def test_the_standard_error_divides_by_n_minus_1_and_by_n():
@@ -73,6 +73,21 @@ def test_a_study_reports_mean_standard_error_and_measures_of_every_cell(tmp_path
     assert cell["response_length"]["mean"] == pytest.approx((30 + 195) / 2)
     failures = as_json(results, command="")["failures"]
     assert failures == [{"row": "slow", "column": "1", "seed": 2, "error": "FloatingPointError: loss is nan"}]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"outcome": "failed"}, {"outcome": "interrupted"}, {"outcome": "collapsed"}, {"final_step": 10}]
+)
+def test_the_summary_of_a_run_that_did_not_finish_is_no_result(tmp_path, changes):
+    """Also beside the cell.json of an earlier run in that folder."""
+    plan = plan_study(tmp_path)
+    cell = plan.runs["slow", None][0]
+    write_run(cell, 0.5)
+    assert state_of(cell) == "done"
+    path = cell.folder / "summary.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "outcome": "finished", "steps": 20, **changes}))
+    assert state_of(cell) == "missing"
+    assert gather(plan).cells["slow", "1"].values == {}
 
 
 def test_a_half_finished_study_can_be_shown_and_plotted(tmp_path, capsys):

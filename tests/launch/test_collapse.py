@@ -43,6 +43,7 @@ def test_a_collapsed_run_stops_and_its_healthy_checkpoint_loads(folder):
     run = RunFolder(config.run_folder)
     summary = json.loads(run.summary.read_text())
     collapse = summary["collapse"]
+    assert summary["outcome"] == "collapsed"
     assert summary["steps"] == collapse["step"] < 100
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     alarms = [record["guard/alarm"] for record in records if "loss" in record]

@@ -98,6 +98,10 @@ def test_a_searcher_that_fails_says_why(folder):
     assert "the reward failed on 8 samples in a row" in str(error.value)
     assert "rewards.py:" in str(error.value)
     assert "KeyError: 'answer'" in str(error.value)
+    summary = json.loads(RunFolder(config.run_folder).summary.read_text())
+    assert (summary["outcome"], summary["steps"]) == ("failed", 0)
+    assert summary["error"].startswith("RoleDied: searcher-0 failed: ")
+    assert "\n" not in summary["error"]
 
 
 def command(folder, name: str, *overrides: str) -> list[str]:
@@ -146,6 +150,7 @@ def test_ctrl_c_saves_and_leaves_nothing_running(folder):
     run = RunFolder(config.run_folder)
     summary = json.loads(run.summary.read_text())
     assert run.newest_checkpoint().name == f"step-{summary['steps']}"
+    assert (summary["outcome"], summary["error"]) == ("interrupted", None)
 
 
 def test_a_hanging_reward_costs_its_samples_only(folder, caplog):

@@ -121,7 +121,9 @@ def test_a_checkpoint_that_cannot_be_written_is_told_once_and_the_run_goes_on(fo
         train(config)
     blocked.join()
     assert steps_of(config) == [1, 2, 3, 4, 5, 6]
-    assert json.loads(RunFolder(config.run_folder).summary.read_text())["steps"] == 6
+    summary = json.loads(RunFolder(config.run_folder).summary.read_text())
+    assert (summary["steps"], summary["outcome"]) == (6, "failed")
+    assert summary["error"].startswith("OutputLost: training is done, but 3 of its files could not be written")
     told = [record for record in caplog.records if record.getMessage().startswith("checkpoint /")]
     assert [record.levelname for record in told] == ["ERROR"]
     assert re.search(r"checkpoint .*/full/checkpoints/step-2 cannot be written", caplog.text)

@@ -37,7 +37,8 @@ def test_a_run_tells_what_it_does_changes_its_searchers_and_stops_when_asked(fol
     with pytest.raises(KeyboardInterrupt):
         train(config)
     thread.join(30.0)
-    assert read_status(config.run_folder)["alive"] is False  # this process lives on, the run does not
+    ended = read_status(config.run_folder)
+    assert (ended["alive"], ended["outcome"]) == (False, "interrupted")  # this process lives on, the run does not
     assert seen["three"]
     assert seen["one"]
     assert not seen["rc"]
@@ -59,6 +60,13 @@ def test_a_status_says_since_when_and_whether_anybody_still_writes_it():
     assert describe(status(alive=False, age=60.0)).startswith("died (process 1 on here is gone) 60 s ago at step 7")
     assert describe(status(alive=False, age=60.0, ended=True)).startswith("ended 60 s ago at step 7")
     assert describe(status(age=60.0)).startswith("silent for 60 s at step 7")
+
+
+def test_a_status_says_how_a_run_ended():
+    ended = status(alive=False, age=60.0, ended=True, roles=[])
+    assert describe({**ended, "outcome": "finished", "error": None}) == "finished 60 s ago at step 7"
+    failed = describe({**ended, "outcome": "failed", "error": "RoleDied: searcher-0 ended"})
+    assert failed == "failed 60 s ago at step 7: RoleDied: searcher-0 ended"
 
 
 def test_a_run_that_is_gone_is_not_stopped_and_gets_no_searchers(tmp_path, capfd):

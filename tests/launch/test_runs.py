@@ -25,11 +25,12 @@ def test_a_sync_run_writes_its_folder(folder):
     run = RunFolder(config.run_folder)
     assert json.loads(run.summary.read_text()) == summary
     assert list(summary) == [
-        "task", "objective", "seed", "steps", "seconds", "responses_generated", "responses_trained", "start", "final", "lag",
-        "empty_steps", "collapse", "start_standard_error", "final_standard_error", "evaluated",
-        "best", "stability",
+        "outcome", "error", "task", "objective", "seed", "steps", "seconds", "responses_generated", "responses_trained",
+        "start", "final", "final_step", "lag", "empty_steps", "collapse", "start_standard_error",
+        "final_standard_error", "evaluated", "best", "stability",
     ]  # fmt: skip
     assert (summary["steps"], summary["responses_trained"], summary["lag"]) == (6, 96, {"mean": 0.0, "max": 0})
+    assert (summary["outcome"], summary["error"], summary["final_step"]) == ("finished", None, 6)
     saved = load_config(run.config)
     assert saved.replay.capacity_per_prompt == 100
     assert saved.train.first_learning_rate == learning_rate_for(sum(p.numel() for p in tiny_llama().parameters()))
@@ -44,6 +45,7 @@ def test_a_sync_run_writes_its_folder(folder):
     ]
     steps = [record for record in metrics_of(config) if "loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(0.0 <= record["off_policy/mismatch_kl"] < 1e-8 for record in steps)
     sample = json.loads(run.samples.read_text().splitlines()[0])
     assert sample["responses"][0]["text"].startswith("w")
 
@@ -135,6 +137,12 @@ def test_two_searchers_and_a_trainer_for_twenty_steps(folder):
     evaluated = [record["step"] for record in metrics_of(config) if "eval/custom/accuracy" in record]
     assert evaluated[0] == 0
     assert evaluated[-1] == 20
+    steps = [record for record in metrics_of(config) if "loss" in record]
+    for searcher in (0, 1):
+        assert 0.0 <= steps[-1][f"searcher/{searcher}/mismatch_kl"] < 1e-8
+    measured = [record["off_policy/mismatch_kl"] for record in steps if "off_policy/mismatch_kl" in record]
+    assert measured
+    assert all(kl >= 0.0 for kl in measured)
     assert RunFolder(config.run_folder).samples.read_text()
 
 

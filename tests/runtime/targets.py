@@ -128,3 +128,15 @@ def sends_its_incarnation(link, *, index: int, incarnation: str, **_) -> None:
     prompt = Prompt(id="p", token_ids=np.array([1], np.int32), text="")
     link.send(TrajectoryGroup(id=f"searcher-{index}.{incarnation}/0", prompt=prompt, trajectories=()), to=TRAINER)
     time.sleep(600)
+
+
+def publishes(link, *, weights, count: int) -> None:
+    """Publishes versions 1 to `count`, each filled with its own number, as fast as it can."""
+    import torch
+
+    from tba.runtime.weight_slots import WeightSlots
+
+    slots = WeightSlots.attach(weights)
+    for version in range(1, count + 1):
+        slots.publish({spec.name: torch.full(spec.shape, float(version)) for spec in slots.layout}, version=version)
+    link.receive(timeout_seconds=None)

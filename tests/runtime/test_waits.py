@@ -1,15 +1,19 @@
 """The named waits: each has a deadline, a name on the board, and words."""
 
+import re
+
 import numpy as np
 import pytest
 
 from tba.runtime.board import Board
-from tba.runtime.channels import POLL_SECONDS, Idleness, WaitedTooLong, wait_until
+from tba.runtime.channels import POLL_SECONDS, WaitedTooLong, wait_until
+from tba.runtime.deadlines import Idleness, Waiting
 from tba.runtime.ends import WindowedSender
 from tba.runtime.leases import LedgerVisits, Visit, VisitLedger, VisitStock
 from tba.search.prompts import PacedVisits, PromptStream
 from tba.types import Prompt, TrajectoryGroup
 
+NOBODY = Waiting(waiter="nobody", awaited="nothing", setting="none")
 PROMPTS = [Prompt(id=f"p{i}", token_ids=np.array([1], np.int32), text=str(i)) for i in range(8)]
 
 
@@ -36,7 +40,7 @@ def test_waiting_shows_on_the_board_and_is_counted():
         seen.append(row.wait)
         return len(seen) == 3
 
-    seconds = wait_until(ready, name="pace", row=row, deadline_seconds=10.0, explain=lambda: "")
+    seconds = wait_until(ready, name="pace", row=row, deadline_seconds=10.0, waiting=NOBODY, explain=lambda: "")
     assert seen == ["none", "pace", "pace"]
     assert row.wait == "none"
     assert row["wait_seconds"] == pytest.approx(seconds)
@@ -51,12 +55,12 @@ def test_a_wait_within_a_wait_gives_the_outer_one_its_name_back():
         return len(seen) % 2 == 0
 
     def outer_ready() -> bool:
-        wait_until(ready, name="durable_replay", row=row, deadline_seconds=10.0, explain=lambda: "")
+        wait_until(ready, name="durable_replay", row=row, deadline_seconds=10.0, waiting=NOBODY, explain=lambda: "")
         seen.append(row.wait)
         seen.append(row.wait)
         return len(seen) > 4
 
-    wait_until(outer_ready, name="first_fill", row=row, deadline_seconds=10.0, explain=lambda: "")
+    wait_until(outer_ready, name="first_fill", row=row, deadline_seconds=10.0, waiting=NOBODY, explain=lambda: "")
     assert seen == [
         "none",
         "durable_replay",
@@ -92,8 +96,42 @@ def test_a_channel_that_stays_full_is_an_error_that_names_both_sides():
     row = Board.create().searcher(0)
     sender = WindowedSender(Recording(), row, window=1, deadline_seconds=0.02, handle_messages=lambda: None)
     sender.send(group(0))
-    with pytest.raises(WaitedTooLong, match=r"a searcher waited for the trainer .* \(waited 0\.02 s: channel_full\)"):
+    with pytest.raises(
+        WaitedTooLong,
+        match=r"has not stored 1 groups .*logs/trainer\.log.* \(channel_full: a searcher waited for the trainer, and "
+        r"nothing moved for runtime\.wait_seconds=0\.02 s; last heartbeat: the trainer none yet\)",
+    ):
         sender.send(group(1))
+
+
+def test_an_error_names_waiter_awaited_their_last_heartbeats_and_the_setting():
+    """One searcher beats while the other has been silent since before anybody looked; a third is still loading."""
+    row, beats = Board.create().searcher(0), {"searcher-0": 5.0, "searcher-1": 9.0, "searcher-2": 0.0}
+
+    def heartbeats() -> dict[str, float]:
+        beats["searcher-0"] += 1
+        return dict(beats)
+
+    waiting = Waiting(
+        waiter="the trainer", awaited="3 searchers", setting="runtime.wait_seconds", heartbeats=heartbeats
+    )
+    with pytest.raises(WaitedTooLong) as error:
+        wait_until(
+            lambda: False,
+            name="replay_ratio",
+            row=row,
+            deadline_seconds=0.1,
+            waiting=waiting,
+            explain=lambda: "16 responses lack",
+        )
+    words = str(error.value)
+    assert words.startswith(
+        "16 responses lack (replay_ratio: the trainer waited for 3 searchers, and nothing moved for "
+        "runtime.wait_seconds=0.1 s; last heartbeat: "
+    )
+    assert re.search(r"searcher-1 more than 0\.1 s ago", words)
+    assert "searcher-2 none yet" in words
+    assert "searcher-0 0.0 s ago" in words
 
 
 def prompts() -> PromptStream:
@@ -169,6 +207,7 @@ def test_a_deadline_does_not_count_while_the_awaited_role_works():
         name="pace",
         row=row,
         deadline_seconds=30 * POLL_SECONDS,
+        waiting=NOBODY,
         explain=lambda: "",
         progress=lambda: float(looks[0] // 10),
     )
@@ -185,7 +224,7 @@ def test_idleness_starts_again_with_every_change():
 def test_time_in_which_nobody_looked_counts_for_a_second_at_most(monkeypatch):
     """A suspended run: an hour passes between two looks."""
     clock = iter([0.0, 0.0, 3600.0, 3600.5, 7200.0])
-    monkeypatch.setattr("tba.runtime.channels.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("tba.runtime.deadlines.time.monotonic", lambda: next(clock))
     idleness = Idleness()
     assert [idleness.look(1.0) for _ in range(4)] == [0.0, 1.0, 1.5, 2.5]
 
@@ -205,7 +244,11 @@ def test_a_searcher_with_nothing_running_waits_for_newer_weights():
 def test_weights_that_never_come_are_an_error():
     stream = visits(lambda: 0, max_lag=0, generated=lambda: 2)
     next(stream), next(stream)
-    with pytest.raises(WaitedTooLong, match="searcher 0 has weights of version 0, waited for version 1"):
+    with pytest.raises(
+        WaitedTooLong,
+        match=r"searcher 0 has weights of version 0, waited for version 1(.|\n)*searcher 0 waited for the trainer"
+        r".*runtime\.wait_seconds=0\.02 s; last heartbeat: the trainer",
+    ):
         next(stream)
 
 

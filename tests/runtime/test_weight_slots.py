@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import targets
 import torch
 
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, ChecksumMismatch, checksum
-from tba.runtime.weight_slots import WeightSlots
+from tba.runtime.processes import RoleProcess
+from tba.runtime.weight_slots import MAX_CHECKSUM_MISSES, WeightSlots
 
 CANARY = np.linspace(-3, -1, CANARY_TOKENS)
 
@@ -89,12 +91,71 @@ def test_a_reader_that_is_overtaken_tries_again(monkeypatch):
     assert torch.equal(published.tensors["b"], torch.arange(7.0) + 3)
 
 
-def test_a_flipped_byte_is_fatal_and_names_the_values():
+def test_a_flipped_byte_is_fatal_and_names_the_values(caplog):
     slots = WeightSlots.create(tensors(0.0), torch.float32)
     publish(slots, 1.0, 4)
     slots._tensors[0]["b"].view(torch.uint8)[5] ^= 1
     with pytest.raises(ChecksumMismatch, match="version 4 have checksum 0x"):
         other_process(slots).fetch()
+    assert caplog.text.count("They are copied again.") == MAX_CHECKSUM_MISSES - 1
+
+
+def test_a_torn_copy_is_copied_again(monkeypatch, caplog):
+    """The first copy lacks its last bytes though the sequence number has not changed, as where stores arrive late."""
+    slots = WeightSlots.create(tensors(0.0), torch.float32)
+    publish(slots, 1.0, 4)
+    reader, real_copy = other_process(slots), torch.Tensor.copy_
+
+    def torn_copy(target, source):
+        monkeypatch.setattr(torch.Tensor, "copy_", real_copy)
+        real_copy(target, source)
+        target[-8:] = 0
+        return target
+
+    slots._data[0][-8:] = 77  # padding is part of what is compared
+    slots._headers[0][2] = np.uint64(checksum(slots._data[0])).astype(np.int64)
+    monkeypatch.setattr(torch.Tensor, "copy_", torn_copy)
+    fetched = reader.fetch()
+    assert fetched.version == 4
+    assert torch.equal(fetched.tensors["b"], torch.arange(7.0) + 1)
+    assert "weights of version 4 have checksum" in caplog.text
+
+
+def test_a_reader_beside_a_process_that_publishes_never_sees_half_a_version(tmp_path):
+    """Large enough that a copy takes longer than a turn of either process."""
+    slots = WeightSlots.create({"a": torch.zeros(400_000), "b": torch.zeros(7)}, torch.float32)
+    slots.publish({"a": torch.zeros(400_000), "b": torch.zeros(7)}, version=0)
+    arguments = {"weights": slots.handle(), "count": 100}
+    process = RoleProcess(
+        "writer", targets.publishes, arguments, log=tmp_path / "writer.log", fds=(slots.memory.fd,), forked=True
+    )
+    seen = [0]
+    while seen[-1] < 100:
+        assert process.alive, (tmp_path / "writer.log").read_text()
+        fetched = slots.fetch()
+        seen.append(fetched.version)
+        assert all((tensor == fetched.version).all() for tensor in fetched.tensors.values())
+    process.kill()
+    assert seen == sorted(seen)
+
+
+def test_fences_stand_where_the_order_of_stores_matters(monkeypatch):
+    """What another core may see at each: the odd number before any data, all data before the even number, that before the
+    count of publications; and the canary's numbers before the version that they belong to."""
+    slots = WeightSlots.create(tensors(0.0), torch.float32)
+    header, seen = slots._headers[0], []
+
+    def looks() -> None:
+        data = "old" if slots._tensors[0]["a"][0, 0] == 0.0 else "new"
+        seen.append((int(header[0]), data, int(header[1]), int(slots._newest[0])))
+
+    monkeypatch.setattr("tba.runtime.weight_slots.fence", looks)
+    slots.publish(tensors(5.0), version=9)
+    assert seen == [(1, "old", 0, 0), (1, "new", 9, 0), (2, "new", 9, 0)]
+    monkeypatch.setattr("tba.runtime.weight_slots.fence", lambda: seen.append((slots._canaries[0][-1], int(header[3]))))
+    slots.add_canary(CANARY)
+    assert seen[3:] == [(CANARY[-1], 0)]
+    assert header[3] == 10
 
 
 def test_the_checksum_sees_values_order_and_place():

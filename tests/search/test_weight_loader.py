@@ -53,6 +53,27 @@ def test_newer_weights_are_loaded_and_pass_the_canary(dtype):
         assert trainer.engine.version == version
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_how_far_engine_and_trainer_are_apart_is_reported_for_every_version_that_is_compared(dtype):
+    trainer, reported = Trainer(dtype), []
+    loader = WeightLoader(trainer.slots, trainer.engine, report=reported.append)
+    loader.check_first()
+    loader.load_newer()
+    assert len(reported) == 1, "nothing new to compare"
+    trainer.move(0.02)
+    trainer.publish(1)
+    loader.load_newer()
+    assert len(reported) == 2
+    assert all(0.0 <= kl < (1e-8 if dtype == torch.float32 else 1e-2) for kl in reported)
+
+    trainer.engine.load = lambda weights: setattr(trainer.engine, "version", weights.version)  # loads nothing
+    trainer.move(0.1)
+    trainer.publish(2)
+    with pytest.raises(CanaryMismatch):
+        loader.load_newer()
+    assert reported[2] > 10 * max(*reported[:2], 1e-6), "what ends the run is reported too"
+
+
 def test_the_engine_then_gives_the_trainers_log_probs():
     trainer = Trainer()
     loader = WeightLoader(trainer.ends, trainer.engine)

@@ -22,6 +22,7 @@ from tba.compare.runs import (
     Plan,
     changes,
     clear,
+    is_result,
     make_plan,
     read_holder,
     read_metric,
@@ -153,7 +154,9 @@ class Runner:
         started = time.monotonic()
         clear(cell)
         try:
-            train(cell.config, inputs=self.inputs.make(cell.config))
+            summary = train(cell.config, inputs=self.inputs.make(cell.config))
+            if not is_result(summary):
+                raise RuntimeError(f"its last evaluation is of step {summary['final_step']}, see the warning above.")
         except FAILURES as error:
             write_failed(cell, error)
             self.display.failed(cell, error)

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from tba.compare.study import Study, flatten, folder_name
 from tba.config import Config, ConfigError, load_config
 from tba.observe.files import RunFolder, write_json
+from tba.observe.recorder import read_summary as recorded_summary
 
 State = Literal["done", "failed", "claimed", "changed", "missing"]
 """State of a run on disk; changed = it was run before, with another config."""
@@ -177,11 +178,19 @@ def state_of(cell: Cell, *, retry_before: float = 0.0) -> State:
 
 def read_record(cell: Cell) -> dict[str, Any] | None:
     """Content of cell.json of a finished run or failed.json of a failed one; None = neither."""
-    if RunFolder(cell.folder).summary.is_file():
+    if is_result(recorded_summary(RunFolder(cell.folder))):
         record = _read(cell, "cell.json")
         if record is not None:
             return record
     return _read(cell, "failed.json")
+
+
+def is_result(summary: Mapping[str, Any] | None) -> bool:
+    """Whether a summary is of a finished run whose last weights were evaluated: one that failed or was interrupted has a
+    summary too, and `final` is of earlier weights where the last evaluation never came."""
+    if summary is None or summary.get("outcome", "finished") != "finished":
+        return False
+    return summary.get("final_step") is None or summary["final_step"] >= summary["steps"]
 
 
 def write_done(cell: Cell, *, seconds: float, commit: str | None) -> None:

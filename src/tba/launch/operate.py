@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from tba.observe.files import RunFolder, WriteFailures, write_json
+from tba.observe.recorder import read_summary
 from tba.runtime.board import MAX_SEARCHERS, Board
 
 LATE_SECONDS = 30.0
@@ -74,13 +75,16 @@ class Control:
 
 
 def read_status(run: Path) -> dict[str, Any]:
-    """What a run last said of itself, with `alive` and `age` in seconds."""
+    """What a run last said of itself, with `alive`, `age` in seconds, and of one that has ended `outcome` and `error`."""
     folder = RunFolder(run)
     if not folder.status.is_file():
         what = "has no status.json yet" if folder.config.is_file() else "is not a run folder (it has no config.yaml)"
         raise FileNotFoundError(f"{run} {what}: give the folder of an asynchronous run, for example runs/NAME.")
     status = json.loads(folder.status.read_text())
-    return {**status, "alive": _is_alive(status), "age": time.time() - status["time"]}
+    alive, summary = _is_alive(status), read_summary(folder) or {}
+    # While it lives, a summary says only that the last evaluation is still to come.
+    ended = {name: None if alive else summary.get(name) for name in ("outcome", "error")}
+    return {**status, "alive": alive, "age": time.time() - status["time"], **ended}
 
 
 def _is_alive(status: dict[str, Any]) -> bool | None:
@@ -100,8 +104,9 @@ def describe(status: dict[str, Any]) -> str:
     alive, age = status["alive"], status["age"]
     where = f"process {status['pid']} on {status['host']}"
     if alive is False:
-        how = "ended" if status.get("ended") else f"died ({where} is gone)"
-        head = f"{how} {age:.0f} s ago at step {status['step']}"
+        how = status.get("outcome") or ("ended" if status.get("ended") else f"died ({where} is gone)")
+        why = f": {status['error']}" if status.get("error") else ""
+        head = f"{how} {age:.0f} s ago at step {status['step']}{why}"
     elif age > LATE_SECONDS:
         head = f"silent for {age:.0f} s at step {status['step']} ({where}): suspended, or its disk is full"
     else:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tba.config import Config, ConfigError, load_config
 from tba.observe.files import RunFolder
+from tba.observe.recorder import read_summary
 from tba.train.checkpoint import RESUMABLE, TRAINER, check_manifest, find_checkpoint
 
 logger = logging.getLogger("tba")
@@ -64,8 +65,7 @@ def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str |
         _warn_of_beginning_again(folder, config)
         return None
     step = json.loads((path / TRAINER).read_text(encoding="utf-8"))["step"]
-    # Without a summary the run was killed at its very end, and goes on from there.
-    if step >= config.train.max_steps and folder.summary.is_file():
+    if step >= config.train.max_steps and _is_complete(folder, step):
         raise ValueError(
             f"{folder.path} is finished: step {step} of train.max_steps={config.train.max_steps}, nothing is left to do. "
             "Raise train.max_steps to train on."
@@ -89,6 +89,16 @@ def _warn_of_beginning_again(folder: RunFolder, config: Config) -> None:
         folder.path,
         kept,
     )
+
+
+def _is_complete(folder: RunFolder, step: int) -> bool:
+    """Whether nothing is left to do after the last step. A run that was killed at its very end, failed there, or never got
+    its last evaluation goes on from there."""
+    summary = read_summary(folder)
+    if summary is None or summary["outcome"] != "finished":
+        return False
+    evaluated = summary.get("final_step")
+    return evaluated is None or evaluated >= step
 
 
 def _named(folder: RunFolder, path: Path) -> Path:

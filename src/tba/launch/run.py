@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -116,7 +117,23 @@ class AsyncRun:
     def make(
         cls, config: Config, folder: RunFolder, inputs: RunInputs, host: Host, checkpoint: Path | None = None
     ) -> AsyncRun:
-        """Publish version 0, or that of the checkpoint to resume from, then have searchers started."""
+        """Publish version 0, or that of the checkpoint to resume from, then have searchers started. What was made before a
+        part fails is closed."""
+        with ExitStack() as undo:
+            run = cls._make(config, folder, inputs, host, checkpoint, undo)
+            undo.pop_all()
+            return run
+
+    @classmethod
+    def _make(
+        cls,
+        config: Config,
+        folder: RunFolder,
+        inputs: RunInputs,
+        host: Host,
+        checkpoint: Path | None,
+        undo: ExitStack,
+    ) -> AsyncRun:
         loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
         adapt(loaded, config.model, seed=config.seed)
         weights = make_weights(loaded.model, version=0)
@@ -131,13 +148,16 @@ class AsyncRun:
             ledger=ledger,
             reference_resets=bool(config.reference.reset_every),
         )
+        undo.callback(runtime.stop)
         recorder = make_recorder(config, folder, inputs, counts, roles=runtime.statuses, more_metrics=runtime.metrics)
+        undo.callback(recorder.close)
         gate = Gate(
             config,
             runtime.row,
             len(task.prompts("train")),
             lambda: interrupt.asked,
             progress=runtime.progress,
+            heartbeats=runtime.heartbeats,
         )
         trainer = make_trainer(
             config,
@@ -153,17 +173,15 @@ class AsyncRun:
             parts={},
             restart_searchers=partial(runtime.replace_searchers, "the trainer went back to an earlier version"),
             gate=gate,
+            published=runtime.published,
         )
+        undo.callback(trainer.close)
         evaluated = task.prompts(config.evaluate.split)
         run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0)
-        try:
-            trainer.resume(checkpoint)
-            runtime.row["step"] = trainer.step_index
-            runtime.publish(make_weights(loaded.model, version=trainer.step_index))
-            runtime.start_searchers(run_searcher, {"config": config, "logs": folder.logs})
-        except BaseException:
-            run.close()
-            raise
+        trainer.resume(checkpoint)
+        runtime.row["step"] = trainer.step_index
+        runtime.publish(make_weights(loaded.model, version=trainer.step_index))
+        runtime.start_searchers(run_searcher, {"config": config, "logs": folder.logs})
         return run
 
     @property
@@ -181,6 +199,8 @@ class AsyncRun:
             except Interrupted:
                 return
             if self.has_evaluation_prompts:
+                if self.trainer.done:  # whatever becomes of the last evaluation
+                    self.recorder.write_summary()
                 self.wait_for_evaluation(self.trainer.step_index)
 
     def step(self) -> None:
@@ -314,7 +334,9 @@ class SyncRun:
                 self.evaluate()
             while not self.trainer.done and not self.interrupt.asked:
                 self.step()
-                if self.config.evaluation_due(self.trainer.step_index):
+                if self.trainer.done:
+                    self.evaluate_last()
+                elif self.config.evaluation_due(self.trainer.step_index):
                     self.evaluate()
 
     def step(self) -> None:
@@ -345,6 +367,15 @@ class SyncRun:
         if self.trainer.step_index > 0:
             self.trainer.checkpoints.save_evaluated(self.trainer.step_index)
         self.trainer.evaluated(self.trainer.step_index, self.evaluator(self.evaluation_engine))
+
+    def evaluate_last(self) -> None:
+        """The run is finished, whatever becomes of its last evaluation."""
+        self.recorder.write_summary()
+        try:
+            self.evaluate()
+        except Exception as error:
+            words = "no evaluation of version %d: %s: %s. The summary has the last evaluation that came."
+            logger.warning(words, self.trainer.step_index, type(error).__name__, error)
 
     def close(self) -> None:
         self.searcher.close()

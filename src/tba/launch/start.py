@@ -24,6 +24,10 @@ from tba.models.load import base_of, is_adapter, load_model
 from tba.observe.claim import holder_of, refuse
 from tba.observe.display import show_summary
 from tba.observe.files import RunFolder, write_atomic
+from tba.observe.recorder import tell_failure
+from tba.runtime.channels import WaitedTooLong
+from tba.runtime.deadlines import stacks_to
+from tba.runtime.links import ShowStacks
 from tba.runtime.mps import start_mps
 from tba.runtime.supervisor import TRY_AGAIN, Host
 from tba.search.make import make_search_engine
@@ -74,8 +78,14 @@ def train(
     else:
         folder.claim(pid=owner)
     try:
-        with hosted(config, folder) if host is None else nullcontext(host) as found:
+        with (
+            stacks_to(folder.logs / "trainer.log"),
+            hosted(config, folder) if host is None else nullcontext(host) as found,
+        ):
             return _train(config, folder, inputs, imported, checkpoint, found)
+    except Exception as error:
+        tell_failure(folder, error)
+        raise
     finally:
         folder.release()
 
@@ -98,15 +108,17 @@ def _train(
             run.trainer.add(group)
         try:
             run.run()
-        except Collapsed:
-            run.recorder.finish()
+        except BaseException as error:
+            if isinstance(error, WaitedTooLong):
+                host.link.send(ShowStacks())
+            save_and_tell(run, error)
             raise
         if run.interrupt.asked:
             logger.warning("interrupted after step %d: saving and stopping.", run.trainer.step_index)
             run.trainer.checkpoints.save(run.trainer.step_index)
         with run.recorder.failures.tolerated("checkpoints to drop in", folder.checkpoints):
             run.trainer.checkpoints.drop_outdone()
-        summary = run.recorder.finish()
+        summary = run.recorder.finish("interrupted" if run.interrupt.asked else "finished")
     finally:
         try:
             with run.recorder.failures.tolerated("checkpoints in", folder.checkpoints):
@@ -120,6 +132,18 @@ def _train(
         show_summary(summary, run.recorder.curve(), folder.path, config=config)
     run.recorder.failures.raise_lost()
     return summary
+
+
+def save_and_tell(run: AsyncRun | SyncRun, error: BaseException) -> None:
+    """A run that ends by an error leaves what it has: weights, where they are sound, and a summary of how it ended."""
+    asked, collapsed = not isinstance(error, Exception), isinstance(error, Collapsed)  # asked twice: at once, unsaved
+    step = run.trainer.step_index
+    try:
+        if not asked and not collapsed and step > 0 and run.trainer.is_sound:
+            run.trainer.checkpoints.save(step)
+    except Exception as lost:  # told, and no more: it must not hide the error that ended the run
+        logger.error("step %d could not be saved: %s: %s", step, type(lost).__name__, lost)
+    run.recorder.finish("collapsed" if collapsed else "interrupted" if asked else "failed", None if asked else error)
 
 
 def worth_another_try(error: RuntimeError) -> bool:

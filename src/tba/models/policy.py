@@ -117,14 +117,22 @@ class PolicyModel:
     @torch.no_grad()
     def canary(self, tensors: Mapping[str, Tensor]) -> np.ndarray:
         """Log-probs of the canary tokens under the given weights, as published."""
-        tokens = torch.from_numpy(canary_tokens(self.vocabulary, CANARY_TOKENS)).long().to(self.device)
+        tokens = canary_tokens(self.vocabulary, CANARY_TOKENS)
+        return self.log_probs_under(tensors, tokens[:1], tokens[1:], temperature=1.0)
+
+    @torch.no_grad()
+    def log_probs_under(
+        self, tensors: Mapping[str, Tensor], prompt_ids: np.ndarray, response_ids: np.ndarray, *, temperature: float
+    ) -> np.ndarray:
+        """float64 [T]: log-probs of one response under the given weights, as published, instead of the model's own."""
+        tokens = torch.from_numpy(np.concatenate([prompt_ids, response_ids])).long().to(self.device)
         options: dict[str, Any] = {"use_cache": False}
         if self.packed:
-            options["packed_layout"] = PackedLayout(root_lengths=[CANARY_TOKENS], device=self.device)
+            options["packed_layout"] = PackedLayout(root_lengths=[len(tokens) - 1], device=self.device)
         published = {name: tensor.to(self.device) for name, tensor in tensors.items()}
         output = functional_call(self.model, published, (tokens[None, :-1],), options)
-        log_probs = torch.log_softmax(output.logits[0].float(), dim=-1)
-        return log_probs.gather(1, tokens[1:, None])[:, 0].double().cpu().numpy()
+        log_probs = torch.log_softmax(output.logits[0, len(prompt_ids) - 1 :].float() / temperature, dim=-1)
+        return log_probs.gather(1, tokens[len(prompt_ids) :, None])[:, 0].double().cpu().numpy()
 
     @property
     def vocabulary(self) -> int:

@@ -81,7 +81,16 @@ METRICS = (
     Metric(name="off_policy/lag_mean", unit="steps", meaning="Trainer step - oldest version of the response."),
     Metric(name="off_policy/lag_max", unit="steps", reduction="max", meaning="Largest lag in the step."),
     Metric(name="off_policy/ess", unit="share", meaning="Effective sample size of pi / pi_behaviour, over responses."),
-    Metric(name="off_policy/kl", unit="nats per response", meaning="Mean policy log-prob when generated - log_pi now."),
+    Metric(
+        name="off_policy/kl",
+        unit="nats per response",
+        meaning="Policy that generated against the current one: mean policy log-prob when generated - log_pi now.",
+    ),
+    Metric(
+        name="off_policy/mismatch_kl",
+        unit="nats per token",
+        meaning="Searcher against trainer at one version: KL of the engine's policy to the trainer's, on its responses.",
+    ),
     Metric(
         name="off_policy/dropped", unit="responses", reduction="sum", meaning="Responses without weight in the step."
     ),
@@ -106,6 +115,12 @@ METRICS = (
         name="searchers/replaced", unit="", reduction="last", meaning="Searchers that died or hung and were replaced."
     ),
     Metric(name="trainer/restarts", unit="", reduction="last", meaning="Times that the trainer died and was resumed."),
+    Metric(
+        name="searcher/*/mismatch_kl",
+        unit="nats per token",
+        reduction="last",
+        meaning="One searcher against the trainer at the version compared last: distance on the 64 canary tokens.",
+    ),
     Metric(name="searcher/*/*", unit="", reduction="last", meaning="State of one searcher."),
     Metric(name="search/*", unit="", reduction="last", meaning="All searchers together."),
     Metric(name="time/*", unit="seconds", reduction="sum", meaning="Wall-clock time of a part of the step."),

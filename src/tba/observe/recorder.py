@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from tba.config import Config
 from tba.observe.display import Curve, Progress, RoleStatus, Stability
 from tba.observe.files import RunFolder, WriteFailures, append_line, keep_lines, make_sinks, write_json
 from tba.observe.metrics import Evaluation
+from tba.observe.mismatch import MismatchWatch
 from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
+
+logger = logging.getLogger("tba")
+
+Outcome = Literal["finished", "interrupted", "collapsed", "failed"]
+"""How a run ended: it made all its steps; was asked to end; was stopped by the collapse guard; met an error."""
+LONGEST_ERROR = 500
+"""Characters of an error in summary.json, which is one line."""
 
 COUNTED = (
     *("steps", "empty_steps", "evaluations", "best", "collapse", "rollbacks"),
-    *("_last_sample", "_num_samples", "_num_lines", "_seconds_at", "_lag_sum", "_lag_max", "_stability"),
+    *("_last_sample", "_num_samples", "_num_lines", "_seconds_at", "_lag_sum", "_lag_max", "_stability", "_mismatch"),
 )
 """Attributes of the recorder that a checkpoint holds."""
 
@@ -62,6 +71,7 @@ class Recorder:
         """Time at which each step was done: an evaluation arrives later than the weights that it is of."""
         self._lag_sum, self._lag_max = 0.0, 0.0
         self._stability = Stability()
+        self._mismatch = MismatchWatch()
         self._num_lines, self._num_samples = 0, 0
         self.best: tuple[int, float] | None = None
         """Step and first metric of the best evaluation, whose weights are kept."""
@@ -99,6 +109,7 @@ class Recorder:
         self._lag_max = max(self._lag_max, metrics.get("off_policy/lag_max", 0.0))
         rate = self._counts.trained / max(self.seconds, 1e-9)
         metrics = {"seconds": self.seconds, **metrics, "perf/responses_per_second": rate, **self._more_metrics()}
+        self._mismatch.step(step, metrics)
         if step % self.config.observe.log_every == 0:
             self._write(step, metrics)
         self._progress.step(step, metrics)
@@ -134,7 +145,7 @@ class Recorder:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on counting; lines that were written after the state was saved are dropped."""
         for name in COUNTED:
-            if name in state:  # an older version of tba did not count rollbacks
+            if name in state:  # what an older version saved lacks some
                 setattr(self, name, state[name])
         self._seconds_before, self._first_step_at, self._last_step_at = state["seconds"], None, 0.0
         self.cut_files()
@@ -145,9 +156,11 @@ class Recorder:
         keep_lines(self.folder.metrics, self._num_lines)
         keep_lines(self.folder.samples, self._num_samples)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self, outcome: Outcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
         first, last = (Evaluation.of(self.evaluations[i][1] if self.evaluations else {}) for i in (0, -1))
         return {
+            "outcome": outcome,
+            "error": None if error is None else one_line(error),
             "task": self.config.task.label,
             "objective": self.config.objective.name,
             "seed": self.config.seed,
@@ -157,6 +170,7 @@ class Recorder:
             "responses_trained": self._counts.trained,
             "start": dict(first.values),
             "final": dict(last.values),
+            "final_step": self.evaluations[-1][0] if self.evaluations else None,
             "lag": {
                 "mean": round(self._lag_sum / max(1, self.steps - self.empty_steps), 3),
                 "max": int(self._lag_max),
@@ -176,13 +190,18 @@ class Recorder:
         name = next(iter(self.evaluations[0][1]), "") if self.evaluations else ""
         return Curve(name, [(step, metrics[name]) for step, metrics in self.evaluations if name in metrics])
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self, outcome: Outcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
         """Write summary.json, close everything and return the summary."""
-        summary = self.summary()
+        summary = self.write_summary(outcome, error)
+        self.close()
+        return summary
+
+    def write_summary(self, outcome: Outcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
+        """Write summary.json as things stand; a later one replaces it."""
+        summary = self.summary(outcome, error)
         with self.failures.tolerated("summary", self.folder.summary, must_not_be_lost=True):
             self.folder.path.mkdir(parents=True, exist_ok=True)
             write_json(self.folder.summary, summary)
-        self.close()
         return summary
 
     def close(self) -> None:
@@ -191,6 +210,35 @@ class Recorder:
             self._closed = True
             self._progress.close()
             self._sinks.close()
+
+
+def read_summary(folder: RunFolder) -> dict[str, Any] | None:
+    """Content of summary.json, with an `outcome` (one from before there was that field is of a finished run); None = there
+    is none that can be read."""
+    try:
+        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(summary, dict) or summary.get("outcome", "finished") not in get_args(Outcome):
+        return None
+    return {"outcome": "finished", "error": None, **summary}
+
+
+def tell_failure(folder: RunFolder, error: BaseException) -> None:
+    """Have summary.json say that the run failed, also where the error came before there was anything to sum up, or after it
+    was written: a run whose last files are lost is not finished."""
+    summary = read_summary(folder) or {}
+    if summary.get("outcome", "finished") == "finished":
+        try:
+            write_json(folder.summary, {**summary, "outcome": "failed", "error": one_line(error)})
+        except OSError as lost:
+            logger.error("%s cannot be written: %s", folder.summary, lost)
+
+
+def one_line(error: BaseException) -> str:
+    """An error as it stands in a file: RoleDied: searcher-0 ended (exit status -9)."""
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    return words if len(words) <= LONGEST_ERROR else f"{words[:LONGEST_ERROR]}..."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ from tba.replay.database import (
 from tba.replay.payload import encode
 from tba.runtime.board import TRAINER_FIELDS, Row
 from tba.runtime.channels import wait_until
+from tba.runtime.deadlines import Waiting
 from tba.types import GroupId, HighWaterMarks, TrajectoryGroup
 
 INSERT = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -122,6 +123,13 @@ class GroupStore:
             name="durable_replay",
             row=self.row,
             deadline_seconds=self.wait_seconds,
+            waiting=Waiting(
+                waiter="the trainer",
+                awaited="the durable replay's writer",
+                setting="runtime.wait_seconds",
+                heartbeats=lambda: {"its last commit": float(self._num_committed)},
+            ),
+            progress=lambda: float(self._num_committed),
             explain=lambda: (
                 f"the trainer waited for {self._num_appended - self._num_committed} groups to be written to {self.path}: "
                 "the disk does not keep up. Use a faster one (output=...), or replay.durability=process or off"

@@ -5,12 +5,14 @@ Each number has one writer. Reading never waits; a reader may see one number new
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +21,11 @@ import numpy as np
 
 from tba.observe.display import RoleStatus
 from tba.runtime.channels import WAITS, Wait
+
+logger = logging.getLogger("tba")
+
+RAM = Path("/dev/shm")
+"""Where Linux has files in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +51,46 @@ class SharedMemory:
         self._map = mmap.mmap(fd, num_bytes)
 
     @classmethod
-    def create(cls, num_bytes: int) -> SharedMemory:
-        """New zeroed memory, in RAM where the system has /dev/shm with room for it."""
-        folder = Path("/dev/shm")
-        room = os.statvfs(folder) if folder.is_dir() else None
-        in_ram = room is not None and room.f_bavail * room.f_frsize > 2 * num_bytes
-        fd, path = tempfile.mkstemp(prefix="tba-", dir=folder if in_ram else None)
-        os.ftruncate(fd, num_bytes)
+    def create(cls, num_bytes: int, folders: Sequence[Path] | None = None) -> SharedMemory:
+        """New zeroed memory: a file in RAM or, where there is no room for it, on disk; in the first folder that has room.
+
+        All of it is reserved at once: a file that only claims its size ends a process with SIGBUS when it is written and
+        there is no room any more.
+        """
+        on_disk = Path(tempfile.gettempdir())
+        folders = folders or ([RAM, on_disk] if RAM.is_dir() else [on_disk])
+        refusals: list[str] = []
+        for folder in folders:
+            if not folder.is_dir():
+                refusals.append(f"{folder} is no folder")
+                continue
+            try:
+                memory = cls._in(folder, num_bytes)
+            except OSError as error:
+                refusals.append(f"{folder} has {_free(folder)} free ({error.strerror or error})")
+                continue
+            if refusals:
+                logger.warning(
+                    "%s of shared memory lie in %s, which may be slower: %s.",
+                    _size(num_bytes),
+                    folder,
+                    "; ".join(refusals),
+                )
+            return memory
+        raise MemoryError(
+            f"{_size(num_bytes)} of memory that roles share cannot be reserved: {'; '.join(refusals)}. Make room in one of "
+            "them, give a container more (docker run --shm-size=...), or set TMPDIR to a folder with room."
+        )
+
+    @classmethod
+    def _in(cls, folder: Path, num_bytes: int) -> SharedMemory:
+        fd, path = tempfile.mkstemp(prefix="tba-", dir=folder)
+        try:
+            _reserve(fd, num_bytes)
+        except OSError:
+            os.close(fd)
+            os.unlink(path)
+            raise
         if sys.platform == "linux":  # others reach it through /proc, so it needs no name
             os.unlink(path)
             return cls(fd, num_bytes)
@@ -77,6 +117,24 @@ class SharedMemory:
                 Path(self._path).unlink(missing_ok=True)
 
 
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Give an empty file its size, with room for every byte; OSError where there is none."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        return
+    for start in range(0, num_bytes, mmap.PAGESIZE):  # macOS: what is written is reserved
+        os.pwrite(descriptor, bytes(min(mmap.PAGESIZE, num_bytes - start)), start)
+
+
+def _free(folder: Path) -> str:
+    room = os.statvfs(folder)
+    return _size(room.f_bavail * room.f_frsize)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
 MAX_SEARCHERS = 64
 """Searchers that there is room for on the board of a run."""
 SUPERVISOR_FIELDS = ("beats", "replaced", "trainer_restarts")
@@ -93,11 +151,14 @@ SEARCHER_FIELDS = (
     "wait_seconds",
     "failures",
     "work",
+    "mismatch_kl",
     "pid",
     "place",
 )
-"""`heartbeat` rises while the process lives, `work` only while it decodes or evaluates, not while it waits. The supervisor
-writes `pid` and `place`, the searcher the others."""
+"""`heartbeat` rises while the process lives, `work` only while it decodes or evaluates, not while it waits. `mismatch_kl`
+is how far engine and trainer were apart on the canary of the version that was compared last, NaN before the first. The
+supervisor writes `pid` and `place`, the searcher the others."""
+UNKNOWN_AT_FIRST = ("mismatch_kl",)
 
 Place = Literal["none", "empty", "filled", "given_up"]
 PLACES: tuple[Place, ...] = ("none", "empty", "filled", "given_up")
@@ -149,6 +210,11 @@ class Board:
         """A number that changes while the trainer works, and while another one starts."""
         return self.trainer["beats"] or time.monotonic()
 
+    def heartbeats(self) -> dict[str, float]:
+        """Signs of life so far of each searcher that runs."""
+        running = [index for index, place in self.places().items() if place == "filled"]
+        return {f"searcher-{index}": self._searchers[index]["heartbeat"] for index in running}
+
     def statuses(self) -> list[RoleStatus]:
         """Who does what, for people."""
         trainer = self.trainer
@@ -174,7 +240,7 @@ class Board:
             **{
                 f"searcher/{index}/{name}": self._searchers[index][name]
                 for index in places
-                for name in ("version", "groups", "responses", "tokens", "wait_seconds", "failures")
+                for name in ("version", "groups", "responses", "tokens", "wait_seconds", "failures", "mismatch_kl")
             },
         }
 
@@ -203,8 +269,8 @@ class Row:
         self._values[self._index[name]] = value
 
     def clear(self) -> None:
-        """Set all to zero, for a new process in the role."""
-        self._values[:] = 0.0
+        """Set all to zero, or to NaN where that is a value, for a new process in the role."""
+        self._values[:] = [math.nan if name in UNKNOWN_AT_FIRST else 0.0 for name in self._index]
 
     @property
     def wait(self) -> Wait:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from tba.runtime.deadlines import HeartbeatAges, Idleness, Waiting, overdue
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -27,8 +29,6 @@ WAITS: tuple[Wait, ...] = ("none", "first_fill", "replay_ratio", "pace", "channe
 """The named places where a role may wait, and no others."""
 POLL_SECONDS = 0.002
 """Time between two looks of a role that waits."""
-MOST_COUNTED_SECONDS = 1.0
-"""What counts of the time between two looks: more passes when the one who looks was suspended or busy."""
 
 
 class GroupSender(Protocol):
@@ -97,6 +97,14 @@ class Runtime(GroupReceiver, WeightPublisher, Protocol):
 
     def progress(self) -> float:
         """A number that changes while any searcher works."""
+        ...
+
+    def heartbeats(self) -> Mapping[str, float]:
+        """For each searcher a number that changes while it lives."""
+        ...
+
+    def published(self, version: int) -> Weights | None:
+        """What searchers see of a version; None = it was overwritten, or never published."""
         ...
 
     def statuses(self) -> list[RoleStatus]:
@@ -209,7 +217,7 @@ class LocalWeights:
 
 
 class WaitedTooLong(RuntimeError):
-    """A deadline passed; the message names who waited, for what, and what to look at."""
+    """A deadline passed; the message names who waited for whom, the last heartbeat, the setting, and what to look at."""
 
 
 def wait_until(
@@ -218,10 +226,12 @@ def wait_until(
     name: Wait,
     row: Row,
     deadline_seconds: float,
+    waiting: Waiting,
     explain: Callable[[], str],
     progress: Callable[[], float] = lambda: 0.0,
 ) -> float:
-    """Poll until ready; returns the seconds waited. `explain` words the error when the deadline passes.
+    """Poll until ready; returns the seconds waited. When the deadline passes, the error has what `explain` says is lacking
+    and what `waiting` says of who waits for whom.
 
     The deadline counts only while `progress`, a number that changes while the awaited role works, stays the same, and while
     this process runs: a run that was suspended (Ctrl-Z, a batch system) goes on as if nothing had been.
@@ -229,35 +239,17 @@ def wait_until(
     if ready():
         return 0.0
     started, outer = time.monotonic(), row["wait"]
-    seen, idle, looked = progress(), 0.0, started
+    idleness, ages = Idleness(), HeartbeatAges(waiting)
     row["wait"] = WAITS.index(name)
     try:
         while not ready():
-            now, current = time.monotonic(), progress()
-            idle = 0.0 if current != seen else idle + min(now - looked, MOST_COUNTED_SECONDS)
-            seen, looked = current, now
-            if idle > deadline_seconds:
-                raise WaitedTooLong(f"{explain()} (waited {deadline_seconds:g} s: {name})")
+            ages.look()
+            if idleness.look(progress()) > deadline_seconds:
+                words = overdue(explain(), name=name, waiting=waiting, seconds=deadline_seconds, ages=ages)
+                raise WaitedTooLong(words)
             time.sleep(POLL_SECONDS)
     finally:
         seconds = time.monotonic() - started
         row["wait"] = outer  # groups may be taken in, and that may wait, while the trainer waits for them
         row["wait_seconds"] += seconds
     return seconds
-
-
-class Idleness:
-    """How long a number has stayed the same, by the clock of whoever looks at it: the clocks of two hosts are never
-    compared, and time in which nobody looked counts little."""
-
-    def __init__(self) -> None:
-        self._seen: float | None = None
-        self._looked = time.monotonic()
-        self.seconds = 0.0
-
-    def look(self, number: float) -> float:
-        now = time.monotonic()
-        passed, self._looked = now - self._looked, now
-        self.seconds = self.seconds + min(passed, MOST_COUNTED_SECONDS) if number == self._seen else 0.0
-        self._seen = number
-        return self.seconds

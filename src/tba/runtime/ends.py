@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tba.config import RuntimeConfig
 from tba.runtime.board import Board, MemoryHandle, Row, SharedMemory
 from tba.runtime.channels import Stopped, WeightSource, wait_until
+from tba.runtime.deadlines import Waiting
 from tba.runtime.leases import VisitStock
 from tba.runtime.links import (
     TRAINER,
@@ -57,9 +58,15 @@ class WindowedSender:
             name="channel_full",
             row=self._row,
             deadline_seconds=self._deadline_seconds,
+            waiting=Waiting(
+                waiter="a searcher",
+                awaited="the trainer",
+                setting="runtime.wait_seconds",
+                heartbeats=lambda: {"the trainer": self._progress()},
+            ),
             explain=lambda: (
-                f"a searcher waited for the trainer to store its {len(self._unacknowledged)} groups on the way; "
-                "the trainer does not take in groups. Raise runtime.wait_seconds if its steps take this long."
+                f"the trainer has not stored {len(self._unacknowledged)} groups on the way: it does not take in groups. "
+                "Look at logs/trainer.log, or raise runtime.wait_seconds if its steps take this long"
             ),
             progress=self._progress,
         )

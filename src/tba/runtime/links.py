@@ -5,7 +5,7 @@ on by their address, without reading them:
 
     searcher -> trainer      TrajectoryGroup, AskVisits, Evaluated, Holding
     trainer -> searcher      Acknowledge, LeaseVisits, Evaluate, NewTrainer
-    trainer -> supervisor    StartSearchers, ReplaceSearchers, EndRun
+    trainer -> supervisor    StartSearchers, ReplaceSearchers, ShowStacks, EndRun
     supervisor -> trainer    SearcherStarted, SearcherEnded, SearchersFailed, AllReplaced, AllStopped
     supervisor -> searcher   Stop
     any child -> parent      Failed
@@ -116,6 +116,11 @@ class ReplaceSearchers:
 @dataclass(frozen=True, kw_only=True)
 class EndRun:
     """Trainer to supervisor: end the searchers; AllStopped is the answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowStacks:
+    """Trainer to supervisor: a deadline has passed; have all roles write to their logs what they are doing."""
 
 
 @dataclass(frozen=True, kw_only=True)

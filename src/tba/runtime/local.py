@@ -187,8 +187,8 @@ class LocalRuntime:
         return None
 
     def _lease_visits(self) -> None:
-        """Answer those who have asked for visits. Not before every searcher of the trainer before has told which ones it has,
-        or two would make the same one."""
+        """Answer those who have asked for visits. Not before every searcher of the trainer before has told which it has, or
+        two would make the same one."""
         asked, self._asked_visits = self._asked_visits, []
         for holder, count in asked:
             if holder in self._searchers:
@@ -251,6 +251,12 @@ class LocalRuntime:
 
     def progress(self) -> float:
         return self.board.searchers_progress()
+
+    def heartbeats(self) -> dict[str, float]:
+        return self.board.heartbeats()
+
+    def published(self, version: int) -> Weights | None:
+        return self._slots.stored(version)
 
     def statuses(self) -> list[RoleStatus]:
         return self.board.statuses()

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 
 import cloudpickle
 
+from tba.runtime.deadlines import write_stacks_when_asked
 from tba.runtime.fork_server import ForkedProcess, ForkServer, die_with_parent
 from tba.runtime.links import Failed, Link, RunCannotGoOn
 
@@ -168,6 +169,7 @@ def role_environment(threads: int) -> dict[str, str]:
 def run_role(link_descriptor: int) -> int:
     """Run the target that the parent sends; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    write_stacks_when_asked()  # to the log, which is stderr
     connection = Connection(link_descriptor)
     search_path, payload = connection.recv_bytes(), connection.recv_bytes()
     link = Link(connection, on_close=_parent_is_gone)

@@ -26,7 +26,8 @@ from pathlib import Path
 
 from tba.config import RuntimeConfig
 from tba.runtime.board import MAX_SEARCHERS, PLACES, Board, Place
-from tba.runtime.channels import Idleness
+from tba.runtime.channels import WaitedTooLong
+from tba.runtime.deadlines import Idleness, dump_stacks
 from tba.runtime.links import (
     PARENT,
     TRAINER,
@@ -40,6 +41,7 @@ from tba.runtime.links import (
     SearcherEnded,
     SearchersFailed,
     SearcherStarted,
+    ShowStacks,
     StartSearchers,
     Stop,
 )
@@ -188,12 +190,16 @@ class Supervisor:
             os.kill(self._trainer_process.pid, signal.SIGINT)
 
     def signal_roles(self, number: int) -> None:
-        """Send a signal to all roles: to suspend and continue them with this process, or to have them show their stacks."""
+        """Send a signal to all roles: they are suspended, and go on, with this process."""
+        for pid in self._pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _pids(self) -> list[int]:
+        """Processes of the roles, this one included where the trainer is in it."""
         processes = [self._trainer_process, *(seat.process for seat in self.seats)]
-        for process in processes:
-            if process is not None and process.alive:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
+        found = [process.pid for process in processes if process is not None and process.alive]
+        return found if self._start_trainer is not None else [os.getpid(), *found]
 
     # Frames
 
@@ -218,6 +224,8 @@ class Supervisor:
                 self._trainer.send_frame(seat.holder, body)
         else:
             seat.failure, seat.failed_at = pickle.loads(body), time.monotonic()
+            if seat.failure.error.startswith(WaitedTooLong.__name__):
+                dump_stacks(self._pids())  # what the others did meanwhile
 
     def _heed(self, message: object) -> None:
         """A word of the trainer's."""
@@ -236,6 +244,8 @@ class Supervisor:
                     self._lost(seat, f"is replaced: {message.why}", at_fault=message.at_fault)
             if message.holders is None:
                 self._trainer.send(AllReplaced())
+        if isinstance(message, ShowStacks):
+            dump_stacks(self._pids())
         if isinstance(message, EndRun):
             self._stop_searchers()
             self._trainer.send(AllStopped())
@@ -361,7 +371,7 @@ class Supervisor:
                     limit,
                     self._logs,
                 )
-                self.signal_roles(signal.SIGUSR1)
+                dump_stacks(self._pids())
                 process.kill()
         if process.alive or not self._trainer_hung_up:
             return None

@@ -15,7 +15,9 @@ Searchers see a version as soon as it is written; its canary follows when the tr
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.models.weights import CANARY_TOKENS, checksum, verify
+from tba.models.weights import CANARY_TOKENS, ChecksumMismatch, checksum, verify
 from tba.runtime.board import MemoryHandle, SharedMemory
 from tba.types import Weights
+
+logger = logging.getLogger("tba")
 
 _ALIGNMENT = 64
 _NEWEST_BYTES = 64
@@ -36,6 +40,27 @@ _HEADER_BYTES = -(-8 * (_HEADER_NUMBERS + CANARY_TOKENS) // _ALIGNMENT) * _ALIGN
 
 MAX_RETRIES = 100
 """Copies that may be overtaken in a row before fetching gives up with an error."""
+MAX_CHECKSUM_MISSES = 3
+"""Copies with a wrong checksum before fetching gives up: a second copy of bytes that are damaged is as wrong."""
+
+_FENCE = threading.Lock()
+
+
+def fence() -> None:
+    """Every load and store of this thread before the call is done, for all processes, before any after it.
+
+    x86 keeps the order of plain loads and of plain stores by itself; ARM does not, and without this a reader there could see
+    an even sequence number before the data that it stands for. Python has no fence. A lock has: giving it back is a
+    release, which nothing before it may pass, and taking it is an acquire, which nothing after it may pass. One cycle does
+    not do, for both neighbours may move into it and pass each other there. Of two cycles the first one's release comes
+    before the second one's acquire (ARM never moves an acquire before an earlier release), and so what was before the one
+    before what is after the other. That no other process sees this lock does not matter: order is made by the core that
+    runs this thread, and the memory is one for all. What OpenMP threads copied was done before they joined this thread.
+    """
+    with _FENCE:
+        pass
+    with _FENCE:
+        pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +152,7 @@ class WeightSlots:
     def newest_version(self) -> int:
         """-1 before the first publication."""
         number = int(self._newest[0])
+        fence()
         return -1 if number == 0 else int(self._headers[(number - 1) % 2][1])
 
     def publish(self, tensors: Mapping[str, Tensor], *, version: int) -> Weights:
@@ -135,12 +161,15 @@ class WeightSlots:
         header, shared = self._headers[slot], self._tensors[slot]
         # Odd from here on: a reader whose copy began before sees another number after it, and copies again.
         header[0] += 1
+        fence()
         for name, tensor in tensors.items():
             shared[name].copy_(tensor)
         found = checksum(self._data[slot])  # waits for the copies: it comes back to the host
         # No canary yet: the one that lies in this slot is of the publication two before this one.
         header[1], header[2], header[3] = version, np.uint64(found).astype(np.int64), 0
+        fence()
         header[0] += 1
+        fence()
         # Last of all: who sees the new number finds a slot that is complete.
         self._newest[0] += 1
         return Weights(version=version, tensors=shared, checksum=found)
@@ -150,36 +179,59 @@ class WeightSlots:
         slot = (int(self._newest[0]) - 1) % 2
         # The numbers first, then the version they belong to: `canary` takes them for complete once it is there.
         self._canaries[slot][:] = canary
+        fence()
         self._headers[slot][3] = 1 + self._headers[slot][1]
 
     def canary(self, version: int) -> np.ndarray | None:
         """float64 [CANARY_TOKENS] of this version; None = not there yet, or overtaken by newer ones."""
         for header, stored in zip(self._headers, self._canaries):
             before = int(header[0])
+            fence()
             if before % 2 == 0 and int(header[1]) == version and int(header[3]) == 1 + version:
+                fence()
                 found = stored.copy()
+                fence()
                 # The trainer may have come round to this slot while it was copied.
                 if int(header[0]) == before:
                     return found
+        return None
+
+    def stored(self, version: int) -> Weights | None:
+        """What lies in the slot of a version, for the process that publishes, until it publishes twice more; None = it was
+        overwritten, or never published."""
+        for header, tensors in zip(self._headers, self._tensors):
+            if header[0] > 0 and header[0] % 2 == 0 and int(header[1]) == version:
+                return Weights(version=version, tensors=tensors, checksum=int(header[2].astype(np.uint64)))
         return None
 
     def fetch(self) -> Weights:
         """A private copy of the newest version, checked; the copy is overwritten by the next fetch."""
         if self._private is None:
             self._private = torch.empty_like(self._data[0])
+        misses = 0
         for attempt in range(MAX_RETRIES):
             slot = (int(self._newest[0]) - 1) % 2
+            fence()
             header = self._headers[slot]
             before = int(header[0])
+            fence()
             if before % 2 == 0:
                 self._private.copy_(self._data[slot])
                 _wait_for(self._private)
                 # Read before the sequence number is compared, so that they are known to belong to what was copied.
                 version, published = int(header[1]), int(header[2].astype(np.uint64))
+                fence()
                 if int(header[0]) == before:
-                    verify(self._private, published=published, version=version)
-                    tensors = _views(self._private, self.layout)
-                    return Weights(version=version, tensors=tensors, checksum=published)
+                    try:
+                        verify(self._private, published=published, version=version)
+                    except ChecksumMismatch as error:
+                        misses += 1
+                        if misses >= MAX_CHECKSUM_MISSES:
+                            raise
+                        logger.warning("%s They are copied again.", error)
+                    else:
+                        tensors = _views(self._private, self.layout)
+                        return Weights(version=version, tensors=tensors, checksum=published)
             # A reader that spins could keep the trainer, which it waits for, from its core.
             time.sleep(0.001 * min(attempt, 10))
         raise TimeoutError(

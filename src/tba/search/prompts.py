@@ -18,6 +18,7 @@ from tba.generate.engine import Engine
 from tba.generate.sampling import response_key, uniforms
 from tba.runtime.board import Row
 from tba.runtime.channels import wait_until
+from tba.runtime.deadlines import Waiting
 from tba.runtime.leases import Visit, VisitSource
 from tba.types import Completion, Prompt, Request, Sampling, Weights
 
@@ -94,6 +95,12 @@ class PacedVisits:
                 name="pace",
                 row=self.row,
                 deadline_seconds=self.deadline_seconds,
+                waiting=Waiting(
+                    waiter=f"searcher {self.index}",
+                    awaited="the trainer",
+                    setting="runtime.wait_seconds",
+                    heartbeats=lambda: {"the trainer": self.progress()},
+                ),
                 explain=self._explain,
                 progress=self.progress,
             )

@@ -14,7 +14,7 @@ import torch
 from tba.config import Config
 from tba.generate.engine import Engine
 from tba.models.load import adapt, load_model
-from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, canary_tokens
+from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, canary_tokens, kl_estimate
 from tba.runtime.board import Row
 from tba.runtime.channels import SearcherEnds, Stopped, WeightSource
 from tba.runtime.ends import EndsHandle, LocalSearcherEnds
@@ -46,9 +46,13 @@ MAX_UNCHECKED = 4
 class WeightLoader:
     """Loads newer weights into the engine and makes sure that they arrived."""
 
-    def __init__(self, ends: SearcherEnds, engine: Engine) -> None:
+    def __init__(
+        self, ends: SearcherEnds, engine: Engine, report: Callable[[float], None] = lambda mismatch_kl: None
+    ) -> None:
+        """`report` is told how far engine and trainer are apart at each version that is compared."""
         self._ends = ends
         self._engine = engine
+        self._report = report
         self._canary = CanaryCheck()
         self._tokens = canary_tokens(engine.vocabulary, CANARY_TOKENS)
         self._source: WeightSource = ends.weights
@@ -99,6 +103,7 @@ class WeightLoader:
         published = self._source.canary(version)
         if published is not None:
             computed = self._engine.score([self._tokens[:1]], [self._tokens[1:]], 1.0)[0]
+            self._report(kl_estimate(computed, published))  # first: what is too much is seen too
             self._canary.check(published=published, computed=computed, version=version)
             self._checked, self._unchecked = version, 0
 
@@ -260,7 +265,7 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
         role = SearcherRole(
             ends=ends,
             heartbeat=heartbeat,
-            loader=WeightLoader(ends, engine),
+            loader=WeightLoader(ends, engine, report=partial(ends.row.__setitem__, "mismatch_kl")),
             references=ReferenceLoader(ends, searcher),
             searcher=searcher,
             evaluations=Evaluations(ends, heartbeat, engine=engine, make=evaluator),

@@ -3,7 +3,7 @@ new responses at the replay-ratio limit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from tba.config import Config
 from tba.replay.buffer import ReplayBuffer
 from tba.runtime.board import Row
 from tba.runtime.channels import wait_until
+from tba.runtime.deadlines import Waiting
 from tba.types import ResponseCounts
 
 
@@ -46,16 +47,24 @@ class Gate:
     asked_to_stop: Callable[[], bool]
     progress: Callable[[], float] = lambda: 0.0
     """A number that changes while searchers work: deadlines count only while it does not."""
+    heartbeats: Callable[[], Mapping[str, float]] = dict
+    """For each searcher a number that changes while it lives."""
 
     def wait(self, feed: Feed) -> float:
         """Returns the seconds waited."""
         first = feed.counts.trained == 0
-        runtime = self.config.runtime
+        setting = "start_seconds" if first else "wait_seconds"
         return wait_until(
             lambda: self._ready(feed),
             name="replay_ratio" if self._full_batch(feed) and not first else "first_fill",
             row=self.row,
-            deadline_seconds=runtime.start_seconds if first else runtime.wait_seconds,
+            deadline_seconds=getattr(self.config.runtime, setting),
+            waiting=Waiting(
+                waiter="the trainer",
+                awaited=f"{self.config.search.num_searchers} searchers",
+                setting=f"runtime.{setting}",
+                heartbeats=self.heartbeats,
+            ),
             explain=lambda: self._explain(feed),
             progress=self.progress,
         )
@@ -101,5 +110,5 @@ class Gate:
             )
         return (
             f"the trainer waited for {' and for '.join(lacking)} from {self.config.search.num_searchers} searchers; look at "
-            "logs/searcher-*.log, or raise runtime.start_seconds for large models"
+            "logs/searcher-*.log, or raise the deadline for large models and slow rewards"
         )

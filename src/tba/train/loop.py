@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tba.config import Config
 from tba.models.weights import make_weights
@@ -21,6 +23,7 @@ from tba.train.batch import batch_metrics, combine, shape_target, watched_metric
 from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
 from tba.train.health import Health
+from tba.train.mismatch import MismatchProbe, mismatch_of_batch
 from tba.train.optimizer import LearningRate
 from tba.train.recovery import resume, roll_back
 from tba.train.reference import ReferenceResets
@@ -55,6 +58,8 @@ class Trainer:
     """Watches for a collapse; None with observe.on_collapse=off."""
     durable: GroupStore | None = None
     """Writes accepted groups to disk; None with replay.durability=off."""
+    probe: MismatchProbe | None = None
+    """Compares what searchers generate with this trainer; None where batches are of the trained version anyway."""
     gate: Gate | None = None
     """Holds a step back until there is enough to train on; None where the roles take turns."""
     restart_searchers: Callable[[], None] | None = None
@@ -86,6 +91,7 @@ class Trainer:
         result = self.optimize(batch, learning_rate=rate, measure_movement=self.rate.measures(self.step_index))
         log_pi_N = result.outputs.log_pi_N.cpu()
         measured = {**result.metrics, **batch_metrics(batch, log_pi_N, step=self.step_index)}
+        measured |= self.measure_mismatch(batch, log_pi_N)
         self.rate.follow(self.step_index, measured)
         self.batch = with_old_values(batch, result)
         self.counts.trained += batch.totals.responses
@@ -94,6 +100,7 @@ class Trainer:
         times = {"step": time.perf_counter() - started, "wait_for_batch": waited, "publish_weights": publishing}
         watched = {**watched_metrics(batch, log_pi_N), "entropy": result.entropy}
         self.record(batch, measured, watched, times)
+        self.train_step.moved = False
         if self.health is not None and self.health.rolls_back:
             roll_back(self, self.health)
             return result
@@ -101,6 +108,13 @@ class Trainer:
         if self.health is not None:
             self.health.stop_if_asked()
         return result
+
+    def measure_mismatch(self, batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
+        """Searchers against this trainer at one version, in steps where that was measured."""
+        probed = self.probe.take(self.step_index) if self.probe is not None else None
+        found = mismatch_of_batch(batch, log_pi_N, step=self.step_index)
+        found = probed if found is None else found
+        return {} if found is None else {"off_policy/mismatch_kl": found}
 
     @property
     def needs_batch(self) -> bool:
@@ -111,10 +125,18 @@ class Trainer:
     def done(self) -> bool:
         return self.step_index >= self.config.train.max_steps
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether the weights are those of `step_index`, all finite: not so after an error in the middle of an update."""
+        parameters = self.train_step.policy.model.parameters()
+        return not self.train_step.moved and all(bool(torch.isfinite(parameter).all()) for parameter in parameters)
+
     def receive(self) -> None:
         """Take in the groups that have arrived, and acknowledge those that are committed."""
         groups = self.receiver.drain()
         for group in groups:
+            if self.probe is not None:
+                self.probe.look(group, step=self.step_index)
             if self.add(group):
                 self.count(group)
         self.receiver.acknowledge([group.id for group in groups] if self.durable is None else self.durable.committed())

@@ -25,11 +25,12 @@ from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
 from tba.train.health import Health
 from tba.train.loop import Trainer
+from tba.train.mismatch import MismatchProbe
 from tba.train.optimizer import LearningRate, MasterAdamW
 from tba.train.reference import ReferenceResets, on_cpu
 from tba.train.state import Stateful
 from tba.train.step import TrainStep
-from tba.types import ResponseCounts
+from tba.types import ResponseCounts, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +65,14 @@ def make_trainer(
     parts: Mapping[str, Stateful],
     gate: Gate | None = None,
     restart_searchers: Callable[[], None] | None = None,
+    published: Callable[[int], Weights | None] | None = None,
 ) -> Trainer:
     """Make a trainer around a learner.
 
     `reference_publisher` is needed with reference.reset_every; `ledger` knows who visits which prompt; `parts` are saved
     with the trainer, by name; `gate` makes an asynchronous trainer wait for data, `restart_searchers` lets it begin anew
-    with weights that it has gone back to.
+    with weights that it has gone back to; `published` has the weights of a version as searchers got them, while they are at
+    hand.
     """
     train_step, rate = learner.train_step, LearningRate(config, exact_drift=loaded.model.dtype == torch.float32)
     saved = dict(parts)
@@ -105,6 +108,7 @@ def make_trainer(
         ),
         gate=gate,
         restart_searchers=restart_searchers,
+        probe=MismatchProbe(train_step.policy, train_step.temperature, published) if published is not None else None,
         health=Health(config, recorder, checkpoints) if config.observe.on_collapse != "off" else None,
     )
     saved["trainer"] = trainer

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tba.observe.display import Stability
 from tba.observe.guards import Alarm, CollapseGuard, Streak
+from tba.observe.mismatch import MismatchWatch
 from tba.replay import prompts, sampling, storage
 from tba.replay.sum_trees import SumTrees
 from tba.types import Batch, HighWaterMarks, Totals, Weights
@@ -37,7 +38,7 @@ SAVED: tuple[type, ...] = (
     ),
     *(sampling.MixedSelector, sampling.FreshSelector, sampling.UniformSelector, sampling.SoftmaxSelector, SumTrees),
     *(Batch, Totals, Weights, HighWaterMarks),
-    *(CollapseGuard, Streak, Alarm, Stability),
+    *(CollapseGuard, Streak, Alarm, Stability, MismatchWatch),
 )
 """Classes whose objects may be part of a state. Nothing else is built when a state is read."""
 CLASSES = {kind.__name__: kind for kind in SAVED}

@@ -62,6 +62,8 @@ class TrainStep:
         self.optimizer = optimizer
         self.budget = budget if policy.packed else replace(budget, share_prompts=False)
         self.temperature = temperature
+        self.moved = False
+        """Whether the optimizer has begun to move weights in a step that its caller has not finished."""
 
     def __call__(
         self, batch: Batch, *, beta: float, learning_rate: float, measure_movement: bool = False
@@ -73,6 +75,7 @@ class TrainStep:
             raise NonFiniteLoss(f"gradient norm is {norm.item()} (loss {result.metrics['loss']}).")
         metrics = {**result.metrics, "grad_norm": norm.item(), "learning_rate": learning_rate}
         if batch.totals.responses:
+            self.moved = True
             self.optimizer.step(learning_rate)
             if measure_movement:
                 with self.optimizer.extrapolated(MEASURED_STEP) as factor:

@@ -1,0 +1,141 @@
+"""Deadlines: how long nothing has moved, and what is told when one passes: who waited for whom, since when the awaited have
+been silent, which setting decides, and what every thread of every role was doing.
+
+Nothing here imports torch or NumPy: reward workers use it too.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+MOST_COUNTED_SECONDS = 1.0
+"""What counts of the time between two looks: more passes when the one who looks was suspended or busy."""
+MOST_NAMED = 8
+"""Roles whose last heartbeat an error names; those that have been silent longest."""
+
+
+class Idleness:
+    """How long a number has stayed the same, by the clock of whoever looks at it: the clocks of two hosts are never
+    compared, and time in which nobody looked counts little."""
+
+    def __init__(self) -> None:
+        self._seen: float | None = None
+        self._looked = time.monotonic()
+        self.seconds = 0.0
+        self.changed = False
+        """Whether it has changed since the first look."""
+
+    def look(self, number: float) -> float:
+        now = time.monotonic()
+        passed, self._looked = now - self._looked, now
+        if number == self._seen:
+            self.seconds += min(passed, MOST_COUNTED_SECONDS)
+        else:
+            self.seconds, self.changed = 0.0, self._seen is not None
+        self._seen = number
+        return self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """Who waits for whom, for the error when the deadline passes.
+
+    Waiting(waiter="the trainer", awaited="2 searchers", setting="runtime.wait_seconds",
+            heartbeats=lambda: {"searcher-0": 1071.0, "searcher-1": 0.0})
+    """
+
+    waiter: str
+    awaited: str
+    setting: str
+    """The one that says how long nothing may move."""
+    heartbeats: Callable[[], Mapping[str, float]] = dict
+    """For each awaited role a number that changes while it lives; 0 = it has shown no sign yet."""
+
+
+class HeartbeatAges:
+    """How old the last heartbeat of each awaited role is, as far as the one who waits has seen it."""
+
+    def __init__(self, waiting: Waiting) -> None:
+        self._waiting = waiting
+        self._ages: dict[str, tuple[float, Idleness]] = {}
+
+    def look(self) -> None:
+        for name, beats in self._waiting.heartbeats().items():
+            _, idleness = self._ages.get(name, (0.0, Idleness()))
+            idleness.look(beats)
+            self._ages[name] = (beats, idleness)
+
+    def words(self) -> str:
+        """searcher-1 more than 300 s ago, searcher-0 0.1 s ago"""
+        oldest = sorted(self._ages.items(), key=lambda item: -item[1][1].seconds)
+        named = [f"{name} {_age(beats, idleness)}" for name, (beats, idleness) in oldest[:MOST_NAMED]]
+        more = f" and {len(oldest) - MOST_NAMED} more" if len(oldest) > MOST_NAMED else ""
+        return ", ".join(named) + more or "nobody is there to show one"
+
+
+def _age(beats: float, idleness: Idleness) -> str:
+    if beats == 0:
+        return "none yet"
+    # The last one came before anybody looked.
+    return f"{'' if idleness.changed else 'more than '}{idleness.seconds:.1f} s ago"
+
+
+def overdue(what: str, *, name: str, waiting: Waiting, seconds: float, ages: HeartbeatAges) -> str:
+    """The error of a wait called `name`, of which `what` says what is lacking and where to look."""
+    return (
+        f"{what} ({name}: {waiting.waiter} waited for {waiting.awaited}, and nothing moved for "
+        f"{waiting.setting}={seconds:g} s; last heartbeat: {ages.words()})"
+    )
+
+
+def write_stacks_when_asked(stream: TextIO | None = None) -> bool:
+    """From now on SIGUSR1 has this process write the stacks of all its threads to a stream (None = stderr) and go on; it
+    works while the main thread is stuck in C code too. False where somebody else has a use for the signal."""
+    if not hasattr(signal, "SIGUSR1") or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+        return False
+    faulthandler.register(signal.SIGUSR1, file=stream or sys.stderr, all_threads=True, chain=False)
+    return True
+
+
+@contextmanager
+def stacks_to(log: Path) -> Iterator[None]:
+    """The same to the end of a file, while the context lasts: for a process that is not only a role."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8") as stream:
+        registered = write_stacks_when_asked(stream)
+        try:
+            yield
+        finally:
+            if registered:
+                faulthandler.unregister(signal.SIGUSR1)
+
+
+def dump_stacks(pids: Sequence[int]) -> list[int]:
+    """Have processes write their stacks to their logs; returns those that were asked. One that does not heed the signal (it
+    has just started, or is not ours) is left out, for the signal would end it."""
+    asked = []
+    for pid in pids:
+        try:
+            if _heeds(pid):
+                os.kill(pid, signal.SIGUSR1)
+                asked.append(pid)
+        except (ProcessLookupError, PermissionError, FileNotFoundError):  # it has ended meanwhile
+            continue
+    return asked
+
+
+def _heeds(pid: int) -> bool:
+    """Whether a process has a handler for SIGUSR1; where the system does not tell, none is assumed."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+    return False
