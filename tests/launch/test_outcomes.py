@@ -9,8 +9,7 @@ from problem import make_config
 
 from tba.launch import train
 from tba.launch.run import AsyncRun, SyncRun
-from tba.observe.files import RunFolder
-from tba.observe.recorder import read_summary
+from tba.observe.files import RunFolder, read_summary
 from tba.train.optimizer import MasterAdamW
 from tba.train.step import NonFiniteLoss, TrainStep
 

@@ -56,7 +56,7 @@ def test_newer_weights_are_loaded_and_pass_the_canary(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_how_far_engine_and_trainer_are_apart_is_reported_for_every_version_that_is_compared(dtype):
     trainer, reported = Trainer(dtype), []
-    loader = WeightLoader(trainer.slots, trainer.engine, report=reported.append)
+    loader = WeightLoader(trainer.ends, trainer.engine, report=reported.append)
     loader.check_first()
     loader.load_newer()
     assert len(reported) == 1, "nothing new to compare"

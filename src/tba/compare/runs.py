@@ -22,7 +22,7 @@ from typing import Any, Literal
 from tba.compare.study import Study, flatten, folder_name
 from tba.config import Config, ConfigError, load_config
 from tba.observe.files import RunFolder, write_json
-from tba.observe.recorder import read_summary as recorded_summary
+from tba.observe.files import read_summary as recorded_summary
 
 State = Literal["done", "failed", "claimed", "changed", "missing"]
 """State of a run on disk; changed = it was run before, with another config."""

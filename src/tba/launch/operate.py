@@ -17,8 +17,7 @@ from typing import Any
 
 import psutil
 
-from tba.observe.files import RunFolder, WriteFailures, write_json
-from tba.observe.recorder import read_summary
+from tba.observe.files import RunFolder, WriteFailures, read_summary, write_json
 from tba.runtime.board import MAX_SEARCHERS, Board
 
 LATE_SECONDS = 30.0

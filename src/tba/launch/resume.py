@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config, ConfigError, load_config
-from tba.observe.files import RunFolder
-from tba.observe.recorder import read_summary
+from tba.observe.files import RunFolder, read_summary
 from tba.train.checkpoint import RESUMABLE, TRAINER, check_manifest, find_checkpoint
 
 logger = logging.getLogger("tba")

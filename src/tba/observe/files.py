@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from safetensors import SafetensorError
 
@@ -27,6 +27,10 @@ MANIFEST = "manifest.json"
 logger = logging.getLogger("tba")
 PROBE_BYTES = 2**20
 """Bytes that must fit into the output folder before a run starts."""
+
+
+RunOutcome = Literal["finished", "interrupted", "collapsed", "failed"]
+"""How a run ended: it made all its steps; was asked to end; was stopped by the collapse guard; met an error."""
 
 
 class RunFolder:
@@ -187,6 +191,18 @@ class WriteFailures:
 
 class OutputLost(RuntimeError):
     """A run came to its end and could not write what it was for."""
+
+
+def read_summary(folder: RunFolder) -> dict[str, Any] | None:
+    """Content of summary.json, with an `outcome` (one from before there was that field is of a finished run); None = there
+    is none that can be read."""
+    try:
+        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(summary, dict) or summary.get("outcome", "finished") not in get_args(RunOutcome):
+        return None
+    return {"outcome": "finished", "error": None, **summary}
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -9,19 +9,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from tba.config import Config
 from tba.observe.display import Curve, Progress, RoleStatus, Stability
-from tba.observe.files import RunFolder, WriteFailures, append_line, keep_lines, make_sinks, write_json
+from tba.observe.files import (
+    RunFolder,
+    RunOutcome,
+    WriteFailures,
+    append_line,
+    keep_lines,
+    make_sinks,
+    read_summary,
+    write_json,
+)
 from tba.observe.metrics import Evaluation
 from tba.observe.mismatch import MismatchWatch
 from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
 
 logger = logging.getLogger("tba")
 
-Outcome = Literal["finished", "interrupted", "collapsed", "failed"]
-"""How a run ended: it made all its steps; was asked to end; was stopped by the collapse guard; met an error."""
 LONGEST_ERROR = 500
 """Characters of an error in summary.json, which is one line."""
 
@@ -156,7 +163,7 @@ class Recorder:
         keep_lines(self.folder.metrics, self._num_lines)
         keep_lines(self.folder.samples, self._num_samples)
 
-    def summary(self, outcome: Outcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
+    def summary(self, outcome: RunOutcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
         first, last = (Evaluation.of(self.evaluations[i][1] if self.evaluations else {}) for i in (0, -1))
         return {
             "outcome": outcome,
@@ -190,13 +197,13 @@ class Recorder:
         name = next(iter(self.evaluations[0][1]), "") if self.evaluations else ""
         return Curve(name, [(step, metrics[name]) for step, metrics in self.evaluations if name in metrics])
 
-    def finish(self, outcome: Outcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
+    def finish(self, outcome: RunOutcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
         """Write summary.json, close everything and return the summary."""
         summary = self.write_summary(outcome, error)
         self.close()
         return summary
 
-    def write_summary(self, outcome: Outcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
+    def write_summary(self, outcome: RunOutcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
         """Write summary.json as things stand; a later one replaces it."""
         summary = self.summary(outcome, error)
         with self.failures.tolerated("summary", self.folder.summary, must_not_be_lost=True):
@@ -210,18 +217,6 @@ class Recorder:
             self._closed = True
             self._progress.close()
             self._sinks.close()
-
-
-def read_summary(folder: RunFolder) -> dict[str, Any] | None:
-    """Content of summary.json, with an `outcome` (one from before there was that field is of a finished run); None = there
-    is none that can be read."""
-    try:
-        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(summary, dict) or summary.get("outcome", "finished") not in get_args(Outcome):
-        return None
-    return {"outcome": "finished", "error": None, **summary}
 
 
 def tell_failure(folder: RunFolder, error: BaseException) -> None:
