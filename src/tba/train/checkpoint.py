@@ -277,7 +277,7 @@ def find_checkpoint(folder: RunFolder) -> Path | None:
             aside = found[key].with_name(f"corrupt-{found[key].name}")
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(found[key], aside)
-            logger.warning("%s It is set aside as %s, and the one before it is used.", error, aside)
+            logger.warning("%s It is set aside as %s.", error, aside)
     return None
 
 

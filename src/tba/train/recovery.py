@@ -43,7 +43,7 @@ def resume(trainer: Trainer, checkpoint: Path | None) -> None:
 
 
 def take_in_stored(trainer: Trainer, *, after: int) -> None:
-    """Add the groups of the durable replay from this row on, in the order of their arrival, as if they arrived now."""
+    """Add the groups of the durable replay after this row, in the order of their arrival, as if they arrived now."""
     assert trainer.durable is not None
     taken = 0
     for stored in trainer.durable.load(after=after):
