@@ -13,6 +13,7 @@ from tba.launch.defaults import with_defaults
 from tba.launch.run import SyncRun, load_inputs
 from tba.models.load import resolve_path
 from tba.observe.files import RunFolder
+from tba.runtime.board import Board
 
 STEPS, P, K = 20, 4, 4
 Step = tuple[float, float, list[list[int]]]
@@ -54,7 +55,7 @@ def run_library(output: Path) -> tuple[list[Step], list[dict]]:
     )  # fmt: skip
     inputs = load_inputs(config)
     config = with_defaults(config, inputs.loaded)
-    run = SyncRun.make(config, RunFolder.create(config.run_folder, overwrite=False), inputs)
+    run = SyncRun.make(config, RunFolder.create(config.run_folder, overwrite=False), inputs, Board.create())
     tokens: list[list[int]] = []
     send = run.searcher.sender.send
 

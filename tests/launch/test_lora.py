@@ -1,6 +1,7 @@
 """LoRA: only the adapter trains and travels, the reference is the base, checkpoints are adapters that merge."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -126,7 +127,7 @@ def test_the_canary_catches_an_adapter_that_never_arrives():
         slots.add_canary(trainer.canary(written.tensors))
 
     publish(0)
-    loader = WeightLoader(slots, engine)
+    loader = WeightLoader(SimpleNamespace(weights=slots), engine)
     loader.check_first()
     for name, parameter in trainer.model.named_parameters():
         if "lora_B" in name:

@@ -103,7 +103,7 @@ def shared_memory() -> int:
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="shared memory is told from other files by its folder")
-@pytest.mark.parametrize("part", ["make_recorder", "make_trainer", "StatusWriter"])
+@pytest.mark.parametrize("part", ["make_recorder", "make_trainer"])
 def test_a_run_that_cannot_be_made_leaves_no_shared_memory_and_says_why(folder, monkeypatch, part):
     def refuses(*_, **__):
         raise OSError("no more of these")

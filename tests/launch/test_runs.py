@@ -13,6 +13,7 @@ from tba.launch import train
 from tba.launch.defaults import learning_rate_for, with_objective_defaults
 from tba.launch.run import SyncRun, load_inputs
 from tba.observe.files import RunFolder
+from tba.runtime.board import Board
 
 
 def metrics_of(config) -> list[dict]:
@@ -26,7 +27,8 @@ def test_a_sync_run_writes_its_folder(folder):
     assert json.loads(run.summary.read_text()) == summary
     assert list(summary) == [
         "outcome", "error", "task", "objective", "seed", "steps", "seconds", "responses_generated", "responses_trained",
-        "start", "final", "final_step", "lag", "empty_steps", "collapse", "start_standard_error",
+        "start", "final", "final_step", "lag", "empty_steps", "collapse", "rollbacks",
+        "start_standard_error",
         "final_standard_error", "evaluated", "best", "stability",
     ]  # fmt: skip
     assert (summary["steps"], summary["responses_trained"], summary["lag"]) == (6, 96, {"mean": 0.0, "max": 0})
@@ -53,7 +55,9 @@ def test_a_sync_run_writes_its_folder(folder):
 def test_before_the_first_step_policy_and_reference_agree_on_every_response(folder):
     config = make_config(folder, "mode=sync", "name=agree", "train.max_steps=1", "generate.temperature=0.7")
     config = with_objective_defaults(config)
-    run = SyncRun.make(config, RunFolder.create(config.run_folder, overwrite=False), load_inputs(config))
+    run = SyncRun.make(
+        config, RunFolder.create(config.run_folder, overwrite=False), load_inputs(config), Board.create()
+    )
     try:
         run.searcher.step(4)
         run.trainer.receive()

@@ -127,6 +127,7 @@ def test_asynchronous_resets_never_train_on_an_earlier_reference(folder, rule):
         f"name=reset-{rule}",
         "reference.reset_every=3",
         "train.max_steps=9",
+        "replay.on_policy_probability=0.5",  # so that responses stay in the buffer after they were trained on
         f"replay.on_reference_reset={rule}",
     )
     summary = train(config)

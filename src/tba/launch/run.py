@@ -23,7 +23,7 @@ from tba.models.weights import make_weights
 from tba.observe.display import RoleStatus
 from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder
-from tba.runtime.board import Row
+from tba.runtime.board import Board, Row
 from tba.runtime.channels import POLL_SECONDS, Idleness, LaggedWeights, LocalGroups, LocalWeights, Runtime
 from tba.runtime.leases import LedgerVisits, VisitLedger
 from tba.runtime.local import LocalRuntime
@@ -264,7 +264,7 @@ class SyncRun:
 
     @classmethod
     def make(
-        cls, config: Config, folder: RunFolder, inputs: RunInputs, host: Host, checkpoint: Path | None = None
+        cls, config: Config, folder: RunFolder, inputs: RunInputs, board: Board, checkpoint: Path | None = None
     ) -> SyncRun:
         """Build both roles around one model; engine and reference copy its weights as they are now. Then load the checkpoint
         to resume from, if there is one."""
@@ -320,7 +320,7 @@ class SyncRun:
             evaluator=evaluator,
             evaluation_engine=evaluation_engine,
             interrupt=Interrupt(),
-            row=host.board.trainer,
+            row=board.trainer,
         )
 
     @property

@@ -101,8 +101,11 @@ def _train(
     """Train in a folder that is claimed, with a config in which everything is filled in."""
     folder.summary.unlink(missing_ok=True)
     write_atomic(folder.config, dump_config(config))
-    make = SyncRun.make if config.takes_turns else AsyncRun.make
-    run = make(config, folder, inputs, host, checkpoint)
+    run: SyncRun | AsyncRun
+    if config.takes_turns:
+        run = SyncRun.make(config, folder, inputs, host.board, checkpoint)
+    else:
+        run = AsyncRun.make(config, folder, inputs, host, checkpoint)
     try:
         for group in imported:
             run.trainer.add(group)

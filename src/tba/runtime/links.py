@@ -16,11 +16,14 @@ killed, and the supervisor is there before anything else.
 
 from __future__ import annotations
 
+import os
 import pickle
 import pickletools
 import queue
+import socket
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -222,9 +225,11 @@ class Link:
         return [message for message in found if message is not None]
 
     def close(self) -> None:
-        """Hang up: the other end sees that this one is gone."""
+        """Hang up: the other end sees that this one is gone. The reader, which sees it too, closes the descriptor; to close
+        it here would neither wake the reader nor tell the other end."""
         self.closed = True
-        self._connection.close()
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:
         while True:
