@@ -241,9 +241,12 @@ class WindowedSender:
         deadline_seconds: float,
         handle_messages: Callable[[], None],
         progress: Callable[[], float] = lambda: 0.0,
+        note: Callable[[TrajectoryGroup], None] | None = None,
     ) -> None:
+        """`note` is told of each group whose acknowledgement arrives; None = nobody is."""
         self._link = link
         self._progress = progress
+        self._note = note
         self._row = row
         self._window = window
         self._deadline_seconds = deadline_seconds
@@ -267,7 +270,9 @@ class WindowedSender:
 
     def acknowledge(self, message: Acknowledge) -> None:
         for group_id in message.group_ids:
-            self._unacknowledged.pop(group_id, None)
+            group = self._unacknowledged.pop(group_id, None)
+            if group is not None and self._note is not None:
+                self._note(group)
 
     def unacknowledged(self) -> Iterable[TrajectoryGroup]:
         """What a new trainer would have to be sent again."""

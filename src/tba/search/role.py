@@ -15,6 +15,7 @@ from tba.config import Config, RuntimeConfig
 from tba.generate.engine import Engine
 from tba.models.load import adapt, load_model
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, canary_tokens
+from tba.replay.payload import acknowledged_log
 from tba.runtime.board import MAX_SEARCHERS, Board, Row, SharedMemory
 from tba.runtime.channels import (
     Acknowledge,
@@ -156,6 +157,7 @@ class Inbox:
             deadline_seconds=config.wait_seconds,
             handle_messages=self.handle_messages,
             progress=progress,
+            note=acknowledged_log(),
         )
 
     @property
