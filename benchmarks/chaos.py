@@ -16,11 +16,9 @@ user would.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +32,6 @@ from chaos_bench.accounting import (
     Disturbance,
     Recovery,
     account,
-    accuracies_agree,
     in_words,
     read_notes,
     read_rows,
@@ -44,26 +41,16 @@ from chaos_bench.accounting import (
 from chaos_bench.disk import make_disk
 from chaos_bench.inject import Done, Injector
 from chaos_bench.plan import Fault, make_plan, mix, shortfalls
-from chaos_bench.target import StepWatch, Target
+from chaos_bench.quiet import calibrated_steps, compare_with_quiet_run
+from chaos_bench.target import NO_STEP_SECONDS, StepWatch, Stuck, Target
 
 SETTINGS = [
     *("search.num_searchers=2", "train.checkpoint_every=10", "train.keep_checkpoints=3", "replay.durability=process"),
     *("observe.progress=false", "evaluate.every=100", "observe.healthy_checkpoint_every=50"),
 ]
 TICK_SECONDS, REMEMBER_SECONDS = 0.02, 1.0
-NO_STEP_SECONDS = 240.0
-"""Time without an optimizer step after which the run counts as stuck."""
 MOST_OWN_ENDS = 20
 """How often the run may end by itself before it is not resumed any more."""
-HELD_OUT = 2000
-CALIBRATION_STEPS = (5, 25)
-SHARE_OF_QUIET_SPEED = 0.7
-"""Steps of the chaotic run, as a share of what a quiet one does in its minutes: it is slower, and should not be done before
-the faults are."""
-
-
-class Stuck(RuntimeError):
-    """The run does not go on."""
 
 
 @dataclass
@@ -74,14 +61,16 @@ class Chaos:
     injector: Injector
     watch: StepWatch
     steps: int
+    seconds: float = 0.0
+    """How long there were faults."""
     own_ends: list[str] = field(default_factory=list)
     """How the run ended when nobody had killed it."""
     _tree: list[psutil.Process] = field(default_factory=list)
     """The run's processes, as they were a moment ago."""
     _remembered: float = 0.0
 
-    def run(self, plan: Sequence[Fault]) -> float:
-        """Do the faults of the plan; returns the seconds that this took."""
+    def run(self, plan: Sequence[Fault]) -> None:
+        """Do the faults of the plan."""
         self.target.start()
         checkpoints = self.target.folder / "checkpoints"
         self._wait(lambda: any(checkpoints.glob("step-*/manifest.json")))
@@ -93,7 +82,8 @@ class Chaos:
             waiting = [fault for fault in waiting if fault not in settled]
             self._tick()
         self._wait(lambda: not self.injector.busy or self.target.finished(self.steps))
-        return time.monotonic() - started
+        self.seconds = time.monotonic() - started
+        print(f"the faults are over after {self.seconds:.0f} s, at step {self.watch.step}", flush=True)
 
     def finish(self, *, stop: bool) -> None:
         """Let the run come to its end, or ask it to save and end now."""
@@ -133,25 +123,23 @@ class Chaos:
 
 def disturbances(done: Sequence[Done], recoveries: Sequence[Recovery]) -> list[Disturbance]:
     """What else was the matter while a searcher came back."""
-    to_roles = [
-        Disturbance(who=one.who if one.who.startswith("searcher-") else "run", first=one.time, last=one.time + lasted)
-        for one in done
-        for lasted in [one.fault.seconds]
-    ]
-    without = [
-        Disturbance(who="run", first=one.killed, last=one.killed + (one.seconds or float("inf"))) for one in recoveries
-    ]
-    return to_roles + without
+    found = []
+    for one in done:
+        who = one.who if one.who.startswith("searcher-") else "run"
+        found.append(Disturbance(who=who, first=one.time, last=one.time + one.fault.seconds))
+    for kill in recoveries:
+        last = float("inf") if kill.seconds is None else kill.killed + kill.seconds
+        found.append(Disturbance(who="run", first=kill.killed, last=last))
+    return found
 
 
-def report(chaos: Chaos, folder: Path, *, minutes: float, seconds: float, quick: bool) -> list[str]:
+def report(chaos: Chaos, folder: Path, *, minutes: float, quick: bool) -> list[str]:
     """Print what happened; returns what must not be."""
     injector, target = chaos.injector, chaos.target
     kinds = [one.fault.kind for one in injector.done]
     left_out = f"; left out: {mix(fault.kind for fault in injector.left_out)}" if injector.left_out else ""
-    print(
-        f"faults: {len(kinds)} in {seconds / 60:.1f} minutes ({mix(kinds)}{left_out}); the disk is {injector.disk.name}"
-    )
+    print(f"faults: {len(kinds)} in {chaos.seconds / 60:.1f} minutes ({mix(kinds)}{left_out})")
+    print(f"what was filled: {injector.disk.name}")
     rows, marks = read_rows(target.folder / "replay.sqlite")
     found = account(read_notes(folder / "acknowledged"), rows, marks)
     print(
@@ -186,54 +174,6 @@ def report(chaos: Chaos, folder: Path, *, minutes: float, seconds: float, quick:
     return wrong if quick or not never else [*wrong, f"{len(never)} kills without a recovery"]
 
 
-def accuracy(run: Path) -> float:
-    """Held-out accuracy of a run's newest checkpoint."""
-    command = [sys.executable, "-m", "tba", "evaluate", str(run), f"evaluate.num_prompts={HELD_OUT}"]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return float(json.loads(output.splitlines()[-1])["accuracy"])
-
-
-def compare_with_quiet_run(chaotic: Target, quiet: Target, *, steps: int) -> list[str]:
-    """Train as many steps undisturbed and compare accuracies; returns what must not be."""
-    started = time.monotonic()
-    quiet.start()
-    watch = StepWatch(quiet.folder / "metrics.jsonl")
-    while quiet.exit_status is None:
-        watch.look()
-        if time.monotonic() - watch.moved > NO_STEP_SECONDS:
-            raise Stuck(f"the quiet run made no optimizer step within {NO_STEP_SECONDS:g} s\n{quiet.last_words()}")
-        time.sleep(0.1)
-    if quiet.exit_status or not quiet.finished(steps):
-        raise Stuck(f"the quiet run ended with status {quiet.exit_status}\n{quiet.last_words()}")
-    print(f"the quiet run took {time.monotonic() - started:.0f} s", flush=True)
-    found, wanted = accuracy(chaotic.folder), accuracy(quiet.folder)
-    agree, allowed = accuracies_agree(found, wanted, count=HELD_OUT)
-    words = (
-        f"accuracy on {HELD_OUT:,} held-out problems after {steps} steps: chaotic {found:.1%}, quiet {wanted:.1%}, "
-        f"difference {100 * (found - wanted):+.1f} points of {100 * allowed:.1f} allowed"
-    )
-    print(words)
-    return [] if agree else [words]
-
-
-def calibrated_steps(target: Target, *, minutes: float) -> int:
-    """A number of steps that a run under faults needs about so many minutes for, by the speed of a quiet one."""
-    watch, times = StepWatch(target.folder / "metrics.jsonl"), []
-    target.start()
-    try:
-        for step in CALIBRATION_STEPS:
-            while watch.step < step:
-                watch.look()
-                if time.monotonic() - watch.moved > NO_STEP_SECONDS or target.exit_status is not None:
-                    raise Stuck(f"the run does not start\n{target.last_words()}")
-                time.sleep(TICK_SECONDS)
-            times.append(time.monotonic())
-    finally:
-        target.end()
-    rate = (CALIBRATION_STEPS[1] - CALIBRATION_STEPS[0]) / (times[1] - times[0])
-    return max(50, round(SHARE_OF_QUIET_SPEED * rate * 60.0 * minutes, -1))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long there are faults")
@@ -242,6 +182,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="end after the faults, without a quiet run")
     parser.add_argument("--folder", type=Path, help="a new folder for everything, which stays")
     arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # of all that is started here
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was mounted and started is ended by `finally`
     if arguments.folder is None:
         with tempfile.TemporaryDirectory(prefix="tba-chaos-") as folder:
@@ -259,7 +200,9 @@ def run_all(arguments: argparse.Namespace, folder: Path) -> int:
         settings = [*SETTINGS, f"train.max_steps={steps}"]
         return Target(place / name, settings, acknowledged=folder / notes, log=folder / f"{name}.log")
 
-    disk, targets = make_disk(folder / "disk"), []
+    disk = make_disk(folder / "disk")
+    targets: list[Target] = []
+    wrong: list[str] = []
     try:
         steps = arguments.steps or 1_000_000
         if not arguments.quick and arguments.steps is None:
@@ -272,20 +215,19 @@ def run_all(arguments: argparse.Namespace, folder: Path) -> int:
         targets.append(target)
         watch = StepWatch(target.folder / "metrics.jsonl")
         chaos = Chaos(target=target, injector=Injector(target, watch, disk), watch=watch, steps=steps)
-        wrong: list[str] = []
-        seconds = 60.0 * arguments.minutes
         try:
-            seconds = chaos.run(make_plan(seed=arguments.seed, minutes=arguments.minutes))
-            print(f"the faults are over at step {watch.step}", flush=True)
+            chaos.run(make_plan(seed=arguments.seed, minutes=arguments.minutes))
             chaos.finish(stop=arguments.quick)
         except Stuck as error:
             wrong.append(f"{error}\n{target.last_words()}")
             target.end()
         chaos.injector.end()
-        wrong += report(chaos, folder, minutes=arguments.minutes, seconds=seconds, quick=arguments.quick)
-        if not arguments.quick and not wrong:
+        wrong += report(chaos, folder, minutes=arguments.minutes, quick=arguments.quick)
+        if not arguments.quick and target.finished(steps):
             targets.append(make_target("quiet", steps, folder, "quiet_acknowledged"))
             wrong += compare_with_quiet_run(target, targets[-1], steps=steps)
+    except Stuck as error:
+        wrong.append(str(error))
     finally:
         for one in targets:
             one.end()

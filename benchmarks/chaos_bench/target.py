@@ -18,7 +18,13 @@ import psutil
 
 GONE_SECONDS = 10.0
 """Time in which the processes of a run must be gone after it was killed."""
+NO_STEP_SECONDS = 240.0
+"""Time without an optimizer step after which a run counts as stuck."""
 TAIL_BYTES = 2000
+
+
+class Stuck(RuntimeError):
+    """A run does not go on."""
 
 
 @dataclass
@@ -39,7 +45,7 @@ class Target:
     def start(self, *, resume: bool = False) -> None:
         what = [str(self.folder), "--resume"] if resume else ["configs/quickstart.yaml", *self.settings]
         where = [] if resume else [f"output={self.folder.parent}", f"name={self.folder.name}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TBA_ACKNOWLEDGED_LOG": str(self.acknowledged)}
+        environment = {**os.environ, "TBA_ACKNOWLEDGED_LOG": str(self.acknowledged)}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tba", "train", *what, *where],
