@@ -140,12 +140,14 @@ def report(chaos: Chaos, folder: Path, *, minutes: float, quick: bool) -> list[s
     left_out = f"; left out: {mix(fault.kind for fault in injector.left_out)}" if injector.left_out else ""
     print(f"faults: {len(kinds)} in {chaos.seconds / 60:.1f} minutes ({mix(kinds)}{left_out})")
     print(f"what was filled: {injector.disk.name}")
+    if not (target.folder / "replay.sqlite").exists():
+        return ["there is no durable replay"]
     rows, marks = read_rows(target.folder / "replay.sqlite")
     found = account(read_notes(folder / "acknowledged"), rows, marks)
     print(
         f"groups: {found.acknowledged:,} acknowledged, {found.stored:,} stored ({found.unacknowledged:,} of them not "
         f"acknowledged), {len(found.evicted):,} evicted, {len(found.lost)} lost, {len(found.changed)} changed, "
-        f"{len(found.twice)} stored twice"
+        f"{len(found.twice)} stored twice; sent by {len(marks)} searcher processes"
     )
     kills = [(int(one.who[9:]), one.time) for one in injector.done if one.fault.kind == "kill_searcher"]
     searchers = searcher_recoveries(kills, rows)
