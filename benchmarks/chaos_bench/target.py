@@ -80,8 +80,8 @@ class Target:
         """Processes by role: supervisor, trainer, searcher-0 and so on; those that are being replaced are not there.
 
         status.json names them. It may be a second old, or of the run's last life, so that only processes of the tree count;
-        a role that it does not name is known by the name of its process. Where there is no supervisor, the process that was
-        started is the trainer too.
+        a role that it does not name is known by the name of its process. Where it names no processes at all there is no
+        supervisor, and the process that was started is the trainer too.
         """
         tree = {process.pid: process for process in self.tree()}
         if self.pid not in tree:
@@ -98,7 +98,7 @@ class Target:
                 continue
             if name == "trainer" or name.startswith("searcher-"):
                 found.setdefault(name, process)
-        if status.get("pid") == self.pid and "supervisor" not in status:
+        if status.get("pid") == self.pid and not any("pid" in role for role in status.get("roles", [])):
             found.setdefault("trainer", tree[self.pid])
         return found
 
