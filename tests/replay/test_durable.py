@@ -17,7 +17,7 @@ import pytest
 from tba.replay import durable
 from tba.replay.database import DurableReplayError, find_database, load_groups, network_filesystem, place_database
 from tba.replay.durable import GroupStore
-from tba.replay.payload import decode, encode
+from tba.replay.payload import acknowledged_log, decode, encode
 from tba.types import Completion, HighWaterMarks, Prompt, Trajectory, TrajectoryGroup
 
 NAN = np.array([0x7FC12345], np.uint32).view(np.float32)[0]
@@ -102,6 +102,21 @@ ODD_GROUPS = {
         ),
     ),
 }
+
+
+def test_a_note_of_an_acknowledged_group_matches_its_row(tmp_path, monkeypatch):
+    assert acknowledged_log() is None
+    monkeypatch.setenv("TBA_ACKNOWLEDGED_LOG", str(tmp_path))
+    note = acknowledged_log()
+    store = make_store(tmp_path / "r.sqlite")
+    for number in range(2):
+        store.append(group(number), step=0)
+        note(group(number))
+    store.close()
+    with sqlite3.connect(tmp_path / "r.sqlite") as database:
+        rows = database.execute("SELECT incarnation, number, payload FROM groups").fetchall()
+    noted = (tmp_path / f"{os.getpid()}.log").read_text()
+    assert noted == "".join(f"{source}/{number} {zlib.crc32(payload):08x}\n" for source, number, payload in rows)
 
 
 @pytest.mark.parametrize("made", ODD_GROUPS.values(), ids=ODD_GROUPS)

@@ -103,9 +103,19 @@ class EndsHandle:
 class LocalSearcherEnds:
     """The ends of searcher `index`, over its link to the supervisor and shared memory (channels.SearcherEnds)."""
 
-    def __init__(self, link: Link, handle: EndsHandle, config: RuntimeConfig, *, index: int, stock: int) -> None:
-        """`stock` visits are kept at hand."""
+    def __init__(
+        self,
+        link: Link,
+        handle: EndsHandle,
+        config: RuntimeConfig,
+        *,
+        index: int,
+        stock: int,
+        note: Callable[[TrajectoryGroup], None] | None = None,
+    ) -> None:
+        """`stock` visits are kept at hand; `note` is told of each group whose acknowledgement arrives, None = nobody is."""
         self._link = link
+        self._note = note
         self._board = Board(SharedMemory.attach(handle.board))
         self.row = self._board.searcher(index)
         self.weights: WeightSource = WeightSlots.attach(handle.weights)
@@ -142,6 +152,8 @@ class LocalSearcherEnds:
             group = self.sender.acknowledge(group_id)
             if group is not None:
                 self.visits.finish(group.visit)
+                if self._note is not None:
+                    self._note(group)
 
     def _turn_to(self, trainer: NewTrainer) -> None:
         self.weights, self.references = WeightSlots.attach(trainer.weights), _attached(trainer.references)

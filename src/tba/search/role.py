@@ -15,6 +15,7 @@ from tba.config import Config
 from tba.generate.engine import Engine
 from tba.models.load import adapt, load_model
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, canary_tokens, kl_estimate
+from tba.replay.payload import acknowledged_log
 from tba.runtime.board import Row
 from tba.runtime.channels import SearcherEnds, Stopped, WeightSource
 from tba.runtime.ends import EndsHandle, LocalSearcherEnds
@@ -221,7 +222,14 @@ FINAL = (CanaryMismatch, RewardUnusable, TooManyRewardFailures)
 def run_searcher(link: Link, *, config: Config, index: int, incarnation: str, logs: Path, ends: EndsHandle) -> None:
     """The target of a searcher's process under the local runtime."""
     prompts_per_searcher = -(-config.train.prompts_per_step // config.search.num_searchers)
-    local = LocalSearcherEnds(link, ends, config.runtime, index=index, stock=STEPS_AT_HAND * prompts_per_searcher)
+    local = LocalSearcherEnds(
+        link,
+        ends,
+        config.runtime,
+        index=index,
+        stock=STEPS_AT_HAND * prompts_per_searcher,
+        note=acknowledged_log(),
+    )
     search(local, config=config, index=index, incarnation=incarnation, logs=logs)
 
 
