@@ -85,5 +85,5 @@ def test_the_library_in_sync_mode_equals_the_example(tmp_path):
     for step, ((loss, reward, tokens), (loss_here, reward_here, tokens_here)) in enumerate(zip(example, library)):
         assert tokens_here == tokens, f"step {step}"
         assert reward_here == pytest.approx(reward, abs=1e-6)
-        # Rounding: within 1e-5 on x86; matrix products that are summed in another order (ARM) gave 1.8e-5, and it does not grow.
+        # Rounding: within 1e-5 on x86; on ARM, which sums matrix products in another order, 1.8e-5; it does not grow.
         assert loss_here == pytest.approx(loss, rel=4e-5, abs=1e-5), f"step {step}"

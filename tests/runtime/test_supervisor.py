@@ -138,7 +138,8 @@ def test_a_searcher_tells_a_new_trainer_what_it_has_and_sends_again_what_was_not
     trainer, link = Link(ours), Link(theirs)
     board, slots = Board.create(), [WeightSlots.create(TENSORS, torch.float32) for _ in range(2)]
     handle = EndsHandle(board=board.memory.handle(), weights=slots[0].handle(), references=None)
-    ends = LocalSearcherEnds(link, handle, RuntimeConfig(), index=0, stock=5)
+    noted: list[TrajectoryGroup] = []
+    ends = LocalSearcherEnds(link, handle, RuntimeConfig(), index=0, stock=5, note=noted.append)
     visits = [Visit(number=number, prompt=number, epoch=0) for number in range(5)]
     ends.visits.peek()  # asks for five
 
@@ -163,6 +164,7 @@ def test_a_searcher_tells_a_new_trainer_what_it_has_and_sends_again_what_was_not
     assert [message.id for message in sent[1:3]] == ["searcher-0.a/0", "searcher-0.a/1"]
     assert sent[3] == Holding(visits=tuple(visits[1:]))
     assert sent[4].id == "searcher-0.a/1"
+    assert [one.id for one in noted] == ["searcher-0.a/0"]
     slots[1].publish(TENSORS, version=3)
     assert ends.weights.newest_version == 3
     for connection in (ours, theirs):

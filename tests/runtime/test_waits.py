@@ -92,19 +92,6 @@ def test_a_full_channel_blocks_until_the_trainer_has_stored_a_group():
     assert [message.id for message in link.sent[3:]] == ["g1", "g2"]
 
 
-def test_groups_are_noted_when_they_are_acknowledged_and_once():
-    row, noted = Board.create(1).searcher(0), []
-    sender = WindowedSender(
-        Recording(), row, window=4, deadline_seconds=10.0, handle_messages=lambda: None, note=noted.append
-    )
-    sender.send(group(0))
-    sender.send(group(1))
-    assert not noted
-    for _ in range(2):
-        sender.acknowledge(Acknowledge(group_ids=("g1", "somebody else's")))
-    assert [one.id for one in noted] == ["g1"]
-
-
 def test_a_channel_that_stays_full_is_an_error_that_names_both_sides():
     row = Board.create().searcher(0)
     sender = WindowedSender(Recording(), row, window=1, deadline_seconds=0.02, handle_messages=lambda: None)

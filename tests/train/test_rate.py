@@ -78,6 +78,19 @@ def test_responses_that_were_trained_on_before_are_no_test_of_updates(setting):
     assert rate.wanted == before
 
 
+def test_the_rate_falls_until_the_policy_stays_near_the_one_that_generated():
+    rate = rate_of()
+    for step in range(90):
+        moved = 0.1 * rate.at(step) / 1e-4
+        rate.follow(step, {"movement": moved, "off_policy/kl": 80.0 * moved**2})  # .8 nats at the movement asked for
+    assert 80.0 * (0.1 * rate.at(90) / 1e-4) ** 2 == pytest.approx(0.2, rel=0.1)
+    near = rate_of()
+    for step in range(90):
+        moved = 0.1 * near.at(step) / 1e-4
+        near.follow(step, {"movement": moved, "off_policy/kl": 10.0 * moved**2})
+    assert near.at(90) == pytest.approx(1e-4, rel=0.1)
+
+
 def test_agreement_is_the_correlation_of_rewards_and_drift_within_prompts():
     # Prompt 0: rewards 1, 0 -> +-.5, drift .3, .1 -> +-.1. Prompt 1: rewards 0, 1 -> -+.5, drift 2.2, 2.0 -> +-.1.
     # Prompt 2 has one response that is known: it is compared with nothing.
@@ -97,8 +110,12 @@ def test_the_rate_is_part_of_a_checkpoint():
     rate = rate_of()
     for step in range(5):
         rate.follow(step, {"movement": 0.01, "off_policy/agreement": 0.2})
-    assert rate.state() == {"rate": rate.at(5), "agreement": rate.agreement, "factor": 1.0} != rate_of().state()
+    expected = {"rate": rate.at(5), "agreement": rate.agreement, "factor": 1.0, "kl": 0.0}
+    assert rate.state() == expected != rate_of().state()
     assert rate.agreement > rate_of().agreement
+    again = rate_of()
+    again.load_state(rate.state())
+    assert again == rate
 
 
 def test_movement_is_the_mean_change_of_log_pi_in_units_of_the_root_of_the_entropy():

@@ -6,9 +6,9 @@ scored again, and their mean |change of log_pi|, in units of the square root of 
 train.movement: the rate is multiplied so that the next steps come nearer to it. How far a step should move depends on how
 much of it is signal, and that can be measured for nothing: on responses that are not trained on yet, the drift of the policy
 since they were generated is the work of other updates, and its correlation with their rewards is the share of signal in it.
-The movement asked for follows that agreement. The rate begins at a tenth of a guess from the size of the model, so that a
-guess ten times too high does no harm, and in the last part of the run (train.settle) it falls to zero, so that the noise of
-single steps averages out.
+The movement asked for follows that agreement, as long as the policy stays near the one that generated its data. The rate
+begins at a tenth of a guess from the size of the model, so that a guess ten times too high does no harm, and in the last
+part of the run (train.settle) it falls to zero, so that the noise of single steps averages out.
 """
 
 from __future__ import annotations
@@ -177,6 +177,9 @@ USUAL_AGREEMENT, AGREEMENT_STEPS = 0.1, 33
 """What is assumed at first, and the steps that the mean goes over: of one batch of 128 responses it is known to .09."""
 LEAST_SHARE, MOST_SHARE = 0.2, 1.5
 """Bounds of what the agreement multiplies train.movement by."""
+LARGEST_KL, KL_STEPS = 0.2, 8
+"""Nats per response between the policy that generated a batch and the one that trains on it, and the steps that its mean is
+over. At .2 about two thirds of the responses still count (the effective sample size, exp(-2 KL) for a normal drift)."""
 LEAST_SHAPE = 0.2
 """Below this share of its height the rate only falls: movements become too small to measure well."""
 MEASURED_STEPS, MEASURED_EVERY = 40, 4
@@ -198,6 +201,8 @@ class LearningRate:
     """Mean over the last steps of the correlation between the policy's drift and the rewards of unseen responses."""
     factor: float = field(init=False, default=1.0)
     """What multiplies the given schedule, or the movement of `auto`: less than 1 after a collapse (observe.on_collapse)."""
+    kl: float = field(init=False, default=0.0)
+    """Mean over the last steps of the KL between the policies that generated and that train."""
 
     def __post_init__(self) -> None:
         self.rate = FIRST_SHARE * self.guess
@@ -229,14 +234,17 @@ class LearningRate:
 
     def follow(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes what was measured of this step: `off_policy/agreement`, and now and then `movement`."""
-        if "off_policy/agreement" in metrics and self.is_auto and self.can_see_agreement:
-            self.agreement += (metrics["off_policy/agreement"] - self.agreement) / AGREEMENT_STEPS
+        if self.is_auto and self.can_see_agreement:
+            self.agreement += (metrics.get("off_policy/agreement", self.agreement) - self.agreement) / AGREEMENT_STEPS
+            self.kl += (metrics.get("off_policy/kl", self.kl) - self.kl) / KL_STEPS
         if "movement" in metrics:
             self._correct(step, metrics["movement"])
 
     def _correct(self, step: int, moved: float) -> None:
-        wanted = self.wanted * self.shape(step)
-        factor = (wanted / max(moved, 1e-12)) ** GAIN
+        wanted = self.wanted * self.shape(step) / max(moved, 1e-12)
+        if self.kl > LARGEST_KL:
+            wanted = min(wanted, math.sqrt(LARGEST_KL / self.kl))  # the KL grows with the square of the movement
+        factor = wanted**GAIN
         rate = self.rate * min(MAX_RISE, max(MAX_FALL, factor))
         self.rate = min(FURTHEST * self.guess, max(self.guess / FURTHEST, rate))
 
@@ -263,7 +271,8 @@ class LearningRate:
         return self.exact_drift and self.config.replay.max_uses == 1 and self.config.train.updates_per_batch == 1
 
     def state(self) -> dict[str, Any]:
-        return {"rate": self.rate, "agreement": self.agreement, "factor": self.factor}
+        return {"rate": self.rate, "agreement": self.agreement, "factor": self.factor, "kl": self.kl}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.rate, self.agreement, self.factor = state["rate"], state["agreement"], state.get("factor", 1.0)
+        self.rate, self.agreement = state["rate"], state["agreement"]
+        self.factor, self.kl = state.get("factor", 1.0), state.get("kl", 0.0)  # an older version has saved neither
