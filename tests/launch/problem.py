@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from builders import tiny_llama, tiny_tokenizer
 
 from tba.config import Config, load_config
 from tba.launch import evaluate_model
+from tba.observe.files import RunFolder
 from tba.observe.metrics import Evaluation
 
 REWARDS = """
@@ -106,3 +108,18 @@ def wait_for(condition, seconds: float = 60.0) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def command(folder: Path, name: str, *overrides: str, reward: str = "sevens") -> list[str]:
+    """`tba train` on the problem, for a process of its own."""
+    options = ["--model", f"{folder}/model", "--data", f"{folder}/data.jsonl"]
+    options += ["--reward", f"{folder}/rewards.py:{reward}"]
+    settings = [*SETTINGS, f"output={folder}/runs", f"name={name}", *overrides]
+    return [sys.executable, "-m", "tba", "train", *options, *settings]
+
+
+def steps_of(config: Config) -> list[int]:
+    """Optimizer steps that are recorded, in the order of their lines."""
+    path = RunFolder(config.run_folder).metrics
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [record["step"] for record in records if "loss" in record]

@@ -6,31 +6,17 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 
 import psutil
 import pytest
-from problem import SETTINGS, children, make_config, wait_for
+from problem import children, command, make_config, steps_of, wait_for
 
 from tba.launch import train
 from tba.observe.claim import NAME, FolderInUse
 from tba.observe.files import OutputLost, RunFolder
 
 ENDLESS = "train.max_steps=1000000"
-
-
-def command(folder, name: str, *overrides: str, reward: str = "sevens") -> list[str]:
-    options = ["--model", f"{folder}/model", "--data", f"{folder}/data.jsonl"]
-    options += ["--reward", f"{folder}/rewards.py:{reward}"]
-    settings = [*SETTINGS, f"output={folder}/runs", f"name={name}", *overrides]
-    return [sys.executable, "-m", "tba", "train", *options, *settings]
-
-
-def steps_of(config) -> list[int]:
-    path = RunFolder(config.run_folder).metrics
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [record["step"] for record in records if "loss" in record]
 
 
 def at_step(config, step: int, action) -> threading.Thread:

@@ -1,0 +1,56 @@
+"""`tba train` as a supervisor: a trainer that is killed is resumed, and searchers that outlive it go on for the next one."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+
+from problem import command, make_config, steps_of, wait_for
+
+from tba.observe.files import RunFolder
+
+
+def role(run: RunFolder, name: str) -> dict:
+    """What status.json says of a role; empty while it does not know it."""
+    try:
+        roles = json.loads(run.status.read_text())["roles"]
+    except (OSError, ValueError):
+        return {}
+    return next((found for found in roles if found["name"] == name and found["pid"]), {})
+
+
+def test_a_trainer_that_is_killed_is_resumed_and_its_searchers_go_on(folder):
+    """Nothing that was stored is lost or stored twice, and every step is recorded once."""
+    config = make_config(folder, "name=killed", "train.max_steps=30", "train.checkpoint_every=5")
+    run = RunFolder(config.run_folder)
+    settings = ("train.max_steps=30", "train.checkpoint_every=5")
+    with subprocess.Popen(command(folder, "killed", *settings), stderr=subprocess.PIPE, text=True) as process:
+        assert wait_for(lambda: max(steps_of(config), default=0) >= 7 and role(run, "searcher-0"))
+        searcher, trainer = role(run, "searcher-0")["pid"], role(run, "trainer")["pid"]
+        os.kill(trainer, signal.SIGKILL)
+        assert wait_for(lambda: role(run, "trainer").get("pid", trainer) != trainer)
+        assert role(run, "searcher-0")["pid"] == searcher, "the same process goes on"
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "the trainer was killed by signal 9" in errors
+    assert steps_of(config) == list(range(1, 31))
+    summary, status = json.loads(run.summary.read_text()), json.loads(run.status.read_text())
+    assert (summary["outcome"], summary["steps"], status["trainer_restarts"]) == ("finished", 30, 1)
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert all(record["off_policy/lag_mean"] >= 0 for record in records if "off_policy/lag_mean" in record)
+    with sqlite3.connect(run.replay) as database:
+        ids = database.execute("SELECT incarnation, number FROM groups").fetchall()
+    assert len(ids) == len(set(ids)) >= 30
+
+
+def test_without_restarts_a_killed_trainer_ends_the_run_with_advice(folder):
+    config = make_config(folder, "name=not-again")
+    run = RunFolder(config.run_folder)
+    settings = ("train.max_steps=1000000", "runtime.max_trainer_restarts=0", "mode=sync")
+    with subprocess.Popen(command(folder, "not-again", *settings), stderr=subprocess.PIPE, text=True) as process:
+        assert wait_for(lambda: steps_of(config) and role(run, "trainer"))
+        os.kill(role(run, "trainer")["pid"], signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "--resume" in errors
