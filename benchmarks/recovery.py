@@ -1,9 +1,10 @@
-"""How soon a run is at work: from the command to its first optimizer step, and after a searcher was killed.
+"""How soon a run is at work: from the command to its first optimizer step, and after a searcher or the trainer was killed.
 
     python benchmarks/recovery.py --kills 5
 
 The quickstart task with an endless number of steps on this machine's cores. A searcher is killed with SIGKILL; the clock
-stops when a group of its successor has arrived at the trainer.
+stops when a group of its successor has arrived at the trainer. The trainer is killed likewise; the clock stops at the next
+optimizer step.
 """
 
 from __future__ import annotations
@@ -38,9 +39,16 @@ def newest(path: Path) -> dict[str, float]:
     return next((record for line in reversed(lines) if "loss" in (record := json.loads(line))), {})
 
 
-def searcher_of(run: subprocess.Popen) -> psutil.Process:
-    found = [p for p in psutil.Process(run.pid).children(recursive=True) if p.name().startswith("searcher-")]
-    return found[0]
+def kill(run: subprocess.Popen, role: str) -> float:
+    """Kill the process of a role; returns when that was."""
+    found = [p for p in psutil.Process(run.pid).children(recursive=True) if p.name().startswith(role)]
+    found[0].send_signal(signal.SIGKILL)
+    return time.monotonic()
+
+
+def came_back(record: dict[str, float], metric: str, number: int) -> bool:
+    """Whether the newest step is one after so many kills, with groups of the searcher there is."""
+    return record.get(metric, 0) >= number and record["searcher/0/groups"] > 0
 
 
 def main() -> None:
@@ -54,6 +62,7 @@ def main() -> None:
             f"output={folder}",
             "name=run",
             "evaluate.every=0",
+            "train.checkpoint_every=20",
         ]
         started = time.monotonic()
         command = [sys.executable, "-m", "tba", "train", "configs/quickstart.yaml", *settings]
@@ -62,20 +71,15 @@ def main() -> None:
             metrics = Path(folder) / "run" / "metrics.jsonl"
             wait_for(lambda: bool(newest(metrics)), "the first step")
             print(f"from the command to the first step: {time.monotonic() - started:.1f} s", flush=True)
-            seconds = []
-            for kill in range(kills):
-                wait_for(lambda: newest(metrics)["searcher/0/groups"] > 100, "groups of the searcher")
-                searcher_of(run).send_signal(signal.SIGKILL)
-                killed, replaced = time.monotonic(), kill + 1
-                wait_for(
-                    lambda replaced=replaced: (
-                        newest(metrics)["searchers/replaced"] >= replaced and newest(metrics)["searcher/0/groups"] > 0
-                    ),
-                    "a group of the successor",
-                )
-                seconds.append(time.monotonic() - killed)
-                print(f"kill {kill + 1}: at work again after {seconds[-1]:.2f} s", flush=True)
-            print(f"median {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s")
+            for role, metric in (("searcher-0", "searchers/replaced"), ("trainer", "trainer/restarts")):
+                seconds = []
+                for number in range(1, kills + 1):
+                    wait_for(lambda: newest(metrics)["searcher/0/groups"] > 100, "groups of the searcher")
+                    killed = kill(run, role)
+                    wait_for(lambda number=number, metric=metric: came_back(newest(metrics), metric, number), role)
+                    seconds.append(time.monotonic() - killed)
+                    print(f"{role}, kill {number}: at work again after {seconds[-1]:.2f} s", flush=True)
+                print(f"{role}: median {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s")
         finally:
             run.send_signal(signal.SIGINT)
             run.wait()
