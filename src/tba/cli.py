@@ -30,11 +30,10 @@ from typer.core import TyperGroup
 
 from tba.config import Config, ConfigError, dump_config, load_config, settings_by_name
 from tba.observe.streams import lasting_output
+from tba.runtime.fork_server import INTERRUPTED
 
 MOST_LINES, LONGEST_LINE = 9, 2000
 """What is shown of an error message."""
-INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Base class of all errors in how a command was called. Typer exports none but BadParameter, and whether its base class is
 click's or typer's own copy of it depends on typer's version; an error of the other one would go by uncaught."""

@@ -107,6 +107,16 @@ def test_a_searcher_that_sends_nonsense_is_replaced_and_in_the_end_given_up(run)
     assert runtime.board.supervisor["replaced"] == MAX_EARLY_ENDS
 
 
+def test_a_machine_that_has_no_process_left_is_an_error_in_the_end(run, monkeypatch):
+    def refuses(*_, **__):
+        raise OSError("Resource temporarily unavailable")
+
+    monkeypatch.setattr("tba.runtime.supervisor.RoleProcess", refuses)
+    run.start(targets.sends_nonsense, num_searchers=1)
+    with pytest.raises(RoleDied, match="searcher-0 could not be started: Resource temporarily unavailable"):
+        run.drain_until(lambda: False)
+
+
 def test_searchers_that_are_replaced_are_new_and_what_they_sent_is_dropped(run):
     runtime = run.start(targets.sends_its_incarnation, num_searchers=2)
     run.drain_until(lambda: len(runtime._searchers) == 2)

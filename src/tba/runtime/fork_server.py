@@ -37,6 +37,8 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 FIRST_SPARE_DESCRIPTOR = 512
 """Descriptors are parked from here on while a fork gives them their numbers."""
 MAX_DESCRIPTORS = 64
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 PRELOADED = ("torch", "transformers", "transformers.models.auto.modeling_auto")
 """What every role needs; those who start roles name what theirs need besides."""
 
@@ -323,6 +325,8 @@ def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
         from tba.runtime.processes import run_role
 
         status = run_role(start.link)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
     except BaseException:
         traceback.print_exc()  # os._exit below would hide it
     finally:

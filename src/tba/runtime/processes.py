@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import cloudpickle
 
 from tba.runtime.deadlines import write_stacks_when_asked
-from tba.runtime.fork_server import ForkedProcess, ForkServer, die_with_parent
+from tba.runtime.fork_server import INTERRUPTED, ForkedProcess, ForkServer, die_with_parent
 from tba.runtime.links import Failed, Link, RunCannotGoOn
 
 logger = logging.getLogger("tba")
@@ -197,6 +197,9 @@ def _parent_is_gone() -> None:
 
 if __name__ == "__main__":
     die_with_parent()
-    status = run_role(int(sys.argv[1]))
+    try:
+        status = run_role(int(sys.argv[1]))
+    except KeyboardInterrupt:
+        status = INTERRUPTED
     sys.stdout.flush()
     os._exit(status)

@@ -28,6 +28,7 @@ from tba.config import RuntimeConfig
 from tba.runtime.board import MAX_SEARCHERS, PLACES, Board, Place
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import Idleness, dump_stacks
+from tba.runtime.fork_server import ServerGone
 from tba.runtime.links import (
     PARENT,
     TRAINER,
@@ -232,6 +233,7 @@ class Supervisor:
         if isinstance(message, StartSearchers):
             self._orders, self._trainer_idleness = message, Idleness()
             for seat in self.seats:
+                seat.given_up = False  # what has ended others may have been the trainer before
                 if seat.process is not None:
                     # In this order: the trainer knows of it before it says what it has.
                     self._trainer.send(SearcherStarted(holder=seat.holder, survived=True))
@@ -294,15 +296,19 @@ class Supervisor:
         row.clear()
         seat.incarnation, seat.idleness = secrets.token_hex(4), Idleness()
         seat.hung_up, seat.failure = False, None
-        seat.process = RoleProcess(
-            seat.name,
-            orders.recipe,
-            {"index": seat.index, "incarnation": seat.incarnation},
-            log=self._logs / f"{seat.name}.log",
-            threads=self.config.threads,
-            forked=orders.forked,
-            make_link=self._make_link,
-        )
+        try:
+            seat.process = RoleProcess(
+                seat.name,
+                orders.recipe,
+                {"index": seat.index, "incarnation": seat.incarnation},
+                log=self._logs / f"{seat.name}.log",
+                threads=self.config.threads,
+                forked=orders.forked,
+                make_link=self._make_link,
+            )
+        except (OSError, ServerGone) as error:  # no process or no descriptor is to be had: perhaps later
+            self._vacate(seat, f"{seat.name} could not be started: {error}", early=True)
+            return
         row["pid"] = seat.process.pid
         self._trainer.send(SearcherStarted(holder=seat.holder, survived=False))
 
@@ -312,18 +318,22 @@ class Supervisor:
         process, seat.process = seat.process, None
         process.kill()
         process.link.close()
-        groups, row = self.board.searcher(seat.index)["groups"], self.board.searcher(seat.index)
+        row = self.board.searcher(seat.index)
         row["pid"] = 0
-        early = groups < FEW_GROUPS and at_fault
+        if final:
+            seat.given_up = True
+            self._trainer.send(SearchersFailed(error=f"{seat.name} {what} (log: {process.log})"))
+            return
+        words = f"{seat.name} {what}. Last lines of {process.log}:\n{last_lines(process.log)}"
+        self._vacate(seat, words, early=row["groups"] < FEW_GROUPS and at_fault)
+
+    def _vacate(self, seat: Seat, words: str, *, early: bool) -> None:
+        """Decide whether another process takes a seat, and when. `early`: the last one has hardly worked."""
         seat.early_ends = seat.early_ends + 1 if early else 0
         seat.given_up = seat.early_ends > MAX_EARLY_ENDS and not seat.closed
         self._trainer.send(SearcherEnded(holder=seat.holder, replaced=not (seat.given_up or seat.closed)))
         if seat.closed:
             logger.info("%s has ended, as was asked.", seat.name)
-            return
-        words = f"{seat.name} {what}. Last lines of {process.log}:\n{last_lines(process.log)}"
-        if final:
-            self._trainer.send(SearchersFailed(error=f"{seat.name} {what} (log: {process.log})"))
         elif all(other.given_up or other.closed for other in self.seats):
             why = f"{MAX_EARLY_ENDS + 1} searchers in a row ended before they had sent {FEW_GROUPS} groups."
             self._trainer.send(SearchersFailed(error=f"{words}\n{why}"))
@@ -334,8 +344,6 @@ class Supervisor:
             seat.starts_at = time.monotonic() + wait
             self.board.supervisor["replaced"] += 1
             logger.warning("%s\nIt is replaced; its visits to prompts are handed to others.", words)
-        if final:
-            seat.given_up = True
 
     def _stop_searchers(self) -> None:
         self._orders, self._ends = None, True  # nobody is started any more
