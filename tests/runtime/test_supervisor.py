@@ -16,7 +16,7 @@ from tba.config import RuntimeConfig
 from tba.runtime.board import Board
 from tba.runtime.ends import EndsHandle, LocalSearcherEnds
 from tba.runtime.leases import Visit, VisitLedger
-from tba.runtime.links import Acknowledge, AskVisits, Holding, LeaseVisits, Link, NewTrainer
+from tba.runtime.links import Acknowledge, AskVisits, Holding, LeaseVisits, Link, NewTrainer, SearcherStarted
 from tba.runtime.local import LocalRuntime
 from tba.runtime.processes import RoleDied
 from tba.runtime.supervisor import MAX_EARLY_ENDS, Host, Supervisor
@@ -177,5 +177,38 @@ def test_a_searcher_tells_a_new_trainer_what_it_has_and_sends_again_what_was_not
     assert [one.id for one in noted] == ["searcher-0.a/0"]
     slots[1].publish(TENSORS, version=3)
     assert ends.weights.newest_version == 3
+    for connection in (ours, theirs):
+        connection.close()
+
+
+def test_a_new_trainer_takes_no_group_before_those_that_are_sent_again():
+    """A searcher that outlived the trainer before may send a group before it learns of the new one. If that one were taken,
+    the earlier ones, which are sent again after it, would count as stored already: numbers rise in the order of arrival."""
+    ours, theirs = Pipe()
+    supervisor, searcher = Link(ours), "searcher-0.a"
+    runtime = LocalRuntime(
+        RuntimeConfig(),
+        Host(link=Link(theirs), board=Board.create(), pid=0),
+        num_searchers=1,
+        tensors=TENSORS,
+        dtype=torch.float32,
+        canary=lambda weights: np.zeros(64),
+        ledger=VisitLedger(10, seed=0, shuffle=False),
+    )
+    visits = tuple(Visit(number=number, prompt=number, epoch=0) for number in range(2))
+    supervisor.send(SearcherStarted(holder=searcher, survived=True))
+    for message in (
+        group(1, visit=1),
+        Holding(visits=visits),
+        group(0, visit=0),
+        group(1, visit=1),
+        AskVisits(count=1),
+    ):
+        supervisor.send(message, to=searcher)
+    taken, deadline = [], time.monotonic() + DEADLINE_SECONDS
+    while supervisor.receive() is None:  # the answer to the last message
+        taken += [one.id for one in runtime.drain()]
+        assert time.monotonic() < deadline
+    assert taken == ["searcher-0.a/0", "searcher-0.a/1"]
     for connection in (ours, theirs):
         connection.close()

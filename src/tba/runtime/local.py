@@ -167,6 +167,9 @@ class LocalRuntime:
     def _message(self, sender: str, message: Any) -> TrajectoryGroup | None:
         """Deal with a searcher's message; returns it if it is a group."""
         if isinstance(message, TrajectoryGroup):
+            if sender in self._awaited:
+                # It will be sent again, after those before it: taken now, they would count as stored.
+                return None
             self._senders[message.id] = sender
             # Here and not later: if this searcher is lost in the same moment, its other visits are handed out again.
             self.ledger.complete(message.visit, solved=message.solved)
