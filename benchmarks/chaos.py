@@ -133,6 +133,14 @@ def disturbances(done: Sequence[Done], recoveries: Sequence[Recovery]) -> list[D
     return found
 
 
+def write_events(path: Path, done: Sequence[Done], recoveries: Sequence[Recovery]) -> None:
+    """What happened when, a line each in the order of time: whom a fault was done to, and from when on a role was back."""
+    events = [(one.time, f"{one.fault.kind} {one.who} for {one.fault.seconds:.1f} s") for one in done]
+    events += [(one.killed + one.seconds, f"{one.who} is back") for one in recoveries if one.seconds is not None]
+    first = min((when for when, _ in events), default=0.0)
+    path.write_text("".join(f"{when - first:8.2f} {what}\n" for when, what in sorted(events)))
+
+
 def report(chaos: Chaos, folder: Path, *, minutes: float, quick: bool) -> list[str]:
     """Print what happened; returns what must not be."""
     injector, target = chaos.injector, chaos.target
@@ -153,6 +161,7 @@ def report(chaos: Chaos, folder: Path, *, minutes: float, quick: bool) -> list[s
     searchers = searcher_recoveries(kills, rows)
     alone = undisturbed(searchers, disturbances(injector.done, injector.recoveries))
     print(f"time to recover, searcher (to its first group): {in_words(searchers)}; undisturbed: {in_words(alone)}")
+    write_events(folder / "events.txt", injector.done, [*searchers, *injector.recoveries])
     by_role = {role: [one for one in injector.recoveries if one.who == role] for role in ("trainer", "supervisor")}
     for role, recoveries in by_role.items():
         print(f"time to recover, {role} (to the next optimizer step): {in_words(recoveries)}")
