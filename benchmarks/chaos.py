@@ -63,6 +63,8 @@ class Chaos:
     steps: int
     seconds: float = 0.0
     """How long there were faults."""
+    not_reached: int = 0
+    """Faults that were still to come when the run was done."""
     own_ends: list[str] = field(default_factory=list)
     """How the run ended when nobody had killed it."""
     _tree: list[psutil.Process] = field(default_factory=list)
@@ -82,6 +84,7 @@ class Chaos:
             waiting = [fault for fault in waiting if fault not in settled]
             self._tick()
         self._wait(lambda: not self.injector.busy or self.target.finished(self.steps))
+        self.not_reached = len(waiting)
         self.seconds = time.monotonic() - started
         print(f"the faults are over after {self.seconds:.0f} s, at step {self.watch.step}", flush=True)
 
@@ -173,6 +176,7 @@ def report(chaos: Chaos, folder: Path, *, minutes: float, quick: bool) -> list[s
     for how, count in Counter(chaos.own_ends).items():
         print(f"  {count} x {how}")
     wrong = [
+        *([f"the run was done {chaos.not_reached} faults too early: raise --steps"] if chaos.not_reached else []),
         *([] if quick else shortfalls(kinds, minutes=minutes)),
         *([f"{len(found.lost)} groups lost, such as {found.lost[0]}"] if found.lost else []),
         *([f"{len(found.changed)} groups changed, such as {found.changed[0]}"] if found.changed else []),

@@ -13,7 +13,7 @@ from chaos_bench.target import NO_STEP_SECONDS, StepWatch, Stuck, Target
 
 HELD_OUT = 2000
 CALIBRATION_STEPS = (5, 25)
-SHARE_OF_QUIET_SPEED = 0.7
+SHARE_OF_QUIET_SPEED = 0.8
 """Steps of the chaotic run, as a share of what a quiet one does in its minutes: it is slower, and should not be done before
 the faults are."""
 LOOK_SECONDS = 0.05
