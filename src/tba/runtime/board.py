@@ -21,6 +21,7 @@ import numpy as np
 
 from tba.observe.display import RoleStatus
 from tba.runtime.channels import WAITS, Wait
+from tba.runtime.deadlines import Idleness
 
 logger = logging.getLogger("tba")
 
@@ -135,6 +136,8 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
+SILENT_SECONDS = 2.0
+"""Time without a sign of life from the supervisor, which shows ten a second, from which on it counts as suspended."""
 MAX_SEARCHERS = 64
 """Searchers that there is room for on the board of a run."""
 SUPERVISOR_FIELDS = ("beats", "replaced", "trainer_restarts")
@@ -183,6 +186,8 @@ class Board:
         widths = [len(SUPERVISOR_FIELDS), len(TRAINER_FIELDS), *[len(SEARCHER_FIELDS)] * MAX_SEARCHERS]
         parts = np.split(values, np.cumsum(widths)[:-1])
         self.supervisor = Row(parts[0], SUPERVISOR_FIELDS)
+        self._silence = Idleness()
+        """How long the supervisor has not shown a sign of life."""
         self.trainer = Row(parts[1], TRAINER_FIELDS)
         self._searchers = [Row(part, SEARCHER_FIELDS) for part in parts[2:]]
 
@@ -203,12 +208,19 @@ class Board:
         """A number that changes while any searcher works, and when one is replaced."""
         rows = [self._searchers[index] for index, place in self.places().items() if place == "filled"]
         # A process that loads its model shows nothing yet; runtime.start_seconds bounds that, not the deadlines of others.
-        loading = time.monotonic() if any(row["heartbeat"] == 0 for row in rows) else 0.0
-        return 1e9 * self.supervisor["replaced"] + loading + sum(row["work"] for row in rows)
+        loading = any(row["heartbeat"] == 0 for row in rows)
+        if loading or self._is_suspended():
+            return time.monotonic()
+        return 1e9 * self.supervisor["replaced"] + sum(row["work"] for row in rows)
 
     def trainer_progress(self) -> float:
         """A number that changes while the trainer works, and while another one starts."""
-        return self.trainer["beats"] or time.monotonic()
+        return time.monotonic() if self._is_suspended() else self.trainer["beats"] or time.monotonic()
+
+    def _is_suspended(self) -> bool:
+        """Whether the supervisor does nothing: somebody has suspended it (kill -STOP). Then nothing is passed on, and nobody
+        who waits for that may lose patience."""
+        return self._silence.look(self.supervisor["beats"]) > SILENT_SECONDS
 
     def heartbeats(self) -> dict[str, float]:
         """Signs of life so far of each searcher that runs."""

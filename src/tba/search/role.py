@@ -148,8 +148,12 @@ class Evaluations:
         if self._ends.take_asked(self._engine.version):
             if self._evaluator is None:
                 self._evaluator = self._make()
-            metrics = self._evaluator(self._engine.sibling(), self._heartbeat.work)
+            metrics = self._evaluator(self._engine.sibling(), self._between_steps)
             self._ends.evaluated(self._engine.version, metrics)
+
+    def _between_steps(self) -> None:
+        self._heartbeat.work()
+        self._ends.handle_messages()  # one that is told to stop does not finish an evaluation first
 
 
 class ReferenceLoader:
