@@ -129,18 +129,24 @@ def run_trainer(link: Any, *, config: Config, resume: bool, host: Any) -> int:
     """The target of the trainer's process under `tba train`; returns its exit status. It writes where the command does."""
     from tba.launch.start import TRY_AGAIN, train, worth_another_try
 
-    def run() -> None:
+    def run() -> int:
         try:
             summary = train(config, resume=resume, host=host.open(link))
         except RuntimeError as error:
             if worth_another_try(error):
                 logging.getLogger("tba").error("%s", bounded(str(error)))
-                raise SystemExit(TRY_AGAIN) from None
+                return TRY_AGAIN
             raise
         if not config.observe.progress:
             typer.echo(json.dumps(summary))
+        return 0
 
     log_warnings()
+    # One way to be asked to end: whoever signals all processes of a job reaches the supervisor too, which passes it on once.
+    # SIGINT may have been ignored from the start, as it is for a command in the background of a script.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.unregister(signal.SIGUSR1)  # stacks go to the trainer's log, not to the terminal
     with lasting_output():
         return exit_status(run)
@@ -255,7 +261,7 @@ def replay(
 
 @app.command()
 def status(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of an asynchronous run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
     """What each role of a run does, since when, and what waits for what."""
@@ -266,7 +272,7 @@ def status(
 
 
 @app.command()
-def stop(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of an asynchronous run.")]) -> None:
+def stop(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]) -> None:
     """Ask a run to save and end, as Ctrl-C does."""
     from tba.launch.operate import stop_run
 
@@ -276,7 +282,7 @@ def stop(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of an a
 
 @app.command()
 def searchers(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of an asynchronous run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     count: Annotated[int, count_option("Searchers to go on with.")],
 ) -> None:
     """Change the number of searchers of a run while it goes on."""

@@ -32,6 +32,7 @@ class Run:
 
     def __init__(self, logs) -> None:
         self.supervisor = Supervisor(RuntimeConfig(stop_seconds=1.0), Board.create(), logs=logs)
+        self.groups: list[TrajectoryGroup] = []
         self.thread = threading.Thread(target=self.supervisor.run)
         self.thread.start()
         self.runtime = LocalRuntime(
@@ -49,13 +50,12 @@ class Run:
         self.runtime.start_searchers(target, {})
         return self.runtime
 
-    def drain_until(self, condition) -> list:
-        groups, deadline = [], time.monotonic() + DEADLINE_SECONDS
+    def drain_until(self, condition) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while not condition():
-            groups += self.runtime.drain()
+            self.groups += self.runtime.drain()
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        return groups
 
     def close(self) -> None:
         self.runtime.stop()
@@ -86,10 +86,8 @@ def test_visits_of_a_place_that_is_given_up_go_to_the_others(run):
 def test_a_group_that_arrived_is_not_made_again_although_its_searcher_is_lost(run):
     """The group and the failure arrive together: only the other visit is handed back."""
     runtime = run.start(targets.sends_a_group_and_dies, num_searchers=1)
-    seen: list = []
-    run.drain_until(lambda: seen.extend(runtime.drain()) or len(seen) > 0)
-    run.drain_until(lambda: runtime.ledger.num_handed_back == 1)
-    assert seen[0].visit == 0
+    run.drain_until(lambda: run.groups and runtime.ledger.num_handed_back == 1)
+    assert run.groups[0].visit == 0
     assert [visit.number for visit in runtime.ledger.lease("another", 1)] == [1]
 
 
@@ -125,9 +123,9 @@ def test_searchers_that_are_replaced_are_new_and_what_they_sent_is_dropped(run):
     runtime.evaluate(7)
     runtime.replace_searchers("of a test")
     assert runtime.ledger.num_handed_back == 3
-    groups: list = []
-    run.drain_until(lambda: groups.extend(runtime.drain()) or len(groups) == 2)
-    assert {group.id.partition("/")[0] for group in groups} == set(runtime._searchers)
+    run.groups.clear()
+    run.drain_until(lambda: len(run.groups) == 2)
+    assert {group.id.partition("/")[0] for group in run.groups} == set(runtime._searchers)
     assert not before & set(runtime._searchers)
 
 

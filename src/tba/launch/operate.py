@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from tba.config import load_config
 from tba.observe.files import RunFolder, WriteFailures, read_summary, write_json
 from tba.runtime.board import MAX_SEARCHERS, Board
 
@@ -78,7 +79,7 @@ def read_status(run: Path) -> dict[str, Any]:
     folder = RunFolder(run)
     if not folder.status.is_file():
         what = "has no status.json yet" if folder.config.is_file() else "is not a run folder (it has no config.yaml)"
-        raise FileNotFoundError(f"{run} {what}: give the folder of an asynchronous run, for example runs/NAME.")
+        raise FileNotFoundError(f"{run} {what}: give the folder of a run, for example runs/NAME.")
     status = json.loads(folder.status.read_text())
     alive, summary = _is_alive(status), read_summary(folder) or {}
     # While it lives, a summary says only that the last evaluation is still to come.
@@ -136,4 +137,8 @@ def ask_for_searchers(run: Path, count: int) -> None:
     status = read_status(run)
     if status["alive"] is False:
         raise ValueError(f"{run} does not run: it ended at step {status['step']}.")
+    if load_config(RunFolder(run).config).takes_turns:
+        raise ValueError(
+            f"{run} has no searchers of its own: in mode=sync and mode=fixed_lag the trainer searches too."
+        )
     write_json(RunFolder(run).control, {"searchers": count})

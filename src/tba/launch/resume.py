@@ -73,8 +73,8 @@ def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str |
 
 
 def _warn_of_beginning_again(folder: RunFolder, config: Config) -> None:
-    # A run that ended has written a summary: its checkpoints were removed, or it had none (train.keep_checkpoints=0).
-    if folder.summary.is_file():
+    # The checkpoints of a run that finished were removed, or it had none (train.keep_checkpoints=0).
+    if (read_summary(folder) or {}).get("outcome") == "finished":
         raise FileNotFoundError(
             f"run folder {folder.path} has no checkpoint to resume from: start without --resume (overwrite=true replaces "
             "the folder), and set train.checkpoint_every for checkpoints before the end."

@@ -197,11 +197,13 @@ class AsyncRun:
                 while not self.trainer.done and not self.interrupt.asked:
                     self.step()
             except Interrupted:
+                self.runtime.stop()
                 return
             if self.has_evaluation_prompts:
                 if self.trainer.done:  # whatever becomes of the last evaluation
                     self.recorder.write_summary()
                 self.wait_for_evaluation(self.trainer.step_index)
+        self.runtime.stop()  # before files are written, which may take long: nobody waits for groups any more
 
     def step(self) -> None:
         self.trainer.step()

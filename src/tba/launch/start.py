@@ -64,7 +64,8 @@ def train(
         refuse(folder.path, holder_of(folder.path), unless=owner)
         config = resumed_config(config, folder)
         checkpoint = checkpoint_to_resume(folder, config, resume)
-    start_mps(config)  # before anything touches the GPU
+    if host is None:
+        start_mps(config)  # before anything touches the GPU
     if host is None and not config.takes_turns:
         prepare_roles(config)
     inputs = inputs or load_inputs(config)
@@ -87,7 +88,8 @@ def train(
         tell_failure(folder, error)
         raise
     finally:
-        folder.release()
+        if host is None:  # otherwise the supervisor has the folder, until the run is over for good
+            folder.release()
 
 
 def _train(

@@ -21,7 +21,8 @@ from typing import Any
 
 from tba.config import Config
 from tba.launch.operate import Control, StatusWriter
-from tba.observe.claim import holder_of
+from tba.observe.claim import NAME as CLAIM
+from tba.observe.claim import Claim, holder_of, is_held
 from tba.observe.files import RunFolder
 from tba.runtime.board import Board, MemoryHandle, SharedMemory
 from tba.runtime.links import Link, RelayedLink
@@ -47,14 +48,14 @@ class HostHandle:
         return Host(link=link, board=Board(SharedMemory.attach(self.board)), pid=self.pid)
 
 
-def may_fork(config: Config) -> bool:
+def may_fork() -> bool:
     """Whether roles are forks of a process that has imported torch; where there is an NVIDIA GPU they are new processes."""
     return shutil.which("nvidia-smi") is None
 
 
 def prepare_roles(config: Config) -> None:
     """Have what the roles need imported while this process goes on."""
-    if may_fork(config):
+    if may_fork():
         prepare_to_fork(config.runtime.threads, preload=PRELOADED)
 
 
@@ -69,7 +70,7 @@ class Outside:
         self._status: StatusWriter | None = None
 
     def look(self, supervisor: Supervisor) -> None:
-        if holder_of(self._folder.path).get("pid") != os.getpid():
+        if not is_held(holder_of(self._folder.path), by=os.getpid()):
             return  # the trainer has not made the folder yet
         if self._status is None:
             self._status = StatusWriter(self._folder, supervisor.board)
@@ -77,7 +78,7 @@ class Outside:
         asked = self._control.searchers()
         if asked is not None and asked != self._asked:
             self._asked = asked
-            supervisor.set_searchers(asked)
+            supervisor.ask_for_searchers(asked)
 
     def close(self) -> None:
         """Say that the run has ended; its process may go on with something else."""
@@ -102,7 +103,7 @@ def supervise(config: Config, *, resume: bool, target: str) -> int:
             {"config": config, "resume": resume or has_begun(folder), "host": host},
             log=None,
             threads=config.runtime.threads,
-            forked=may_fork(config),
+            forked=may_fork(),
             make_link=make_link,
         )
 
@@ -120,6 +121,7 @@ def supervise(config: Config, *, resume: bool, target: str) -> int:
     finally:
         supervisor.close()
         outside.close()
+        Claim(folder.path / CLAIM, os.getpid()).release()
 
 
 @contextmanager
@@ -149,7 +151,7 @@ def hosted(config: Config, folder: RunFolder) -> Iterator[Host]:
 
 def has_begun(folder: RunFolder) -> bool:
     """Whether a trainer of this process has begun the run, so that the next one resumes it."""
-    return folder.config.is_file() and holder_of(folder.path).get("pid") == os.getpid()
+    return folder.config.is_file() and is_held(holder_of(folder.path), by=os.getpid())
 
 
 def newest_step(folder: RunFolder) -> int | None:

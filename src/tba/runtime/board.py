@@ -49,6 +49,8 @@ class SharedMemory:
         self.fd = fd
         self.num_bytes = num_bytes
         self._path = path
+        self._handle: MemoryHandle | None = None
+        """Where it is another process's."""
         self._map = mmap.mmap(fd, num_bytes)
 
     @classmethod
@@ -100,9 +102,15 @@ class SharedMemory:
     @classmethod
     def attach(cls, handle: MemoryHandle) -> SharedMemory:
         """The memory that another process has made."""
-        return cls(os.open(handle.path, os.O_RDWR), handle.num_bytes)
+        memory = cls(os.open(handle.path, os.O_RDWR), handle.num_bytes)
+        memory.close()  # the mapping has a descriptor of its own, which goes with the last view of it
+        memory._handle = handle
+        return memory
 
     def handle(self) -> MemoryHandle:
+        """How others find it, by the process that made it."""
+        if self._handle is not None:
+            return self._handle
         return MemoryHandle(path=self._path or f"/proc/{os.getpid()}/fd/{self.fd}", num_bytes=self.num_bytes)
 
     def array(self, dtype: np.dtype | type, *, offset: int = 0, count: int = -1) -> np.ndarray:
@@ -136,8 +144,8 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-SILENT_SECONDS = 2.0
-"""Time without a sign of life from the supervisor, which shows ten a second, from which on it counts as suspended."""
+SILENT_SECONDS = 1.0
+"""Time without a sign of life from which on a role is taken to be suspended or hung."""
 MAX_SEARCHERS = 64
 """Searchers that there is room for on the board of a run."""
 SUPERVISOR_FIELDS = ("beats", "replaced", "trainer_restarts")
@@ -186,8 +194,6 @@ class Board:
         widths = [len(SUPERVISOR_FIELDS), len(TRAINER_FIELDS), *[len(SEARCHER_FIELDS)] * MAX_SEARCHERS]
         parts = np.split(values, np.cumsum(widths)[:-1])
         self.supervisor = Row(parts[0], SUPERVISOR_FIELDS)
-        self._silence = Idleness()
-        """How long the supervisor has not shown a sign of life."""
         self.trainer = Row(parts[1], TRAINER_FIELDS)
         self._searchers = [Row(part, SEARCHER_FIELDS) for part in parts[2:]]
 
@@ -209,7 +215,9 @@ class Board:
         rows = [self._searchers[index] for index, place in self.places().items() if place == "filled"]
         # A process that loads its model shows nothing yet; runtime.start_seconds bounds that, not the deadlines of others.
         loading = any(row["heartbeat"] == 0 for row in rows)
-        if loading or self._is_suspended():
+        # One that shows no sign of life is the supervisor's business, which replaces it.
+        silent = [row.silence() > SILENT_SECONDS for row in rows]
+        if loading or any(silent) or self._is_suspended():
             return time.monotonic()
         return 1e9 * self.supervisor["replaced"] + sum(row["work"] for row in rows)
 
@@ -220,7 +228,7 @@ class Board:
     def _is_suspended(self) -> bool:
         """Whether the supervisor does nothing: somebody has suspended it (kill -STOP). Then nothing is passed on, and nobody
         who waits for that may lose patience."""
-        return self._silence.look(self.supervisor["beats"]) > SILENT_SECONDS
+        return self.supervisor.silence() > SILENT_SECONDS
 
     def heartbeats(self) -> dict[str, float]:
         """Signs of life so far of each searcher that runs."""
@@ -273,6 +281,13 @@ class Row:
     def __init__(self, values: np.ndarray, fields: tuple[str, ...]) -> None:
         self._values = values
         self._index = {name: place for place, name in enumerate(fields)}
+        self._alive = next((name for name in ("heartbeat", "beats") if name in fields), None)
+        """The number that rises while the role lives."""
+        self._silence = Idleness()
+
+    def silence(self) -> float:
+        """Time for which the role has shown no sign of life, as far as this process has seen."""
+        return 0.0 if self._alive is None else self._silence.look(self[self._alive])
 
     def __getitem__(self, name: str) -> float:
         return float(self._values[self._index[name]])

@@ -7,6 +7,7 @@ the ones to load.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ from tba.runtime.links import (
 )
 from tba.runtime.weight_slots import SlotsHandle, WeightSlots
 from tba.types import TrajectoryGroup
+
+logger = logging.getLogger("tba.search")
 
 
 class WindowedSender:
@@ -66,7 +69,7 @@ class WindowedSender:
             ),
             explain=lambda: (
                 f"the trainer has not stored {len(self._unacknowledged)} groups on the way: it does not take in groups. "
-                "Look at logs/trainer.log, or raise runtime.wait_seconds if its steps take this long"
+                "Look at what it writes, or raise runtime.wait_seconds if its steps take this long"
             ),
             progress=self._progress,
         )
@@ -156,7 +159,11 @@ class LocalSearcherEnds:
                     self._note(group)
 
     def _turn_to(self, trainer: NewTrainer) -> None:
-        self.weights, self.references = WeightSlots.attach(trainer.weights), _attached(trainer.references)
+        try:
+            self.weights, self.references = WeightSlots.attach(trainer.weights), _attached(trainer.references)
+        except OSError as error:
+            logger.warning("the new trainer is gone already (%s): the next one is waited for.", error)
+            return
         self._asked.clear()  # it asks itself for what it wants to know
         # First what this searcher has, or the new trainer would hand the same visits to others.
         self._tell(Holding(visits=self.visits.ask_anew()))

@@ -3,7 +3,7 @@
 Importing torch and transformers takes 4 to 15 s of a core; a fork takes some milliseconds and shares the memory of what was
 imported. The server runs no threads, so a fork of it is a process as good as new. A role gets the caller's environment,
 working folder and file descriptors (under the caller's numbers) with its request. Roles that use a GPU are new processes
-instead (local.py).
+instead (supervisor.py).
 
     caller -> server   Start, with the descriptors as SCM_RIGHTS; Kill
     server -> caller   Started, Ended
@@ -105,6 +105,8 @@ class ForkServer:
     """The caller's end. One server serves all runs of a process that pin the same number of threads."""
 
     _shared: ClassVar[dict[int, ForkServer]] = {}
+    _preloads: ClassVar[dict[int, tuple[str, ...]]] = {}
+    """What a server that takes the place of a dead one imports."""
     _shared_lock = threading.Lock()
 
     def __init__(self, environment: Mapping[str, str], preload: Sequence[str] = ()) -> None:
@@ -131,6 +133,7 @@ class ForkServer:
         need; whoever knows that roles will be started asks for it early, and the imports run meanwhile."""
         with cls._shared_lock:
             server = cls._shared.get(threads)
+            preload = cls._preloads[threads] = tuple(preload) or cls._preloads.get(threads, ())
             if server is None or not server._alive:
                 server = cls._shared[threads] = cls(environment, preload)
                 atexit.register(server.close)

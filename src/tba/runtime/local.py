@@ -99,6 +99,8 @@ class LocalRuntime:
         self._evaluator: str | None = None
         """Who was asked for them."""
         self._published = -1
+        self._failure: str | None = None
+        """Why there are no searchers any more."""
         self._stopped = False
         self.row["pid"], self.row["started_at"] = os.getpid(), time.time()
 
@@ -128,6 +130,8 @@ class LocalRuntime:
     def drain(self) -> list[TrajectoryGroup]:
         """All groups that have arrived. Raises when there are no searchers any more and new ones would be of no use."""
         self.row["beats"] += 1
+        if self._failure is not None:  # not before the groups that came with it were stored
+            raise RoleDied(self._failure)
         groups = []
         for sender, message in self._link.drain_addressed():
             if isinstance(message, AllReplaced):
@@ -162,7 +166,7 @@ class LocalRuntime:
                 self._hand_to_others()
             self._ask_for_evaluation()
         if isinstance(message, SearchersFailed):
-            raise RoleDied(message.error)
+            self._failure = message.error
 
     def _message(self, sender: str, message: Any) -> TrajectoryGroup | None:
         """Deal with a searcher's message; returns it if it is a group."""
@@ -183,10 +187,12 @@ class LocalRuntime:
             pass  # said to the trainer before: it asks again
         elif isinstance(message, AskVisits):
             self._asked_visits.append((sender, message.count))
-        elif isinstance(message, Evaluated) and message.version <= self._published:
-            # A higher one is of a trainer that is gone, and of weights that are.
-            self._evaluations.append(message)
-            self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > message.version]
+        elif isinstance(message, Evaluated):
+            self._evaluator = None
+            if message.version <= self._published:  # a higher one is of a trainer that is gone, and of weights that are
+                self._evaluations.append(message)
+                self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > message.version]
+            self._ask_for_evaluation()
         return None
 
     def _lease_visits(self) -> None:

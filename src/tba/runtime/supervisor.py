@@ -59,6 +59,8 @@ OUTSIDE_SECONDS = 1.0
 """Time between two calls of `look_outside`."""
 FIRST_BACK_OFF_SECONDS = 1.0
 """Before a seat is filled again after the second process that ended early; doubled with each."""
+MOST_REQUESTS = 3
+"""Requests to end after which the trainer is killed."""
 TRY_AGAIN = 75
 """Exit status of a trainer that wants to be started again, as after a failure of its GPU."""
 
@@ -138,8 +140,10 @@ class Supervisor:
         self.config = config
         self.board = board
         self.seats: list[Seat] = []
-        self.interrupted = False
-        """Whether the run was asked to end."""
+        self.requests = 0
+        """Number of times that the run was asked to end."""
+        self._wanted: int | None = None
+        """Number of searchers that was asked for from outside; None = what the trainer says."""
         self._logs = logs
         self._start_trainer = start_trainer
         self._newest_checkpoint = newest_checkpoint
@@ -185,10 +189,15 @@ class Supervisor:
         self.board.memory.close()
 
     def interrupt(self) -> None:
-        """Have the trainer save and end; one that is asked again ends at once."""
-        self.interrupted = True
-        if self._trainer_process is not None and self._trainer_process.alive:
-            os.kill(self._trainer_process.pid, signal.SIGINT)
+        """Have the trainer save and end. Asked again it ends at once; the third time it is killed, whatever it does."""
+        self.requests += 1
+        self._pass_on_interrupt()
+
+    def _pass_on_interrupt(self) -> None:
+        process = self._trainer_process
+        if process is not None and process.alive and self.requests:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGINT if self.requests < MOST_REQUESTS else signal.SIGKILL)
 
     def signal_roles(self, number: int) -> None:
         """Send a signal to all roles: they are suspended, and go on, with this process."""
@@ -238,8 +247,7 @@ class Supervisor:
                     # In this order: the trainer knows of it before it says what it has.
                     self._trainer.send(SearcherStarted(holder=seat.holder, survived=True))
                     seat.process.link.send_frame(PARENT, message.greeting)
-            wanted = max(message.count, len(self.seats))  # more may have been asked for since
-            self.seats += [Seat(index) for index in range(len(self.seats), wanted)]
+            self.set_searchers(self._wanted or message.count)
         if isinstance(message, ReplaceSearchers):
             for seat in self.seats:
                 if seat.process is not None and (message.holders is None or seat.holder in message.holders):
@@ -258,9 +266,14 @@ class Supervisor:
         for seat in self.seats:
             if seat.process is not None:
                 self._look_after(seat, seat.process)
-            elif self._orders is not None and seat.place == "empty" and time.monotonic() >= seat.starts_at:
+            elif seat.place == "empty" and time.monotonic() >= seat.starts_at and self._may_fill():
+                assert self._orders is not None
                 self._fill(seat, self._orders)
             self.board.searcher(seat.index)["place"] = PLACES.index(seat.place)
+
+    def _may_fill(self) -> bool:
+        """Whether there is a trainer to work for; one that has just died may not have been missed yet."""
+        return self._orders is not None and (self._trainer_process is None or self._trainer_process.alive)
 
     def _look_after(self, seat: Seat, process: RoleProcess[RelayedLink]) -> None:
         failure = seat.failure
@@ -279,6 +292,12 @@ class Supervisor:
             # Where none has ever come up, the next would be as slow.
             never = not any(self.board.searcher(other.index)["groups"] for other in self.seats)
             self._lost(seat, what, final=not beats and never)
+
+    def ask_for_searchers(self, count: int) -> None:
+        """Somebody wants the run to go on with so many searchers, whatever trainers say."""
+        self._wanted = count
+        if self._orders is not None:
+            self.set_searchers(count)
 
     def set_searchers(self, count: int) -> None:
         """Go on with so many searchers: new ones start, those with the highest numbers end and their visits go to others."""
@@ -320,9 +339,10 @@ class Supervisor:
         process.link.close()
         row = self.board.searcher(seat.index)
         row["pid"] = 0
-        if final:
+        if final and not seat.closed:
+            self._trainer.send(SearcherEnded(holder=seat.holder, replaced=False))
             seat.given_up = True
-            self._trainer.send(SearchersFailed(error=f"{seat.name} {what} (log: {process.log})"))
+            self._tell_failure(f"{seat.name} {what} (log: {process.log})")
             return
         words = f"{seat.name} {what}. Last lines of {process.log}:\n{last_lines(process.log)}"
         self._vacate(seat, words, early=row["groups"] < FEW_GROUPS and at_fault)
@@ -336,7 +356,7 @@ class Supervisor:
             logger.info("%s has ended, as was asked.", seat.name)
         elif all(other.given_up or other.closed for other in self.seats):
             why = f"{MAX_EARLY_ENDS + 1} searchers in a row ended before they had sent {FEW_GROUPS} groups."
-            self._trainer.send(SearchersFailed(error=f"{words}\n{why}"))
+            self._tell_failure(f"{words}\n{why}")
         elif seat.given_up:
             logger.error("%s\nIts place stays empty: %d in a row ended early.", words, seat.early_ends)
         else:
@@ -345,6 +365,11 @@ class Supervisor:
             self.board.supervisor["replaced"] += 1
             logger.warning("%s\nIt is replaced; its visits to prompts are handed to others.", words)
 
+    def _tell_failure(self, error: str) -> None:
+        """Tell the trainer that there are no searchers any more. One that is being started begins with new ones."""
+        if self._orders is not None:
+            self._trainer.send(SearchersFailed(error=error))
+
     def _stop_searchers(self) -> None:
         self._orders, self._ends = None, True  # nobody is started any more
         processes = [seat.process for seat in self.seats if seat.process is not None]
@@ -352,7 +377,9 @@ class Supervisor:
         for seat in self.seats:
             if seat.process is not None:
                 seat.process.link.close()
-            seat.process, seat.closed = None, True
+            row = self.board.searcher(seat.index)
+            row["pid"], row["place"] = 0, PLACES.index("none")
+        self.seats = []
 
     # The trainer
 
@@ -363,6 +390,7 @@ class Supervisor:
         self._trainer_process = self._start_trainer(self._make_link)
         self._trainer = self._trainer_process.link
         self.board.trainer["pid"] = self._trainer_process.pid
+        self._pass_on_interrupt()  # what came while it was started
 
     def _look_after_trainer(self) -> int | None:
         """Exit status of a trainer that has ended for good; None = there is one that goes on, or another one now."""
@@ -381,11 +409,12 @@ class Supervisor:
                 )
                 dump_stacks(self._pids())
                 process.kill()
+                self._orders = None  # once: it may take long to end
         if process.alive or not self._trainer_hung_up:
             return None
         status = process.status
         assert status is not None
-        if (status >= 0 and status != TRY_AGAIN) or self.interrupted:
+        if (status >= 0 and status != TRY_AGAIN) or self.requests:
             return status if status >= 0 else 128 - status
         return self._trainer_died(status)
 
@@ -399,11 +428,10 @@ class Supervisor:
         how = f"was killed by signal {-status}" if status < 0 else "failed"
         if self._restarts > self.config.max_trainer_restarts:
             logger.error(
-                "the trainer %s, %d times in a row without a new checkpoint between: the run ends. Look at %s; `tba train "
-                "RUN --resume` goes on from the last checkpoint.",
+                "the trainer %s, %d times in a row without a new checkpoint between: the run ends. `tba train RUN --resume` "
+                "goes on from the last checkpoint.",
                 how,
                 self._restarts,
-                self._logs / "trainer.log",
             )
             return 128 - status if status < 0 else 2
         logger.warning("the trainer %s at step %d; it is resumed.", how, int(self.board.trainer["step"]))

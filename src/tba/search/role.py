@@ -67,7 +67,7 @@ class WeightLoader:
 
     def load_newer(self) -> None:
         """Never waits: under `drain` the engine loads later, and a version's canary comes a little after its weights."""
-        if self._source is not self._ends.weights:
+        if not self.is_of_this_trainer:
             # Another trainer's versions begin at its checkpoint: a lower number is newer than what is loaded.
             self._source, self._loaded, self._checked = self._ends.weights, -1, -1
             self._engine.load(self._fetch())
@@ -75,6 +75,11 @@ class WeightLoader:
         if newest > self._loaded and self._engine.version == self._loaded and self._may_load(newest):
             self._load()
         self._check_when_there()
+
+    @property
+    def is_of_this_trainer(self) -> bool:
+        """Whether the weights that were loaded last are the present trainer's."""
+        return self._source is self._ends.weights
 
     def check_first(self) -> None:
         """Both sides' canaries set the tolerance. A searcher that starts late begins with a later version."""
@@ -134,18 +139,26 @@ class Evaluations:
     """Answers the trainer's requests for evaluations."""
 
     def __init__(
-        self, ends: SearcherEnds, heartbeat: Heartbeat, *, engine: Engine, make: Callable[[], Evaluator]
+        self,
+        ends: SearcherEnds,
+        heartbeat: Heartbeat,
+        *,
+        engine: Engine,
+        make: Callable[[], Evaluator],
+        may_evaluate: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`make` makes the evaluator when the first request comes: most searchers are never asked."""
+        """`make` makes the evaluator when the first request comes: most searchers are never asked. `may_evaluate` says
+        whether the weights are of the trainer that asks."""
         self._ends = ends
         self._heartbeat = heartbeat
         self._engine = engine
         self._make = make
+        self._may_evaluate = may_evaluate
         self._evaluator: Evaluator | None = None
 
     def evaluate_if_asked(self) -> None:
         """Once for all versions that were asked for and are reached; no weights are loaded meanwhile."""
-        if self._ends.take_asked(self._engine.version):
+        if self._may_evaluate() and self._ends.take_asked(self._engine.version):
             if self._evaluator is None:
                 self._evaluator = self._make()
             metrics = self._evaluator(self._engine.sibling(), self._between_steps)
@@ -274,13 +287,16 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
                 config, loaded, task, rewards, start=partial(make_start_scorer, config, loaded, searcher)
             )
 
+        loader = WeightLoader(ends, engine, report=partial(ends.row.__setitem__, "mismatch_kl"))
         role = SearcherRole(
             ends=ends,
             heartbeat=heartbeat,
-            loader=WeightLoader(ends, engine, report=partial(ends.row.__setitem__, "mismatch_kl")),
+            loader=loader,
             references=ReferenceLoader(ends, searcher),
             searcher=searcher,
-            evaluations=Evaluations(ends, heartbeat, engine=engine, make=evaluator),
+            evaluations=Evaluations(
+                ends, heartbeat, engine=engine, make=evaluator, may_evaluate=lambda: loader.is_of_this_trainer
+            ),
         )
         try:
             role.start()

@@ -111,9 +111,11 @@ class Trainer:
 
     def measure_mismatch(self, batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
         """Searchers against this trainer at one version, in steps where that was measured."""
-        probed = self.probe.take(self.step_index) if self.probe is not None else None
-        found = mismatch_of_batch(batch, log_pi_N, step=self.step_index)
-        found = probed if found is None else found
+        # A batch of an asynchronous run may hold responses of another trainer's version of this number.
+        if self.probe is not None:
+            found = self.probe.take(self.step_index)
+        else:
+            found = mismatch_of_batch(batch, log_pi_N, step=self.step_index)
         return {} if found is None else {"off_policy/mismatch_kl": found}
 
     @property
