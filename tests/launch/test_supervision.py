@@ -6,8 +6,10 @@ import signal
 import sqlite3
 import subprocess
 
+import pytest
 from problem import command, make_config, steps_of, wait_for
 
+from tba.launch.supervise import supervise
 from tba.observe.files import RunFolder
 
 
@@ -54,3 +56,34 @@ def test_without_restarts_a_killed_trainer_ends_the_run_with_advice(folder):
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
     assert "--resume" in errors
+
+
+def test_a_run_saves_when_every_process_of_it_is_asked_to_end(folder):
+    """As batch systems do; and it was started in the background of a script, where Ctrl-C is ignored."""
+    config = make_config(folder, "name=asked")
+    run = RunFolder(config.run_folder)
+    with subprocess.Popen(
+        command(folder, "asked", "train.max_steps=1000000"),
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    ) as process:
+        assert wait_for(lambda: steps_of(config) and role(run, "searcher-0"))
+        for pid in (process.pid, role(run, "trainer")["pid"]):
+            os.kill(pid, signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    summary = json.loads(run.summary.read_text())
+    assert summary["outcome"] == "interrupted"
+    assert run.newest_checkpoint().name == f"step-{summary['steps']}"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_trainer_whose_gpu_fails_is_started_again(folder, mode):
+    """It has saved and let its searchers go; nothing of the run is replaced, although that was allowed."""
+    config = make_config(folder, f"name=again-{mode}", f"mode={mode}", "overwrite=true")
+    run = RunFolder(config.run_folder)
+    assert supervise(config, resume=False, target="failing_trainer:run_trainer") == 0
+    assert steps_of(config) == [1, 2, 3, 4, 5, 6]
+    assert json.loads(run.status.read_text())["trainer_restarts"] == 1
+    assert json.loads(run.summary.read_text())["outcome"] == "finished"
