@@ -35,7 +35,9 @@ def wait_for(ready: Callable[[], bool], what: str) -> None:
 
 def newest(path: Path) -> dict[str, float]:
     """The newest record of an optimizer step; empty before the first."""
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = (
+        path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+    )  # the last one may be half written
     return next((record for line in reversed(lines) if "loss" in (record := json.loads(line))), {})
 
 
