@@ -327,8 +327,8 @@ class RuntimeConfig(Section):
     """Deadline for a searcher's first sign of life, after its model is loaded, and for the buffer's first fill; it counts
     only while no searcher works."""
     wait_seconds: float = Field(default=300.0, gt=0.0)
-    """Deadline of every other wait, which counts only while the awaited role does nothing, and for a sign of life: a searcher
-    that shows none is replaced, a trainer is killed and resumed."""
+    """Deadline of every other wait, which counts only while the awaited role does nothing, and for a sign of life: a
+    searcher that shows none is replaced, a trainer is killed and resumed."""
     mps: Annotated[Literal["auto", "on", "off"], OnOff] = "auto"
     """Whether CUDA MPS lets trainer and searchers on one GPU run side by side: auto = where it can be started. `tba
     doctor` says what it gains and risks."""
