@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
-from problem import SETTINGS, children, make_config, wait_for
+from problem import SETTINGS, children, heed_signals, make_config, wait_for
 
 from tba.launch import train
 from tba.observe.files import RunFolder
@@ -120,7 +120,7 @@ def command(folder, name: str, *overrides: str) -> list[str]:
 @contextmanager
 def running(command: list[str]) -> Iterator[subprocess.Popen]:
     """A process that does not outlive a test that failed."""
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals) as process:
         try:
             yield process
         finally:

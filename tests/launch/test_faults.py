@@ -10,7 +10,7 @@ import threading
 
 import psutil
 import pytest
-from problem import children, command, make_config, steps_of, wait_for
+from problem import children, command, heed_signals, make_config, steps_of, wait_for
 
 from tba.launch import train
 from tba.observe.claim import NAME, FolderInUse
@@ -42,7 +42,10 @@ def test_closed_output_does_not_end_a_run(folder):
 def test_a_hang_up_saves_and_ends_the_run(folder):
     config = make_config(folder, "name=hang-up")
     with subprocess.Popen(
-        command(folder, "hang-up", ENDLESS, "mode=sync"), stderr=subprocess.PIPE, text=True
+        command(folder, "hang-up", ENDLESS, "mode=sync"),
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_signals,
     ) as process:
         assert wait_for(lambda: steps_of(config))
         process.send_signal(signal.SIGHUP)
