@@ -52,7 +52,7 @@ def is_handed(frame: FrameType) -> bool:
 
 
 LEFT_OUT = ("observe/", "config/", "models/", "kernels/", "launch/", "tasks/", "types.py")
-ASYNCHRONOUS_ONLY = ("runtime/channels.py",)
+ASYNCHRONOUS_ONLY = ("runtime/ends.py", "runtime/links.py", "runtime/local.py")
 
 
 def follower(files: dict[str, None]) -> Callable[[FrameType, str, Any], None]:

@@ -87,7 +87,7 @@ def test_a_killed_process_is_noticed(start, tmp_path):
     assert process.alive
     process.kill()
     assert process.status == -9
-    assert eventually(lambda: process.ended)
+    assert eventually(lambda: not process.alive and process.link.closed)
 
 
 def test_a_process_that_does_not_listen_is_killed(start, tmp_path):

@@ -18,6 +18,7 @@ from typing import Any
 
 from tba.config import Config
 from tba.generate.engine import Engine
+from tba.launch.supervise import ENDING_SIGNALS
 from tba.models.load import LoadedModel, adapt, load_model
 from tba.models.weights import make_weights
 from tba.observe.display import RoleStatus
@@ -392,15 +393,13 @@ class Interrupt:
     A step is never cut in the middle: half an optimizer update must not be saved.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
     def __init__(self) -> None:
         self.asked = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            heeded = [number for number in self.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            heeded = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._handle) for number in heeded}
         return self
 

@@ -29,7 +29,7 @@ from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import stacks_to
 from tba.runtime.links import ShowStacks
 from tba.runtime.mps import start_mps
-from tba.runtime.supervisor import TRY_AGAIN, Host
+from tba.runtime.supervisor import Host
 from tba.search.make import make_search_engine
 from tba.tasks.evaluation import make_evaluator
 from tba.tasks.rewards.pool import make_rewards
@@ -37,8 +37,6 @@ from tba.train.health import Collapsed
 from tba.types import TrajectoryGroup
 
 logger = logging.getLogger("tba")
-
-__all__ = ["TRY_AGAIN", "evaluate_model", "merge_adapter", "train", "worth_another_try"]
 
 
 def train(

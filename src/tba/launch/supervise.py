@@ -33,6 +33,7 @@ from tba.runtime.supervisor import Host, Supervisor
 logger = logging.getLogger("tba")
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a run to save and end."""
 PRELOADED = ("tba.search.role", "tba.launch.start")
 """What trainer and searchers need, imported once by the process that they are forked from."""
 

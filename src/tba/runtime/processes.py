@@ -98,11 +98,6 @@ class RoleProcess(Generic[L]):
         """Exit status, or minus the number of the signal that killed it; None while it runs."""
         return self._process.poll()
 
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended and all that it has sent has arrived."""
-        return not self.alive and self.link.closed
-
     def kill(self) -> None:
         """End it by force. One that even that does not end at once (in a driver, on a dead network disk) is left to itself:
         waiting for it would stop the run that replaces it."""
