@@ -6,8 +6,9 @@
     trainer.json                                          step and seed, for readers
     manifest.json                                         size and SHA-256 of every other file, written last
 
-The trainer copies its tensors and goes on; a background thread writes, syncs and renames the folder, one at a time. What a
-killed process leaves half written has another name, and a folder without a manifest does not count.
+The trainer copies its tensors and goes on; a background thread writes, syncs, renames and drops folders, one after the
+other, so that training never waits for the disk unless it asks for a second whole checkpoint before the first is written.
+What a killed process leaves half written has another name, and a folder without a manifest does not count.
 """
 
 from __future__ import annotations
@@ -71,8 +72,14 @@ class Checkpoints:
     """Step of the newest regular checkpoint of this process."""
     _saved_best: int | None = field(default=None, init=False)
     """Step of the best evaluation that the newest regular checkpoint knows of: a run resumed there needs its weights."""
+    _evaluated: set[int] = field(default_factory=set, init=False)
+    """Steps whose weights were saved for an evaluation that has not come yet."""
     _writer: ThreadPoolExecutor = field(init=False)
     _pending: list[Future[None]] = field(default_factory=list, init=False)
+    _last_whole: Future[None] | None = field(default=None, init=False)
+    """The newest write of a whole state: the copies of two would need twice the memory."""
+    _last_evaluated: Future[None] | None = field(default=None, init=False)
+    """The newest write of weights alone, which are small beside a state: it need not wait for one to be written."""
 
     def __post_init__(self) -> None:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
@@ -81,7 +88,6 @@ class Checkpoints:
         """Write checkpoints/step-N and drop the oldest beyond `keep`; returns as soon as everything is copied."""
         if self.keep == 0 or step == self._saved:
             return
-        self.wait()  # one set of copies at a time
         self._write(step, f"step-{step}")
         self._saved, self._saved_best = step, None if self.best is None else self.best[0]
         drop = partial(self._drop_old, self.pinned, self._saved_best)
@@ -93,13 +99,10 @@ class Checkpoints:
             source, name = self.folder.checkpoints / f"step-{step}", f"healthy-step-{step}"
             self._later(partial(self._try_to_write, name, partial(_link_folder, source, name)))
         else:
-            self.wait()
             self._write(step, f"healthy-step-{step}")
 
     def drop_healthy(self, step: int) -> None:
-        self.wait()
-        if (path := self.folder.checkpoints / f"healthy-step-{step}").exists():  # someone may have tidied up
-            drop_folder(path)
+        self._drop_later(f"healthy-step-{step}")
 
     def by_step(self, prefix: str = "step-") -> dict[int, Path]:
         """Whole checkpoints whose name begins with `prefix`, also the one that is being written."""
@@ -109,8 +112,9 @@ class Checkpoints:
     def save_evaluated(self, step: int) -> None:
         """Write the weights that an evaluation was asked for: they are gone when its result arrives."""
         if self.keep > 0:
-            self.wait()
-            self._write_later(f"evaluated-step-{step}", {}, {})
+            self._await(self._last_evaluated)
+            self._evaluated.add(step)
+            self._last_evaluated = self._write_later(f"evaluated-step-{step}", {}, {})
 
     def keep_best(self, step: int, score: float) -> None:
         """An evaluation has come: its weights replace the best so far, or are dropped; of equal ones the later stay.
@@ -118,21 +122,31 @@ class Checkpoints:
         A searcher evaluates the version it was asked for or, where it came to it late, one a few steps newer: what was saved
         when it was asked stands for both.
         """
-        saved = self.by_step("evaluated-step-")
-        asked = max((found for found in saved if found <= step), default=step)  # none for the start, or with keep=0
-        is_best = self.best is None or score >= self.best[1]
-        if is_best:
+        asked = max((found for found in self._evaluated if found <= step), default=step)  # none for the start or keep=0
+        passed = {found for found in self._evaluated if found <= asked}
+        self._evaluated -= passed
+        if self.best is None or score >= self.best[1]:
             self.best = (asked, score)
-        if is_best and asked in saved:
-            for outdone, path in self.by_step("best-step-").items():
-                if outdone != self._saved_best:
-                    drop_folder(path)
-            _replace_folder(saved.pop(asked), self.folder.checkpoints / f"best-step-{asked}")
-        for passed in [found for found in saved if found <= asked]:
-            drop_folder(saved[passed])
+            if asked in passed:
+                passed.remove(asked)
+                job = partial(self._rename_best, asked, self._saved_best)
+                self._later(partial(self._try_to, "best checkpoint", self.folder.checkpoints, job))
+        for found in sorted(passed):
+            self._drop_later(f"evaluated-step-{found}")
+
+    def _rename_best(self, step: int, saved_best: int | None) -> None:
+        """Runs in the writer's thread. The one that the newest regular checkpoint knows of stays beside it."""
+        source = self.folder.checkpoints / f"evaluated-step-{step}"
+        if not source.exists():  # it could not be written, which was told, or someone has tidied up
+            return
+        for outdone, path in self.folder.checkpoints_by_step("best-step-").items():
+            if outdone != saved_best:
+                drop_folder(path)
+        _replace_folder(source, self.folder.checkpoints / f"best-step-{step}")
 
     def drop_unjudged(self) -> None:
         """The run is over: weights whose evaluation never came are of no use."""
+        self._evaluated.clear()
         for path in self.by_step("evaluated-step-").values():
             drop_folder(path)
 
@@ -172,22 +186,45 @@ class Checkpoints:
         finally:
             self._writer.shutdown()
 
-    def _later(self, job: Callable[[], None]) -> None:
-        self._pending.append(self._writer.submit(job))
+    def _await(self, write: Future[None] | None) -> None:
+        """Wait until one of them is on disk; raises what went wrong there, once."""
+        if write in self._pending:
+            self._pending.remove(write)
+            write.result()
+
+    def _later(self, job: Callable[[], None]) -> Future[None]:
+        for done in [future for future in self._pending if future.done()]:
+            self._pending.remove(done)
+            done.result()  # raises what went wrong there
+        future = self._writer.submit(job)
+        self._pending.append(future)
+        return future
+
+    def _drop_later(self, name: str) -> None:
+        path = self.folder.checkpoints / name
+
+        def drop() -> None:
+            if path.exists():  # someone may have tidied up
+                drop_folder(path)
+
+        self._later(partial(self._try_to, "checkpoint to drop,", path, drop))
 
     def _write(self, step: int, name: str) -> None:
+        self._await(self._last_whole)
         parts = {part: holder.state() for part, holder in self.parts.items()}
         snapshot = take_snapshot({"parts": parts, "pinned": self.pinned, "best": self.best})
         tensors = {OPTIMIZER: _copied(_flat(self.optimizer.state())), ARRAYS: snapshot.tensors}
         tensors |= {f"{type(head).__name__}.safetensors": _copied(head.state_dict()) for head in self.heads}
         texts = {STATE: snapshot.tree, TRAINER: {"step": step, "seed": self.seed}}
-        self._write_later(name, tensors, texts)
+        self._last_whole = self._write_later(name, tensors, texts)
 
-    def _write_later(self, name: str, tensors: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any]) -> None:
+    def _write_later(
+        self, name: str, tensors: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any]
+    ) -> Future[None]:
         """Copy the model beside tensors that are copies already, and leave the rest to the writer."""
         weights, files = self._copy_weights(), self._tokenizer_files
         write = partial(self._write_folder, name, weights=weights, files=files, tensors=tensors, values=values)
-        self._later(partial(self._try_to_write, name, write))
+        return self._later(partial(self._try_to_write, name, write))
 
     def _try_to_write(self, name: str, write: Callable[[], None]) -> None:
         """Runs in the writer's thread."""
