@@ -2,7 +2,9 @@
 
 import time
 from multiprocessing import Pipe
+from types import SimpleNamespace
 
+import pytest
 import torch
 from builders import tiny_llama
 
@@ -13,8 +15,8 @@ from tba.runtime.board import Board
 from tba.runtime.ends import EndsHandle, LocalSearcherEnds
 from tba.runtime.links import Evaluate, Evaluated, Link
 from tba.runtime.weight_slots import WeightSlots
-from tba.search.loop import FailureCount, SearchState
-from tba.search.role import Evaluations, Heartbeat
+from tba.search.loop import FailureCount, SearchCounts, SearchState
+from tba.search.role import Evaluations, Heartbeat, ReferenceLoader, SearcherRole, WeightLoader
 
 
 class Versions:
@@ -26,22 +28,52 @@ class Versions:
         return {"version": float(engine.version)}
 
 
-def test_a_late_searcher_evaluates_the_start_although_more_was_asked_for_since():
-    """Its process came up when the trainer had passed version 10 and asked again: the start must not be lost."""
-    model = tiny_llama(max_position_embeddings=128)
-    engine = NativeEngine(model, stop_ids=[2], seed=0, slots=4, max_length=128, dtype=torch.float32)
-    connections = Pipe()
+@pytest.fixture
+def model():
+    return tiny_llama(max_position_embeddings=128)
+
+
+@pytest.fixture
+def engine(model):
+    return NativeEngine(model, stop_ids=[2], seed=0, slots=4, max_length=128, dtype=torch.float32)
+
+
+@pytest.fixture
+def slots(model):
+    return WeightSlots.create(make_weights(model, version=0).tensors, torch.float32)
+
+
+@pytest.fixture
+def both_ends(slots):
+    """The trainer's link, and a searcher's ends."""
+    connections, board = Pipe(), Board.create()
     trainer, searcher = (Link(connection) for connection in connections)
-    slots, board = WeightSlots.create(make_weights(model, version=0).tensors, torch.float32), Board.create()
     handle = EndsHandle(board=board.memory.handle(), weights=slots.handle(), references=None)
-    ends = LocalSearcherEnds(searcher, handle, RuntimeConfig(), index=0, stock=1)
+    yield trainer, LocalSearcherEnds(searcher, handle, RuntimeConfig(), index=0, stock=1)
+    for connection in connections:
+        connection.close()
+
+
+def evaluations_of(ends, engine):
     heartbeat = Heartbeat(ends.row, engine, SearchState(failures=FailureCount(max_in_a_row=1)))
-    evaluations = Evaluations(ends, heartbeat, engine=engine, make=Versions)
-    for version in (0, 5, 10):
+    return heartbeat, Evaluations(ends, heartbeat, engine=engine, make=Versions)
+
+
+def ask(trainer, ends, *versions):
+    """Ask for evaluations, and wait until that has arrived."""
+    for version in versions:
         trainer.send(Evaluate(version=version))
     deadline = time.monotonic() + 30.0
-    while len(ends._asked) < 3 and time.monotonic() < deadline:
+    while len(ends._asked) < len(versions) and time.monotonic() < deadline:
         ends.handle_messages()
+    assert len(ends._asked) == len(versions)
+
+
+def test_a_late_searcher_evaluates_the_start_although_more_was_asked_for_since(model, engine, both_ends):
+    """Its process came up when the trainer had passed version 10 and asked again: the start must not be lost."""
+    trainer, ends = both_ends
+    _, evaluations = evaluations_of(ends, engine)
+    ask(trainer, ends, 0, 5, 10)
     evaluations.evaluate_if_asked()
     evaluations.evaluate_if_asked()
     assert trainer.receive(30.0) == Evaluated(version=0, metrics={"version": 0.0})
@@ -50,5 +82,62 @@ def test_a_late_searcher_evaluates_the_start_although_more_was_asked_for_since()
     evaluations.evaluate_if_asked()
     assert trainer.receive(30.0) == Evaluated(version=12, metrics={"version": 12.0})
     assert ends._asked == []
-    for connection in connections:
-        connection.close()
+
+
+@pytest.fixture
+def role(slots, engine, model, both_ends):
+    """A searcher whose share of a step is four groups, with version 0 published; what it generates is set by the test."""
+    _, ends = both_ends
+    publish(slots, model, version=0)
+    heartbeat, evaluations = evaluations_of(ends, engine)
+    searcher = SimpleNamespace(
+        counts=SearchCounts(),
+        prompts=SimpleNamespace(peek=lambda: None),
+        scorer=SimpleNamespace(reference_version=0),
+        send_ready=lambda at_least=1: None,
+    )
+    return SearcherRole(
+        ends=ends,
+        heartbeat=heartbeat,
+        loader=WeightLoader(ends, engine, report=lambda gap: None),
+        references=ReferenceLoader(ends, searcher),
+        searcher=searcher,
+        evaluations=evaluations,
+        first_groups=4,
+    )
+
+
+def publish(slots, model, *, version):
+    slots.publish(make_weights(model, version=version).tensors, version=version)
+
+
+def test_a_steps_groups_come_before_the_evaluation_of_the_start(role, both_ends):
+    trainer, ends = both_ends
+    ask(trainer, ends, 0)
+    role.start()
+    role.searcher.counts.sent = 3
+    role.tick()
+    role.idle_tick()
+    assert ends._asked == [0]
+    role.searcher.counts.sent = 4
+    role.tick()
+    assert trainer.receive(30.0) == Evaluated(version=0, metrics={"version": 0.0})
+
+
+def test_the_start_is_evaluated_before_newer_weights_are_loaded(role, both_ends, slots, model, engine):
+    trainer, ends = both_ends
+    ask(trainer, ends, 0)
+    role.start()
+    publish(slots, model, version=1)
+    role.tick()
+    assert trainer.receive(30.0) == Evaluated(version=0, metrics={"version": 0.0})
+    assert engine.version == 1
+
+
+def test_a_searcher_that_must_wait_evaluates_meanwhile(role, both_ends):
+    trainer, ends = both_ends
+    ask(trainer, ends, 0)
+    role.start()
+    role.searcher.prompts.peek = lambda: "a visit that may not start yet"
+    role.idle_tick()
+    assert trainer.receive(30.0) == Evaluated(version=0, metrics={"version": 0.0})

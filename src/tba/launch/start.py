@@ -19,7 +19,7 @@ from tba.launch.defaults import with_defaults, with_objective_defaults, with_roo
 from tba.launch.imports import import_groups
 from tba.launch.resume import checkpoint_to_resume, resumed_config
 from tba.launch.run import AsyncRun, RunInputs, SyncRun, load_inputs
-from tba.launch.supervise import hosted, prepare_roles
+from tba.launch.supervise import hosted
 from tba.models.load import base_of, is_adapter, load_model
 from tba.observe.claim import holder_of, refuse
 from tba.observe.display import show_summary
@@ -29,6 +29,7 @@ from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import stacks_to
 from tba.runtime.links import ShowStacks
 from tba.runtime.mps import start_mps
+from tba.runtime.processes import prepare_roles
 from tba.runtime.supervisor import Host
 from tba.search.make import make_search_engine
 from tba.tasks.evaluation import make_evaluator
@@ -65,7 +66,7 @@ def train(
     if host is None:
         start_mps(config)  # before anything touches the GPU
     if host is None and not config.takes_turns:
-        prepare_roles(config)
+        prepare_roles(config.runtime.threads)
     inputs = inputs or load_inputs(config)
     # Bad train rows show here, before a run folder exists.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -27,15 +26,13 @@ from tba.observe.files import RunFolder
 from tba.runtime.board import Board, MemoryHandle, SharedMemory
 from tba.runtime.links import Link, RelayedLink
 from tba.runtime.mps import start_mps
-from tba.runtime.processes import RoleProcess, prepare_to_fork
+from tba.runtime.processes import RoleProcess, may_fork, prepare_roles
 from tba.runtime.supervisor import Host, Supervisor
 
 logger = logging.getLogger("tba")
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to save and end."""
-PRELOADED = ("tba.search.role", "tba.launch.start")
-"""What trainer and searchers need, imported once by the process that they are forked from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +44,6 @@ class HostHandle:
 
     def open(self, link: Link) -> Host:
         return Host(link=link, board=Board(SharedMemory.attach(self.board)), pid=self.pid)
-
-
-def may_fork() -> bool:
-    """Whether roles are forks of a process that has imported torch; where there is an NVIDIA GPU they are new processes."""
-    return shutil.which("nvidia-smi") is None
-
-
-def prepare_roles(config: Config) -> None:
-    """Have what the roles need imported while this process goes on."""
-    if may_fork():
-        prepare_to_fork(config.runtime.threads, preload=PRELOADED)
 
 
 class Outside:
@@ -91,7 +77,7 @@ def supervise(config: Config, *, resume: bool, target: str) -> int:
     """Run a training whose trainer is a child process, `target(link, config=..., resume=..., host=...)`; returns its exit
     status, 130 after Ctrl-C."""
     start_mps(config)  # before anything touches the GPU
-    prepare_roles(config)
+    prepare_roles(config.runtime.threads)
     folder = RunFolder(config.run_folder)
     outside = Outside(folder)
     board = Board.create()

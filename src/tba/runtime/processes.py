@@ -12,6 +12,7 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -31,6 +32,8 @@ from tba.runtime.links import Failed, Link, RunCannotGoOn
 
 logger = logging.getLogger("tba")
 
+ROLE_MODULES = ("tba.search.role", "tba.launch.start")
+"""What trainer and searchers need, imported once by the process that they are forked from."""
 KILL_SECONDS = 10.0
 """Time for a process to end that was killed."""
 
@@ -149,10 +152,15 @@ def popen(
     )
 
 
-def prepare_to_fork(threads: int, *, preload: Sequence[str]) -> None:
-    """Roles will be started soon: have what they need imported meanwhile."""
-    if sys.platform == "linux":
-        ForkServer.shared(threads, role_environment(threads), preload)
+def may_fork() -> bool:
+    """Whether roles are forks of a process that has imported torch; where there is an NVIDIA GPU they are new processes."""
+    return sys.platform == "linux" and shutil.which("nvidia-smi") is None
+
+
+def prepare_roles(threads: int) -> None:
+    """Roles with so many threads will be started soon: have what they need imported while this process goes on."""
+    if may_fork():
+        ForkServer.shared(threads, role_environment(threads), ROLE_MODULES)
 
 
 def role_environment(threads: int) -> dict[str, str]:

@@ -77,6 +77,11 @@ class WeightLoader:
         self._check_when_there()
 
     @property
+    def sees_newer(self) -> bool:
+        """Whether there are newer weights than the engine has."""
+        return self._source.newest_version > self._engine.version
+
+    @property
     def is_of_this_trainer(self) -> bool:
         """Whether the weights that were loaded last are the present trainer's."""
         return self._source is self._ends.weights
@@ -203,32 +208,42 @@ class SearcherRole:
     searcher: Searcher
     evaluations: Evaluations
     heartbeat: Heartbeat
+    first_groups: int
+    """Number of groups that come before an evaluation: with them the trainer takes its first step meanwhile."""
 
     def start(self) -> None:
         """What is done before the first decode step."""
         self.ends.handle_messages()
-        # Before newer weights are loaded: the start is evaluated with version 0, however late this searcher is.
-        self.evaluations.evaluate_if_asked()
+        if self.loader.sees_newer:
+            # Before it is loaded: the start is evaluated with version 0, however late this searcher is.
+            self.evaluations.evaluate_if_asked()
         self.loader.check_first()
         self.tick()
 
     def tick(self) -> None:
         """What is done between two decode steps."""
         self.heartbeat.work()
-        self._tick()
+        self._tick(may_evaluate=self._has_sent_first)
 
     def idle_tick(self) -> None:
         """While waiting: nothing is held back, for the trainer may wait for just that."""
-        self._tick()
+        # One that waits although it has a prompt has nothing better to do.
+        self._tick(may_evaluate=self._has_sent_first or self.searcher.prompts.peek() is not None)
         self.searcher.send_ready()
 
-    def _tick(self) -> None:
+    @property
+    def _has_sent_first(self) -> bool:
+        return self.searcher.counts.sent >= self.first_groups
+
+    def _tick(self, *, may_evaluate: bool) -> None:
         self.ends.handle_messages()
         self.heartbeat.show()
-        self.evaluations.evaluate_if_asked()  # before newer weights move on from the version that was asked for
+        if may_evaluate or self.loader.sees_newer:
+            self.evaluations.evaluate_if_asked()  # before newer weights move on from the version that was asked for
         self.loader.load_newer()
         self.references.load_newer()
-        self.evaluations.evaluate_if_asked()
+        if may_evaluate:
+            self.evaluations.evaluate_if_asked()
         self.searcher.send_ready(at_least=GROUPS_AT_ONCE)
 
 
@@ -238,16 +253,20 @@ FINAL = (CanaryMismatch, RewardUnusable, TooManyRewardFailures)
 
 def run_searcher(link: Link, *, config: Config, index: int, incarnation: str, logs: Path, ends: EndsHandle) -> None:
     """The target of a searcher's process under the local runtime."""
-    prompts_per_searcher = -(-config.train.prompts_per_step // config.search.num_searchers)
     local = LocalSearcherEnds(
         link,
         ends,
         config.runtime,
         index=index,
-        stock=STEPS_AT_HAND * prompts_per_searcher,
+        stock=STEPS_AT_HAND * prompts_per_searcher(config),
         note=acknowledged_log(),
     )
     search(local, config=config, index=index, incarnation=incarnation, logs=logs)
+
+
+def prompts_per_searcher(config: Config) -> int:
+    """A searcher's share of a step."""
+    return -(-config.train.prompts_per_step // config.search.num_searchers)
 
 
 def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, logs: Path) -> None:
@@ -297,6 +316,7 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
             evaluations=Evaluations(
                 ends, heartbeat, engine=engine, make=evaluator, may_evaluate=lambda: loader.is_of_this_trainer
             ),
+            first_groups=prompts_per_searcher(config),
         )
         try:
             role.start()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 from tba.tasks.base import Outcome, Split, TaskInputs
 from tba.tasks.data.prompts import make_prompt
@@ -68,6 +68,12 @@ QUESTIONS = {
     "shares": "{She} shares them equally among {a} friends. How many {things} does each friend get?",
 }
 SENTENCES = {**OPENINGS, **EVENTS, **QUESTIONS}
+NAMES, OPENING_KINDS, EVENT_KINDS, QUESTION_KINDS = map(tuple, (PEOPLE, OPENINGS, EVENTS, QUESTIONS))
+NUMBERS: dict[str, tuple[range, ...]] = {
+    "boxes": (range(2, 7), range(2, 10)), "gets": (range(2, 7), range(2, 10)),
+    "times": (range(2, 5),), "shares": (range(2, 5),), "now": (), "has": (range(8, 41),),
+}  # fmt: skip
+"""What the numbers of a sentence are drawn from, where it is not one from 2 to 15."""
 OPERATORS: dict[str, Operator] = {
     "buys": "+", "gives": "-", "loses": "-", "times": "*", "fewer": "-", "more": "+", "shares": "/",
 }  # fmt: skip
@@ -166,15 +172,13 @@ def start_model_path() -> Path:
     return Path(__file__).parent / "start_model"
 
 
-@dataclass(frozen=True)
-class Earlier:
+class Earlier(NamedTuple):
     """The result of an earlier step, as an operand."""
 
     step: int
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One calculation. Step(Earlier(0), "-", 5, "gives") takes 5 from the first step's result."""
 
     left: int | Earlier
@@ -243,14 +247,14 @@ def write_solution(worked: Worked) -> str:
 
 def draw_problem(rng: random.Random) -> Problem:
     """The next problem of the generator, of either split."""
+    choice = rng.choice
     while True:
-        events = [rng.choice(list(EVENTS)) for _ in range(rng.choice((1, 1, 1, 2)))]
-        kinds = [rng.choice(list(OPENINGS)), *events, rng.choice(list(QUESTIONS))]
-        parts = [(kind, _draw_numbers(kind, rng)) for kind in kinds]
-        steps = _steps(parts)
-        if 2 <= len(steps) <= 4 and work(steps) is not None:
+        events = [choice(EVENT_KINDS) for _ in range(choice((1, 1, 1, 2)))]
+        kinds = [choice(OPENING_KINDS), *events, choice(QUESTION_KINDS)]
+        parts = [(kind, tuple(map(choice, NUMBERS.get(kind, (range(2, 16),))))) for kind in kinds]
+        if _may_be_asked(parts):
             canonical = "|".join(" ".join([kind, *map(str, numbers)]) for kind, numbers in parts)
-            return Problem(text=_write_text(parts, rng), steps=steps, canonical=canonical)
+            return Problem(text=_write_text(parts, rng), steps=_steps(parts), canonical=canonical)
 
 
 def draw_problems(split: Side, *, seed: int) -> Iterator[Problem]:
@@ -298,14 +302,29 @@ def _distinct_problems(
     return tuple(problems)
 
 
-def _draw_numbers(kind: str, rng: random.Random) -> tuple[int, ...]:
-    if kind in ("boxes", "gets"):
-        return rng.randint(2, 6), rng.randint(2, 9)
-    if kind in ("times", "shares"):
-        return (rng.randint(2, 4),)
-    if kind == "now":
-        return ()
-    return (rng.randint(8, 40) if kind == "has" else rng.randint(2, 15),)
+def _may_be_asked(parts: Sequence[Part]) -> bool:
+    """Whether it takes two to four steps that can be worked out. Most draws end here: no steps are made of them yet."""
+    results: list[int] = []
+    total = 0
+    for kind, numbers in parts:
+        before, number = total, numbers[0] if numbers else 0
+        if kind == "has":
+            total = number
+        elif kind == "boxes":
+            results.append(total := number * numbers[1])
+        elif kind == "gets":
+            product = number * numbers[1]
+            results += (product, total := before + product)
+        elif kind == "times":
+            results.append(total := before * number)
+        elif kind == "shares":
+            results.append(total := 0 if before % number else before // number)
+        elif kind in ("fewer", "more"):
+            other = before + number if kind == "more" else before - number
+            results += (other, total := before + other)
+        elif kind != "now":
+            results.append(total := before + number if kind == "buys" else before - number)
+    return 2 <= len(results) <= 4 and min(results) >= 1 and max(results) <= LARGEST
 
 
 def _steps(parts: Sequence[Part]) -> tuple[Step, ...]:
@@ -325,7 +344,7 @@ def _steps(parts: Sequence[Part]) -> tuple[Step, ...]:
 
 
 def _write_text(parts: Sequence[Part], rng: random.Random) -> str:
-    name, *others = rng.sample(list(PEOPLE), len(parts) + 1)
+    name, *others = rng.sample(NAMES, len(parts) + 1)
     words = {"Name": name, "She": PEOPLE[name].capitalize(), "she": PEOPLE[name], "things": rng.choice(THINGS)}
     sentences = [
         SENTENCES[kind].format(**words, Other=other, **dict(zip("ab", numbers)))
