@@ -307,7 +307,7 @@ def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
     status = 1
     try:
         die_with_parent()
-        _show_as(start.name)
+        show_as(start.name)
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -344,13 +344,15 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _show_as(name: str) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+def show_as(name: str) -> None:
+    """Have `ps` and `top` show this process under a name, 15 letters of it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def main() -> None:
     die_with_parent()
-    _show_as("tba-forks")
+    show_as("tba-forks")
     connection = socket.socket(fileno=int(sys.argv[1]))
     gc.disable()  # nothing of what is imported becomes garbage, and looking for it takes an eighth of the time
     for name in sys.argv[2:]:

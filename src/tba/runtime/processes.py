@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import cloudpickle
 
 from tba.runtime.deadlines import write_stacks_when_asked
-from tba.runtime.fork_server import INTERRUPTED, ForkedProcess, ForkServer, die_with_parent
+from tba.runtime.fork_server import INTERRUPTED, ForkedProcess, ForkServer, die_with_parent, show_as
 from tba.runtime.links import Failed, Link, RunCannotGoOn
 
 logger = logging.getLogger("tba")
@@ -84,7 +84,7 @@ class RoleProcess(Generic[L]):
                 self._process = popen("tba.runtime.processes", theirs.fileno(), fds, stream, environment)
         theirs.close()
         with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by `alive`
-            ours.send_bytes(json.dumps(sys.path).encode())
+            ours.send_bytes(json.dumps({"name": name, "search_path": sys.path}).encode())
             ours.send_bytes(cloudpickle.dumps((target, dict(arguments))))
         self.link = make_link(ours)
 
@@ -174,10 +174,11 @@ def run_role(link_descriptor: int) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     write_stacks_when_asked()  # to the log, which is stderr
     connection = Connection(link_descriptor)
-    search_path, payload = connection.recv_bytes(), connection.recv_bytes()
+    first, payload = json.loads(connection.recv_bytes()), connection.recv_bytes()
+    show_as(first["name"])
     link = Link(connection, on_close=_parent_is_gone)
     try:
-        sys.path[:] = json.loads(search_path)
+        sys.path[:] = first["search_path"]
         target, arguments = cloudpickle.loads(payload)
         if isinstance(target, bytes):
             target, more = cloudpickle.loads(target)
