@@ -32,7 +32,8 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.runtime.links import Link
 from tba.runtime.mps import start_mps
 from tba.runtime.processes import RoleProcess
-from tba.runtime.weight_slots import SlotsHandle, WeightSlots
+from tba.runtime.slot_memory import SlotsHandle
+from tba.runtime.weight_slots import WeightSlots
 from tba.search.role import WeightLoader
 from tba.train.batch import Budget
 from tba.train.optimizer import MasterAdamW

@@ -14,9 +14,18 @@ import torch
 
 from tba.config import RuntimeConfig
 from tba.runtime.board import Board
-from tba.runtime.ends import EndsHandle, LocalSearcherEnds
+from tba.runtime.ends import LocalSearcherEnds
 from tba.runtime.leases import Visit, VisitLedger
-from tba.runtime.links import Acknowledge, AskVisits, Holding, LeaseVisits, Link, NewTrainer, SearcherStarted
+from tba.runtime.links import (
+    Acknowledge,
+    AskVisits,
+    EndsHandle,
+    Holding,
+    LeaseVisits,
+    Link,
+    NewTrainer,
+    SearcherStarted,
+)
 from tba.runtime.local import LocalRuntime
 from tba.runtime.processes import RoleDied
 from tba.runtime.supervisor import MAX_EARLY_ENDS, Host, Supervisor

@@ -113,7 +113,7 @@ def test_a_torn_copy_is_copied_again(monkeypatch, caplog):
         return target
 
     slots._data[0][-8:] = 77  # padding is part of what is compared
-    slots._headers[0][2] = np.uint64(checksum(slots._data[0])).astype(np.int64)
+    slots._slots._headers[0][2] = np.uint64(checksum(slots._data[0])).astype(np.int64)
     monkeypatch.setattr(torch.Tensor, "copy_", torn_copy)
     fetched = reader.fetch()
     assert fetched.version == 4
@@ -143,16 +143,17 @@ def test_fences_stand_where_the_order_of_stores_matters(monkeypatch):
     """What another core may see at each: the odd number before any data, all data before the even number, that before the
     count of publications; and the canary's numbers before the version that they belong to."""
     slots = WeightSlots.create(tensors(0.0), torch.float32)
-    header, seen = slots._headers[0], []
+    header, seen = slots._slots._headers[0], []
 
     def looks() -> None:
         data = "old" if slots._tensors[0]["a"][0, 0] == 0.0 else "new"
-        seen.append((int(header[0]), data, int(header[1]), int(slots._newest[0])))
+        seen.append((int(header[0]), data, int(header[1]), slots._slots.number))
 
-    monkeypatch.setattr("tba.runtime.weight_slots.fence", looks)
+    monkeypatch.setattr("tba.runtime.slot_memory.fence", looks)
     slots.publish(tensors(5.0), version=9)
     assert seen == [(1, "old", 0, 0), (1, "new", 9, 0), (2, "new", 9, 0)]
-    monkeypatch.setattr("tba.runtime.weight_slots.fence", lambda: seen.append((slots._canaries[0][-1], int(header[3]))))
+    canary = slots._slots._canaries[0]
+    monkeypatch.setattr("tba.runtime.slot_memory.fence", lambda: seen.append((canary[-1], int(header[3]))))
     slots.add_canary(CANARY)
     assert seen[3:] == [(CANARY[-1], 0)]
     assert header[3] == 10

@@ -12,8 +12,8 @@ from tba.config import RuntimeConfig
 from tba.generate.native.engine import NativeEngine
 from tba.models.weights import make_weights
 from tba.runtime.board import Board
-from tba.runtime.ends import EndsHandle, LocalSearcherEnds
-from tba.runtime.links import Evaluate, Evaluated, Link
+from tba.runtime.ends import LocalSearcherEnds
+from tba.runtime.links import EndsHandle, Evaluate, Evaluated, Link
 from tba.runtime.weight_slots import WeightSlots
 from tba.search.loop import FailureCount, SearchCounts, SearchState
 from tba.search.role import Evaluations, Heartbeat, ReferenceLoader, SearcherRole, WeightLoader

@@ -318,6 +318,20 @@ class TrainConfig(Section):
 class RuntimeConfig(Section):
     """The processes of a run: their threads, their channels and their deadlines."""
 
+    kind: Literal["local", "ray"] = "local"
+    """Where roles run: local = processes of this machine; ray = actors on a Ray cluster, for which the extra `ray` is needed
+    (docs/scaling.md)."""
+    address: str | None = None
+    """Address of the Ray cluster to join with kind=ray, as `ray start` prints it, or `auto`; None = a private one is started
+    on this machine, which nobody else can reach, and ends with the run."""
+    trainer_cpus: float = Field(default=1.0, ge=0.0)
+    """CPUs of a Ray node that the trainer takes up."""
+    trainer_gpus: float = Field(default=0.0, ge=0.0)
+    """GPUs of a Ray node that the trainer takes up; with 0 it sees none."""
+    searcher_cpus: float = Field(default=1.0, ge=0.0)
+    """CPUs of a Ray node that each searcher takes up."""
+    searcher_gpus: float = Field(default=0.0, ge=0.0)
+    """GPUs of a Ray node that each searcher takes up, such as 0.5 for two on one; with 0 it sees none."""
     threads: int = Field(default=1, ge=1)
     """Number of threads of each process. Trainer and searchers share the cores: more threads than cores make all of
     them slow."""

@@ -11,11 +11,9 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 from tba.config import Config
@@ -23,27 +21,16 @@ from tba.launch.operate import Control, StatusWriter
 from tba.observe.claim import NAME as CLAIM
 from tba.observe.claim import Claim, holder_of, is_held
 from tba.observe.files import RunFolder
-from tba.runtime.board import Board, MemoryHandle, SharedMemory
-from tba.runtime.links import Link, RelayedLink
+from tba.runtime.board import Board
+from tba.runtime.links import Link
 from tba.runtime.mps import start_mps
 from tba.runtime.processes import RoleProcess, may_fork, prepare_roles
-from tba.runtime.supervisor import Host, Supervisor
+from tba.runtime.supervisor import Host, HostHandle, StartSearcher, StartTrainer, Supervisor
 
 logger = logging.getLogger("tba")
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to save and end."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostHandle:
-    """How the trainer's process finds its host. HostHandle(board=MemoryHandle(...), pid=4711)"""
-
-    board: MemoryHandle
-    pid: int
-
-    def open(self, link: Link) -> Host:
-        return Host(link=link, board=Board(SharedMemory.attach(self.board)), pid=self.pid)
 
 
 class Outside:
@@ -76,46 +63,90 @@ class Outside:
 def supervise(config: Config, *, resume: bool, target: str) -> int:
     """Run a training whose trainer is a child process, `target(link, config=..., resume=..., host=...)`; returns its exit
     status, 130 after Ctrl-C."""
-    start_mps(config)  # before anything touches the GPU
-    prepare_roles(config.runtime.threads)
-    folder = RunFolder(config.run_folder)
+    folder, board = RunFolder(config.run_folder), Board.create()
     outside = Outside(folder)
-    board = Board.create()
     host = HostHandle(board=board.memory.handle(), pid=os.getpid())
 
-    def start_trainer(make_link: Callable[[Connection], RelayedLink]) -> RoleProcess[RelayedLink]:
-        return RoleProcess(
+    def trainer_arguments() -> dict[str, Any]:
+        return {"config": config, "resume": resume or has_begun(folder), "host": host}
+
+    with starters(config, board, folder, target, trainer_arguments) as (start_trainer, start_searcher):
+        supervisor = Supervisor(
+            config.runtime,
+            board,
+            logs=folder.logs,
+            start_trainer=start_trainer,
+            start_searcher=start_searcher,
+            newest_checkpoint=partial(newest_step, folder),
+            look_outside=outside.look,
+        )
+        try:
+            with _signals(supervisor):
+                return supervisor.run()
+        finally:
+            supervisor.close()
+            outside.close()
+            Claim(folder.path / CLAIM, os.getpid()).release()
+
+
+@contextmanager
+def starters(
+    config: Config, board: Board, folder: RunFolder, target: str, trainer_arguments: Callable[[], Mapping[str, Any]]
+) -> Iterator[tuple[StartTrainer, StartSearcher | None]]:
+    """How trainer and searchers are started: as processes of this machine, or on a Ray cluster."""
+    threads = config.runtime.threads
+    if config.runtime.kind == "ray" and not config.takes_turns:
+        from tba.runtime.cluster.connect import cluster
+
+        with cluster(config.runtime):
+            from tba.runtime.cluster.roles import ClusterRoles
+
+            roles = ClusterRoles(config.runtime, board, logs=folder.logs)
+            yield lambda make_link: roles.start_trainer(target, trainer_arguments(), make_link), roles.start_searcher
+            return
+    start_mps(config)  # before anything touches the GPU
+    prepare_roles(threads)
+    yield (
+        lambda make_link: RoleProcess(
             "trainer",
             target,
-            {"config": config, "resume": resume or has_begun(folder), "host": host},
+            trainer_arguments(),
             log=None,
-            threads=config.runtime.threads,
+            threads=threads,
             forked=may_fork(),
             make_link=make_link,
-        )
-
-    supervisor = Supervisor(
-        config.runtime,
-        board,
-        logs=folder.logs,
-        start_trainer=start_trainer,
-        newest_checkpoint=partial(newest_step, folder),
-        look_outside=outside.look,
+        ),
+        None,
     )
-    try:
-        with _signals(supervisor):
-            return supervisor.run()
-    finally:
-        supervisor.close()
-        outside.close()
-        Claim(folder.path / CLAIM, os.getpid()).release()
 
 
 @contextmanager
 def hosted(config: Config, folder: RunFolder) -> Iterator[Host]:
     """A host for a trainer in this process, with the supervisor in a thread."""
-    outside = Outside(folder)
-    supervisor = Supervisor(config.runtime, Board.create(), logs=folder.logs, look_outside=outside.look)
+    outside, board = Outside(folder), Board.create()
+    with ExitStack() as closing:
+        start_searcher = None
+        if config.runtime.kind == "ray" and not config.takes_turns:
+            from tba.runtime.cluster.connect import cluster
+
+            closing.enter_context(cluster(config.runtime))
+            from tba.runtime.cluster.roles import ClusterRoles
+
+            roles = ClusterRoles(config.runtime, board, logs=folder.logs)
+            closing.callback(roles.close)
+            start_searcher = roles.start_searcher
+        with _thread(config, folder, board, outside, start_searcher) as host:
+            yield host
+
+
+@contextmanager
+def _thread(
+    config: Config, folder: RunFolder, board: Board, outside: Outside, start_searcher: StartSearcher | None
+) -> Iterator[Host]:
+    """The supervisor in a thread beside the trainer."""
+    supervisor = Supervisor(
+        config.runtime, board, logs=folder.logs, start_searcher=start_searcher, look_outside=outside.look
+    )
 
     def run() -> None:
         try:

@@ -169,6 +169,8 @@ SEARCHER_FIELDS = (
 """`heartbeat` rises while the process lives, `work` only while it decodes or evaluates, not while it waits. `mismatch_kl`
 is how far engine and trainer were apart on the canary of the version that was compared last, NaN before the first. The
 supervisor writes `pid` and `place`, the searcher the others."""
+SUPERVISORS_OF_SEARCHER = ("pid", "place")
+"""Those of SEARCHER_FIELDS that the supervisor writes; they come last."""
 UNKNOWN_AT_FIRST = ("mismatch_kl",)
 
 Place = Literal["none", "empty", "filled", "given_up"]
@@ -190,9 +192,9 @@ class Board:
 
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
-        values = memory.array(np.float64)
+        self.values = memory.array(np.float64)
         widths = [len(SUPERVISOR_FIELDS), len(TRAINER_FIELDS), *[len(SEARCHER_FIELDS)] * MAX_SEARCHERS]
-        parts = np.split(values, np.cumsum(widths)[:-1])
+        parts = np.split(self.values, np.cumsum(widths)[:-1])
         self.supervisor = Row(parts[0], SUPERVISOR_FIELDS)
         self.trainer = Row(parts[1], TRAINER_FIELDS)
         self._searchers = [Row(part, SEARCHER_FIELDS) for part in parts[2:]]
@@ -204,6 +206,23 @@ class Board:
 
     def searcher(self, index: int) -> Row:
         return self._searchers[index]
+
+    @staticmethod
+    def own_part(searcher: int | None) -> slice:
+        """Where the numbers that a searcher writes lie, or the trainer (None)."""
+        start = len(SUPERVISOR_FIELDS)
+        if searcher is None:
+            return slice(start, start + len(TRAINER_FIELDS))
+        start += len(TRAINER_FIELDS) + searcher * len(SEARCHER_FIELDS)
+        return slice(start, start + len(SEARCHER_FIELDS) - len(SUPERVISORS_OF_SEARCHER))
+
+    def take_others(self, values: np.ndarray, own: slice) -> None:
+        """Take over what another board shows, except for what is written here."""
+        self.values[: own.start], self.values[own.stop :] = values[: own.start], values[own.stop :]
+
+    def take_own(self, values: np.ndarray, own: slice) -> None:
+        """Take over what a role on another board has written."""
+        self.values[own] = values
 
     def places(self) -> dict[int, Place]:
         """Searchers that are wanted, by their number."""

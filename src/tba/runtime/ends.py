@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from tba.config import RuntimeConfig
-from tba.runtime.board import Board, MemoryHandle, Row, SharedMemory
+from tba.runtime.board import Board, Row, SharedMemory
 from tba.runtime.channels import Stopped, WeightSource, wait_until
 from tba.runtime.deadlines import Waiting
 from tba.runtime.leases import VisitStock
@@ -20,6 +19,7 @@ from tba.runtime.links import (
     TRAINER,
     Acknowledge,
     AskVisits,
+    EndsHandle,
     Evaluate,
     Evaluated,
     Holding,
@@ -28,7 +28,8 @@ from tba.runtime.links import (
     NewTrainer,
     Stop,
 )
-from tba.runtime.weight_slots import SlotsHandle, WeightSlots
+from tba.runtime.slot_memory import SlotsHandle
+from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup
 
 logger = logging.getLogger("tba.search")
@@ -89,18 +90,6 @@ class WindowedSender:
         if len(self._unacknowledged) >= self._window:
             self._handle_messages()
         return len(self._unacknowledged) < self._window
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndsHandle:
-    """What a searcher's process needs to find its ends.
-
-    EndsHandle(board=MemoryHandle(...), weights=SlotsHandle(...), references=None)
-    """
-
-    board: MemoryHandle
-    weights: SlotsHandle
-    references: SlotsHandle | None
 
 
 class LocalSearcherEnds:

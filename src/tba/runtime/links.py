@@ -29,8 +29,9 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tba.runtime.board import MemoryHandle
     from tba.runtime.leases import Visit
-    from tba.runtime.weight_slots import SlotsHandle
+    from tba.runtime.slot_memory import SlotsHandle
 
 PARENT = ""
 """Address of whoever started this process and watches it."""
@@ -85,6 +86,22 @@ class NewTrainer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EndsHandle:
+    """What a searcher's process needs to find its ends.
+
+    EndsHandle(board=MemoryHandle(...), weights=SlotsHandle(...), references=None)
+    """
+
+    board: MemoryHandle
+    weights: SlotsHandle
+    references: SlotsHandle | None
+
+    def greeting(self) -> NewTrainer:
+        """What searchers that outlived the trainer before are told."""
+        return NewTrainer(weights=self.weights, references=self.references)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Holding:
     """Searcher to a new trainer: the visits that it still has, begun or not. Holding(visits=(Visit(...), ...))"""
 
@@ -97,6 +114,8 @@ class StartSearchers:
 
     recipe: bytes
     """Pickled (target, arguments) of a searcher's process."""
+    ends: bytes
+    """Pickled EndsHandle, which the target is given too: the supervisor need not import what its weights are opened with."""
     greeting: bytes
     """Pickled NewTrainer, for searchers that outlived the trainer before."""
     count: int
@@ -228,8 +247,7 @@ class Link:
         """Hang up: the other end sees that this one is gone. The reader, which sees it too, closes the descriptor; to close
         it here would neither wake the reader nor tell the other end."""
         self.closed = True
-        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as connection:
-            connection.shutdown(socket.SHUT_RDWR)
+        hang_up(self._connection)
 
     def _read(self) -> None:
         while True:
@@ -253,6 +271,12 @@ class Link:
         except Exception as error:  # told as the sender's failure: a message that is lost in silence is waited for
             message = Failed(error=f"a message that cannot be read ({name_in(body)}): {error!r:.500}")
         self._inbox.put((address, message))
+
+
+def hang_up(connection: Connection) -> None:
+    """Have both ends see that it is over, also one that is being read in another thread; closing does not tell that one."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
 
 
 class RelayedLink(Link):

@@ -20,7 +20,6 @@ from tba.config import RuntimeConfig
 from tba.observe.display import RoleStatus
 from tba.runtime.board import Row
 from tba.runtime.channels import LocalWeights, WeightPublisher
-from tba.runtime.ends import EndsHandle
 from tba.runtime.leases import VisitLedger
 from tba.runtime.links import (
     PARENT,
@@ -29,12 +28,12 @@ from tba.runtime.links import (
     AllStopped,
     AskVisits,
     EndRun,
+    EndsHandle,
     Evaluate,
     Evaluated,
     Failed,
     Holding,
     LeaseVisits,
-    NewTrainer,
     ReplaceSearchers,
     SearcherEnded,
     SearchersFailed,
@@ -75,6 +74,8 @@ class LocalRuntime:
         self._link = host.link
         self._num_searchers = num_searchers
         device = next(iter(tensors.values())).device
+        if config.kind == "ray":
+            device = torch.device("cpu")  # from where they are passed on to other nodes
         self._slots = WeightSlots.create(tensors, dtype, device=device)
         self._references = WeightSlots.create(tensors, dtype, device=device) if reference_resets else None
         """Where a new reference is published."""
@@ -107,13 +108,16 @@ class LocalRuntime:
     def start_searchers(self, target: Callable[..., None], arguments: Mapping[str, Any]) -> None:
         """Have searchers run `target(link, index=i, incarnation=..., ends=..., **arguments)`, in processes of their own.
         Those of the trainer before, if there are any, go on for this one."""
-        weights = self._slots.handle()
-        references = None if self._references is None else self._references.handle()
-        handle = EndsHandle(board=self.board.memory.handle(), weights=weights, references=references)
+        ends = EndsHandle(
+            board=self.board.memory.handle(),
+            weights=self._slots.handle(),
+            references=None if self._references is None else self._references.handle(),
+        )
         self._link.send(
             StartSearchers(
-                recipe=cloudpickle.dumps((target, {**arguments, "ends": handle})),
-                greeting=pickled(NewTrainer(weights=weights, references=references)),
+                recipe=cloudpickle.dumps((target, dict(arguments))),
+                ends=pickled(ends),
+                greeting=pickled(ends.greeting()),
                 count=self._num_searchers,
                 forked=self._forked,
             )

@@ -22,13 +22,13 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 import cloudpickle
 
-from tba.runtime.deadlines import write_stacks_when_asked
+from tba.runtime.deadlines import dump_stacks, write_stacks_when_asked
 from tba.runtime.fork_server import INTERRUPTED, ForkedProcess, ForkServer, die_with_parent, show_as
-from tba.runtime.links import Failed, Link, RunCannotGoOn
+from tba.runtime.links import PARENT, Failed, Link, RunCannotGoOn, StartSearchers
 
 logger = logging.getLogger("tba")
 
@@ -43,6 +43,58 @@ class RoleDied(RuntimeError):
 
 
 L = TypeVar("L", bound=Link)
+L_co = TypeVar("L_co", bound=Link, covariant=True)
+
+
+class Role(Protocol[L_co]):
+    """A role that runs somewhere, as the one who started it sees it: a process of this machine, or of another one."""
+
+    name: str
+
+    @property
+    def link(self) -> L_co: ...
+
+    @property
+    def log(self) -> Path | None:
+        """None = it writes where this process does."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Its process, on the machine that it runs on."""
+        ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def status(self) -> int | None:
+        """Exit status, or minus the number of the signal that killed it; None while it runs."""
+        ...
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait for its end; True when it came within the time."""
+        ...
+
+    def kill(self) -> None:
+        """End it by force, at once."""
+        ...
+
+    def signal(self, number: int) -> None:
+        """Send its process a signal, unless it has ended."""
+        ...
+
+    def show_stacks(self) -> None:
+        """Have it write to its log what every thread is doing."""
+        ...
+
+    def new_trainer(self, orders: StartSearchers) -> None:
+        """Tell a searcher that it works for another trainer now."""
+        ...
+
+    def serve_weights(self, orders: StartSearchers) -> None:
+        """Let searchers see what this trainer publishes, where they do not see its memory."""
+        ...
 
 
 class RoleProcess(Generic[L]):
@@ -108,6 +160,19 @@ class RoleProcess(Generic[L]):
         if not self.wait(KILL_SECONDS):
             logger.warning("%s (process %d) does not end although it was killed.", self.name, self.pid)
 
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def show_stacks(self) -> None:
+        dump_stacks([self.pid])
+
+    def new_trainer(self, orders: StartSearchers) -> None:
+        self.link.send_frame(PARENT, orders.greeting)
+
+    def serve_weights(self, orders: StartSearchers) -> None:
+        """Nothing to do: searchers of this machine find its memory themselves."""
+
     def wait(self, timeout_seconds: float) -> bool:
         """Wait for its end; True when it came within the time."""
         try:
@@ -117,7 +182,7 @@ class RoleProcess(Generic[L]):
         return True
 
 
-def stop_all(processes: Sequence[RoleProcess[Any]], message: Any, *, timeout_seconds: float) -> None:
+def stop_all(processes: Sequence[Role[Any]], message: Any, *, timeout_seconds: float) -> None:
     """Ask all to stop, wait together, kill what remains."""
     for process in processes:
         process.link.send(message)

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tba.config import RuntimeConfig
-from tba.runtime.board import MAX_SEARCHERS, PLACES, Board, Place
+from tba.runtime.board import MAX_SEARCHERS, PLACES, Board, MemoryHandle, Place, SharedMemory
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import Idleness, dump_stacks
 from tba.runtime.fork_server import ServerGone
@@ -46,7 +46,7 @@ from tba.runtime.links import (
     StartSearchers,
     Stop,
 )
-from tba.runtime.processes import RoleProcess, last_lines, stop_all
+from tba.runtime.processes import Role, RoleProcess, last_lines, stop_all
 
 logger = logging.getLogger("tba")
 
@@ -65,6 +65,13 @@ TRY_AGAIN = 75
 """Exit status of a trainer that wants to be started again, as after a failure of its GPU."""
 
 
+MakeLink = Callable[[Connection], RelayedLink]
+"""Makes the supervisor's end of a role's link."""
+StartTrainer = Callable[[MakeLink], Role[RelayedLink]]
+StartSearcher = Callable[["Seat", StartSearchers, MakeLink], Role[RelayedLink]]
+"""Starts the role that fills a seat, as the trainer has ordered it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """Where a trainer runs: its link to the supervisor, and the board that all see. Host(link=..., board=..., pid=4711)"""
@@ -75,12 +82,23 @@ class Host:
     """The supervisor's process, which is there for as long as the run."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostHandle:
+    """How the trainer's process finds its host. HostHandle(board=MemoryHandle(...), pid=4711)"""
+
+    board: MemoryHandle
+    pid: int
+
+    def open(self, link: Link) -> Host:
+        return Host(link=link, board=Board(SharedMemory.attach(self.board)), pid=self.pid)
+
+
 @dataclass
 class Seat:
     """A searcher's place: the process that fills it now, and how its predecessors fared."""
 
     index: int
-    process: RoleProcess[RelayedLink] | None = None
+    process: Role[RelayedLink] | None = None
     """None while nobody fills it."""
     incarnation: str = ""
     """Name of the present process among all that ever filled a seat: group ids and leases carry it."""
@@ -130,13 +148,15 @@ class Supervisor:
         board: Board,
         *,
         logs: Path,
-        start_trainer: Callable[[Callable[[Connection], RelayedLink]], RoleProcess[RelayedLink]] | None = None,
+        start_trainer: StartTrainer | None = None,
+        start_searcher: StartSearcher | None = None,
         newest_checkpoint: Callable[[], int | None] = lambda: None,
         look_outside: Callable[[Supervisor], None] = lambda supervisor: None,
     ) -> None:
         """`start_trainer` starts the trainer's process, also again after it has died; None = the trainer is in this process
-        and uses `trainer_connection`. `newest_checkpoint` is the step of the last one, which tells whether a trainer that
-        was started again has come further. `look_outside` is called once a second."""
+        and uses `trainer_connection`. `start_searcher` None = searchers are processes of this machine. `newest_checkpoint`
+        is the step of the last one, which tells whether a trainer that was started again has come further. `look_outside`
+        is called once a second."""
         self.config = config
         self.board = board
         self.seats: list[Seat] = []
@@ -146,11 +166,12 @@ class Supervisor:
         """Number of searchers that was asked for from outside; None = what the trainer says."""
         self._logs = logs
         self._start_trainer = start_trainer
+        self._start_searcher = start_searcher or self._start_process
         self._newest_checkpoint = newest_checkpoint
         self._look_outside = look_outside
         self._events: queue.SimpleQueue[tuple[RelayedLink, str, bytes | None]] = queue.SimpleQueue()
         self._make_link = partial(RelayedLink, deliver=lambda *event: self._events.put(event))
-        self._trainer_process: RoleProcess[RelayedLink] | None = None
+        self._trainer_process: Role[RelayedLink] | None = None
         self._orders: StartSearchers | None = None
         """How searchers are started, by the present trainer; None = there is none that they could work for."""
         self._trainer_hung_up = False
@@ -196,20 +217,25 @@ class Supervisor:
     def _pass_on_interrupt(self) -> None:
         process = self._trainer_process
         if process is not None and process.alive and self.requests:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGINT if self.requests < MOST_REQUESTS else signal.SIGKILL)
+            process.signal(signal.SIGINT if self.requests < MOST_REQUESTS else signal.SIGKILL)
 
     def signal_roles(self, number: int) -> None:
         """Send a signal to all roles: they are suspended, and go on, with this process."""
-        for pid in self._pids():
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        for process in self._running():
+            process.signal(number)
+        if self._start_trainer is None:
+            os.kill(os.getpid(), number)
 
-    def _pids(self) -> list[int]:
-        """Processes of the roles, this one included where the trainer is in it."""
+    def show_stacks(self) -> None:
+        """Have all roles write to their logs what they are doing, this process included where the trainer is in it."""
+        for process in self._running():
+            process.show_stacks()
+        if self._start_trainer is None:
+            dump_stacks([os.getpid()])
+
+    def _running(self) -> list[Role[RelayedLink]]:
         processes = [self._trainer_process, *(seat.process for seat in self.seats)]
-        found = [process.pid for process in processes if process is not None and process.alive]
-        return found if self._start_trainer is not None else [os.getpid(), *found]
+        return [process for process in processes if process is not None and process.alive]
 
     # Frames
 
@@ -235,18 +261,20 @@ class Supervisor:
         else:
             seat.failure, seat.failed_at = pickle.loads(body), time.monotonic()
             if seat.failure.error.startswith(WaitedTooLong.__name__):
-                dump_stacks(self._pids())  # what the others did meanwhile
+                self.show_stacks()  # what the others did meanwhile
 
     def _heed(self, message: object) -> None:
         """A word of the trainer's."""
         if isinstance(message, StartSearchers):
             self._orders, self._trainer_idleness = message, Idleness()
+            if self._trainer_process is not None:
+                self._trainer_process.serve_weights(message)
             for seat in self.seats:
                 seat.given_up = False  # what has ended others may have been the trainer before
                 if seat.process is not None:
                     # In this order: the trainer knows of it before it says what it has.
                     self._trainer.send(SearcherStarted(holder=seat.holder, survived=True))
-                    seat.process.link.send_frame(PARENT, message.greeting)
+                    seat.process.new_trainer(message)
             self.set_searchers(self._wanted or message.count)
         if isinstance(message, ReplaceSearchers):
             for seat in self.seats:
@@ -255,7 +283,7 @@ class Supervisor:
             if message.holders is None:
                 self._trainer.send(AllReplaced())
         if isinstance(message, ShowStacks):
-            dump_stacks(self._pids())
+            self.show_stacks()
         if isinstance(message, EndRun):
             self._stop_searchers()
             self._trainer.send(AllStopped())
@@ -275,7 +303,7 @@ class Supervisor:
         """Whether there is a trainer to work for; one that has just died may not have been missed yet."""
         return self._orders is not None and (self._trainer_process is None or self._trainer_process.alive)
 
-    def _look_after(self, seat: Seat, process: RoleProcess[RelayedLink]) -> None:
+    def _look_after(self, seat: Seat, process: Role[RelayedLink]) -> None:
         failure = seat.failure
         overdue = failure is not None and time.monotonic() > seat.failed_at + self.config.stop_seconds
         if (seat.hung_up and not process.alive) or overdue:
@@ -316,20 +344,23 @@ class Supervisor:
         seat.incarnation, seat.idleness = secrets.token_hex(4), Idleness()
         seat.hung_up, seat.failure = False, None
         try:
-            seat.process = RoleProcess(
-                seat.name,
-                orders.recipe,
-                {"index": seat.index, "incarnation": seat.incarnation},
-                log=self._logs / f"{seat.name}.log",
-                threads=self.config.threads,
-                forked=orders.forked,
-                make_link=self._make_link,
-            )
+            seat.process = self._start_searcher(seat, orders, self._make_link)
         except (OSError, ServerGone) as error:  # no process or no descriptor is to be had: perhaps later
             self._vacate(seat, f"{seat.name} could not be started: {error}", early=True)
             return
         row["pid"] = seat.process.pid
         self._trainer.send(SearcherStarted(holder=seat.holder, survived=False))
+
+    def _start_process(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> Role[RelayedLink]:
+        return RoleProcess(
+            seat.name,
+            orders.recipe,
+            {"index": seat.index, "incarnation": seat.incarnation, "ends": orders.ends},
+            log=self._logs / f"{seat.name}.log",
+            threads=self.config.threads,
+            forked=orders.forked,
+            make_link=make_link,
+        )
 
     def _lost(self, seat: Seat, what: str, *, final: bool = False, at_fault: bool = True) -> None:
         """A searcher is gone, or as good as: others take its visits, and another process its seat."""
@@ -407,7 +438,7 @@ class Supervisor:
                     limit,
                     self._logs,
                 )
-                dump_stacks(self._pids())
+                self.show_stacks()
                 process.kill()
                 self._orders = None  # once: it may take long to end
         if process.alive or not self._trainer_hung_up:

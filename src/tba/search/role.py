@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, canar
 from tba.replay.payload import acknowledged_log
 from tba.runtime.board import Row
 from tba.runtime.channels import SearcherEnds, Stopped, WeightSource
-from tba.runtime.ends import EndsHandle, LocalSearcherEnds
+from tba.runtime.ends import LocalSearcherEnds
 from tba.runtime.links import Link, RunCannotGoOn
 from tba.search.loop import GROUPS_AT_ONCE, Searcher, SearchState, TooManyRewardFailures
 from tba.search.make import (
@@ -251,11 +252,11 @@ FINAL = (CanaryMismatch, RewardUnusable, TooManyRewardFailures)
 """Errors that a new searcher would meet again: weights that do not arrive as they were sent, a reward that always fails."""
 
 
-def run_searcher(link: Link, *, config: Config, index: int, incarnation: str, logs: Path, ends: EndsHandle) -> None:
-    """The target of a searcher's process under the local runtime."""
+def run_searcher(link: Link, *, config: Config, index: int, incarnation: str, logs: Path, ends: bytes) -> None:
+    """The target of a searcher's process; `ends` is a pickled EndsHandle."""
     local = LocalSearcherEnds(
         link,
-        ends,
+        pickle.loads(ends),
         config.runtime,
         index=index,
         stock=STEPS_AT_HAND * prompts_per_searcher(config),

@@ -1,0 +1,69 @@
+"""Joining a Ray cluster, or starting a private one, so that nobody who has no token can reach it.
+
+Whoever reaches a Ray port can run code there. So a cluster is joined only with token authentication on, and a private one is
+bound to loopback, has a token of its own, no dashboard, and sends no usage statistics.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tba.config import ConfigError, RuntimeConfig
+
+logger = logging.getLogger("tba")
+
+NAMESPACE = "tba"
+
+
+@contextmanager
+def cluster(config: RuntimeConfig) -> Iterator[None]:
+    """Be part of the Ray cluster that a config names, while the context lasts."""
+    _check_token(config.address)
+    # Before Ray is imported, which reads them then.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if config.address is None:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(
+            "runtime.kind=ray needs the package `ray`: pip install 'tba-rl[ray]', or choose runtime.kind=local."
+        ) from None
+    try:
+        if config.address is None:
+            ray.init(
+                include_dashboard=False,
+                namespace=NAMESPACE,
+                logging_level=logging.WARNING,
+                _node_ip_address="127.0.0.1",
+            )
+        else:
+            ray.init(address=config.address, namespace=NAMESPACE, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"runtime.address={config.address}: the Ray cluster cannot be joined: {error}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_token(address: str | None) -> None:
+    if address is None:
+        return
+    has_token = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if os.environ.get("RAY_AUTH_MODE") != "token" or not (has_token or _default_token()):
+        raise ConfigError(
+            f"runtime.address={address}: a cluster is joined with a token only, for whoever reaches its ports can run code "
+            "there. Start every node with RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN (`ray get-auth-token --generate` makes "
+            "one), and set both here too."
+        )
+
+
+def _default_token() -> bool:
+    return os.path.isfile(os.path.expanduser("~/.ray/auth_token"))

@@ -1,0 +1,202 @@
+"""The Ray actor that a role runs under: it holds the role's resources on a node, starts the role as a process there, and
+stands for the rest of the run towards it. The process finds a board, slots and a link as on one machine and does not know
+of Ray; it ends with the actor, and the actor's end, however it came, is seen by the supervisor.
+
+Nothing here imports torch: an actor is there in a moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from tba.runtime.board import Board
+from tba.runtime.cluster.weights import Offer, WeightMirror, WeightRelay, unpickled_ends
+from tba.runtime.links import PARENT, EndsHandle, RelayedLink, frame, pickled, split_frame
+from tba.runtime.processes import RoleProcess, last_lines
+from tba.runtime.supervisor import HostHandle
+
+logger = logging.getLogger("tba")
+
+COLLECT_SECONDS = 0.02
+"""Time for which frames are collected after the first: a call for each would keep a core busy."""
+CONCURRENCY_GROUPS = {"exchange": 1, "deliver": 1, "weights": 1}
+"""Each has a thread of its own, which takes calls in the order they were made; so have all other calls together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanged:
+    """What has happened to a role since the last exchange."""
+
+    frames: list[bytes]
+    row: bytes
+    """Its row of the board."""
+    pid: int
+    status: int | None
+    """None while it runs."""
+    hung_up: bool
+    """Whether these were its last frames."""
+
+
+class RoleHost:
+    """Runs one role on this node. `searcher` is the number of the searcher that it hosts; None = the trainer."""
+
+    def __init__(self, *, name: str, searcher: int | None, search_path: Sequence[str]) -> None:
+        sys.path[:] = [*search_path, *(path for path in sys.path if path not in search_path)]
+        self._name = name
+        self._searcher = searcher
+        self._board = Board.create()
+        self._own = self._board.own_part(searcher)
+        self._role: RoleProcess[RelayedLink] | None = None
+        self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """What the role has sent; None at its end."""
+        self._hung_up = False
+        self._relay: WeightRelay | None = None
+        self._mirror: WeightMirror | None = None
+        self._ends: EndsHandle | None = None
+        self._arguments: dict[str, Any] = {}
+        """What a searcher that waits for its first weights is started with."""
+        self._begin: Callable[[Mapping[str, Any]], None] = lambda arguments: None
+        """Starts the role's process."""
+        self._lock = threading.Lock()
+
+    def start(
+        self,
+        target: str | bytes,
+        arguments: Mapping[str, Any],
+        *,
+        trainer: str = "",
+        log: str | None,
+        threads: int,
+    ) -> None:
+        """Start the role. A searcher, which is given `ends`, starts when the first weights of its trainer are there."""
+        log_path = None if log is None else Path(log)
+        if log_path is not None:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._begin = partial(self._start_process, target, log=log_path, threads=threads)
+        if self._searcher is None:
+            handle = HostHandle(board=self._board.memory.handle(), pid=arguments["host"].pid)
+            self._begin({**arguments, "host": handle})
+            return
+        with self._lock:
+            self._arguments = dict(arguments)
+            self._meet(trainer, unpickled_ends(arguments["ends"]))
+
+    def new_trainer(self, trainer: str, ends: bytes) -> None:
+        """The searcher works for another trainer now; it is told as soon as that one's weights are here."""
+        with self._lock:
+            self._meet(trainer, unpickled_ends(ends))
+
+    def _meet(self, trainer: str, ends: EndsHandle) -> None:
+        before, self._mirror = self._mirror, WeightMirror(trainer, ends)
+        self._ends = self._mirror.ends(replace(ends, board=self._board.memory.handle()))
+        if before is not None:
+            before.close()
+
+    @ray.method(concurrency_group="weights")
+    def take_weights(self, offer: Offer, data: list[Any]) -> bool:
+        """A version for the searcher; `data` is empty where it is here already. False = of a trainer that is gone, or that
+        has not been introduced yet and must offer it again."""
+        found = ray.get(data[0]) if data else None
+        with self._lock:
+            mirror = self._mirror
+            if mirror is None or mirror.trainer != offer.trainer:
+                return False
+            was_filled = mirror.is_filled
+            mirror.take(offer, found)
+            if mirror.is_filled and not was_filled:
+                self._introduce()
+            return True
+
+    def _introduce(self) -> None:
+        assert self._ends is not None
+        if self._role is not None:
+            self._role.link.send_frame(PARENT, pickled(self._ends.greeting()))
+        else:
+            self._begin({**self._arguments, "ends": pickled(self._ends)})
+
+    def _start_process(
+        self, target: str | bytes, arguments: Mapping[str, Any], *, log: Path | None, threads: int
+    ) -> None:
+        self._role = RoleProcess(
+            self._name,
+            target,
+            arguments,
+            log=log,
+            threads=threads,
+            make_link=lambda connection: RelayedLink(connection, deliver=self._take_frame),
+        )
+
+    def _take_frame(self, link: RelayedLink, address: str, body: bytes | None) -> None:
+        self._frames.put(None if body is None else frame(address, body))
+
+    @ray.method(concurrency_group="exchange")
+    def exchange(self, board: bytes, timeout_seconds: float) -> Exchanged:
+        """Take in the board and hand out what the role has sent; waits for that, but not longer than the time."""
+        self._board.take_others(np.frombuffer(board, np.float64), self._own)
+        frames: list[bytes] = []
+        try:
+            self._take(frames, self._frames.get(timeout=timeout_seconds))
+            time.sleep(COLLECT_SECONDS)
+            while True:
+                self._take(frames, self._frames.get_nowait())
+        except queue.Empty:
+            pass
+        role = self._role
+        return Exchanged(
+            frames=frames,
+            row=self._board.values[self._own].tobytes(),
+            pid=0 if role is None else role.pid,
+            status=None if role is None else role.status,
+            hung_up=self._hung_up,
+        )
+
+    def _take(self, frames: list[bytes], found: bytes | None) -> None:
+        if found is None:
+            self._hung_up = True
+        else:
+            frames.append(found)
+
+    @ray.method(concurrency_group="deliver")
+    def deliver(self, frames: list[bytes]) -> None:
+        """Frames for the role, in order."""
+        if self._role is not None:
+            for each in frames:
+                self._role.link.send_frame(*split_frame(each))
+
+    def serve_weights(self, trainer: str, ends: bytes) -> None:
+        """The trainer on this node publishes from now on."""
+        self._relay = WeightRelay(trainer, unpickled_ends(ends))
+
+    def set_receivers(self, hosts: Mapping[str, Any]) -> None:
+        """Actors of the searchers there are, by their names."""
+        if self._relay is not None:
+            self._relay.set_receivers({name: host.take_weights.remote for name, host in hosts.items()})
+
+    def signal(self, number: int) -> None:
+        if self._role is not None and self._role.alive:
+            self._role.signal(number)
+
+    def show_stacks(self) -> None:
+        if self._role is not None:
+            self._role.show_stacks()
+
+    def last_lines(self) -> str:
+        """The end of the role's log, for an error message."""
+        return last_lines(None if self._role is None else self._role.log)
+
+    def node(self) -> tuple[str, int]:
+        """Where this is: the node's id, and the actor's own process."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()

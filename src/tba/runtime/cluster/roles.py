@@ -1,0 +1,218 @@
+"""Roles on a Ray cluster, as their supervisor sees them: each is an actor (host.py) with stated resources, and its link is
+carried by calls of the actor. The supervisor cannot tell them from processes of its own machine.
+
+One call at a time takes the board to a role's node and brings back the role's frames and its row of the board; another one
+takes frames to it. Signs of life are numbers that rise, never times: clocks of two nodes are not compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import ray.exceptions
+
+from tba.config import RuntimeConfig
+from tba.runtime.board import Board
+from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
+from tba.runtime.cluster.weights import WeightRelay, unpickled_ends
+from tba.runtime.links import RelayedLink, StartSearchers, hang_up
+from tba.runtime.supervisor import MakeLink, Seat
+
+logger = logging.getLogger("tba")
+
+EXCHANGE_SECONDS = 0.1
+"""Longest time between two exchanges with a role's node."""
+KILLED = -9
+"""Exit status of a role whose actor was killed, or is gone with its node."""
+
+
+class ClusterRole:
+    """A role in an actor (processes.Role)."""
+
+    def __init__(
+        self,
+        name: str,
+        actor: Any,
+        board: Board,
+        *,
+        searcher: int | None,
+        log: Path | None,
+        make_link: MakeLink,
+        new_trainer: Callable[[StartSearchers], None] = lambda orders: None,
+        serve_weights: Callable[[StartSearchers], None] = lambda orders: None,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`ended` is called once, when the role is gone."""
+        self.name = name
+        self.log = log
+        self.pid = 0
+        self.status: int | None = None
+        self.new_trainer = new_trainer
+        self.serve_weights = serve_weights
+        self._actor = actor
+        self._board = board
+        self._own = board.own_part(searcher)
+        self._when_ended = ended
+        self._ended = threading.Event()
+        self._end_lock = threading.Lock()
+        ours, self._far_end = Pipe()
+        self.link: RelayedLink = make_link(ours)
+        for work in (self._exchange, self._deliver):
+            threading.Thread(target=work, daemon=True, name=f"{name}-{work.__name__.strip('_')}").start()
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended.is_set()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        return self._ended.wait(timeout_seconds)
+
+    def kill(self) -> None:
+        self._end(KILLED)
+
+    def signal(self, number: int) -> None:
+        self._actor.signal.remote(number)
+
+    def show_stacks(self) -> None:
+        self._actor.show_stacks.remote()
+
+    def _exchange(self) -> None:
+        """Bring frames and signs of life until the role has ended."""
+        try:
+            while self.alive:
+                found = ray.get(self._actor.exchange.remote(self._board.values.tobytes(), EXCHANGE_SECONDS))
+                self.pid = found.pid
+                if self.alive:  # what comes after its end would be taken for its successor's
+                    self._board.take_own(np.frombuffer(found.row, np.float64), self._own)
+                for each in found.frames:
+                    self._far_end.send_bytes(each)
+                if found.hung_up and found.status is not None:
+                    self._end(found.status)
+        except ray.exceptions.RayError as error:
+            if self.alive:
+                logger.warning("%s: its actor is gone: %s", self.name, str(error).strip().splitlines()[0])
+            self._end(KILLED)
+        except OSError:  # the supervisor has hung up: the role is being replaced
+            self._end(KILLED)
+
+    def _deliver(self) -> None:
+        """Take frames to the role, one call after the other, each with all that has gathered."""
+        with suppress(EOFError, OSError, ray.exceptions.RayError):  # seen by the exchange
+            while True:
+                frames = [self._far_end.recv_bytes()]
+                while self._far_end.poll():
+                    frames.append(self._far_end.recv_bytes())
+                ray.get(self._actor.deliver.remote(frames))
+
+    def _end(self, status: int) -> None:
+        """The role is gone, and its actor with it; the supervisor sees the end of its link."""
+        with self._end_lock:
+            if self._ended.is_set():
+                return
+            self.status = status
+            self._ended.set()
+        ray.kill(self._actor)
+        hang_up(self._far_end)
+        self._when_ended()
+
+
+class ClusterRoles:
+    """Starts the roles of a run as actors, and has the weights of the trainer there is go to the searchers there are."""
+
+    def __init__(self, config: RuntimeConfig, board: Board, *, logs: Path) -> None:
+        self._config = config
+        self._board = board
+        self._logs = logs
+        self._trainer: Any = None
+        """The trainer's actor; None = the trainer is in this process."""
+        self._trainer_name = ""
+        """Which trainer it is: the incarnation of its process."""
+        self._relay: WeightRelay | None = None
+        """Where the trainer is in this process."""
+        self._searchers: dict[str, Any] = {}
+        """Actors of the searchers there are, by their holders."""
+        self._lock = threading.Lock()
+
+    def start_trainer(self, target: str, arguments: Mapping[str, Any], make_link: MakeLink) -> ClusterRole:
+        """`arguments["host"]` is a HostHandle, of which the role gets its own node's form."""
+        actor = self._actor("trainer", None)
+        self._trainer, self._trainer_name = actor, secrets.token_hex(4)
+        actor.start.remote(target, dict(arguments), log=None, threads=self._config.threads)
+        return ClusterRole(
+            "trainer",
+            actor,
+            self._board,
+            searcher=None,
+            log=None,
+            make_link=make_link,
+            serve_weights=self._serve_weights,
+        )
+
+    def start_searcher(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> ClusterRole:
+        if self._trainer is None and self._relay is None:
+            self._trainer_name = secrets.token_hex(4)
+            self._relay = WeightRelay(self._trainer_name, unpickled_ends(orders.ends))
+        actor, log = self._actor(seat.name, seat.index), self._logs / f"{seat.name}.log"
+        actor.start.remote(
+            orders.recipe,
+            {"index": seat.index, "incarnation": seat.incarnation, "ends": orders.ends},
+            trainer=self._trainer_name,
+            log=str(log),
+            threads=self._config.threads,
+        )
+        holder = seat.holder
+        with self._lock:
+            self._searchers[holder] = actor
+        self._tell_receivers()
+        return ClusterRole(
+            seat.name,
+            actor,
+            self._board,
+            searcher=seat.index,
+            log=log,
+            make_link=make_link,
+            new_trainer=lambda later: actor.new_trainer.remote(self._trainer_name, later.ends),
+            ended=partial(self._forget, holder),
+        )
+
+    def close(self) -> None:
+        if self._relay is not None:
+            self._relay.close()
+
+    def _actor(self, name: str, searcher: int | None) -> Any:
+        config = self._config
+        is_trainer = searcher is None
+        resources = {
+            "num_cpus": config.trainer_cpus if is_trainer else config.searcher_cpus,
+            "num_gpus": config.trainer_gpus if is_trainer else config.searcher_gpus,
+        }
+        hosts = ray.remote(concurrency_groups=CONCURRENCY_GROUPS, **resources)(RoleHost)
+        return hosts.remote(name=name, searcher=searcher, search_path=sys.path)
+
+    def _serve_weights(self, orders: StartSearchers) -> None:
+        self._trainer.serve_weights.remote(self._trainer_name, orders.ends)
+        self._tell_receivers()
+
+    def _forget(self, holder: str) -> None:
+        with self._lock:
+            del self._searchers[holder]
+        self._tell_receivers()
+
+    def _tell_receivers(self) -> None:
+        with self._lock:
+            searchers = dict(self._searchers)
+        if self._relay is not None:
+            self._relay.set_receivers({name: actor.take_weights.remote for name, actor in searchers.items()})
+        elif self._trainer is not None:
+            self._trainer.set_receivers.remote(searchers)

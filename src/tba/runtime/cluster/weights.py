@@ -1,0 +1,182 @@
+"""Weights between nodes. Trainer and searchers see slots in the shared memory of their own node, as on one machine; what the
+trainer publishes goes from its slots through Ray's object store into those of each searcher's node.
+
+    trainer -> its slots -> WeightRelay: one put, an object that every node fetches once -> WeightMirror -> searcher's slots
+
+The checksum that the trainer has computed travels with the bytes, and the searcher that loads them compares it: nothing on
+the way needs to be trusted. A version that is overtaken before it was passed on is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import ray
+import ray.exceptions
+
+from tba.runtime.board import SharedMemory
+from tba.runtime.links import EndsHandle
+from tba.runtime.slot_memory import Header, SlotMemory, SlotsHandle, data_bytes
+
+logger = logging.getLogger("tba")
+
+Kind = Literal["weights", "references"]
+LOOK_SECONDS = 0.005
+"""Time between two looks at what the trainer has published."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Offer:
+    """A version on its way: Offer(trainer="5f3a91c2", kind="weights", number=13, header=Header(...), canary=None)"""
+
+    trainer: str
+    """Which trainer it is of, by the incarnation of its process: another one's versions may be lower."""
+    kind: Kind
+    number: int
+    """Number of publications up to this one."""
+    header: Header
+    canary: np.ndarray | None
+    """None = the trainer has not computed it yet; the offer comes again when it has."""
+
+
+Give = Callable[[Offer, list[Any]], Any]
+"""Hands an offer and the object with its bytes to a searcher's node; returns what can be waited for."""
+
+
+class WeightRelay:
+    """Passes on what a trainer on this node publishes: one put for all searchers, and no more than one offer on the way to
+    each, so that a slow node gets fewer versions and holds up nobody."""
+
+    def __init__(self, trainer: str, ends: EndsHandle) -> None:
+        self._trainer = trainer
+        handles: dict[Kind, SlotsHandle | None] = {"weights": ends.weights, "references": ends.references}
+        self._sources = {kind: _Source(handle) for kind, handle in handles.items() if handle is not None}
+        self._receivers: dict[str, Give] = {}
+        self._given: dict[tuple[str, Kind], tuple[int, bool, Any]] = {}
+        """By receiver and kind: number of the last offer, whether it had a canary, and what tells that it has arrived."""
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="weight-relay")
+        self._thread.start()
+
+    def set_receivers(self, receivers: Mapping[str, Give]) -> None:
+        """From now on these get what is published, new ones at once."""
+        with self._lock:
+            self._receivers = dict(receivers)
+            self._given = {key: given for key, given in self._given.items() if key[0] in receivers}
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(LOOK_SECONDS):
+            with self._lock:
+                for kind, source in self._sources.items():
+                    source.look()
+                    if source.header is not None:
+                        self._offer(kind, source)
+
+    def _offer(self, kind: Kind, source: _Source) -> None:
+        assert source.header is not None
+        for name, give in self._receivers.items():
+            number, had_canary, arrived = self._given.get((name, kind), (-1, False, None))
+            if arrived is not None:
+                if not ray.wait([arrived], timeout=0.0)[0]:
+                    continue
+                if not _was_taken(arrived):
+                    number, had_canary = -1, False
+            if source.number <= number and (source.canary is None or had_canary):
+                continue
+            offer = Offer(
+                trainer=self._trainer, kind=kind, number=source.number, header=source.header, canary=source.canary
+            )
+            # A second offer of the same bytes is for the canary alone.
+            data = [source.object] if source.number > number else []
+            self._given[name, kind] = (source.number, source.canary is not None, give(offer, data))
+
+
+def _was_taken(arrived: Any) -> bool:
+    try:
+        return bool(ray.get(arrived))
+    except ray.exceptions.RayError:
+        return True  # it is gone, and the supervisor says so in a moment: nothing is gained by offering it again
+
+
+class _Source:
+    """The trainer's slots of one kind, and the newest version in the object store."""
+
+    def __init__(self, handle: SlotsHandle) -> None:
+        self._slots = SlotMemory(SharedMemory.attach(handle.memory))
+        self._size = data_bytes(handle.layout)
+        self.number = 0
+        self.header: Header | None = None
+        """What `object` holds; None before the first publication."""
+        self.object: Any = None
+        self.canary: np.ndarray | None = None
+
+    def look(self) -> None:
+        """Put a newer version into the object store; the one before goes when nobody fetches it any more."""
+        number = self._slots.number
+        if number != self.number:
+            copy = np.empty(self._size, np.uint8)
+            header = self._slots.copy_newest(lambda slot: np.copyto(copy, self._slots.data(slot, self._size)))
+            if header is None:
+                return  # overtaken: the next look sees the newer one
+            self.number, self.header, self.canary = number, header, None
+            self.object = ray.put(copy)
+        if self.canary is None and self.header is not None:
+            self.canary = self._slots.canary(self.header.version)
+
+
+class WeightMirror:
+    """A searcher's slots on its own node, filled by offers of one trainer."""
+
+    def __init__(self, trainer: str, ends: EndsHandle) -> None:
+        """`ends` is the trainer's: of its slots only the layout has a meaning here."""
+        self.trainer = trainer
+        handles: dict[Kind, SlotsHandle | None] = {"weights": ends.weights, "references": ends.references}
+        self._layouts = {kind: handle.layout for kind, handle in handles.items() if handle is not None}
+        self._slots = {kind: SlotMemory.create(data_bytes(layout)) for kind, layout in self._layouts.items()}
+        self._numbers = dict.fromkeys(self._slots, 0)
+        """By kind: number of the trainer's publication that lies here."""
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether a searcher can begin with what lies here."""
+        return self._numbers["weights"] > 0
+
+    def ends(self, ends: EndsHandle) -> EndsHandle:
+        """The same ends as the searcher finds them on this node; `ends.board` is this node's already."""
+        handles = {
+            kind: SlotsHandle(memory=slots.memory.handle(), layout=self._layouts[kind])
+            for kind, slots in self._slots.items()
+        }
+        return replace(ends, weights=handles["weights"], references=handles.get("references"))
+
+    def take(self, offer: Offer, data: np.ndarray | None) -> None:
+        """Write a version into the older slot, or add the canary of the newest one."""
+        slots = self._slots[offer.kind]
+        if data is not None and offer.number > self._numbers[offer.kind]:
+            slot = slots.begin()
+            np.copyto(slots.data(slot, len(data)), data)
+            slots.finish(slot, offer.header)
+            self._numbers[offer.kind] = offer.number
+        if offer.canary is not None and offer.number == self._numbers[offer.kind]:
+            slots.add_canary(offer.canary)
+
+    def close(self) -> None:
+        for slots in self._slots.values():
+            slots.memory.close()
+
+
+def unpickled_ends(ends: bytes) -> EndsHandle:
+    found = pickle.loads(ends)
+    assert isinstance(found, EndsHandle)
+    return found
