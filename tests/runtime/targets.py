@@ -140,3 +140,30 @@ def publishes(link, *, weights, count: int) -> None:
     for version in range(1, count + 1):
         slots.publish({spec.name: torch.full(spec.shape, float(version)) for spec in slots.layout}, version=version)
     link.receive(timeout_seconds=None)
+
+
+def tells_weights(link, *, index: int, incarnation: str, ends: bytes) -> None:
+    """Sends a group for each version that it sees, named after the number that fills it, and shows signs of life."""
+    import pickle
+
+    import numpy as np
+
+    from tba.config import RuntimeConfig
+    from tba.runtime.channels import Stopped
+    from tba.runtime.ends import LocalSearcherEnds
+    from tba.types import Prompt, TrajectoryGroup
+
+    found = LocalSearcherEnds(link, pickle.loads(ends), RuntimeConfig(), index=index, stock=1)
+    prompt, seen = Prompt(id="p", token_ids=np.array([1], np.int32), text=""), (None, -1)
+    try:
+        while True:
+            found.handle_messages()
+            if (found.weights, found.weights.newest_version) != seen:
+                weights = found.weights.fetch()
+                seen = (found.weights, weights.version)
+                value = int(weights.tensors["w"][0])
+                group_id = f"searcher-{index}.{incarnation}/{weights.version}-{value}"
+                found.sender.send(TrajectoryGroup(id=group_id, prompt=prompt, trajectories=()))
+            time.sleep(0.01)
+    except Stopped:
+        return

@@ -28,7 +28,7 @@ from tba.runtime.links import (
 )
 from tba.runtime.local import LocalRuntime
 from tba.runtime.processes import RoleDied
-from tba.runtime.supervisor import MAX_EARLY_ENDS, Host, Supervisor
+from tba.runtime.supervisor import MAX_EARLY_ENDS, Host, LocalRoles, Supervisor
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import Prompt, TrajectoryGroup
 
@@ -40,7 +40,9 @@ class Run:
     """A trainer in this process, with its supervisor in a thread."""
 
     def __init__(self, logs) -> None:
-        self.supervisor = Supervisor(RuntimeConfig(stop_seconds=1.0), Board.create(), logs=logs)
+        config = RuntimeConfig(stop_seconds=1.0)
+        start = LocalRoles(config=config, logs=logs)
+        self.supervisor = Supervisor(config, Board.create(), logs=logs, start_searcher=start.searcher)
         self.groups: list[TrajectoryGroup] = []
         self.thread = threading.Thread(target=self.supervisor.run)
         self.thread.start()

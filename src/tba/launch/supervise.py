@@ -11,9 +11,10 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tba.config import Config
@@ -24,8 +25,8 @@ from tba.observe.files import RunFolder
 from tba.runtime.board import Board
 from tba.runtime.links import Link
 from tba.runtime.mps import start_mps
-from tba.runtime.processes import RoleProcess, may_fork, prepare_roles
-from tba.runtime.supervisor import Host, HostHandle, StartSearcher, StartTrainer, Supervisor
+from tba.runtime.processes import prepare_roles
+from tba.runtime.supervisor import Host, HostHandle, LocalRoles, RoleStarter, Supervisor
 
 logger = logging.getLogger("tba")
 
@@ -63,6 +64,9 @@ class Outside:
 def supervise(config: Config, *, resume: bool, target: str) -> int:
     """Run a training whose trainer is a child process, `target(link, config=..., resume=..., host=...)`; returns its exit
     status, 130 after Ctrl-C."""
+    if config.runtime.kind == "local":
+        start_mps(config)  # before anything touches the GPU
+        prepare_roles(config.runtime.threads)
     folder, board = RunFolder(config.run_folder), Board.create()
     outside = Outside(folder)
     host = HostHandle(board=board.memory.handle(), pid=os.getpid())
@@ -70,13 +74,13 @@ def supervise(config: Config, *, resume: bool, target: str) -> int:
     def trainer_arguments() -> dict[str, Any]:
         return {"config": config, "resume": resume or has_begun(folder), "host": host}
 
-    with starters(config, board, folder, target, trainer_arguments) as (start_trainer, start_searcher):
+    with starters(config, board, folder.logs) as start:
         supervisor = Supervisor(
             config.runtime,
             board,
             logs=folder.logs,
-            start_trainer=start_trainer,
-            start_searcher=start_searcher,
+            start_trainer=lambda make_link: start.trainer(target, trainer_arguments(), make_link),
+            start_searcher=start.searcher,
             newest_checkpoint=partial(newest_step, folder),
             look_outside=outside.look,
         )
@@ -90,81 +94,46 @@ def supervise(config: Config, *, resume: bool, target: str) -> int:
 
 
 @contextmanager
-def starters(
-    config: Config, board: Board, folder: RunFolder, target: str, trainer_arguments: Callable[[], Mapping[str, Any]]
-) -> Iterator[tuple[StartTrainer, StartSearcher | None]]:
-    """How trainer and searchers are started: as processes of this machine, or on a Ray cluster."""
-    threads = config.runtime.threads
-    if config.runtime.kind == "ray" and not config.takes_turns:
-        from tba.runtime.cluster.connect import cluster
-
-        with cluster(config.runtime):
-            from tba.runtime.cluster.roles import ClusterRoles
-
-            roles = ClusterRoles(config.runtime, board, logs=folder.logs)
-            yield lambda make_link: roles.start_trainer(target, trainer_arguments(), make_link), roles.start_searcher
-            return
-    start_mps(config)  # before anything touches the GPU
-    prepare_roles(threads)
-    yield (
-        lambda make_link: RoleProcess(
-            "trainer",
-            target,
-            trainer_arguments(),
-            log=None,
-            threads=threads,
-            forked=may_fork(),
-            make_link=make_link,
-        ),
-        None,
-    )
-
-
-@contextmanager
 def hosted(config: Config, folder: RunFolder) -> Iterator[Host]:
     """A host for a trainer in this process, with the supervisor in a thread."""
     outside, board = Outside(folder), Board.create()
-    with ExitStack() as closing:
-        start_searcher = None
-        if config.runtime.kind == "ray" and not config.takes_turns:
-            from tba.runtime.cluster.connect import cluster
+    with starters(config, board, folder.logs) as start:
+        supervisor = Supervisor(
+            config.runtime, board, logs=folder.logs, start_searcher=start.searcher, look_outside=outside.look
+        )
 
-            closing.enter_context(cluster(config.runtime))
-            from tba.runtime.cluster.roles import ClusterRoles
+        def run() -> None:
+            try:
+                supervisor.run()
+            except BaseException:
+                logger.exception("the supervisor of the run has failed")
+            finally:
+                supervisor.close()  # the trainer sees that the link is closed
 
-            roles = ClusterRoles(config.runtime, board, logs=folder.logs)
-            closing.callback(roles.close)
-            start_searcher = roles.start_searcher
-        with _thread(config, folder, board, outside, start_searcher) as host:
-            yield host
+        thread = threading.Thread(target=run, daemon=True, name="supervisor")
+        thread.start()
+        link = Link(supervisor.trainer_connection)
+        try:
+            yield Host(link=link, board=supervisor.board, pid=os.getpid())
+        finally:
+            link.close()
+            thread.join()
+            outside.close()
 
 
 @contextmanager
-def _thread(
-    config: Config, folder: RunFolder, board: Board, outside: Outside, start_searcher: StartSearcher | None
-) -> Iterator[Host]:
-    """The supervisor in a thread beside the trainer."""
-    supervisor = Supervisor(
-        config.runtime, board, logs=folder.logs, start_searcher=start_searcher, look_outside=outside.look
-    )
+def starters(config: Config, board: Board, logs: Path) -> Iterator[RoleStarter]:
+    """What starts the roles of a run: processes of this machine or, under runtime.kind=ray, actors of a cluster."""
+    if config.runtime.kind == "local" or config.takes_turns:
+        yield LocalRoles(config=config.runtime, logs=logs)
+        return
+    from tba.runtime.cluster.connect import cluster
 
-    def run() -> None:
-        try:
-            supervisor.run()
-        except BaseException:
-            logger.exception("the supervisor of the run has failed")
-        finally:
-            supervisor.close()  # the trainer sees that the link is closed
+    with cluster(config.runtime):
+        from tba.runtime.cluster.roles import ClusterRoles
 
-    thread = threading.Thread(target=run, daemon=True, name="supervisor")
-    thread.start()
-    link = Link(supervisor.trainer_connection)
-    try:
-        yield Host(link=link, board=supervisor.board, pid=os.getpid())
-    finally:
-        link.close()
-        thread.join()
-        outside.close()
+        with closing(ClusterRoles(config.runtime, board, logs=logs)) as roles:
+            yield roles
 
 
 def has_begun(folder: RunFolder) -> bool:

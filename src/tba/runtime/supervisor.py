@@ -16,13 +16,14 @@ import queue
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, Protocol
 
 from tba.config import RuntimeConfig
 from tba.runtime.board import MAX_SEARCHERS, PLACES, Board, MemoryHandle, Place, SharedMemory
@@ -46,7 +47,7 @@ from tba.runtime.links import (
     StartSearchers,
     Stop,
 )
-from tba.runtime.processes import Role, RoleProcess, last_lines, stop_all
+from tba.runtime.processes import Role, RoleProcess, last_lines, may_fork, stop_all
 
 logger = logging.getLogger("tba")
 
@@ -69,7 +70,43 @@ MakeLink = Callable[[Connection], RelayedLink]
 """Makes the supervisor's end of a role's link."""
 StartTrainer = Callable[[MakeLink], Role[RelayedLink]]
 StartSearcher = Callable[["Seat", StartSearchers, MakeLink], Role[RelayedLink]]
-"""Starts the role that fills a seat, as the trainer has ordered it."""
+
+
+class RoleStarter(Protocol):
+    """Starts the roles of a run, wherever that is."""
+
+    def trainer(self, target: str, arguments: Mapping[str, Any], make_link: MakeLink) -> Role[RelayedLink]:
+        """Start `target(link, **arguments)`; `arguments["host"]` is the supervisor's HostHandle."""
+        ...
+
+    def searcher(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> Role[RelayedLink]:
+        """Start the role that fills a seat, as the trainer has ordered it."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRoles:
+    """Starts roles as processes of this machine."""
+
+    config: RuntimeConfig
+    logs: Path
+
+    def trainer(self, target: str, arguments: Mapping[str, Any], make_link: MakeLink) -> Role[RelayedLink]:
+        threads = self.config.threads
+        return RoleProcess(
+            "trainer", target, arguments, log=None, threads=threads, forked=may_fork(), make_link=make_link
+        )
+
+    def searcher(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> Role[RelayedLink]:
+        return RoleProcess(
+            seat.name,
+            orders.recipe,
+            {"index": seat.index, "incarnation": seat.incarnation, "ends": orders.ends},
+            log=self.logs / f"{seat.name}.log",
+            threads=self.config.threads,
+            forked=orders.forked,
+            make_link=make_link,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,14 +186,13 @@ class Supervisor:
         *,
         logs: Path,
         start_trainer: StartTrainer | None = None,
-        start_searcher: StartSearcher | None = None,
+        start_searcher: StartSearcher,
         newest_checkpoint: Callable[[], int | None] = lambda: None,
         look_outside: Callable[[Supervisor], None] = lambda supervisor: None,
     ) -> None:
         """`start_trainer` starts the trainer's process, also again after it has died; None = the trainer is in this process
-        and uses `trainer_connection`. `start_searcher` None = searchers are processes of this machine. `newest_checkpoint`
-        is the step of the last one, which tells whether a trainer that was started again has come further. `look_outside`
-        is called once a second."""
+        and uses `trainer_connection`. `newest_checkpoint` is the step of the last one, which tells whether a trainer that
+        was started again has come further. `look_outside` is called once a second."""
         self.config = config
         self.board = board
         self.seats: list[Seat] = []
@@ -166,7 +202,7 @@ class Supervisor:
         """Number of searchers that was asked for from outside; None = what the trainer says."""
         self._logs = logs
         self._start_trainer = start_trainer
-        self._start_searcher = start_searcher or self._start_process
+        self._start_searcher = start_searcher
         self._newest_checkpoint = newest_checkpoint
         self._look_outside = look_outside
         self._events: queue.SimpleQueue[tuple[RelayedLink, str, bytes | None]] = queue.SimpleQueue()
@@ -350,17 +386,6 @@ class Supervisor:
             return
         row["pid"] = seat.process.pid
         self._trainer.send(SearcherStarted(holder=seat.holder, survived=False))
-
-    def _start_process(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> Role[RelayedLink]:
-        return RoleProcess(
-            seat.name,
-            orders.recipe,
-            {"index": seat.index, "incarnation": seat.incarnation, "ends": orders.ends},
-            log=self._logs / f"{seat.name}.log",
-            threads=self.config.threads,
-            forked=orders.forked,
-            make_link=make_link,
-        )
 
     def _lost(self, seat: Seat, what: str, *, final: bool = False, at_fault: bool = True) -> None:
         """A searcher is gone, or as good as: others take its visits, and another process its seat."""

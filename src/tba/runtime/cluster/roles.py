@@ -144,7 +144,7 @@ class ClusterRoles:
         """Actors of the searchers there are, by their holders."""
         self._lock = threading.Lock()
 
-    def start_trainer(self, target: str, arguments: Mapping[str, Any], make_link: MakeLink) -> ClusterRole:
+    def trainer(self, target: str, arguments: Mapping[str, Any], make_link: MakeLink) -> ClusterRole:
         """`arguments["host"]` is a HostHandle, of which the role gets its own node's form."""
         actor = self._actor("trainer", None)
         self._trainer, self._trainer_name = actor, secrets.token_hex(4)
@@ -159,7 +159,7 @@ class ClusterRoles:
             serve_weights=self._serve_weights,
         )
 
-    def start_searcher(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> ClusterRole:
+    def searcher(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> ClusterRole:
         if self._trainer is None and self._relay is None:
             self._trainer_name = secrets.token_hex(4)
             self._relay = WeightRelay(self._trainer_name, unpickled_ends(orders.ends))
@@ -197,8 +197,10 @@ class ClusterRoles:
             "num_cpus": config.trainer_cpus if is_trainer else config.searcher_cpus,
             "num_gpus": config.trainer_gpus if is_trainer else config.searcher_gpus,
         }
-        hosts = ray.remote(concurrency_groups=CONCURRENCY_GROUPS, **resources)(RoleHost)
-        return hosts.remote(name=name, searcher=searcher, search_path=sys.path)
+        make: Any = ray.remote  # its types do not know of concurrency groups
+        return make(concurrency_groups=CONCURRENCY_GROUPS, **resources)(RoleHost).remote(
+            name=name, searcher=searcher, search_path=sys.path
+        )
 
     def _serve_weights(self, orders: StartSearchers) -> None:
         self._trainer.serve_weights.remote(self._trainer_name, orders.ends)
