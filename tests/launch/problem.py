@@ -88,15 +88,16 @@ def scores_of(config: Config) -> dict[str, float]:
 
 
 def children() -> list[psutil.Process]:
-    """Living processes that this one has started, and theirs; but for the server that roles are forked from, which serves
-    the next run too."""
+    """Living processes that this one has started, and theirs; but for the server that roles are forked from and the one that
+    watches over the GPU's MPS daemon, which serve the next run too."""
     return [p for p in psutil.Process().children(recursive=True) if _is_of_a_run(p)]
 
 
 def _is_of_a_run(process: psutil.Process) -> bool:
     try:
         is_server = "tba.runtime.fork_server" in process.cmdline() and not process.name().startswith("searcher-")
-        return process.status() != psutil.STATUS_ZOMBIE and not is_server
+        watches = [line for p in (process, process.parent()) if p is not None for line in p.cmdline()]
+        return process.status() != psutil.STATUS_ZOMBIE and not is_server and "tba-mps-watch" not in watches
     except (psutil.NoSuchProcess, FileNotFoundError):  # it has ended meanwhile
         return False
 

@@ -183,6 +183,19 @@ def test_values_and_gradients_are_those_of_plain_attention(lengths):
         assert (got - want).abs().max() < 0.03 * want.abs().max()
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_responses_of_one_token_and_prompts_without_a_response():
+    """As a collapsed policy writes them: the operator took at most one query for exactly one."""
+    device = torch.device("cuda")
+    layout = PackedLayout(root_lengths=[5, 3, 4], branch_lengths=[1, 1], branch_roots=[0, 2], device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    states = [torch.randn(14, heads, 64, device=device, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    got = attend_packed(*states, layout, scaling=0.125, window=None, softcap=None)
+    want = attend_packed(*(part.float() for part in states), layout, scaling=0.125, window=None, softcap=None)
+    assert (got.float() - want).abs().max() < 0.03 * want.abs().max()
+
+
 @pytest.mark.usefixtures("kernels_written_out")
 @pytest.mark.parametrize("lengths", [SHARED, WHOLE], ids=["shared", "whole"])
 def test_the_operators_say_what_they_return(lengths):

@@ -214,6 +214,9 @@ def _forward(
     ends_q: Tensor, ends_k: Tensor, most_q: int, most_k: int, *, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [T, H, D] and log-sums [H, T] of one set of sequences."""
+    # Of at most one query the operator concludes that every sequence has exactly one, where query heads share keys, and
+    # folds the heads into queries; a root without a response has none. It is an upper bound, so a higher one is as right.
+    most_q = max(most_q, 2)
     out, sums, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, ends_q, ends_k, most_q, most_k, 0.0, causal, False, scale=scale
     )

@@ -2,8 +2,8 @@
 
 Importing torch and transformers takes 4 to 15 s of a core; a fork takes some milliseconds and shares the memory of what was
 imported. The server runs no threads, so a fork of it is a process as good as new. A role gets the caller's environment,
-working folder and file descriptors (under the caller's numbers) with its request. Roles that use a GPU are new processes
-instead (supervisor.py).
+working folder and file descriptors (under the caller's numbers) with its request. The server never touches a GPU, which
+does not survive a fork: a role that uses one sets it up for itself.
 
     caller -> server   Start, with the descriptors as SCM_RIGHTS; Kill
     server -> caller   Started, Ended

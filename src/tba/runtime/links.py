@@ -120,7 +120,7 @@ class StartSearchers:
     """Pickled NewTrainer, for searchers that outlived the trainer before."""
     count: int
     forked: bool
-    """Whether searchers may be forks, which those that use a GPU may not."""
+    """Whether searchers are forks of a process that has imported what they need."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ from tba.runtime.links import (
     StartSearchers,
     pickled,
 )
-from tba.runtime.processes import RoleDied
+from tba.runtime.processes import RoleDied, may_fork
 from tba.runtime.supervisor import Host
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup, Weights
@@ -79,8 +79,6 @@ class LocalRuntime:
         self._slots = WeightSlots.create(tensors, dtype, device=device)
         self._references = WeightSlots.create(tensors, dtype, device=device) if reference_resets else None
         """Where a new reference is published."""
-        # A GPU's driver must not have been touched before a fork, which has not been tried with all that roles import.
-        self._forked = device.type == "cpu"
         self._canary = canary
         self._searchers: list[str] = []
         """Addresses of the searchers there are."""
@@ -119,7 +117,7 @@ class LocalRuntime:
                 ends=pickled(ends),
                 greeting=pickled(ends.greeting()),
                 count=self._num_searchers,
-                forked=self._forked,
+                forked=may_fork(),
             )
         )
 

@@ -12,7 +12,6 @@ import importlib
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -218,8 +217,9 @@ def popen(
 
 
 def may_fork() -> bool:
-    """Whether roles are forks of a process that has imported torch; where there is an NVIDIA GPU they are new processes."""
-    return sys.platform == "linux" and shutil.which("nvidia-smi") is None
+    """Whether roles are forks of a process that has imported torch. With a GPU too: that process never touches it, and each
+    role sets it up for itself."""
+    return sys.platform == "linux"
 
 
 def prepare_roles(threads: int) -> None:
