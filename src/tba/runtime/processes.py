@@ -12,6 +12,7 @@ import importlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -237,6 +238,7 @@ def role_environment(threads: int) -> dict[str, str]:
 def run_role(link_descriptor: int) -> int:
     """Run the target that the parent sends; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # whoever started this process may have blocked some, as Ray does
     write_stacks_when_asked()  # to the log, which is stderr
     connection = Connection(link_descriptor)
     first, payload = json.loads(connection.recv_bytes()), connection.recv_bytes()

@@ -340,6 +340,7 @@ class Supervisor:
         return self._orders is not None and (self._trainer_process is None or self._trainer_process.alive)
 
     def _look_after(self, seat: Seat, process: Role[RelayedLink]) -> None:
+        self.board.searcher(seat.index)["pid"] = process.pid
         failure = seat.failure
         overdue = failure is not None and time.monotonic() > seat.failed_at + self.config.stop_seconds
         if (seat.hung_up and not process.alive) or overdue:
@@ -377,6 +378,7 @@ class Supervisor:
         self._logs.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
         row = self.board.searcher(seat.index)
         row.clear()
+        row["place"] = PLACES.index("filled")  # or it would show as not wanted for a moment
         seat.incarnation, seat.idleness = secrets.token_hex(4), Idleness()
         seat.hung_up, seat.failure = False, None
         try:
@@ -384,7 +386,6 @@ class Supervisor:
         except (OSError, ServerGone) as error:  # no process or no descriptor is to be had: perhaps later
             self._vacate(seat, f"{seat.name} could not be started: {error}", early=True)
             return
-        row["pid"] = seat.process.pid
         self._trainer.send(SearcherStarted(holder=seat.holder, survived=False))
 
     def _lost(self, seat: Seat, what: str, *, final: bool = False, at_fault: bool = True) -> None:
