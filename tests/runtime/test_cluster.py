@@ -14,6 +14,7 @@ import torch
 
 from tba.config import ConfigError, RuntimeConfig, load_config
 from tba.models.weights import make_weights
+from tba.observe.claim import Holder
 from tba.runtime.board import Board
 from tba.runtime.leases import VisitLedger
 from tba.runtime.links import Link
@@ -46,14 +47,14 @@ class Run:
         from tba.runtime.cluster.roles import ClusterRoles
 
         config, board = RuntimeConfig(stop_seconds=5.0, kind="ray"), Board.create()
-        self.roles = ClusterRoles(config, board, logs=logs)
+        self.roles = ClusterRoles(config, board, logs=logs, gpus_each=0.0)
         self.supervisor = Supervisor(config, board, logs=logs, start_searcher=self.roles.searcher)
         self.groups: list[str] = []
         self.thread = threading.Thread(target=self.supervisor.run)
         self.thread.start()
         self.runtime = LocalRuntime(
             config,
-            Host(link=Link(self.supervisor.trainer_connection), board=board, pid=0),
+            Host(link=Link(self.supervisor.trainer_connection), board=board, owner=Holder.of_this_process()),
             num_searchers=1,
             tensors={"w": torch.zeros(1000)},
             dtype=torch.float32,
@@ -105,7 +106,9 @@ def test_weights_go_out_groups_come_in_and_a_lost_node_is_replaced(run, nodes):
     nodes.add_node(num_cpus=1)
     run.publish(version=2, value=9.0)
     run.drain_until(lambda: run.groups[-1].endswith("/2-9") and not run.groups[-1].startswith(first))
-    assert run.runtime.metrics()["searchers/replaced"] >= 1.0  # Ray may choose the lost node once more before it misses it
+    assert (
+        run.runtime.metrics()["searchers/replaced"] >= 1.0
+    )  # Ray may choose the lost node once more before it misses it
 
 
 def test_a_cluster_is_not_joined_without_a_token(monkeypatch, tmp_path):
@@ -132,3 +135,12 @@ def test_who_has_no_token_cannot_use_the_cluster(nodes):
         )
         assert done.returncode != 0
         assert "ran" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("gpus", "roles", "each"), [(0, 2, 0.0), (1, 2, 0.5), (2, 2, 1.0), (2, 3, 0.5), (3, 8, 1 / 3), (8, 5, 1.0)]
+)
+def test_roles_share_gpus_where_there_are_too_few(gpus, roles, each):
+    from tba.runtime.cluster.roles import share_of_gpus
+
+    assert share_of_gpus(gpus, roles) == pytest.approx(each)

@@ -13,6 +13,7 @@ import targets
 import torch
 
 from tba.config import RuntimeConfig
+from tba.observe.claim import Holder
 from tba.runtime.board import Board
 from tba.runtime.ends import LocalSearcherEnds
 from tba.runtime.leases import Visit, VisitLedger
@@ -48,7 +49,11 @@ class Run:
         self.thread.start()
         self.runtime = LocalRuntime(
             RuntimeConfig(stop_seconds=1.0),
-            Host(link=Link(self.supervisor.trainer_connection), board=self.supervisor.board, pid=0),
+            Host(
+                link=Link(self.supervisor.trainer_connection),
+                board=self.supervisor.board,
+                owner=Holder.of_this_process(),
+            ),
             num_searchers=2,
             tensors=TENSORS,
             dtype=torch.float32,
@@ -197,7 +202,7 @@ def test_a_new_trainer_takes_no_group_before_those_that_are_sent_again():
     supervisor, searcher = Link(ours), "searcher-0.a"
     runtime = LocalRuntime(
         RuntimeConfig(),
-        Host(link=Link(theirs), board=Board.create(), pid=0),
+        Host(link=Link(theirs), board=Board.create(), owner=Holder.of_this_process()),
         num_searchers=1,
         tensors=TENSORS,
         dtype=torch.float32,

@@ -326,12 +326,13 @@ class RuntimeConfig(Section):
     on this machine, which nobody else can reach, and ends with the run."""
     trainer_cpus: float = Field(default=1.0, ge=0.0)
     """CPUs of a Ray node that the trainer takes up."""
-    trainer_gpus: float = Field(default=0.0, ge=0.0)
-    """GPUs of a Ray node that the trainer takes up; with 0 it sees none."""
+    trainer_gpus: float | None = Field(default=None, ge=0.0)
+    """GPUs of a Ray node that the trainer takes up; with 0 it sees none. None = one, or a share of one where the cluster has
+    fewer than roles; none where it has none, or model.device is cpu."""
     searcher_cpus: float = Field(default=1.0, ge=0.0)
     """CPUs of a Ray node that each searcher takes up."""
-    searcher_gpus: float = Field(default=0.0, ge=0.0)
-    """GPUs of a Ray node that each searcher takes up, such as 0.5 for two on one; with 0 it sees none."""
+    searcher_gpus: float | None = Field(default=None, ge=0.0)
+    """GPUs of a Ray node that each searcher takes up, such as 0.5 for two on one; None = as for the trainer."""
     threads: int = Field(default=1, ge=1)
     """Number of threads of each process. Trainer and searchers share the cores: more threads than cores make all of
     them slow."""

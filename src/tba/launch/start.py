@@ -52,7 +52,7 @@ def train(
     `resume` continues the run of this config from its newest whole checkpoint, or from the one that is named. `host` is
     where the trainer runs under a supervisor; None = this process gets one.
     """
-    owner = None if host is None else host.pid
+    owner = None if host is None else host.owner
     check_before_loading(config, resume=bool(resume))
     torch.set_num_threads(config.runtime.threads)
     config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
@@ -74,9 +74,9 @@ def train(
     # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
     imported = import_groups(config, inputs) if checkpoint is None else []
     if not resume:
-        folder = RunFolder.create(config.run_folder, overwrite=config.overwrite, pid=owner)
+        folder = RunFolder.create(config.run_folder, overwrite=config.overwrite, holder=owner)
     else:
-        folder.claim(pid=owner)
+        folder.claim(holder=owner)
     try:
         with (
             stacks_to(folder.logs / "trainer.log"),

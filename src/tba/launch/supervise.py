@@ -20,7 +20,7 @@ from typing import Any
 from tba.config import Config
 from tba.launch.operate import Control, StatusWriter
 from tba.observe.claim import NAME as CLAIM
-from tba.observe.claim import Claim, holder_of, is_held
+from tba.observe.claim import Claim, Holder, holder_of
 from tba.observe.files import RunFolder
 from tba.runtime.board import Board
 from tba.runtime.links import Link
@@ -45,7 +45,7 @@ class Outside:
         self._status: StatusWriter | None = None
 
     def look(self, supervisor: Supervisor) -> None:
-        if not is_held(holder_of(self._folder.path), by=os.getpid()):
+        if not Holder.of_this_process().has(holder_of(self._folder.path)):
             return  # the trainer has not made the folder yet
         if self._status is None:
             self._status = StatusWriter(self._folder, supervisor.board)
@@ -69,7 +69,7 @@ def supervise(config: Config, *, resume: bool, target: str) -> int:
         prepare_roles(config.runtime.threads)
     folder, board = RunFolder(config.run_folder), Board.create()
     outside = Outside(folder)
-    host = HostHandle(board=board.memory.handle(), pid=os.getpid())
+    host = HostHandle(board=board.memory.handle(), owner=Holder.of_this_process())
 
     def trainer_arguments() -> dict[str, Any]:
         return {"config": config, "resume": resume or has_begun(folder), "host": host}
@@ -90,7 +90,7 @@ def supervise(config: Config, *, resume: bool, target: str) -> int:
         finally:
             supervisor.close()
             outside.close()
-            Claim(folder.path / CLAIM, os.getpid()).release()
+            Claim(folder.path / CLAIM, host.owner).release()
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def hosted(config: Config, folder: RunFolder) -> Iterator[Host]:
         thread.start()
         link = Link(supervisor.trainer_connection)
         try:
-            yield Host(link=link, board=supervisor.board, pid=os.getpid())
+            yield Host(link=link, board=supervisor.board, owner=Holder.of_this_process())
         finally:
             link.close()
             thread.join()
@@ -130,15 +130,19 @@ def starters(config: Config, board: Board, logs: Path) -> Iterator[RoleStarter]:
     from tba.runtime.cluster.connect import cluster
 
     with cluster(config.runtime):
-        from tba.runtime.cluster.roles import ClusterRoles
+        import ray
 
-        with closing(ClusterRoles(config.runtime, board, logs=logs)) as roles:
+        from tba.runtime.cluster.roles import ClusterRoles, share_of_gpus
+
+        available = 0.0 if config.model.device == "cpu" else ray.cluster_resources().get("GPU", 0.0)
+        gpus = share_of_gpus(available, 1 + config.search.num_searchers)
+        with closing(ClusterRoles(config.runtime, board, logs=logs, gpus_each=gpus)) as roles:
             yield roles
 
 
 def has_begun(folder: RunFolder) -> bool:
     """Whether a trainer of this process has begun the run, so that the next one resumes it."""
-    return folder.config.is_file() and is_held(holder_of(folder.path), by=os.getpid())
+    return folder.config.is_file() and Holder.of_this_process().has(holder_of(folder.path))
 
 
 def newest_step(folder: RunFolder) -> int | None:

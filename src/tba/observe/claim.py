@@ -14,7 +14,7 @@ import os
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,39 @@ class FolderInUse(FileExistsError):
     """Another run writes in the folder."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """A process that may have a claim, on this host or another one.
+
+    Holder(pid=4711, started="8c1e...:1203344", host="node7")
+    """
+
+    pid: int
+    started: str | None
+    host: str
+
+    @classmethod
+    def of_this_process(cls) -> Holder:
+        return cls(pid=os.getpid(), started=start_of(os.getpid()), host=socket.gethostname())
+
+    def has(self, claim: Mapping[str, Any]) -> bool:
+        """Whether a claim is this process's."""
+        return {**claim, "inode": None} == {**asdict(self), "inode": None}
+
+
 @dataclass(frozen=True)
 class Claim:
     """The right to write in a folder, from `take` to `release`."""
 
     path: Path
-    pid: int
-    """The process that has it."""
+    holder: Holder
 
     @classmethod
-    def take(cls, folder: Path, *, pid: int | None = None) -> Claim:
+    def take(cls, folder: Path, *, holder: Holder | None = None) -> Claim:
         """Claim an existing folder for this process, or for another one, which may have it already; FolderInUse names the
         process that has it. A claim whose process is gone is taken over."""
-        path, holder = folder / NAME, pid or os.getpid()
+        path, unless = folder / NAME, holder
+        holder = holder or Holder.of_this_process()
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -45,8 +65,8 @@ class Claim:
                     fcntl.flock(descriptor, fcntl.LOCK_EX)
                 if not _is_at(path, descriptor):
                     continue  # released between the two calls: the file is no longer the one in the folder
-                refuse(folder, _read(descriptor), unless=pid)
-                text = json.dumps({**_process(holder), "inode": os.fstat(descriptor).st_ino}) + "\n"
+                refuse(folder, _read(descriptor), unless=unless)
+                text = json.dumps({**asdict(holder), "inode": os.fstat(descriptor).st_ino}) + "\n"
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, text.encode(), 0)
                 return cls(path, holder)
@@ -56,7 +76,7 @@ class Claim:
     def release(self) -> None:
         """Give the folder up, whatever has become of it; a claim that is no longer the process's own stays."""
         with suppress(OSError):
-            if is_held(holder_of(self.path.parent), by=self.pid):
+            if self.holder.has(holder_of(self.path.parent)):
                 self.path.unlink()
 
 
@@ -72,9 +92,9 @@ def holder_of(folder: Path) -> Mapping[str, Any]:
         os.close(descriptor)
 
 
-def refuse(folder: Path, claim: Mapping[str, Any], *, unless: int | None = None) -> None:
+def refuse(folder: Path, claim: Mapping[str, Any], *, unless: Holder | None = None) -> None:
     """Raise FolderInUse where a claim holds, unless it is that of the process `unless`."""
-    if not claim or (unless is not None and is_held(claim, by=unless)):
+    if not claim or (unless is not None and unless.has(claim)):
         return
     host = claim.get("host")
     if host != socket.gethostname():
@@ -87,10 +107,6 @@ def refuse(folder: Path, claim: Mapping[str, Any], *, unless: int | None = None)
             f"run folder {folder} is in use by process {claim.get('pid')} on this host ({host}): choose another name "
             f"(name=...), or end that run (kill {claim.get('pid')})."
         )
-
-
-def is_held(claim: Mapping[str, Any], *, by: int) -> bool:
-    return {**claim, "inode": None} == {**_process(by), "inode": None}
 
 
 def start_of(pid: Any) -> str | None:
@@ -109,10 +125,6 @@ def start_of(pid: Any) -> str | None:
     except (OSError, ValueError, TypeError):
         return None
     return "unknown"
-
-
-def _process(pid: int) -> dict[str, Any]:
-    return {"pid": pid, "started": start_of(pid), "host": socket.gethostname()}
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from tba.config import Config
 from tba.observe.claim import NAME as CLAIM
-from tba.observe.claim import Claim, holder_of, refuse
+from tba.observe.claim import Claim, Holder, holder_of, refuse
 from tba.observe.metrics import metric
 
 MANIFEST = "manifest.json"
@@ -72,12 +72,12 @@ class RunFolder:
             ) from None
 
     @classmethod
-    def create(cls, path: Path, *, overwrite: bool, pid: int | None = None) -> RunFolder:
+    def create(cls, path: Path, *, overwrite: bool, holder: Holder | None = None) -> RunFolder:
         """Make an empty run folder and claim it for a process, None = this one. An earlier run of the same name is only
         replaced when asked for, one that still goes on never."""
         folder = cls(path)
         path.mkdir(parents=True, exist_ok=True)
-        folder.claim(pid=pid)
+        folder.claim(holder=holder)
         try:
             folder._refuse_replacing(overwrite)
             for entry in path.iterdir():
@@ -105,9 +105,9 @@ class RunFolder:
         folder.checkpoints.mkdir(exist_ok=True)
         return folder
 
-    def claim(self, *, pid: int | None = None) -> None:
+    def claim(self, *, holder: Holder | None = None) -> None:
         """Claim the folder for a process, None = this one, until `release`; FolderInUse names the process that has it."""
-        self._claim = Claim.take(self.path, pid=pid)
+        self._claim = Claim.take(self.path, holder=holder)
 
     def release(self) -> None:
         """The run is over: the folder may be used by another."""

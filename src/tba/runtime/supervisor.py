@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tba.config import RuntimeConfig
+from tba.observe.claim import Holder
 from tba.runtime.board import MAX_SEARCHERS, PLACES, Board, MemoryHandle, Place, SharedMemory
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import Idleness, dump_stacks
@@ -111,23 +112,23 @@ class LocalRoles:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Where a trainer runs: its link to the supervisor, and the board that all see. Host(link=..., board=..., pid=4711)"""
+    """Where a trainer runs: its link to the supervisor, and the board that all see. Host(link=..., board=..., owner=...)"""
 
     link: Link
     board: Board
-    pid: int
-    """The supervisor's process, which is there for as long as the run."""
+    owner: Holder
+    """The supervisor's process, which is there for as long as the run, and has its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostHandle:
-    """How the trainer's process finds its host. HostHandle(board=MemoryHandle(...), pid=4711)"""
+    """How the trainer's process finds its host. HostHandle(board=MemoryHandle(...), owner=Holder(...))"""
 
     board: MemoryHandle
-    pid: int
+    owner: Holder
 
     def open(self, link: Link) -> Host:
-        return Host(link=link, board=Board(SharedMemory.attach(self.board)), pid=self.pid)
+        return Host(link=link, board=Board(SharedMemory.attach(self.board)), owner=self.owner)
 
 
 @dataclass

@@ -25,7 +25,7 @@ def cluster(config: RuntimeConfig) -> Iterator[None]:
     _check_token(config.address)
     # Before Ray is imported, which reads them then.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # it would leave out lines of what the trainer writes
     if config.address is None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

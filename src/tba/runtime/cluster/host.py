@@ -87,7 +87,7 @@ class RoleHost:
             log_path.parent.mkdir(parents=True, exist_ok=True)
         self._begin = partial(self._start_process, target, log=log_path, threads=threads)
         if self._searcher is None:
-            handle = HostHandle(board=self._board.memory.handle(), pid=arguments["host"].pid)
+            handle = HostHandle(board=self._board.memory.handle(), owner=arguments["host"].owner)
             self._begin({**arguments, "host": handle})
             return
         with self._lock:

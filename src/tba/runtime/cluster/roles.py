@@ -8,6 +8,7 @@ takes frames to it. Signs of life are numbers that rise, never times: clocks of 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import sys
 import threading
@@ -127,11 +128,21 @@ class ClusterRole:
         self._when_ended()
 
 
+def share_of_gpus(available: float, num_roles: int) -> float:
+    """GPUs of each role: one, or 1/n where n of them have to share each; 0 where there are none. Eight roles on three GPUs
+    are three on one at most, so each takes 1/3."""
+    if available < 1:
+        return 0.0
+    return min(1.0, 1 / math.ceil(num_roles / int(available)))
+
+
 class ClusterRoles:
     """Starts the roles of a run as actors, and has the weights of the trainer there is go to the searchers there are."""
 
-    def __init__(self, config: RuntimeConfig, board: Board, *, logs: Path) -> None:
+    def __init__(self, config: RuntimeConfig, board: Board, *, logs: Path, gpus_each: float) -> None:
+        """`gpus_each` is what a role takes up where the config does not say."""
         self._config = config
+        self._gpus_each = gpus_each
         self._board = board
         self._logs = logs
         self._trainer: Any = None
@@ -193,9 +204,10 @@ class ClusterRoles:
     def _actor(self, name: str, searcher: int | None) -> Any:
         config = self._config
         is_trainer = searcher is None
+        gpus = config.trainer_gpus if is_trainer else config.searcher_gpus
         resources = {
             "num_cpus": config.trainer_cpus if is_trainer else config.searcher_cpus,
-            "num_gpus": config.trainer_gpus if is_trainer else config.searcher_gpus,
+            "num_gpus": self._gpus_each if gpus is None else gpus,
         }
         make: Any = ray.remote  # its types do not know of concurrency groups
         return make(concurrency_groups=CONCURRENCY_GROUPS, **resources)(RoleHost).remote(
