@@ -2,11 +2,14 @@
 
     python benchmarks/scaling.py runtimes --pairs 3 --steps 150     # trained responses per second, local and Ray in turns
     python benchmarks/scaling.py weights --searchers 4              # a 100M-parameter bf16 model from trainer to searchers
+    python benchmarks/scaling.py groups --searchers 2               # groups per second from searchers to the trainer
 
 runtimes: the quickstart with one searcher under runtime.kind=local and runtime.kind=ray, in turns, with the same seed in a
 pair; the rate is that of the optimizer steps after the first 30, so that starts do not count. weights: from the moment the
 trainer publishes until every searcher has a checked copy of its own, through slots and Ray's object store; beside it the
 official code's way, in which every parameter goes as a pickled fp32 tensor through a broadcast between CPU processes.
+groups: searchers that do nothing but send groups of 8 responses of 64 tokens, through their actors and the supervisor, to a
+trainer that does nothing but acknowledge them.
 """
 
 from __future__ import annotations
@@ -165,6 +168,98 @@ def the_official_way(searchers: int, times: int) -> list[float]:
     return [float(line) for line in output.split()][1:]
 
 
+def sends_groups(link: Any, *, index: int, incarnation: str, ends: bytes) -> None:
+    """The target of a searcher that does nothing else, as fast as it is let."""
+    import pickle
+
+    import numpy as np
+
+    from tba.config import RuntimeConfig
+    from tba.runtime.channels import Stopped
+    from tba.runtime.ends import LocalSearcherEnds
+    from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
+
+    found = LocalSearcherEnds(link, pickle.loads(ends), RuntimeConfig(), index=index, stock=1)
+    prompt = Prompt(id="p", token_ids=np.arange(32, dtype=np.int32), text="x" * 100)
+    floats = np.zeros(64, np.float32)
+    completion = Completion(
+        prompt_id="p",
+        sample_index=0,
+        token_ids=np.arange(64, dtype=np.int32),
+        behaviour_log_probs=floats,
+        policy_log_probs=floats,
+        version_spans=((0, 0),),
+        finish="stop",
+    )
+    trajectory = Trajectory(
+        completion=completion, rewards={"r": 1.0}, log_ref=floats, reference_version=0, loss_mask=np.ones(64, bool)
+    )
+    number = 0
+    try:
+        while True:
+            group_id = f"searcher-{index}.{incarnation}/{number}"
+            found.sender.send(TrajectoryGroup(id=group_id, prompt=prompt, trajectories=(trajectory,) * 8))
+            found.handle_messages()
+            number += 1
+    except Stopped:
+        return
+
+
+def measure_groups(arguments: argparse.Namespace) -> None:
+    import threading
+
+    import numpy as np
+
+    from tba.config import load_config
+    from tba.launch.supervise import starters
+    from tba.observe.claim import Holder
+    from tba.runtime.board import Board
+    from tba.runtime.leases import VisitLedger
+    from tba.runtime.links import Link
+    from tba.runtime.local import LocalRuntime
+    from tba.runtime.supervisor import Host, Supervisor
+    from tba.types import Weights
+
+    config = load_config(None, [f"runtime.kind={arguments.kind}", f"search.num_searchers={arguments.searchers}"])
+    tensors = {"w": torch.zeros(16)}
+    with tempfile.TemporaryDirectory() as folder:
+        logs, board = Path(folder), Board.create()
+        with starters(config, board, logs) as start:
+            supervisor = Supervisor(config.runtime, board, logs=logs, start_searcher=start.searcher)
+            thread = threading.Thread(target=supervisor.run)
+            thread.start()
+            runtime = LocalRuntime(
+                config.runtime,
+                Host(link=Link(supervisor.trainer_connection), board=board, owner=Holder.of_this_process()),
+                num_searchers=arguments.searchers,
+                tensors=tensors,
+                dtype=torch.float32,
+                canary=lambda weights: np.zeros(64),
+                ledger=VisitLedger(10, seed=0, shuffle=False),
+            )
+            runtime.publish(Weights(version=0, tensors=tensors))
+            runtime.start_searchers(sends_groups, {})
+            count, started, seen = 0, 0.0, set[str]()
+            while not started or time.perf_counter() - started < arguments.seconds:
+                groups = runtime.drain()
+                runtime.acknowledge([group.id for group in groups])
+                if started:
+                    count += len(groups)
+                seen |= {group.id.partition("/")[0] for group in groups}
+                if not started and len(seen) == arguments.searchers:
+                    started = time.perf_counter()
+                time.sleep(0.001)
+            rate = count / arguments.seconds
+            print(f"{arguments.kind}, {arguments.searchers} searchers: {rate:.0f} groups/s of 8 x 64 tokens")
+            runtime.stop()
+            thread.join()
+            supervisor.close()
+
+
+def in_words(seconds: list[float]) -> str:
+    return f"median {statistics.median(seconds):.2f} s ({', '.join(f'{each:.2f}' for each in seconds)})"
+
+
 def compare_weights(arguments: argparse.Namespace) -> None:
     tensors = parameters()
     count = sum(tensor.numel() for tensor in tensors.values())
@@ -191,6 +286,11 @@ def main() -> None:
     runtimes.set_defaults(function=compare_runtimes)
     runtimes.add_argument("--pairs", type=int, default=3)
     runtimes.add_argument("--steps", type=int, default=150)
+    groups = commands.add_parser("groups")
+    groups.set_defaults(function=measure_groups)
+    groups.add_argument("--kind", choices=["local", "ray"], default="ray")
+    groups.add_argument("--searchers", type=int, default=2)
+    groups.add_argument("--seconds", type=float, default=10.0)
     weights = commands.add_parser("weights")
     weights.set_defaults(function=compare_weights)
     weights.add_argument("--searchers", type=int, default=4)

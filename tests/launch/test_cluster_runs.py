@@ -17,8 +17,8 @@ pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 
 def test_a_run_on_a_private_cluster_survives_its_searcher_and_its_trainer(folder):
-    """Nothing that was stored is lost or stored twice, every step is recorded once, Ctrl-C saves, and nothing is left of the
-    cluster."""
+    """Nothing that was stored is lost or stored twice, every step is recorded once, Ctrl-C saves, nothing is left of the
+    cluster, and while it lived it listened on loopback only."""
     settings = ("train.max_steps=1000000", "train.checkpoint_every=20", "runtime.kind=ray")
     config = make_config(folder, "name=ray", *settings)
     run = RunFolder(config.run_folder)
@@ -32,6 +32,8 @@ def test_a_run_on_a_private_cluster_survives_its_searcher_and_its_trainer(folder
     ) as process:
         assert wait_for(lambda: max(steps_of(config), default=0) >= 20 and role(run, "searcher-0"), 120)
         started = psutil.Process(process.pid).children(recursive=True)
+        listening = [c for p in started for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert {c.laddr.ip.removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}
         os.kill(role(run, "searcher-0")["pid"], signal.SIGKILL)
         assert wait_for(lambda: restarts("searchers/replaced") == 1)
         os.kill(role(run, "trainer")["pid"], signal.SIGKILL)

@@ -29,6 +29,8 @@ def cluster(config: RuntimeConfig) -> Iterator[None]:
     if config.address is None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        # Ray's name for: the one node is 127.0.0.1, so that nothing listens on any other address, on Linux too.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
         import ray
     except ImportError:
@@ -37,12 +39,7 @@ def cluster(config: RuntimeConfig) -> Iterator[None]:
         ) from None
     try:
         if config.address is None:
-            ray.init(
-                include_dashboard=False,
-                namespace=NAMESPACE,
-                logging_level=logging.WARNING,
-                _node_ip_address="127.0.0.1",
-            )
+            ray.init(include_dashboard=False, namespace=NAMESPACE, logging_level=logging.WARNING)
         else:
             ray.init(address=config.address, namespace=NAMESPACE, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
