@@ -113,6 +113,10 @@ class SearchConfig(Section):
     num_searchers: int = Field(default=1, ge=1, le=64)
     """Number of searcher processes at the start. Visits to prompts are handed out to them one by one, so that searchers can
     be replaced, and `tba searchers RUN --count N` can change their number while the run goes on."""
+    max_searchers: int | None = Field(default=None, ge=1, le=64)
+    """Number of searchers that a run may come to where the trainer would wait for responses: beginning with num_searchers,
+    one joins while it waits a tenth of its time, and one leaves where they wait for the time of more than one. None =
+    num_searchers, always."""
     samples_multiplier: float = Field(default=1.0, ge=1.0)
     """Factor of the responses generated at a visit: S = ceil(samples_multiplier * train.samples_per_prompt)."""
     shuffle: bool = True
@@ -131,6 +135,15 @@ class SearchConfig(Section):
     """Number of solved visits in a row after which a prompt is skipped every other epoch; None = never skipped."""
     skip_unsolved_after: int | None = Field(default=None, ge=1)
     """Number of unsolved visits in a row after which a prompt is skipped every other epoch; None = never skipped."""
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> SearchConfig:
+        if self.max_searchers is not None and self.max_searchers < self.num_searchers:
+            raise ValueError(
+                f"search.max_searchers={self.max_searchers} is below search.num_searchers={self.num_searchers}: raise it, "
+                "or leave it out to keep their number."
+            )
+        return self
 
 
 class ReplayConfig(Section):

@@ -11,13 +11,14 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tba.config import Config
+from tba.config import Config, SearchConfig
 from tba.launch.operate import Control, StatusWriter
 from tba.observe.claim import NAME as CLAIM
 from tba.observe.claim import Claim, Holder, holder_of
@@ -26,6 +27,7 @@ from tba.runtime.board import Board
 from tba.runtime.links import Link
 from tba.runtime.mps import start_mps
 from tba.runtime.processes import prepare_roles
+from tba.runtime.searcher_rule import SearcherRule
 from tba.runtime.supervisor import Host, HostHandle, LocalRoles, RoleStarter, Supervisor
 
 logger = logging.getLogger("tba")
@@ -37,8 +39,11 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Outside:
     """What the supervisor does once a second for those who look at the run from outside."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, search: SearchConfig) -> None:
         self._folder = folder
+        most = search.max_searchers
+        self._rule = None if most is None else SearcherRule(least=search.num_searchers, most=most)
+        """Decides how many searchers there are, until somebody asks for a number; None = nobody but them does."""
         self._control = Control(folder.control)
         self._asked: int | None = None
         """Number of searchers that was asked for last."""
@@ -52,8 +57,13 @@ class Outside:
         self._status.write()
         asked = self._control.searchers()
         if asked is not None and asked != self._asked:
-            self._asked = asked
+            self._asked, self._rule = asked, None
             supervisor.ask_for_searchers(asked)
+        if self._rule is not None:
+            wanted = self._rule.look(time.monotonic(), supervisor.board.waits())
+            if wanted is not None:
+                logger.info("the run goes on with %d searchers.", wanted)
+                supervisor.ask_for_searchers(wanted)
 
     def close(self) -> None:
         """Say that the run has ended; its process may go on with something else."""
@@ -68,7 +78,7 @@ def supervise(config: Config, *, resume: bool, target: str) -> int:
         start_mps(config)  # before anything touches the GPU
         prepare_roles(config.runtime.threads)
     folder, board = RunFolder(config.run_folder), Board.create()
-    outside = Outside(folder)
+    outside = Outside(folder, config.search)
     host = HostHandle(board=board.memory.handle(), owner=Holder.of_this_process())
 
     def trainer_arguments() -> dict[str, Any]:
@@ -96,7 +106,7 @@ def supervise(config: Config, *, resume: bool, target: str) -> int:
 @contextmanager
 def hosted(config: Config, folder: RunFolder) -> Iterator[Host]:
     """A host for a trainer in this process, with the supervisor in a thread."""
-    outside, board = Outside(folder), Board.create()
+    outside, board = Outside(folder, config.search), Board.create()
     with starters(config, board, folder.logs) as start:
         supervisor = Supervisor(
             config.runtime, board, logs=folder.logs, start_searcher=start.searcher, look_outside=outside.look

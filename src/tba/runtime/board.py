@@ -22,6 +22,7 @@ import numpy as np
 from tba.observe.display import RoleStatus
 from tba.runtime.channels import WAITS, Wait
 from tba.runtime.deadlines import Idleness
+from tba.runtime.searcher_rule import Waits
 
 logger = logging.getLogger("tba")
 
@@ -248,6 +249,17 @@ class Board:
         """Whether the supervisor does nothing: somebody has suspended it (kill -STOP). Then nothing is passed on, and nobody
         who waits for that may lose patience."""
         return self.supervisor.silence() > SILENT_SECONDS
+
+    def waits(self) -> Waits:
+        """How long trainer and searchers have waited so far."""
+        places = self.places()
+        rows = [self._searchers[index] for index in places]
+        ready = all(place == "filled" for place in places.values()) and all(row["heartbeat"] > 0 for row in rows)
+        return Waits(
+            trainer=self.trainer["wait_seconds"],
+            searchers=tuple(row["wait_seconds"] for row in rows),
+            all_at_work=ready and self.trainer["beats"] > 0,
+        )
 
     def heartbeats(self) -> dict[str, float]:
         """Signs of life so far of each searcher that runs."""
