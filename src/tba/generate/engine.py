@@ -5,20 +5,23 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tba.config import GenerateConfig
+from tba.config import ConfigError, GenerateConfig
 from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import LoraReferenceScorer, ReferenceScorer
 from tba.generate.transformers_engine import TransformersEngine, TransformersScorer
 from tba.models.decoder import UnsupportedModel
 from tba.models.load import has_lora, merged
 from tba.types import Completion, Request, Sampling, Weights
+
+if TYPE_CHECKING:
+    from tba.generate.vllm_engine import VllmEngine
 
 logger = logging.getLogger("tba.generate")
 
@@ -114,19 +117,23 @@ def make_engine(
     given = isinstance(tokenizer_or_stop_ids, (list, tuple, set, frozenset))
     stop_ids = sorted(tokenizer_or_stop_ids) if given else stop_ids_of(model, tokenizer_or_stop_ids)
     like = next(model.parameters())
+    options: dict[str, Any] = {
+        "stop_ids": stop_ids,
+        "seed": seed,
+        "slots": config.slots or DEFAULT_SLOTS,
+        "max_length": max_length,
+        "update": config.update,
+        "dtype": dtype or like.dtype,
+        "device": device or like.device,
+        "version": version,
+    }
+    if config.engine == "vllm":
+        # vLLM's own scores are at temperature 1: only where another is asked for, a second copy of the weights is kept.
+        scorer = None if config.temperature == 1.0 else make_scorer(model, max_length=max_length)
+        return vllm_engine_class()(model, scorer=scorer, **options)
     if config.engine == "native":
         try:
-            return NativeEngine(
-                model,
-                stop_ids=stop_ids,
-                seed=seed,
-                slots=config.slots or DEFAULT_SLOTS,
-                max_length=max_length,
-                update=config.update,
-                dtype=dtype or like.dtype,
-                device=device or like.device,
-                version=version,
-            )
+            return NativeEngine(model, **options)
         except UnsupportedModel as reason:
             logger.warning("generate.engine=native cannot run this model: %s. Falling back to transformers.", reason)
     return TransformersEngine(
@@ -137,6 +144,17 @@ def make_engine(
         update=config.update,
         version=version,
     )
+
+
+def vllm_engine_class() -> type[VllmEngine]:
+    """The class of generate.engine=vllm, imported here alone: vLLM takes seconds to import, and is an extra."""
+    try:
+        from tba.generate.vllm_engine import VllmEngine
+    except ImportError as error:
+        raise ConfigError(
+            f"generate.engine=vllm needs vLLM, which cannot be imported here ({error}): pip install 'tba-rl[vllm]'."
+        ) from error
+    return VllmEngine
 
 
 def make_scorer(
