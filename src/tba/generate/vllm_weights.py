@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 BACKEND = "tba_in_process"
@@ -65,6 +66,12 @@ class InProcessTransfer(WeightTransferEngine[InProcessInit, InProcessUpdate]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        # On a CPU matrices are packed per layer. vLLM reloads a tied matrix for the embedding alone (its reload module names
+        # this limit), so the head would go on with the packed copy of the old one.
+        if self.device.type == "cpu" and getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
+            for layer in self.model.modules():
+                if isinstance(layer, ParallelLMHead):
+                    layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         pass
