@@ -139,6 +139,12 @@ class VllmEngine:
     ) -> list[np.ndarray]:
         """Log-probs of given responses under the weights in use: at temperature 1 by vLLM itself, so that a canary sees the
         weights that generate; running responses go on meanwhile."""
+        longest = max((len(prompt) + len(response) for prompt, response in zip(prompt_ids, response_ids)), default=0)
+        if longest > self.max_length:
+            raise ValueError(
+                f"generate.engine=vllm cannot score {longest} tokens: max_length is {self.max_length}. Use a model with a "
+                "longer context, or generate.engine=native."
+            )
         if temperature == 1.0:
             return self._shared.score(prompt_ids, response_ids)
         if self._shared.scorer is None:
