@@ -1,11 +1,12 @@
-"""What is vLLM's own about the engine over it. Skipped where vLLM is not installed; `make test-vllm` installs and runs it."""
+"""What is vLLM's own about the engine over it. Skipped where it is not installed; `make test-vllm` installs and runs it."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
-import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from tiny_models import (
     plain_logits,
 )
 
+import tba
 from tba.config import ConfigError, GenerateConfig, LoraConfig
 from tba.generate.engine import LoraEngine, make_engine
 from tba.models.load import add_lora
@@ -42,15 +44,20 @@ def make(kind="vllm", model=None, *, slots=3, max_length=40, seed=0, **config):
     return make_engine(model, STOPS, settings, seed=seed, max_length=max_length)
 
 
-def test_the_package_does_not_import_vllm_unless_it_is_chosen():
-    code = "import sys, tba.launch.run, tba.search.role; print([m for m in sys.modules if m.split('.')[0] == 'vllm'])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+def test_nothing_imports_vllm_but_the_modules_that_are_imported_when_it_is_chosen():
+    package = Path(tba.__file__).parent
+    for path in package.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:  # of the module itself, not inside functions
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            chosen = [name for name in names if name.split(".")[0] == "vllm" or name.startswith("tba.generate.vllm_")]
+            assert not chosen or path.name.startswith("vllm_"), f"{path} imports {chosen}"
 
 
 def test_without_vllm_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # as Python notes a module that cannot be imported
-    monkeypatch.delitem(sys.modules, "tba.generate.vllm_engine", raising=False)
+    for name in ("engine", "in_process", "weights"):
+        monkeypatch.delitem(sys.modules, f"tba.generate.vllm_{name}", raising=False)
     with pytest.raises(ConfigError, match=r"generate.engine=vllm needs vLLM.*pip install 'tba-rl\[vllm\]'"):
         make()
 
@@ -94,9 +101,7 @@ def test_greedy_responses_know_the_policy_at_temperature_one():
     assert not found.behaviour_log_probs.any()
     expected = plain_log_probs(model, request.prompt.token_ids, found.token_ids)
     np.testing.assert_allclose(found.policy_log_probs, expected, atol=1e-4)
-    (found,) = engine.generate(
-        [request], samples_per_prompt=1, sampling=replace(sampling, policy_temperature=0.5)
-    )
+    (found,) = engine.generate([request], samples_per_prompt=1, sampling=replace(sampling, policy_temperature=0.5))
     assert np.isnan(found.policy_log_probs).all()
 
 
@@ -208,7 +213,8 @@ def test_tied_embeddings_are_replaced_at_both_ends():
     def tied(seed):
         torch.manual_seed(seed)
         config = transformers.Qwen2Config(
-            **{**GROUPED, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}, tie_word_embeddings=True
+            **{**GROUPED, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
+            tie_word_embeddings=True,
         )
         return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
@@ -241,13 +247,23 @@ def test_a_lora_adapter_is_merged_before_vllm_gets_it():
 
 
 @needs_vllm
+def test_a_model_that_vllms_kernels_do_not_know_is_refused_when_the_engine_is_made():
+    with pytest.raises(ConfigError, match=r"cannot run this model: .*head.*Use generate.engine=native"):
+        make(model=make_tiny_model("llama"))  # heads of 8 numbers
+
+
+@needs_vllm
 def test_weights_that_do_not_fit_and_temperatures_that_vllm_would_change_are_refused():
     engine = make()
     tensors = dict(make_weights_of(make_tiny_model(FAMILY), 1).tensors)
     del tensors["model.norm.weight"]
-    with pytest.raises(KeyError, match="missing \\['model.norm.weight'\\]"):
+    with pytest.raises(KeyError, match=r"missing \['model\.norm\.weight'\]"):
         engine.load(Weights(version=1, tensors=tensors))
     assert engine.version == 0
-    with pytest.raises(ConfigError, match="temperatures from 0.01, got 0.001"):
-        list(engine.generate(make_requests(3), samples_per_prompt=1, sampling=Sampling(max_new_tokens=4, temperature=0.001)))
+    with pytest.raises(ConfigError, match=r"temperatures from 0\.01, got 0\.001"):
+        list(
+            engine.generate(
+                make_requests(3), samples_per_prompt=1, sampling=Sampling(max_new_tokens=4, temperature=0.001)
+            )
+        )
     assert engine.vocabulary == VOCABULARY

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from tba.generate.transformers_engine import TransformersEngine, TransformersSco
 from tba.models.decoder import UnsupportedModel
 from tba.models.load import has_lora, merged
 from tba.types import Completion, Request, Sampling, Weights
-
-if TYPE_CHECKING:
-    from tba.generate.vllm_engine import VllmEngine
 
 logger = logging.getLogger("tba.generate")
 
@@ -130,7 +127,7 @@ def make_engine(
     if config.engine == "vllm":
         # vLLM's own scores are at temperature 1: only where another is asked for, a second copy of the weights is kept.
         scorer = None if config.temperature == 1.0 else make_scorer(model, max_length=max_length)
-        return vllm_engine_class()(model, scorer=scorer, **options)
+        return _vllm_engine_maker()(model, scorer=scorer, **options)
     if config.engine == "native":
         try:
             return NativeEngine(model, **options)
@@ -146,15 +143,15 @@ def make_engine(
     )
 
 
-def vllm_engine_class() -> type[VllmEngine]:
-    """The class of generate.engine=vllm, imported here alone: vLLM takes seconds to import, and is an extra."""
+def _vllm_engine_maker() -> Callable[..., Engine]:
+    """What makes an engine over vLLM, imported here alone: vLLM takes seconds to import, and is an extra."""
     try:
-        from tba.generate.vllm_engine import VllmEngine
+        from tba.generate.vllm_engine import make_vllm_engine
     except ImportError as error:
         raise ConfigError(
             f"generate.engine=vllm needs vLLM, which cannot be imported here ({error}): pip install 'tba-rl[vllm]'."
         ) from error
-    return VllmEngine
+    return make_vllm_engine
 
 
 def make_scorer(

@@ -1,10 +1,10 @@
 """Weights for a vLLM engine in the same process, through vLLM's own weight-transfer interface.
 
 vLLM's backends carry weights between processes (`nccl` between GPUs, `ipc` on one), and neither works where there is no GPU.
-A searcher has fetched the weights before its engine sees them, and its vLLM runs in the searcher's own process, so nothing is
-left to carry: this backend, registered with vLLM's factory, takes the tensors as they are. What vLLM does with them is what
-it does for every backend: names of the checkpoint are fused and sharded, kernels' layouts made anew, and the values copied
-into the tensors that are in use, so that compiled graphs stay valid.
+A searcher has fetched the weights before its engine sees them, and its vLLM runs in its own process, so nothing is left to
+carry: this backend, registered with vLLM's factory, takes the tensors as they are. What vLLM does with them is what it does
+for every backend: parts are fused and sharded, layouts for kernels made anew, and the values copied into the tensors that
+are in use, so that compiled graphs stay valid.
 
     LLM(..., weight_transfer_config=WeightTransferConfig(backend=BACKEND))
 """
