@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 
 import pytest
 from builders import tiny_llama
@@ -56,3 +57,19 @@ def test_a_synchronous_run_at_a_low_temperature_with_samples_of_the_reference(fo
     summary = train(config)
     assert (summary["outcome"], summary["steps"], summary["lag"]["max"]) == ("finished", 6, 0)
     assert all(record["off_policy/mismatch_kl"] < 1e-8 for record in step_records(config))
+
+
+def test_without_vllm_a_run_is_refused_before_anything_is_written(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as Python notes a module that cannot be imported
+    config = make_config(folder, "name=refused", "generate.engine=vllm")
+    with pytest.raises(ValueError, match=r"generate\.engine=vllm needs vLLM.*pip install 'tba-rl\[vllm\]'"):
+        train(config)
+    assert not config.run_folder.exists()
+
+
+@needs_vllm
+def test_a_model_that_vllm_cannot_run_ends_the_run_at_once(tmp_path):
+    write_problem(tmp_path)  # heads of 8 numbers
+    config = make_config(tmp_path, "name=narrow", "generate.engine=vllm")
+    with pytest.raises(RuntimeError, match=r"generate\.engine=vllm cannot run this model"):
+        train(config)
