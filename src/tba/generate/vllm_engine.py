@@ -7,7 +7,8 @@ again, as far as the batch's arithmetic allows; it is not the native engine's, b
 
 `load` may be called whenever the caller has control: between two completions, or from `between_steps`.
     in_flight   new weights act from the next token on; running responses keep their old keys and values, and their spans say
-                which version chose which token. Responses that start later share no keys with older ones.
+                which version chose which token. Responses that start later share no keys with older ones. (One that vLLM
+                puts back for lack of memory is read again, with the weights of then.)
     drain       running responses finish first. The tensors given to `load` must not change until then.
 
 Log-probs are vLLM's `processed_logprobs`: those of the distribution that was sampled from. They are the policy's as well,
@@ -36,6 +37,8 @@ from tba.generate.sampling import (
     sampling_needs,
     sequence_of,
 )
+
+# vLLM's own names come from there as well: what must be set before vLLM is imported is set there.
 from tba.generate.vllm_in_process import RequestOutput, RequestOutputKind, SamplingParams, SharedLLM, make_llm
 from tba.models.load import first_line
 from tba.types import Completion, Request, Sampling, Weights
