@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -77,19 +78,44 @@ def test_log_probs_agree_with_the_native_engine_on_the_same_tokens(temperature):
 
 
 @needs_vllm
-def test_a_nucleus_leaves_the_policy_unknown_and_the_behaviour_is_that_of_the_nucleus():
+def test_a_nucleus_has_behaviour_log_probs_of_its_own_and_the_policys_come_from_our_scorer():
     model, (request,) = make_tiny_model(FAMILY), make_requests(6)
-    (found,) = make().generate(
-        [request], samples_per_prompt=1, sampling=Sampling(max_new_tokens=10, min_new_tokens=10, top_p=0.6)
-    )
+    sampling = Sampling(max_new_tokens=10, min_new_tokens=10, top_p=0.6)
+    (found,) = make(top_p=0.6).generate([request], samples_per_prompt=1, sampling=sampling)
     logits = plain_logits(model, request.prompt.token_ids, found.token_ids)
+    expected = log_softmax(logits)[np.arange(10), found.token_ids]
+    np.testing.assert_allclose(found.policy_log_probs, expected, atol=1e-4)
     logits[:, STOPS] = -np.inf  # as min_new_tokens does
     for row, token, log_prob in zip(np.exp(log_softmax(logits)), found.token_ids, found.behaviour_log_probs):
         order = np.argsort(-row)
         size = int(np.searchsorted(np.cumsum(row[order]), 0.6)) + 1
         assert token in order[:size]
         assert log_prob == pytest.approx(np.log(row[token] / row[order[:size]].sum()), abs=1e-4)
+    (found,) = make().generate(
+        [request], samples_per_prompt=1, sampling=sampling
+    )  # an engine that expects no such thing
     assert np.isnan(found.policy_log_probs).all()
+    assert np.isfinite(found.behaviour_log_probs).all()
+
+
+@needs_vllm
+def test_the_policys_log_probs_are_those_of_the_version_that_chose_each_token():
+    models = {0: make_tiny_model(FAMILY), 4: make_tiny_model(FAMILY, seed=1)}
+    engine, requests = make(min_new_tokens=12), make_requests(6, 3)
+    steps = itertools.count()
+
+    def between_steps():
+        if next(steps) == 5:
+            engine.load(make_weights_of(models[4], 4))
+
+    sampling = Sampling(max_new_tokens=12, min_new_tokens=12)
+    found = by_key(engine.generate(requests, samples_per_prompt=1, sampling=sampling, between_steps=between_steps))
+    for request in requests:
+        completion = found[request.prompt.id, 0]
+        assert completion.version_spans == ((0, 0), (5, 4))
+        for version, tokens in ((0, slice(0, 5)), (4, slice(5, None))):
+            expected = plain_log_probs(models[version], request.prompt.token_ids, completion.token_ids)
+            np.testing.assert_allclose(completion.policy_log_probs[tokens], expected[tokens], atol=1e-4)
 
 
 @needs_vllm

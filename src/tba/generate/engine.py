@@ -105,11 +105,13 @@ def make_engine(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     version: int = 0,
+    explores: bool = False,
 ) -> Engine:
     """The engine of generate.engine; a model the native one does not know runs through transformers, with a warning.
 
-    `max_length` is the longest prompt + response; dtype and device are the model's unless given. The transformers
-    engine decodes with a copy of the model, where the model is.
+    `max_length` is the longest prompt + response; dtype and device are the model's unless given. `explores` says that some
+    requests are sampled otherwise than the config has it. The transformers engine decodes with a copy of the model, where
+    the model is.
     """
     given = isinstance(tokenizer_or_stop_ids, (list, tuple, set, frozenset))
     stop_ids = sorted(tokenizer_or_stop_ids) if given else stop_ids_of(model, tokenizer_or_stop_ids)
@@ -125,8 +127,9 @@ def make_engine(
         "version": version,
     }
     if config.engine == "vllm":
-        # vLLM's own scores are at temperature 1: only where another is asked for, a second copy of the weights is kept.
-        scorer = None if config.temperature == 1.0 else make_scorer(model, max_length=max_length)
+        # A second copy of the weights, only where vLLM's own log-probs are not those that are asked for.
+        is_plain = config.temperature == config.top_p == 1.0 and config.top_k == config.min_new_tokens == 0
+        scorer = None if is_plain and not explores else make_scorer(model, max_length=max_length)
         return _vllm_engine_maker()(model, scorer=scorer, **options)
     if config.engine == "native":
         try:

@@ -12,14 +12,14 @@ again, as far as the batch's arithmetic allows; it is not the native engine's, b
     drain       running responses finish first. The tensors given to `load` must not change until then.
 
 Log-probs are vLLM's `processed_logprobs`: those of the distribution that was sampled from. They are the policy's as well,
-unless something was cut off, forbidden or explored: there the policy's are NaN (the trainer computes its own).
+unless something was cut off, forbidden or explored. There our own scorer computes the policy's, for the tokens of each
+version before the next is loaded; without a scorer they are NaN, and such a response counts as nobody's.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,12 +34,18 @@ from tba.generate.sampling import (
     finished_at_once,
     response_key,
     responses_of,
-    sampling_needs,
     sequence_of,
 )
 
 # vLLM's own names come from there as well: what must be set before vLLM is imported is set there.
-from tba.generate.vllm_in_process import RequestOutput, RequestOutputKind, SamplingParams, SharedLLM, make_llm
+from tba.generate.vllm_in_process import (
+    RequestOutput,
+    RequestOutputKind,
+    RunningResponse,
+    SamplingParams,
+    SharedLLM,
+    make_llm,
+)
 from tba.models.load import first_line
 from tba.types import Completion, Request, Sampling, Weights
 
@@ -63,8 +69,9 @@ def make_vllm_engine(
     version: int,
     scorer: Scorer | None,
 ) -> VllmEngine:
-    """An engine with a copy of the model inside vLLM. `scorer` holds the same weights; it is needed only to score at
-    temperatures other than 1, because vLLM's log-probs of given tokens know no temperature."""
+    """An engine with a copy of the model inside vLLM. `scorer` holds the same weights; it is needed to score at temperatures
+    other than 1, because vLLM's log-probs of given tokens know no temperature, and for policies that are not what is sampled
+    from (top_p, top_k, min_new_tokens, exploration)."""
     config: Any = model.config
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     kind = torch.device(device).type
@@ -112,8 +119,10 @@ class VllmEngine:
         self.vocabulary = vocabulary
         self._waiting: deque[Response] = deque()
         """Samples of the request that was read last which have no slot yet."""
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, RunningResponse] = {}
         """By the id of the vLLM request."""
+        self._ended: list[RunningResponse] = []
+        """Responses that vLLM has finished, and that are completions when they are handed out."""
         self._finished: deque[Completion] = deque()
         self._pending: Weights | None = None
         self._generating = False
@@ -159,7 +168,7 @@ class VllmEngine:
         if self.update == "drain" and self._running:
             self._pending = weights
             return
-        self._shared.load(weights)
+        self._load_now(weights)
         for running in self._running.values():
             running.response.open_span(running.num_tokens, weights.version)
 
@@ -177,11 +186,12 @@ class VllmEngine:
         self._generating = True
         responses = self._responses(checked_requests(requests, sampling, self.max_length), samples_per_prompt, sampling)
         try:
-            while self._refill(responses) or self._running or self._finished:
+            while self._refill(responses) or self._running or self._ended or self._finished:
                 if self._running and between_steps is not None:
                     between_steps()
                 if self._running:  # scoring between the steps may have finished the last one
                     self._shared.step()
+                self._complete()
                 while self._finished:
                     yield self._finished.popleft()
                 self._load_pending()
@@ -189,6 +199,7 @@ class VllmEngine:
             self._shared.abort(list(self._running))
             self._running.clear()
             self._waiting.clear()
+            self._ended.clear()
             self._finished.clear()
             self._load_pending()
             self._generating = False
@@ -220,7 +231,7 @@ class VllmEngine:
 
     def _start(self, response: Response) -> None:
         response.open_span(response.num_prefix_tokens, self.version)
-        running = _Running(response)
+        running = RunningResponse(response)
         tokens, taker = sequence_of(response.request), partial(self._take, running)
         self._running[self._shared.add(tokens, self._parameters(response), taker)] = running
 
@@ -248,47 +259,21 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
         )
 
-    def _take(self, running: _Running, output: RequestOutput) -> None:
-        (sample,) = output.outputs
-        running.tokens.extend(sample.token_ids)
-        chosen = zip(sample.token_ids, sample.logprobs or ())
-        running.log_probs.extend(log_probs[token].logprob for token, log_probs in chosen)
+    def _take(self, running: RunningResponse, output: RequestOutput) -> None:
+        running.take(output)
         if output.finished:
-            del self._running[output.request_id]
-            self._finished.append(running.completion(self.stop_ids))
+            self._ended.append(self._running.pop(output.request_id))
+
+    def _complete(self) -> None:
+        self._shared.score_policy(self._ended)
+        self._finished.extend(running.completion(self.stop_ids) for running in self._ended)
+        self._ended.clear()
 
     def _load_pending(self) -> None:
         if self._pending is not None and not self._running:
             weights, self._pending = self._pending, None
-            self._shared.load(weights)
+            self._load_now(weights)
 
-
-@dataclass(eq=False)
-class _Running:
-    """A response inside vLLM, with what has come of it."""
-
-    response: Response
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.response.num_prefix_tokens + len(self.tokens)
-
-    def completion(self, stop_ids: frozenset[int]) -> Completion:
-        prefix = np.asarray(self.response.request.prefix_ids, dtype=np.int32)
-        behaviour = np.full(self.num_tokens, np.nan, dtype=np.float32)
-        behaviour[len(prefix) :] = self.log_probs
-        policy = np.where(self._is_of_the_policy(), behaviour, np.float32(np.nan))
-        if self.response.sampling.greedy:
-            behaviour[len(prefix) :] = 0.0
-        tokens = np.concatenate((prefix, np.asarray(self.tokens, dtype=np.int32)))
-        return self.response.completion(tokens, behaviour, policy, stop_ids)
-
-    def _is_of_the_policy(self) -> np.ndarray:
-        """bool [tokens]: where vLLM's log-prob is that of the whole distribution at the training temperature."""
-        sampling = self.response.sampling
-        temperature = 1.0 if sampling.greedy else sampling.temperature  # vLLM's greedy log-probs are at 1
-        same = temperature == sampling.training_temperature and not sampling_needs(sampling).truncation
-        # Before min_new_tokens the stop tokens are forbidden, and the others have their share.
-        return same & (np.arange(self.num_tokens) >= sampling.min_new_tokens)
+    def _load_now(self, weights: Weights) -> None:
+        self._shared.score_policy([*self._ended, *self._running.values()])
+        self._shared.load(weights)

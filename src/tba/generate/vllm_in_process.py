@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from tba.config import ConfigError
-from tba.types import Weights
+from tba.generate.sampling import Response, sampling_needs
+from tba.types import Completion, Weights
 
 # vLLM reads these when it is imported or started: an engine in this process, no usage reports, errors only in the log.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -45,6 +46,50 @@ CACHE_BLOCK_TOKENS = 128
 _in_use: weakref.WeakSet[SharedLLM] = weakref.WeakSet()
 _kept: list[LLM] = []
 """vLLM ends the process groups of every engine in this process when one is collected: while any is in use, none may go."""
+
+
+@dataclass(eq=False)
+class RunningResponse:
+    """A response inside vLLM, with what has come of it."""
+
+    response: Response
+    tokens: list[int] = field(default_factory=list)
+    """After the prefix."""
+    log_probs: list[float] = field(default_factory=list)
+    """vLLM's, of the distribution that each token was sampled from."""
+    policy: list[float] = field(default_factory=list)
+    """Our scorer's, of the first tokens, each under the version that chose it; empty where vLLM's are the policy's."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.response.num_prefix_tokens + len(self.tokens)
+
+    def all_tokens(self) -> np.ndarray:
+        """The response so far, int32, its prefix included."""
+        return np.concatenate((self.response.request.prefix_ids, self.tokens)).astype(np.int32)
+
+    def take(self, output: RequestOutput) -> None:
+        """Add what a step brought."""
+        (sample,) = output.outputs
+        self.tokens.extend(sample.token_ids)
+        chosen = zip(sample.token_ids, sample.logprobs or ())
+        self.log_probs.extend(log_probs[token].logprob for token, log_probs in chosen)
+
+    def is_sampled_from_the_policy(self) -> np.ndarray:
+        """bool [tokens]: where vLLM's log-prob is that of the whole distribution at the training temperature."""
+        sampling, positions = self.response.sampling, np.arange(self.response.num_prefix_tokens, self.num_tokens)
+        temperature = 1.0 if sampling.greedy else sampling.temperature  # vLLM's greedy log-probs are at 1
+        same = temperature == sampling.training_temperature and not sampling_needs(sampling).truncation
+        # Before min_new_tokens the stop tokens are forbidden, and the others have their share.
+        return same & (positions >= sampling.min_new_tokens)
+
+    def completion(self, stop_ids: frozenset[int]) -> Completion:
+        behaviour, policy = np.full((2, self.num_tokens), np.nan, dtype=np.float32)
+        new = slice(self.response.num_prefix_tokens, None)
+        scored = np.array(self.policy or [np.nan] * len(self.tokens))
+        policy[new] = np.where(self.is_sampled_from_the_policy(), self.log_probs, scored)
+        behaviour[new] = 0.0 if self.response.sampling.greedy else self.log_probs
+        return self.response.completion(self.all_tokens(), behaviour, policy, stop_ids)
 
 
 @dataclass(eq=False)
@@ -100,6 +145,19 @@ class SharedLLM:
             self.scorer.load(weights)
         self.version = weights.version
         self._num_loads += 1
+
+    def score_policy(self, responses: Sequence[RunningResponse]) -> None:
+        """Give the responses the policy's log-probs of tokens that came since the last time, where vLLM's are others: under
+        the weights in use, so it comes before others are loaded."""
+        if self.scorer is None:
+            return
+        unknown = [r for r in responses if len(r.policy) < len(r.tokens) and not r.is_sampled_from_the_policy().all()]
+        for temperature in {r.response.sampling.training_temperature for r in unknown}:
+            chosen = [r for r in unknown if r.response.sampling.training_temperature == temperature]
+            prompts = [r.response.request.prompt.token_ids for r in chosen]
+            scores = self.scorer.score(prompts, [r.all_tokens() for r in chosen], temperature)
+            for running, score in zip(chosen, scores):
+                running.policy.extend(score[running.response.num_prefix_tokens + len(running.policy) :].tolist())
 
     def score(self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Log-probs at temperature 1 of each response's tokens after its prompt."""
