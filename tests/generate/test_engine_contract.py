@@ -1,7 +1,10 @@
-"""What every engine promises: the same tests for the native engine and for the one over transformers."""
+"""What every engine promises: the same tests for the native engine and for those over transformers and vLLM.
+
+vLLM's tests are skipped where it is not installed; `make test-vllm` installs and runs them."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import logging
 
@@ -27,16 +30,20 @@ from tba.generate.transformers_engine import TransformersEngine, TransformersSco
 from tba.types import Request, Sampling
 
 STOPS = [2, 3, 4]
+FAMILY = "llama-wide-heads"
 ENGINES = ("native", "transformers")
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: see `make test-vllm`"
+)
 
 
 def make(kind, model=None, *, update="in_flight", slots=3, seed=0, max_length=40, stop_ids=STOPS):
-    model = make_tiny_model("llama") if model is None else model
+    model = make_tiny_model(FAMILY) if model is None else model
     config = GenerateConfig(engine=kind, slots=slots, update=update)
-    return make_engine(model, stop_ids, config, seed=seed, max_length=max_length)
+    return make_engine(model, stop_ids, config, seed=seed, max_length=max_length, explores=True)
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=[*ENGINES, pytest.param("vllm", marks=needs_vllm)])
 def kind(request):
     return request.param
 
@@ -74,27 +81,42 @@ def test_every_stop_id_ends_a_response_and_is_part_of_it(kind):
 
 
 def test_greedy_is_generate(kind):
-    model, (request,) = make_tiny_model("llama"), make_requests(7)
+    model, (request,) = make_tiny_model(FAMILY), make_requests(7)
     (completion,) = make(kind).generate(
         [request], samples_per_prompt=1, sampling=Sampling(max_new_tokens=12, greedy=True)
     )
     assert completion.token_ids.tolist() == generate_greedily(model, request.prompt.token_ids, 12, STOPS)
 
 
-def test_continuing_a_response_from_its_own_beginning_reproduces_it(kind):
-    engine, sampling = make(kind), Sampling(max_new_tokens=14, temperature=1.1)
-    (request,) = make_requests(5)
+def continued(engine, request, sampling):
+    """A response, and the same one continued after 1 token, half of it, and all but the last."""
     whole = max(
         engine.generate([request], samples_per_prompt=4, sampling=sampling), key=lambda found: len(found.token_ids)
     )
     for cut in (1, len(whole.token_ids) // 2, len(whole.token_ids) - 1):
         again = Request(prompt=request.prompt, first_sample=whole.sample_index, prefix_ids=whole.token_ids[:cut])
         (found,) = engine.generate([again], samples_per_prompt=1, sampling=sampling)
+        yield whole, cut, found
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_continuing_a_response_from_its_own_beginning_reproduces_it(kind):
+    (request,) = make_requests(5)
+    for whole, cut, found in continued(make(kind), request, Sampling(max_new_tokens=14, temperature=1.1)):
         assert found.token_ids.tolist() == whole.token_ids.tolist()
+        np.testing.assert_allclose(found.policy_log_probs[cut:], whole.policy_log_probs[cut:], atol=1e-4)
+
+
+def test_a_continuation_keeps_its_beginning_whose_log_probs_are_unknown(kind):
+    model, (request,) = make_tiny_model(FAMILY), make_requests(5)
+    for whole, cut, found in continued(make(kind), request, Sampling(max_new_tokens=14, temperature=1.1)):
+        assert found.token_ids[:cut].tolist() == whole.token_ids[:cut].tolist()
+        assert cut < len(found.token_ids) <= 14
         assert found.num_prefix_tokens == cut
         assert np.isnan(found.policy_log_probs[:cut]).all()
         assert np.isnan(found.behaviour_log_probs[:cut]).all()
-        np.testing.assert_allclose(found.policy_log_probs[cut:], whole.policy_log_probs[cut:], atol=1e-4)
+        expected = plain_log_probs(model, request.prompt.token_ids, found.token_ids, temperature=1.1)
+        np.testing.assert_allclose(found.policy_log_probs[cut:], expected[cut:], atol=1e-4)
         assert found.version_spans == ((cut, 0),)
 
 
@@ -176,7 +198,7 @@ def greedy_with_a_change(old, new, prompt_ids, num_old, num_tokens):
 
 
 def test_weights_loaded_in_flight_act_from_the_next_token_and_keep_the_cache(kind):
-    old, new = make_tiny_model("llama", seed=0), make_tiny_model("llama", seed=1)
+    old, new = make_tiny_model(FAMILY, seed=0), make_tiny_model(FAMILY, seed=1)
     engine, (request,) = make(kind, old), make_requests(6)
     sampling = Sampling(max_new_tokens=12, min_new_tokens=12, greedy=True)
     (found,) = engine.generate(
@@ -185,7 +207,7 @@ def test_weights_loaded_in_flight_act_from_the_next_token_and_keep_the_cache(kin
         sampling=sampling,
         between_steps=load_at_call(engine, make_weights_of(new, 5), 4),
     )
-    old_again = make_tiny_model("llama", seed=0)
+    old_again = make_tiny_model(FAMILY, seed=0)
     assert found.token_ids.tolist() == greedy_with_a_change(old_again, new, request.prompt.token_ids, 4, 12)
     assert found.version_spans == ((0, 0), (4, 5))
     assert found.version == 0
@@ -194,7 +216,7 @@ def test_weights_loaded_in_flight_act_from_the_next_token_and_keep_the_cache(kin
 
 def test_two_loads_between_the_same_tokens_leave_one_span(kind):
     engine, (request,) = make(kind), make_requests(6)
-    new, newer = (make_weights_of(make_tiny_model("llama", seed=seed), seed) for seed in (1, 2))
+    new, newer = (make_weights_of(make_tiny_model(FAMILY, seed=seed), seed) for seed in (1, 2))
     calls = itertools.count()
 
     def between_steps():
@@ -208,8 +230,8 @@ def test_two_loads_between_the_same_tokens_leave_one_span(kind):
 
 
 def test_draining_makes_every_response_of_one_version(kind):
-    models = {0: make_tiny_model("llama", seed=0), 9: make_tiny_model("llama", seed=1)}
-    engine = make(kind, make_tiny_model("llama", seed=0), update="drain", slots=2)
+    models = {0: make_tiny_model(FAMILY, seed=0), 9: make_tiny_model(FAMILY, seed=1)}
+    engine = make(kind, make_tiny_model(FAMILY, seed=0), update="drain", slots=2)
     requests, sampling = make_requests(3, 8, 5, 6, 4), Sampling(max_new_tokens=10, temperature=0.8)
     load = load_at_call(engine, make_weights_of(models[9], 9), 3)
     found = list(engine.generate(requests, samples_per_prompt=2, sampling=sampling, between_steps=load))
@@ -228,7 +250,7 @@ def test_weights_loaded_between_two_completions_count(kind, update):
     requests, sampling = make_requests(3, 4, 5), Sampling(max_new_tokens=4, min_new_tokens=4)
     stream = engine.generate(requests, samples_per_prompt=1, sampling=sampling)
     assert next(stream).version_spans == ((0, 0),)
-    new = make_tiny_model("llama", seed=1)
+    new = make_tiny_model(FAMILY, seed=1)
     engine.load(make_weights_of(new, 3))
     second, third = stream  # the second may have begun when the first was handed out
     if update == "drain":
@@ -237,7 +259,9 @@ def test_weights_loaded_between_two_completions_count(kind, update):
         assert second.version_spans[-1][1] == 3
         assert second.version_spans[-1][0] in (0, 1)
     assert third.version_spans == ((0, 3),)
-    expected = plain_log_probs(new, requests[2].prompt.token_ids, third.token_ids)
+    prompt = requests[2].prompt.token_ids
+    expected = plain_log_probs(new, prompt, third.token_ids)
+    np.testing.assert_allclose(engine.score([prompt], [third.token_ids], 1.0)[0], expected, atol=1e-4)
     np.testing.assert_allclose(third.policy_log_probs, expected, atol=1e-4)
 
 
@@ -266,7 +290,7 @@ def test_a_known_family_gets_the_native_engine_and_a_tokenizer_names_its_stop_id
     class Tokenizer:
         eos_token_id = 4
 
-    model = make_tiny_model("llama")
+    model = make_tiny_model(FAMILY)
     model.generation_config.eos_token_id = [2, 3]
     engine = make("native", model, stop_ids=Tokenizer())
     assert isinstance(engine, NativeEngine)
@@ -274,7 +298,7 @@ def test_a_known_family_gets_the_native_engine_and_a_tokenizer_names_its_stop_id
 
 
 def test_a_model_without_any_stop_id_is_refused():
-    model = make_tiny_model("llama")
+    model = make_tiny_model(FAMILY)
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     with pytest.raises(ValueError, match=r"no EOS: .* Set eos_token_id in generation_config.json"):
         stop_ids_of(model)

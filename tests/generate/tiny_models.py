@@ -32,6 +32,8 @@ GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_po
 
 FAMILIES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**GROUPED),
+    # Heads as vLLM's kernels for CPUs want them: 32 numbers or more.
+    "llama-wide-heads": lambda: transformers.LlamaConfig(**GROUPED, head_dim=32),
     "llama-tied-biased": lambda: transformers.LlamaConfig(
         **GROUPED, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),

@@ -60,10 +60,11 @@ class ModelConfig(Section):
 class GenerateConfig(Section):
     """How responses are generated."""
 
-    engine: Literal["native", "transformers"] = "native"
-    """Engine that generates: native = our own decoder, many responses side by side; transformers = the forward pass and
-    cache of transformers, one prompt at a time, slower, for models that the native engine does not know (it falls back
-    to it with a warning)."""
+    engine: Literal["native", "vllm", "transformers"] = "native"
+    """Engine that generates: native = our own decoder, many responses side by side; vllm = vLLM inside the searcher's
+    process, for models that the native engine does not know (extra `tba-rl[vllm]`; it has random numbers of its own);
+    transformers = the forward pass and cache of transformers, one prompt at a time, slower, for models that neither
+    knows (the native engine falls back to it with a warning)."""
     slots: int | None = Field(default=None, ge=1)
     """Number of responses decoded side by side; None = as many as 1 GiB (GPU: 16) holds the keys and values of, at most
     128 (GPU: 256)."""

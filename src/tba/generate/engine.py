@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tba.config import GenerateConfig
+from tba.config import ConfigError, GenerateConfig
 from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import LoraReferenceScorer, ReferenceScorer
 from tba.generate.transformers_engine import TransformersEngine, TransformersScorer
@@ -105,28 +105,35 @@ def make_engine(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     version: int = 0,
+    explores: bool = False,
 ) -> Engine:
     """The engine of generate.engine; a model the native one does not know runs through transformers, with a warning.
 
-    `max_length` is the longest prompt + response; dtype and device are the model's unless given. The transformers
-    engine decodes with a copy of the model, where the model is.
+    `max_length` is the longest prompt + response; dtype and device are the model's unless given. `explores` says that some
+    requests are sampled otherwise than the config has it. The transformers engine decodes with a copy of the model, where
+    the model is.
     """
     given = isinstance(tokenizer_or_stop_ids, (list, tuple, set, frozenset))
     stop_ids = sorted(tokenizer_or_stop_ids) if given else stop_ids_of(model, tokenizer_or_stop_ids)
     like = next(model.parameters())
+    options: dict[str, Any] = {
+        "stop_ids": stop_ids,
+        "seed": seed,
+        "slots": config.slots or DEFAULT_SLOTS,
+        "max_length": max_length,
+        "update": config.update,
+        "dtype": dtype or like.dtype,
+        "device": device or like.device,
+        "version": version,
+    }
+    if config.engine == "vllm":
+        # A second copy of the weights, only where vLLM's own log-probs are not those that are asked for.
+        is_plain = config.temperature == config.top_p == 1.0 and config.top_k == config.min_new_tokens == 0
+        scorer = None if is_plain and not explores else make_scorer(model, max_length=max_length)
+        return _vllm_engine_maker()(model, scorer=scorer, **options)
     if config.engine == "native":
         try:
-            return NativeEngine(
-                model,
-                stop_ids=stop_ids,
-                seed=seed,
-                slots=config.slots or DEFAULT_SLOTS,
-                max_length=max_length,
-                update=config.update,
-                dtype=dtype or like.dtype,
-                device=device or like.device,
-                version=version,
-            )
+            return NativeEngine(model, **options)
         except UnsupportedModel as reason:
             logger.warning("generate.engine=native cannot run this model: %s. Falling back to transformers.", reason)
     return TransformersEngine(
@@ -137,6 +144,17 @@ def make_engine(
         update=config.update,
         version=version,
     )
+
+
+def _vllm_engine_maker() -> Callable[..., Engine]:
+    """What makes an engine over vLLM, imported here alone: vLLM takes seconds to import, and is an extra."""
+    try:
+        from tba.generate.vllm_engine import make_vllm_engine
+    except ImportError as error:
+        raise ConfigError(
+            f"generate.engine=vllm needs vLLM, which cannot be imported here ({error}): pip install 'tba-rl[vllm]'."
+        ) from error
+    return make_vllm_engine
 
 
 def make_scorer(

@@ -1,7 +1,9 @@
-"""What can be refused before torch is imported, a model loaded or a folder made: outputs, loggers, rewards, data files."""
+"""What can be refused before torch is imported, a model loaded or a folder made: outputs, loggers, engines, rewards, data
+files."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from tba.config import Config
@@ -11,9 +13,11 @@ from tba.tasks.rewards.functions import reward_weights
 
 
 def check_before_loading(config: Config, *, resume: bool = False) -> None:
-    """Refuse a config whose output cannot be written, or that names loggers, rewards or data that are not there. To resume a
-    run its folder must exist, which is seen when it is opened."""
+    """Refuse a config whose output cannot be written, or that names loggers, an engine, rewards or data that are not there.
+    To resume a run its folder must exist, which is seen when it is opened."""
     check_sinks(config)
+    if config.generate.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ValueError("generate.engine=vllm needs vLLM, which is not installed: pip install 'tba-rl[vllm]'.")
     if not resume:
         RunFolder.check(config.run_folder, overwrite=config.overwrite)
     reward_weights(config.task.rewards)

@@ -17,6 +17,7 @@ EXTRAS = {
     "tensorboard": "TensorBoard logging (observe.sinks=[tensorboard])",
     "peft": "LoRA (model.lora)",
     "math_verify": "the grader of task.name=math",
+    "vllm": "the engine of generate.engine=vllm",
     "pyarrow": "parquet files (tba replay RUN --export FILE.parquet)",
 }
 """What each optional package is for, by the name it is imported by."""

@@ -25,7 +25,14 @@ def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
     generate = config.generate
     if config.takes_turns:
         generate = generate.model_copy(update={"update": "drain"})
-    engine = make_engine(loaded.model, loaded.tokenizer, generate, seed=config.seed, max_length=loaded.context)
+    engine = make_engine(
+        loaded.model,
+        loaded.tokenizer,
+        generate,
+        seed=config.seed,
+        max_length=loaded.context,
+        explores=config.search.explore.probability > 0.0,
+    )
     return engine if config.model.lora is None else LoraEngine(engine, loaded.model)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tba.config import Config
+from tba.config import Config, ConfigError
 from tba.generate.engine import Engine
 from tba.models.load import adapt, load_model
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, canary_tokens, kl_estimate
@@ -275,8 +275,11 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
     torch.set_num_threads(config.runtime.threads)
     loaded = load_model(config.model)
     task = make_task_for(config, loaded)
-    engine = make_search_engine(config, loaded)
-    reference_engine = make_reference_engine(config, loaded)
+    try:
+        engine = make_search_engine(config, loaded)
+        reference_engine = make_reference_engine(config, loaded)
+    except ConfigError as error:  # a new searcher would meet it again
+        raise RunCannotGoOn(str(error)) from error
     adapt(loaded, config.model, seed=config.seed)
     state = make_search_state(config)
     heartbeat = Heartbeat(ends.row, engine, state)
