@@ -105,7 +105,7 @@ def through_the_object_store(tensors: dict[str, torch.Tensor], searchers: int, t
     from tba.runtime.links import EndsHandle, pickled
     from tba.runtime.weight_slots import WeightSlots
 
-    ray.init(include_dashboard=False, num_cpus=searchers, log_to_driver=False, logging_level="warning")
+    ray.init("local", include_dashboard=False, num_cpus=searchers, log_to_driver=False, logging_level="warning")
     slots = WeightSlots.create(tensors, torch.bfloat16)
     ends = EndsHandle(board=MemoryHandle(path="", num_bytes=0), weights=slots.handle(), references=None)
     make: Any = ray.remote(num_cpus=1)

@@ -40,7 +40,8 @@ def cluster(config: RuntimeConfig) -> Iterator[None]:
         ) from None
     try:
         if config.address is None:
-            ray.init(include_dashboard=False, namespace=NAMESPACE, logging_level=logging.WARNING)
+            # `local`, or Ray would join one that it finds on this machine.
+            ray.init("local", include_dashboard=False, namespace=NAMESPACE, logging_level=logging.WARNING)
         else:
             ray.init(address=config.address, namespace=NAMESPACE, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
