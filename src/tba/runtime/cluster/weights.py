@@ -130,12 +130,12 @@ class _Source:
         """Put a newer version into the object store; the one before goes when nobody fetches it any more."""
         number = self._slots.number
         if number != self.number:
-            copy = np.empty(self._size, np.uint8)
-            header = self._slots.copy_newest(lambda slot: np.copyto(copy, self._slots.data(slot, self._size)))
+            found: list[Any] = []
+            # Straight from the slot into the store, which is the copy.
+            header = self._slots.copy_newest(lambda slot: found.append(ray.put(self._slots.data(slot, self._size))))
             if header is None:
                 return  # overtaken: the next look sees the newer one
-            self.number, self.header, self.canary = number, header, None
-            self.object = ray.put(copy)
+            self.number, self.header, self.object, self.canary = number, header, found[0], None
         if self.canary is None and self.header is not None:
             self.canary = self._slots.canary(self.header.version)
 
