@@ -32,8 +32,9 @@ from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import Idleness, dump_stacks
 from tba.runtime.fork_server import ServerGone
 from tba.runtime.links import (
+    HOLDING,
     PARENT,
-    TRAINER,
+    REPLICA,
     AllReplaced,
     AllStopped,
     EndRun,
@@ -47,8 +48,10 @@ from tba.runtime.links import (
     ShowStacks,
     StartSearchers,
     Stop,
+    group_of,
 )
 from tba.runtime.processes import Role, RoleProcess, last_lines, may_fork, stop_all
+from tba.runtime.replica import Replica
 
 logger = logging.getLogger("tba")
 
@@ -144,6 +147,8 @@ class Seat:
     """How long there has been no sign of life."""
     hung_up: bool = False
     """Whether all that the present process has ever sent was passed on."""
+    sends_again: bool = False
+    """Whether it has not heard of the present trainer yet: it will send again all that was not acknowledged."""
     failure: Failed | None = None
     """Last words of the present process."""
     failed_at: float = 0.0
@@ -190,10 +195,12 @@ class Supervisor:
         start_searcher: StartSearcher,
         newest_checkpoint: Callable[[], int | None] = lambda: None,
         look_outside: Callable[[Supervisor], None] = lambda supervisor: None,
+        replica: Replica | None = None,
     ) -> None:
         """`start_trainer` starts the trainer's process, also again after it has died; None = the trainer is in this process
         and uses `trainer_connection`. `newest_checkpoint` is the step of the last one, which tells whether a trainer that
-        was started again has come further. `look_outside` is called once a second."""
+        was started again has come further. `look_outside` is called once a second. `replica` keeps a copy of every group
+        that is acknowledged; None = there is none."""
         self.config = config
         self.board = board
         self.seats: list[Seat] = []
@@ -206,6 +213,7 @@ class Supervisor:
         self._start_searcher = start_searcher
         self._newest_checkpoint = newest_checkpoint
         self._look_outside = look_outside
+        self._replica = replica
         self._events: queue.SimpleQueue[tuple[RelayedLink, str, bytes | None]] = queue.SimpleQueue()
         self._make_link = partial(RelayedLink, deliver=lambda *event: self._events.put(event))
         self._trainer_process: Role[RelayedLink] | None = None
@@ -285,6 +293,8 @@ class Supervisor:
             else:
                 seat = next((seat for seat in self.seats if seat.process is not None and seat.holder == address), None)
                 if seat is not None and seat.process is not None:  # what is for one that is gone is lost with it
+                    if self._replica is not None:
+                        self._replica.commit()  # it may be told that groups are stored
                     seat.process.link.send_frame(PARENT, body)
             return
         seat = next((seat for seat in self.seats if seat.process is not None and seat.process.link is link), None)
@@ -292,13 +302,26 @@ class Supervisor:
             return  # the last words of one that was replaced already
         if body is None:
             seat.hung_up = True
-        elif address == TRAINER:
+        elif address != PARENT:
             if self._orders is not None:  # a trainer that is being started asks for all of it again
-                self._trainer.send_frame(seat.holder, body)
+                self._pass_to_trainer(seat, address, body)
         else:
             seat.failure, seat.failed_at = pickle.loads(body), time.monotonic()
             if seat.failure.error.startswith(WaitedTooLong.__name__):
                 self.show_stacks()  # what the others did meanwhile
+
+    def _pass_to_trainer(self, seat: Seat, address: str, body: bytes) -> None:
+        group = group_of(address)
+        if address == HOLDING:
+            seat.sends_again = False
+        if group is not None:
+            if seat.sends_again:
+                # Meant for the trainer before; it comes again, after those before it. In the replica, which the present
+                # trainer does not look into, it would stand for these: a higher number tells that the lower ones came.
+                return
+            if self._replica is not None:
+                self._replica.add(*group, body)
+        self._trainer.send_frame(seat.holder, body)
 
     def _heed(self, message: object) -> None:
         """A word of the trainer's."""
@@ -306,9 +329,14 @@ class Supervisor:
             self._orders, self._trainer_idleness = message, Idleness()
             if self._trainer_process is not None:
                 self._trainer_process.serve_weights(message)
+                if self._replica is not None and self._trainer_process.lacks_groups:
+                    # Before searchers send again what the trainer before had not acknowledged, which came later.
+                    for body in self._replica.rows():
+                        self._trainer.send_frame(REPLICA, body)
             for seat in self.seats:
                 seat.given_up = False  # what has ended others may have been the trainer before
                 if seat.process is not None:
+                    seat.sends_again = True
                     # In this order: the trainer knows of it before it says what it has.
                     self._trainer.send(SearcherStarted(holder=seat.holder, survived=True))
                     seat.process.new_trainer(message)
@@ -318,6 +346,8 @@ class Supervisor:
                 if seat.process is not None and (message.holders is None or seat.holder in message.holders):
                     self._lost(seat, f"is replaced: {message.why}", at_fault=message.at_fault)
             if message.holders is None:
+                if self._replica is not None and message.stay is not None:
+                    self._replica.return_to(message.stay)
                 self._trainer.send(AllReplaced())
         if isinstance(message, ShowStacks):
             self.show_stacks()
@@ -381,7 +411,7 @@ class Supervisor:
         row.clear()
         row["place"] = PLACES.index("filled")  # or it would show as not wanted for a moment
         seat.incarnation, seat.idleness = secrets.token_hex(4), Idleness()
-        seat.hung_up, seat.failure = False, None
+        seat.hung_up, seat.failure, seat.sends_again = False, None, False
         try:
             seat.process = self._start_searcher(seat, orders, self._make_link)
         except (OSError, ServerGone) as error:  # no process or no descriptor is to be had: perhaps later
