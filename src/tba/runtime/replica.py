@@ -2,8 +2,8 @@
 group passes. With replay.durability=node a searcher is told that a group is stored only when it is here too, and a trainer
 whose disk is gone gets the groups from here.
 
-The supervisor does not read what passes it, so a row is a group's frame as its searcher sent it: pickled, in a file that only
-its owner can open. Nothing here imports torch.
+The supervisor does not read what passes it, so a row is a group as its searcher sent it: pickled, in a file that only its
+owner can open. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-
-from tba.observe.files import RunFolder
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (
@@ -26,8 +24,8 @@ CREATE TABLE IF NOT EXISTS groups (
     UNIQUE (source, number)
 )"""
 INSERT = "INSERT OR IGNORE INTO groups (source, number, responses, body) VALUES (?, ?, ?, ?)"
-SUFFIX = ".replica"
-"""The replica of runs/NAME is runs/NAME.replica."""
+GROUPS = "groups.sqlite"
+"""Name of the file in a replica's folder."""
 
 
 class ReplicaFailed(RuntimeError):
@@ -41,8 +39,8 @@ class Replica:
     """
 
     def __init__(self, path: Path, *, capacity: int) -> None:
-        """Opens the file, or makes it. Rows leave in the order of arrival once newer ones hold `capacity` responses, as those
-        of the durable replay do."""
+        """Opens the file, or makes it. Rows leave in the order of arrival once newer ones hold `capacity` responses, as
+        those of the durable replay do."""
         self.path = path
         self._capacity = capacity
         self._pending: list[tuple[str, int, int, bytes]] = []
@@ -131,11 +129,12 @@ class Replica:
 
     def _failure(self, what: str, error: Exception) -> ReplicaFailed:
         return ReplicaFailed(
-            f"replay.durability=node: {self.path} could not be {what} ({type(error).__name__}: {error}). What was not stored "
-            "here was not acknowledged. Free disk space, choose another folder (output=...), or use replay.durability=process."
+            f"replay.durability=node: {self.path} could not be {what} ({type(error).__name__}: {error}). What was not "
+            "stored here was not acknowledged. Free disk space, choose another folder (output=...), or use "
+            "replay.durability=process."
         )
 
 
-def replica_folder(run: Path) -> RunFolder:
-    """Where the replica of a run is, laid out as a run folder: its checkpoints are copies of the run's."""
-    return RunFolder(run.with_name(run.name + SUFFIX))
+def replica_folder(run: Path) -> Path:
+    """Where the replica of a run folder is. It is laid out like that one, with copies of its checkpoints."""
+    return run.with_name(f"{run.name}.replica")

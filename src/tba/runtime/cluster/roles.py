@@ -25,6 +25,7 @@ import ray.exceptions
 
 from tba.config import RuntimeConfig
 from tba.runtime.board import Board
+from tba.runtime.cluster.copies import RunCopy
 from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
 from tba.runtime.cluster.weights import WeightRelay, unpickled_ends
 from tba.runtime.links import RelayedLink, StartSearchers, hang_up
@@ -52,18 +53,22 @@ class ClusterRole:
         make_link: MakeLink,
         new_trainer: Callable[[StartSearchers], None] = lambda orders: None,
         serve_weights: Callable[[StartSearchers], None] = lambda orders: None,
+        copy: RunCopy | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """`ended` is called once, when the role is gone."""
+        """`copy` follows the run folder on the role's node; None = it is not copied. `ended` is called once, when the role
+        is gone."""
         self.name = name
         self.log = log
         self.pid = 0
         self.status: int | None = None
+        self.lacks_groups = False
         self.new_trainer = new_trainer
         self.serve_weights = serve_weights
         self._actor = actor
         self._board = board
         self._own = board.own_part(searcher)
+        self._copy = copy
         self._when_ended = ended
         self._ended = threading.Event()
         self._end_lock = threading.Lock()
@@ -98,6 +103,9 @@ class ClusterRole:
                     self._board.take_own(np.frombuffer(found.row, np.float64), self._own)
                 for each in found.frames:
                     self._far_end.send_bytes(each)
+                if self._copy is not None and found.files is not None and self.alive:
+                    # One that came to its end may have just saved; one that was killed has not, and the next one is due.
+                    self._copy.follow(self._actor, found.files, wait=found.status is not None and found.status >= 0)
                 if found.hung_up and found.status is not None:
                     self._end(found.status)
         except ray.exceptions.RayError as error:
@@ -139,12 +147,18 @@ def share_of_gpus(available: float, num_roles: int) -> float:
 class ClusterRoles:
     """Starts the roles of a run as actors, and has the weights of the trainer there is go to the searchers there are."""
 
-    def __init__(self, config: RuntimeConfig, board: Board, *, logs: Path, gpus_each: float) -> None:
-        """`gpus_each` is what a role takes up where the config does not say."""
+    def __init__(
+        self, config: RuntimeConfig, board: Board, *, logs: Path, gpus_each: float, copy: RunCopy | None = None
+    ) -> None:
+        """`gpus_each` is what a role takes up where the config does not say. `copy` is the run's on this node, with
+        replay.durability=node."""
         self._config = config
         self._gpus_each = gpus_each
         self._board = board
         self._logs = logs
+        self._copy = copy
+        self._trainer_node = ""
+        """Node of the trainer that was started last."""
         self._trainer: Any = None
         """The trainer's actor; None = the trainer is in this process."""
         self._trainer_name = ""
@@ -157,10 +171,10 @@ class ClusterRoles:
 
     def trainer(self, target: str, arguments: Mapping[str, Any], make_link: MakeLink) -> ClusterRole:
         """`arguments["host"]` is a HostHandle, of which the role gets its own node's form."""
-        actor = self._actor("trainer", None)
+        copied = None if self._copy is None else arguments["config"].run_folder.absolute()
+        actor = self._actor("trainer", None, copied=copied)
         self._trainer, self._trainer_name = actor, secrets.token_hex(4)
-        actor.start.remote(target, dict(arguments), log=None, threads=self._config.threads)
-        return ClusterRole(
+        role = ClusterRole(
             "trainer",
             actor,
             self._board,
@@ -168,7 +182,39 @@ class ClusterRoles:
             log=None,
             make_link=make_link,
             serve_weights=self._serve_weights,
+            copy=self._copy,
         )
+        if self._copy is None:
+            actor.start.remote(target, dict(arguments), log=None, threads=self._config.threads)
+        else:  # in the background: it takes as long as a checkpoint takes to travel, and a node may have to be waited for
+            begin = partial(self._begin_copied, self._copy, role, actor, target, dict(arguments))
+            threading.Thread(target=begin, daemon=True, name="trainer-begin").start()
+        return role
+
+    def _begin_copied(
+        self, copy: RunCopy, role: ClusterRole, actor: Any, target: str, arguments: dict[str, Any]
+    ) -> None:
+        """Start a trainer, with the run folder of the one before where that is not on its node."""
+        try:
+            owner, resume = arguments["host"].owner, arguments["resume"]
+            begun = ray.get(actor.begun_at.remote(owner, resume))
+            handed_over = copy.hand_over(actor, begun, owner, resume)
+            if handed_over:
+                logger.warning("the trainer's node has no such run folder: it gets the copy in %s.", copy.folder.path)
+            node, _ = ray.get(actor.node.remote())
+            if node == ray.get_runtime_context().get_node_id():
+                logger.warning(
+                    "replay.durability=node: the trainer runs on this node, where the second copy of its groups is too. "
+                    "Join the cluster from a node that has no room for the trainer."
+                )
+            role.lacks_groups = handed_over or node != self._trainer_node
+            self._trainer_node = node
+            arguments["resume"] = resume or handed_over or begun is not None
+            ray.get(actor.start.remote(target, arguments, log=None, threads=self._config.threads))
+        except (ray.exceptions.RayError, OSError) as error:
+            if role.alive:
+                logger.error("the trainer could not be started: %s", str(error).strip().splitlines()[-1])
+            role.kill()
 
     def searcher(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> ClusterRole:
         if self._trainer is None and self._relay is None:
@@ -201,7 +247,7 @@ class ClusterRoles:
         if self._relay is not None:
             self._relay.close()
 
-    def _actor(self, name: str, searcher: int | None) -> Any:
+    def _actor(self, name: str, searcher: int | None, *, copied: Path | None = None) -> Any:
         config = self._config
         is_trainer = searcher is None
         gpus = config.trainer_gpus if is_trainer else config.searcher_gpus
@@ -211,7 +257,7 @@ class ClusterRoles:
         }
         make: Any = ray.remote  # its types do not know of concurrency groups
         return make(concurrency_groups=CONCURRENCY_GROUPS, **resources)(RoleHost).remote(
-            name=name, searcher=searcher, search_path=sys.path
+            name=name, searcher=searcher, search_path=sys.path, copied=copied
         )
 
     def _serve_weights(self, orders: StartSearchers) -> None:
