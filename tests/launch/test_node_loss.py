@@ -1,5 +1,5 @@
-"""`replay.durability=node`: the node of the trainer is lost with its disk, and the run goes on, on another node. The cluster is
-real: several nodes on loopback. All of them see one disk here, so the test deletes what was on the trainer's."""
+"""`replay.durability=node`: the node of the trainer is lost with its disk, and the run goes on, on another node. The cluster
+is real: several nodes on one machine. All of them see one disk here, so the test deletes what was on the trainer's."""
 
 import json
 import os
@@ -18,10 +18,11 @@ from tba.observe.files import RunFolder
 from tba.runtime.replica import GROUPS, Replica, replica_folder
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from chaos_bench.accounting import account, read_notes, read_rows  # noqa: E402
+from chaos_bench.accounting import account, read_notes, read_rows
 
-# Ray reads them when it is imported.
+# Ray reads them when it is imported. A lost node is missed sooner than after 15 s.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4, "RAY_USAGE_STATS_ENABLED": "0"}
+os.environ |= {"RAY_health_check_period_ms": "500"}
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 
@@ -66,6 +67,7 @@ def test_the_trainers_node_is_lost_with_its_disk_and_nothing_that_was_acknowledg
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
+    assert "gets the copy" in errors
     summary = json.loads(run.summary.read_text())
     assert summary["outcome"] == "interrupted"
     assert steps_of(config) == list(range(1, summary["steps"] + 1))

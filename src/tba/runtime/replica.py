@@ -112,8 +112,9 @@ class Replica:
         self._num_responses = found or 0
 
     def close(self) -> None:
-        with suppress(sqlite3.Error):  # what was acknowledged is committed
-            self._database.close()
+        with suppress(ReplicaFailed):  # what is left was not acknowledged
+            self.commit()
+        self._database.close()
 
     def _remove_oldest(self) -> None:
         last, excess = None, self._num_responses - self._capacity

@@ -64,6 +64,8 @@ OUTSIDE_SECONDS = 1.0
 """Time between two calls of `look_outside`."""
 FIRST_BACK_OFF_SECONDS = 1.0
 """Before a seat is filled again after the second process that ended early; doubled with each."""
+MAX_STILLBORN = 5
+"""Trainers in a row that may find their node gone before they begin, beyond those of runtime.max_trainer_restarts."""
 MOST_REQUESTS = 3
 """Requests to end after which the trainer is killed."""
 TRY_AGAIN = 75
@@ -222,6 +224,8 @@ class Supervisor:
         self._trainer_hung_up = False
         self._trainer_idleness = Idleness()
         self._restarts, self._checkpoint_at_restart = 0, -1
+        self._stillborn = 0
+        """Trainers in a row that never began, for want of a node."""
         self._looked_outside = 0.0
         self._ends = False
         if start_trainer is None:
@@ -513,6 +517,11 @@ class Supervisor:
         # Whoever comes to a new checkpoint each time comes to the end too.
         self._restarts = self._restarts + 1 if newest <= self._checkpoint_at_restart else 1
         self._checkpoint_at_restart = newest
+        if self._trainer_process is not None and self._trainer_process.pid == 0 and self._stillborn < MAX_STILLBORN:
+            # Its node was gone before it had begun, as where Ray has not missed a lost node yet and chooses it again.
+            self._restarts, self._stillborn = self._restarts - 1, self._stillborn + 1
+        else:
+            self._stillborn = 0
         how = f"was killed by signal {-status}" if status < 0 else "failed"
         if self._restarts > self.config.max_trainer_restarts:
             logger.error(

@@ -156,19 +156,21 @@ class RunCopy:
     def _fetch(self, actor: Any, found: dict[str, str]) -> None:
         try:
             with self._lock:
-                # The newest first: it is the one that a run goes on from.
-                for name in sorted(found, key=lambda name: (name.startswith("checkpoints/step-"), _step(name)))[::-1]:
-                    if "/" in name and self._have.get(name) != found[name]:
-                        self._fetch_checkpoint(actor, name)
+                new = [name for name in found if "/" in name and self._have.get(name) != found[name]]
+                # The newest first: the others may be dropped before they are here.
+                fetched = {name: self._fetch_checkpoint(actor, name) for name in sorted(new, key=_step, reverse=True)}
+                # After the checkpoints were written and before they count: no line that they know of is missing.
                 for name in FILES:
                     self._fetch_file(actor, name, self.folder.path / name)
+                for name, partial in fetched.items():
+                    if partial is not None:
+                        shutil.rmtree(self.folder.path / name, ignore_errors=True)  # one of the same step, made again
+                        os.replace(partial, self.folder.path / name)
                 for prefix in COPIED:
                     for path in self.folder.checkpoints_by_step(prefix).values():
                         if f"checkpoints/{path.name}" not in found:
                             shutil.rmtree(path)
-                self._have = found
-        except FileNotFoundError:
-            pass  # a checkpoint was dropped meanwhile: the next look tells what there is now
+                self._have = {name: state for name, state in found.items() if fetched.get(name, name) is not None}
         except ray.exceptions.RayError as error:
             logger.warning("the copy of the run was interrupted: %s", str(error).strip().splitlines()[0])
         except (OSError, ValueError) as error:
@@ -176,22 +178,25 @@ class RunCopy:
                 logger.error("%s: the run could not be copied: %s", self.folder.path, error)
             self._told = str(error)
 
-    def _fetch_checkpoint(self, actor: Any, name: str) -> None:
+    def _fetch_checkpoint(self, actor: Any, name: str) -> Path | None:
+        """Copy a checkpoint beside its place; returns where it is, None where it was dropped meanwhile."""
         path = self.folder.path / name
         partial = path.with_name(f".{path.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        self._fetch_file(actor, f"{name}/{MANIFEST}", partial / MANIFEST, needed=True)
+        if self._fetch_file(actor, f"{name}/{MANIFEST}", partial / MANIFEST) is None:
+            return None
         files = json.loads((partial / MANIFEST).read_text(encoding="utf-8"))["files"]
         for file, wanted in files.items():
-            digest = self._fetch_file(actor, f"{name}/{file}", partial / Path(file).name, needed=True)
+            digest = self._fetch_file(actor, f"{name}/{file}", partial / Path(file).name)
+            if digest is None:
+                return None
             if digest != wanted["sha256"]:
                 raise ValueError(f"{name}/{file} has another checksum than its manifest says.")
-        shutil.rmtree(path, ignore_errors=True)  # one of the same step that was made again
-        os.replace(partial, path)
+        return partial
 
-    def _fetch_file(self, actor: Any, name: str, path: Path, *, needed: bool = False) -> str:
-        """Copy one file in blocks; returns its SHA-256. One that is not there is left out, unless it is needed."""
+    def _fetch_file(self, actor: Any, name: str, path: Path) -> str | None:
+        """Copy one file in blocks; returns its SHA-256, None where it is not there."""
         digest, offset = hashlib.sha256(), 0
         temporary = path.with_name(f".{path.name}.fetched")
         with temporary.open("wb") as file:
@@ -201,12 +206,10 @@ class RunCopy:
                 offset += len(block)
         if block is None:
             temporary.unlink()
-            if needed:
-                raise FileNotFoundError(name)
-        else:
-            os.replace(temporary, path)
+            return None
+        os.replace(temporary, path)
         return digest.hexdigest()
 
 
 def _step(name: str) -> int:
-    return int(name.rpartition("-")[2]) if "/" in name else -1
+    return int(name.rpartition("-")[2])

@@ -35,6 +35,8 @@ logger = logging.getLogger("tba")
 
 EXCHANGE_SECONDS = 0.1
 """Longest time between two exchanges with a role's node."""
+DELIVER_BYTES = 32 * 2**20
+"""Bytes from which on no more frames are gathered for one call: a replica may hold many of them."""
 KILLED = -9
 """Exit status of a role whose actor was killed, or is gone with its node."""
 
@@ -120,7 +122,7 @@ class ClusterRole:
         with suppress(EOFError, OSError, ray.exceptions.RayError):  # seen by the exchange
             while True:
                 frames = [self._far_end.recv_bytes()]
-                while self._far_end.poll():
+                while self._far_end.poll() and sum(map(len, frames)) < DELIVER_BYTES:
                     frames.append(self._far_end.recv_bytes())
                 ray.get(self._actor.deliver.remote(frames))
 
@@ -171,7 +173,7 @@ class ClusterRoles:
 
     def trainer(self, target: str, arguments: Mapping[str, Any], make_link: MakeLink) -> ClusterRole:
         """`arguments["host"]` is a HostHandle, of which the role gets its own node's form."""
-        copied = None if self._copy is None else arguments["config"].run_folder.absolute()
+        copied = None if self._copy is None else arguments["config"].run_folder
         actor = self._actor("trainer", None, copied=copied)
         self._trainer, self._trainer_name = actor, secrets.token_hex(4)
         role = ClusterRole(
@@ -211,9 +213,10 @@ class ClusterRoles:
             self._trainer_node = node
             arguments["resume"] = resume or handed_over or begun is not None
             ray.get(actor.start.remote(target, arguments, log=None, threads=self._config.threads))
+        except ray.exceptions.RayActorError:  # told by the exchange
+            role.kill()
         except (ray.exceptions.RayError, OSError) as error:
-            if role.alive:
-                logger.error("the trainer could not be started: %s", str(error).strip().splitlines()[-1])
+            logger.error("the trainer could not be started: %s", str(error).strip().splitlines()[-1])
             role.kill()
 
     def searcher(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> ClusterRole:
