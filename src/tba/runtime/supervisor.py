@@ -250,8 +250,8 @@ class Supervisor:
         self.board.memory.close()
 
     def interrupt(self) -> None:
-        """Have the trainer save and end. Asked again it ends at once; the third time it is killed, whatever it does. A signal
-        handler calls this, so that nothing more is done here: `run` tells the trainer in a moment."""
+        """Have the trainer save and end. Asked again it ends at once; the third time it is killed, whatever it does. Signal
+        handlers call this, so that nothing more is done here: `run` tells the trainer in a moment."""
         self.requests += 1
 
     def _pass_on_requests(self) -> None:
