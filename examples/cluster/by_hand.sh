@@ -11,7 +11,7 @@
 # first machine; copy that file to the others (scp), and keep the ports behind a firewall, for the traffic is not encrypted.
 set -euo pipefail
 
-export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
+export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0
 port=6379
 
 case "${1:-}" in

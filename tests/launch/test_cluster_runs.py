@@ -5,6 +5,7 @@ import os
 import signal
 import sqlite3
 import subprocess
+from contextlib import ExitStack
 from importlib.util import find_spec
 
 import psutil
@@ -29,9 +30,13 @@ def test_a_run_on_a_private_cluster_survives_its_searcher_and_its_trainer(folder
         lines = run.metrics.read_text().rpartition("\n")[0].splitlines()
         return json.loads(lines[-1]).get(of, 0.0)
 
-    with subprocess.Popen(
-        command(folder, "ray", *settings), stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals
-    ) as process:
+    with (
+        subprocess.Popen(
+            command(folder, "ray", *settings), stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals
+        ) as process,
+        ExitStack() as closing,
+    ):
+        closing.callback(process.kill)  # or a failure below would wait for the end of an endless run
         assert wait_for(lambda: max(steps_of(config), default=0) >= 20 and role(run, "searcher-0"), 120)
         started = psutil.Process(process.pid).children(recursive=True)
         listening = [c for p in started for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]

@@ -357,7 +357,6 @@ def main() -> None:
     gc.disable()  # nothing of what is imported becomes garbage, and looking for it takes an eighth of the time
     for name in sys.argv[2:]:
         importlib.import_module(name)
-    gc.collect()
     gc.enable()
     gc.freeze()  # or the first collection in a role would copy every page of what was imported
     serve(connection)

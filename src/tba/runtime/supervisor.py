@@ -208,6 +208,8 @@ class Supervisor:
         self.seats: list[Seat] = []
         self.requests = 0
         """Number of times that the run was asked to end."""
+        self._requests_told = 0
+        """Those that the trainer knows of."""
         self._wanted: int | None = None
         """Number of searchers that was asked for from outside; None = what the trainer says."""
         self._logs = logs
@@ -243,6 +245,7 @@ class Supervisor:
                     self._pass_on(*self._events.get_nowait())
             self.board.supervisor["beats"] += 1
             self._look_after_searchers()
+            self._pass_on_requests()
             status = self._look_after_trainer()
             if status is not None:
                 return status
@@ -259,14 +262,15 @@ class Supervisor:
         self.board.memory.close()
 
     def interrupt(self) -> None:
-        """Have the trainer save and end. Asked again it ends at once; the third time it is killed, whatever it does."""
+        """Have the trainer save and end. Asked again it ends at once; the third time it is killed, whatever it does. Signal
+        handlers call this, so that nothing more is done here: `run` tells the trainer in a moment."""
         self.requests += 1
-        self._pass_on_interrupt()
 
-    def _pass_on_interrupt(self) -> None:
+    def _pass_on_requests(self) -> None:
         process = self._trainer_process
-        if process is not None and process.alive and self.requests:
-            process.signal(signal.SIGINT if self.requests < MOST_REQUESTS else signal.SIGKILL)
+        while process is not None and process.alive and self._requests_told < self.requests:
+            self._requests_told += 1
+            process.signal(signal.SIGINT if self._requests_told < MOST_REQUESTS else signal.SIGKILL)
 
     def signal_roles(self, number: int) -> None:
         """Send a signal to all roles: they are suspended, and go on, with this process."""
@@ -482,7 +486,7 @@ class Supervisor:
         self._trainer_process = self._start_trainer(self._make_link)
         self._trainer = self._trainer_process.link
         self.board.trainer["pid"] = self._trainer_process.pid
-        self._pass_on_interrupt()  # what came while it was started
+        self._requests_told = max(0, self.requests - 1)  # what came while it was started, once
 
     def _look_after_trainer(self) -> int | None:
         """Exit status of a trainer that has ended for good; None = there is one that goes on, or another one now."""

@@ -26,6 +26,7 @@ def cluster(config: RuntimeConfig) -> Iterator[None]:
     # Before Ray is imported, which reads them then.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # it would leave out lines of what the trainer writes
+    os.environ.setdefault("RAY_worker_niceness", "0")  # roles are not what should give way to others
     if config.address is None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

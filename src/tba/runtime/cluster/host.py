@@ -182,7 +182,10 @@ class RoleHost:
         if self._copied is None or role is None or (time.monotonic() < self._looked + LOOK_SECONDS and not ended):
             return None
         self._looked = time.monotonic()
-        return copies.what_is_there(self._copied)
+        try:
+            return copies.what_is_there(self._copied)
+        except OSError:  # something was removed while it was looked at
+            return None
 
     def _take(self, frames: list[bytes], found: bytes | None) -> None:
         if found is None:

@@ -37,8 +37,8 @@ EXCHANGE_SECONDS = 0.1
 """Longest time between two exchanges with a role's node."""
 DELIVER_BYTES = 32 * 2**20
 """Bytes from which on no more frames are gathered for one call: a replica may hold many of them."""
-KILLED = -9
-"""Exit status of a role whose actor was killed, or is gone with its node."""
+KILLED, FAILED = -9, 1
+"""Exit status of a role whose actor was killed or is gone with its node, and of one that could not be started."""
 
 
 class ClusterRole:
@@ -53,21 +53,24 @@ class ClusterRole:
         searcher: int | None,
         log: Path | None,
         make_link: MakeLink,
-        new_trainer: Callable[[StartSearchers], None] = lambda orders: None,
-        serve_weights: Callable[[StartSearchers], None] = lambda orders: None,
+        started: Any = None,
+        new_trainer: Callable[[StartSearchers], Any] = lambda orders: None,
+        serve_weights: Callable[[StartSearchers], Any] = lambda orders: None,
         copy: RunCopy | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """`copy` follows the run folder on the role's node; None = it is not copied. `ended` is called once, when the role
-        is gone."""
+        """`started`, and what the functions return, are calls of the actor: an error of one is the role's end. `copy` follows
+        the run folder on the role's node; None = it is not copied. `ended` is called once, when the role is gone."""
         self.name = name
         self.log = log
         self.pid = 0
         self.status: int | None = None
         self.lacks_groups = False
-        self.new_trainer = new_trainer
-        self.serve_weights = serve_weights
+        self._new_trainer = new_trainer
+        self._serve_weights = serve_weights
         self._actor = actor
+        self._calls: list[Any] = [started]
+        """Calls whose end has not been seen yet."""
         self._board = board
         self._own = board.own_part(searcher)
         self._copy = copy
@@ -90,10 +93,16 @@ class ClusterRole:
         self._end(KILLED)
 
     def signal(self, number: int) -> None:
-        self._actor.signal.remote(number)
+        self._calls.append(self._actor.signal.remote(number))
 
     def show_stacks(self) -> None:
-        self._actor.show_stacks.remote()
+        self._calls.append(self._actor.show_stacks.remote())
+
+    def new_trainer(self, orders: StartSearchers) -> None:
+        self._calls.append(self._new_trainer(orders))
+
+    def serve_weights(self, orders: StartSearchers) -> None:
+        self._calls.append(self._serve_weights(orders))
 
     def _exchange(self) -> None:
         """Bring frames and signs of life until the role has ended."""
@@ -110,12 +119,23 @@ class ClusterRole:
                     self._copy.follow(self._actor, found.files, wait=found.status is not None and found.status >= 0)
                 if found.hung_up and found.status is not None:
                     self._end(found.status)
+                self._see_calls()
+        except ray.exceptions.RayTaskError as error:
+            logger.error("%s: a call of its actor failed: %s", self.name, error)
+            self._end(FAILED)
         except ray.exceptions.RayError as error:
             if self.alive:
                 logger.warning("%s: its actor is gone: %s", self.name, str(error).strip().splitlines()[0])
             self._end(KILLED)
         except OSError:  # the supervisor has hung up: the role is being replaced
             self._end(KILLED)
+
+    def _see_calls(self) -> None:
+        """Raise the error of a call that has failed."""
+        done = [call for call in list(self._calls) if call is not None and ray.wait([call], timeout=0.0)[0]]
+        for call in done:
+            self._calls.remove(call)
+            ray.get(call)
 
     def _deliver(self) -> None:
         """Take frames to the role, one call after the other, each with all that has gathered."""
@@ -176,6 +196,9 @@ class ClusterRoles:
         copied = None if self._copy is None else arguments["config"].run_folder
         actor = self._actor("trainer", None, copied=copied)
         self._trainer, self._trainer_name = actor, secrets.token_hex(4)
+        started = None
+        if self._copy is None:
+            started = actor.start.remote(target, dict(arguments), log=None, threads=self._config.threads)
         role = ClusterRole(
             "trainer",
             actor,
@@ -183,12 +206,12 @@ class ClusterRoles:
             searcher=None,
             log=None,
             make_link=make_link,
+            started=started,
             serve_weights=self._serve_weights,
             copy=self._copy,
         )
-        if self._copy is None:
-            actor.start.remote(target, dict(arguments), log=None, threads=self._config.threads)
-        else:  # in the background: it takes as long as a checkpoint takes to travel, and a node may have to be waited for
+        if self._copy is not None:
+            # In the background: it takes as long as a checkpoint takes to travel, and a node may have to be waited for.
             begin = partial(self._begin_copied, self._copy, role, actor, target, dict(arguments))
             threading.Thread(target=begin, daemon=True, name="trainer-begin").start()
         return role
@@ -224,7 +247,7 @@ class ClusterRoles:
             self._trainer_name = secrets.token_hex(4)
             self._relay = WeightRelay(self._trainer_name, unpickled_ends(orders.ends))
         actor, log = self._actor(seat.name, seat.index), self._logs / f"{seat.name}.log"
-        actor.start.remote(
+        started = actor.start.remote(
             orders.recipe,
             {"index": seat.index, "incarnation": seat.incarnation, "ends": orders.ends},
             trainer=self._trainer_name,
@@ -242,6 +265,7 @@ class ClusterRoles:
             searcher=seat.index,
             log=log,
             make_link=make_link,
+            started=started,
             new_trainer=lambda later: actor.new_trainer.remote(self._trainer_name, later.ends),
             ended=partial(self._forget, holder),
         )
@@ -263,9 +287,10 @@ class ClusterRoles:
             name=name, searcher=searcher, search_path=sys.path, copied=copied
         )
 
-    def _serve_weights(self, orders: StartSearchers) -> None:
-        self._trainer.serve_weights.remote(self._trainer_name, orders.ends)
+    def _serve_weights(self, orders: StartSearchers) -> Any:
+        call = self._trainer.serve_weights.remote(self._trainer_name, orders.ends)
         self._tell_receivers()
+        return call
 
     def _forget(self, holder: str) -> None:
         with self._lock:

@@ -29,6 +29,7 @@ logger = logging.getLogger("tba")
 Kind = Literal["weights", "references"]
 LOOK_SECONDS = 0.005
 """Time between two looks at what the trainer has published."""
+RETRY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,11 +78,15 @@ class WeightRelay:
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_SECONDS):
-            with self._lock:
-                for kind, source in self._sources.items():
-                    source.look()
-                    if source.header is not None:
-                        self._offer(kind, source)
+            try:
+                with self._lock:
+                    for kind, source in self._sources.items():
+                        source.look()
+                        if source.header is not None:
+                            self._offer(kind, source)
+            except ray.exceptions.RayError as error:  # such as an object store that is full: perhaps later it is not
+                logger.warning("weights could not be passed on, which is tried again: %s", error)
+                self._ended.wait(RETRY_SECONDS)
 
     def _offer(self, kind: Kind, source: _Source) -> None:
         assert source.header is not None
