@@ -59,8 +59,8 @@ class ClusterRole:
         copy: RunCopy | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """`started`, and what the functions return, are calls of the actor: an error of one is the role's end. `copy` follows
-        the run folder on the role's node; None = it is not copied. `ended` is called once, when the role is gone."""
+        """`started`, and what the functions return, are calls of the actor: an error of one is the role's end. `copy`
+        follows the run folder on the role's node; None = it is not copied. `ended` is called once, when the role is gone."""
         self.name = name
         self.log = log
         self.pid = 0
