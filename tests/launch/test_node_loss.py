@@ -57,13 +57,14 @@ def test_the_trainers_node_is_lost_with_its_disk_and_nothing_that_was_acknowledg
     ) as process:
         assert wait_for(lambda: replica.checkpoints_by_step() and role(replica, "trainer"), 120)
         trainer = psutil.Process(role(replica, "trainer")["pid"])
-        copied, noted = max(replica.checkpoints_by_step()), len(read_notes(tmp_path / "notes"))
+        noted = len(read_notes(tmp_path / "notes"))
         assert wait_for(lambda: len(read_notes(tmp_path / "notes")) > noted)
         nodes.remove_node(node_of(nodes, trainer), allow_graceful=False)
         assert wait_for(lambda: not trainer.is_running())
         shutil.rmtree(run.path)
+        copied = len(replica.metrics.read_text().splitlines())  # the next trainer gets them, and cuts off some
         nodes.add_node(num_cpus=1)
-        assert wait_for(lambda: max(steps_of(config), default=0) > copied + 20, 120)
+        assert wait_for(lambda: max(steps_of(config), default=0) > copied + 10, 120)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
