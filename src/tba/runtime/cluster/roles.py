@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -35,6 +36,8 @@ logger = logging.getLogger("tba")
 
 EXCHANGE_SECONDS = 0.1
 """Longest time between two exchanges with a role's node."""
+NODE_SECONDS = 30.0
+"""Time after which it is said that a trainer waits for a node."""
 DELIVER_BYTES = 32 * 2**20
 """Bytes from which on no more frames are gathered for one call: a replica may hold many of them."""
 KILLED, FAILED = -9, 1
@@ -93,7 +96,10 @@ class ClusterRole:
         self._end(KILLED)
 
     def signal(self, number: int) -> None:
-        self._calls.append(self._actor.signal.remote(number))
+        if self.pid == 0 and number in (signal.SIGINT, signal.SIGKILL):
+            self._end(-number)  # it has not begun: there is nothing to save, and a node may never come
+        else:
+            self._calls.append(self._actor.signal.remote(number))
 
     def show_stacks(self) -> None:
         self._calls.append(self._actor.show_stacks.remote())
@@ -222,7 +228,13 @@ class ClusterRoles:
         """Start a trainer, with the run folder of the one before where that is not on its node."""
         try:
             owner, resume = arguments["host"].owner, arguments["resume"]
-            begun = ray.get(actor.begun_at.remote(owner, resume))
+            call = actor.begun_at.remote(owner, resume)
+            if not ray.wait([call], timeout=NODE_SECONDS)[0]:
+                logger.warning(
+                    "the trainer waits for a node with room for it (runtime.trainer_cpus=%g): none of the cluster has any.",
+                    self._config.trainer_cpus,
+                )
+            begun = ray.get(call)
             handed_over = copy.hand_over(actor, begun, owner, resume)
             if handed_over:
                 logger.warning("the trainer's node has no such run folder: it gets the copy in %s.", copy.folder.path)
