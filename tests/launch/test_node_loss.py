@@ -14,6 +14,8 @@ import pytest
 from problem import command, heed_signals, make_config, steps_of, wait_for
 from test_supervision import role
 
+from tba.config import ConfigError
+from tba.launch.start import train
 from tba.observe.files import RunFolder
 from tba.runtime.replica import GROUPS, Replica, replica_folder
 
@@ -81,3 +83,10 @@ def test_the_trainers_node_is_lost_with_its_disk_and_nothing_that_was_acknowledg
     assert {note.id for note in read_notes(tmp_path / "notes")} <= set(second.ids())
     second.close()
     assert not os.path.exists(replica.path / ".claim.json")
+
+
+def test_a_trainer_in_the_process_of_the_caller_has_no_second_node(folder):
+    config = make_config(folder, "name=here", "replay.durability=node", "runtime.kind=ray", "runtime.address=auto")
+    with pytest.raises(ConfigError, match="start the run with `tba train`"):
+        train(config)
+    assert not config.run_folder.exists()

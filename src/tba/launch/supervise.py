@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tba.config import Config, ConfigError
+from tba.config import Config
 from tba.launch.operate import Control, StatusWriter
 from tba.observe.claim import NAME as CLAIM
 from tba.observe.claim import Claim, Holder, holder_of
@@ -127,11 +127,6 @@ def open_replica(config: Config, *, resume: bool) -> OpenReplica | None:
 @contextmanager
 def hosted(config: Config, folder: RunFolder) -> Iterator[Host]:
     """A host for a trainer in this process, with the supervisor in a thread."""
-    if config.replay.durability == "node":
-        raise ConfigError(
-            "replay.durability=node needs a trainer on another node, and here it is in this process: start the run with "
-            "`tba train`, or use replay.durability=power."
-        )
     outside, board = Outside(folder), Board.create()
     with starters(config, board, folder.logs) as start:
         supervisor = Supervisor(

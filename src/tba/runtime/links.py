@@ -8,6 +8,7 @@ on by their address, without reading them:
     trainer -> supervisor    StartSearchers, ReplaceSearchers, ShowStacks, EndRun
     supervisor -> trainer    SearcherStarted, SearcherEnded, SearchersFailed, AllReplaced, AllStopped
     supervisor -> searcher   Stop
+    replica -> trainer       TrajectoryGroup, as its searcher sent it
     any child -> parent      Failed
 
 Nothing here imports torch or NumPy when it runs: a reward worker, which has a link too, is back in a moment after it was

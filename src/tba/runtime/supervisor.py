@@ -2,7 +2,8 @@
 hang, and ends all of them.
 
 It holds nothing that a run could lose: groups are kept by their searchers until the trainer has stored them, and the trainer
-goes on from its checkpoint and its durable replay. It does not import torch, so it is there in a moment.
+goes on from its checkpoint and its durable replay. With replay.durability=node it stores a second copy of every group
+(replica.py), for a trainer that has lost its disk. It does not import torch, so it is there in a moment.
 
 The trainer is a child process, or the process that the supervisor is a thread of, which then cannot be started again.
 """
