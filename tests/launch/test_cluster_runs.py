@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 from contextlib import ExitStack
+from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -14,7 +15,8 @@ from test_supervision import role
 
 from tba.observe.files import RunFolder
 
-pytest.importorskip("ray", reason="the extra `ray` is not installed")
+# Not imported: it would keep for all tests of this process that there is no token.
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="the extra `ray` is not installed")
 
 
 def test_a_run_on_a_private_cluster_survives_its_searcher_and_its_trainer(folder):

@@ -167,3 +167,49 @@ def tells_weights(link, *, index: int, incarnation: str, ends: bytes) -> None:
             time.sleep(0.01)
     except Stopped:
         return
+
+
+def numbered_group(index: int, incarnation: str, number: int):
+    import numpy as np
+
+    from tba.types import Prompt, TrajectoryGroup
+
+    prompt = Prompt(id="p", token_ids=np.array([1], np.int32), text="")
+    return TrajectoryGroup(id=f"searcher-{index}.{incarnation}/{number}", prompt=prompt, trajectories=())
+
+
+def looks_into_the_replica(link, *, index: int, incarnation: str, path: str, **_) -> None:
+    """Sends group 0 and, when it is told that it is stored, a group whose number is 10 more than there are rows."""
+    import sqlite3
+
+    from tba.runtime.links import Acknowledge, group_address
+
+    def send(number: int) -> None:
+        group = numbered_group(index, incarnation, number)
+        link.send(group, to=group_address(group.id, 1))
+
+    send(0)
+    while not isinstance(link.receive(timeout_seconds=30.0), Acknowledge):
+        pass
+    with sqlite3.connect(path) as database:
+        (count,) = database.execute("SELECT COUNT(*) FROM groups").fetchone()
+    send(10 + count)
+    link.receive(timeout_seconds=30.0)
+
+
+def sends_out_of_turn(link, *, index: int, incarnation: str, **_) -> None:
+    """Sends group 0. A new trainer gets group 2, which was on its way to the one before, and then what is due."""
+    from tba.runtime.links import HOLDING, Holding, NewTrainer, group_address
+
+    def send(*numbers: int) -> None:
+        for number in numbers:
+            group = numbered_group(index, incarnation, number)
+            link.send(group, to=group_address(group.id, 1))
+
+    send(0)
+    while not isinstance(link.receive(timeout_seconds=30.0), NewTrainer):
+        pass
+    send(2)
+    link.send(Holding(visits=()), to=HOLDING)
+    send(0, 1, 2)
+    link.receive(timeout_seconds=30.0)

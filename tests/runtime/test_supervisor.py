@@ -40,10 +40,10 @@ TENSORS = {"w": torch.zeros(4)}
 class Run:
     """A trainer in this process, with its supervisor in a thread."""
 
-    def __init__(self, logs) -> None:
+    def __init__(self, logs, **options) -> None:
         config = RuntimeConfig(stop_seconds=1.0)
         start = LocalRoles(config=config, logs=logs)
-        self.supervisor = Supervisor(config, Board.create(), logs=logs, start_searcher=start.searcher)
+        self.supervisor = Supervisor(config, Board.create(), logs=logs, start_searcher=start.searcher, **options)
         self.groups: list[TrajectoryGroup] = []
         self.thread = threading.Thread(target=self.supervisor.run)
         self.thread.start()

@@ -151,6 +151,7 @@ class Config(Section):
             )
         self._check_turns()
         self._check_replay()
+        self._check_durability()
         reuse = self.replay.max_trained_per_generated
         if self.replay.lag == "pace" and reuse is not None and reuse < self.train.updates_per_batch:
             raise ValueError(
@@ -218,6 +219,21 @@ class Config(Section):
             raise ValueError(
                 f"replay.max_lag={self.max_lag} with replay.lag=drop would drop every response of mode=fixed_lag "
                 f"lag_steps={self.lag_steps}: use replay.lag=keep."
+            )
+
+    def _check_durability(self) -> None:
+        """Refuse a second node where there is one only."""
+        if self.replay.durability != "node":
+            return
+        if self.runtime.kind != "ray" or self.runtime.address is None or self.takes_turns:
+            where = f"runtime.kind={self.runtime.kind}"
+            if self.takes_turns:
+                where = f"mode={self.mode}, where one process does everything,"
+            elif self.runtime.kind == "ray":
+                where = "runtime.kind=ray without runtime.address, a private cluster of this machine,"
+            raise ValueError(
+                f"replay.durability=node keeps a second copy of every group on another node, and {where} has only one: use "
+                "replay.durability=power, or run in mode=async with runtime.kind=ray and the runtime.address of a cluster."
             )
 
     def _check_replay(self) -> None:

@@ -202,10 +202,11 @@ class ReplayConfig(Section):
     on_reference_reset: Literal["drop", "recompute"] = "drop"
     """What happens at a reset to responses scored by the earlier reference: drop = they leave; recompute = their
     log_ref is computed again (the trainer then holds the reference)."""
-    durability: Annotated[Literal["process", "power", "off"], OnOff] = "process"
+    durability: Annotated[Literal["process", "power", "node", "off"], OnOff] = "process"
     """What received groups survive, in RUN/replay.sqlite: process = the end of any process, also by kill -9; power = also
-    a power failure, at the price of a disk flush for every batch of groups; off = nothing is written, and groups are gone
-    with the trainer (docs/durability.md)."""
+    a power failure, at the price of a disk flush for every batch of groups; node = like process, and also the loss of the
+    trainer's node with its disk, because groups and checkpoints are on the node of `tba train` too, in RUN.replica (for
+    runtime.kind=ray); off = nothing is written, and groups are gone with the trainer (docs/durability.md)."""
     imports: tuple[str, ...] = ()
     """JSONL files of existing responses to start from (`prompt`, `completion`; optional `rewards`), also those that `tba
     replay RUN --export` writes."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tba.config import Config, ModelConfig, dump_config, load_config
+from tba.config import Config, ConfigError, ModelConfig, dump_config, load_config
 from tba.generate.engine import Scorer, make_scorer
 from tba.launch.checks import check_before_loading
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
@@ -53,6 +53,11 @@ def train(
     where the trainer runs under a supervisor; None = this process gets one.
     """
     owner = None if host is None else host.owner
+    if host is None and config.replay.durability == "node":
+        raise ConfigError(
+            "replay.durability=node needs a trainer on another node, and here it is in this process: start the run with "
+            "`tba train`, or use replay.durability=power."
+        )
     check_before_loading(config, resume=bool(resume))
     torch.set_num_threads(config.runtime.threads)
     config = with_objective_defaults(config)  # refuses senseless combinations before a model loads

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tba.runtime.board import Board
 from tba.runtime.links import Link
 from tba.runtime.mps import start_mps
 from tba.runtime.processes import prepare_roles
+from tba.runtime.replica import GROUPS, Replica, replica_folder
 from tba.runtime.searcher_rule import SearcherRule
 from tba.runtime.supervisor import Host, HostHandle, LocalRoles, RoleStarter, Supervisor
 
@@ -78,21 +80,24 @@ def supervise(config: Config, *, resume: bool, target: str) -> int:
         start_mps(config)  # before anything touches the GPU
         prepare_roles(config.runtime.threads)
     folder, board = RunFolder(config.run_folder), Board.create()
-    outside = Outside(folder, config.search)
+    replica = open_replica(config, resume=resume)
+    outside = Outside(folder if replica is None else replica.folder, config.search)
     host = HostHandle(board=board.memory.handle(), owner=Holder.of_this_process())
 
     def trainer_arguments() -> dict[str, Any]:
-        return {"config": config, "resume": resume or has_begun(folder), "host": host}
+        begun = resume or (replica is None and has_begun(folder))  # otherwise the trainer's node knows
+        return {"config": config, "resume": begun, "host": host}
 
-    with starters(config, board, folder.logs) as start:
+    with starters(config, board, folder.logs, None if replica is None else replica.folder) as start:
         supervisor = Supervisor(
             config.runtime,
             board,
             logs=folder.logs,
             start_trainer=lambda make_link: start.trainer(target, trainer_arguments(), make_link),
             start_searcher=start.searcher,
-            newest_checkpoint=partial(newest_step, folder),
+            newest_checkpoint=partial(newest_step, folder if replica is None else replica.folder),
             look_outside=outside.look,
+            replica=None if replica is None else replica.groups,
         )
         try:
             with _signals(supervisor):
@@ -101,6 +106,32 @@ def supervise(config: Config, *, resume: bool, target: str) -> int:
             supervisor.close()
             outside.close()
             Claim(folder.path / CLAIM, host.owner).release()
+            if replica is not None:
+                replica.groups.close()
+                replica.folder.release()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenReplica:
+    """The second copy of a run, on this node, with replay.durability=node."""
+
+    folder: RunFolder
+    """Laid out like the run folder, which is on the trainer's node: what the run tells of itself is here too."""
+    groups: Replica
+
+
+def open_replica(config: Config, *, resume: bool) -> OpenReplica | None:
+    """Claim the replica of a run, empty where the run is new; None without replay.durability=node."""
+    if config.replay.durability != "node":
+        return None
+    path = replica_folder(config.run_folder)
+    if resume:
+        path.mkdir(parents=True, exist_ok=True)
+        folder = RunFolder(path)
+        folder.claim()
+    else:
+        folder = RunFolder.create(path, overwrite=config.overwrite)
+    return OpenReplica(folder=folder, groups=Replica(path / GROUPS, capacity=config.replay.capacity))
 
 
 @contextmanager
@@ -132,8 +163,9 @@ def hosted(config: Config, folder: RunFolder) -> Iterator[Host]:
 
 
 @contextmanager
-def starters(config: Config, board: Board, logs: Path) -> Iterator[RoleStarter]:
-    """What starts the roles of a run: processes of this machine or, under runtime.kind=ray, actors of a cluster."""
+def starters(config: Config, board: Board, logs: Path, replica: RunFolder | None = None) -> Iterator[RoleStarter]:
+    """What starts the roles of a run: processes of this machine or, under runtime.kind=ray, actors of a cluster. `replica`
+    is where the run folder is copied to; None = it is not."""
     if config.runtime.kind == "local" or config.takes_turns:
         yield LocalRoles(config=config.runtime, logs=logs)
         return
@@ -142,11 +174,13 @@ def starters(config: Config, board: Board, logs: Path) -> Iterator[RoleStarter]:
     with cluster(config.runtime):
         import ray
 
+        from tba.runtime.cluster.copies import RunCopy
         from tba.runtime.cluster.roles import ClusterRoles, share_of_gpus
 
         available = 0.0 if config.model.device == "cpu" else ray.cluster_resources().get("GPU", 0.0)
         gpus = share_of_gpus(available, 1 + config.search.num_searchers)
-        with closing(ClusterRoles(config.runtime, board, logs=logs, gpus_each=gpus)) as roles:
+        copy = None if replica is None else RunCopy(replica)
+        with closing(ClusterRoles(config.runtime, board, logs=logs, gpus_each=gpus, copy=copy)) as roles:
             yield roles
 
 

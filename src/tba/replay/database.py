@@ -49,7 +49,7 @@ CREATE TABLE groups (
 CREATE TABLE incarnations (incarnation TEXT PRIMARY KEY, highest INTEGER NOT NULL) WITHOUT ROWID;
 """
 
-Durability = Literal["process", "power"]
+Durability = Literal["process", "power", "node"]
 
 NETWORK_FILESYSTEMS = (
     *("9p", "afs", "beegfs", "ceph", "cifs", "fuse.", "gfs2", "gluster", "gpfs", "lustre", "ncpfs", "nfs", "ocfs2"),

@@ -16,6 +16,7 @@ from tba.runtime.channels import Stopped, WeightSource, wait_until
 from tba.runtime.deadlines import Waiting
 from tba.runtime.leases import VisitStock
 from tba.runtime.links import (
+    HOLDING,
     TRAINER,
     Acknowledge,
     AskVisits,
@@ -27,6 +28,7 @@ from tba.runtime.links import (
     Link,
     NewTrainer,
     Stop,
+    group_address,
 )
 from tba.runtime.slot_memory import SlotsHandle
 from tba.runtime.weight_slots import WeightSlots
@@ -75,7 +77,7 @@ class WindowedSender:
             progress=self._progress,
         )
         self._unacknowledged[group.id] = group
-        self._link.send(group, to=TRAINER)
+        self._send(group)
 
     def acknowledge(self, group_id: str) -> TrajectoryGroup | None:
         """A group is stored; returns it, None where it was acknowledged before."""
@@ -84,7 +86,10 @@ class WindowedSender:
     def send_again(self) -> None:
         """Send what the trainer before has not acknowledged: whether it was stored is known to the new one."""
         for group in self._unacknowledged.values():
-            self._link.send(group, to=TRAINER)
+            self._send(group)
+
+    def _send(self, group: TrajectoryGroup) -> None:
+        self._link.send(group, to=group_address(group.id, len(group.trajectories)))
 
     def _has_room(self) -> bool:
         if len(self._unacknowledged) >= self._window:
@@ -155,7 +160,7 @@ class LocalSearcherEnds:
             return
         self._asked.clear()  # it asks itself for what it wants to know
         # First what this searcher has, or the new trainer would hand the same visits to others.
-        self._tell(Holding(visits=self.visits.ask_anew()))
+        self._link.send(Holding(visits=self.visits.ask_anew()), to=HOLDING)
         self.sender.send_again()
 
     def take_asked(self, version: int) -> bool:
@@ -169,7 +174,7 @@ class LocalSearcherEnds:
     def trainer_progress(self) -> float:
         return self._board.trainer_progress()
 
-    def _tell(self, message: AskVisits | Holding | Evaluated) -> None:
+    def _tell(self, message: AskVisits | Evaluated) -> None:
         self._link.send(message, to=TRAINER)
 
 

@@ -8,6 +8,7 @@ on by their address, without reading them:
     trainer -> supervisor    StartSearchers, ReplaceSearchers, ShowStacks, EndRun
     supervisor -> trainer    SearcherStarted, SearcherEnded, SearchersFailed, AllReplaced, AllStopped
     supervisor -> searcher   Stop
+    replica -> trainer       TrajectoryGroup, as its searcher sent it
     any child -> parent      Failed
 
 Nothing here imports torch or NumPy when it runs: a reward worker, which has a link too, is back in a moment after it was
@@ -37,6 +38,25 @@ PARENT = ""
 """Address of whoever started this process and watches it."""
 TRAINER = "trainer"
 """Address of the trainer. A searcher's is its name and the incarnation of its process: searcher-0.5f3a91c2."""
+HOLDING = f"{TRAINER}/holding"
+"""Address that a searcher's Holding goes to: the groups that follow are all that the new trainer has to know of."""
+REPLICA = "replica"
+"""Address of the supervisor's copies of groups (replica.py), as the trainer sees it."""
+
+
+def group_address(group_id: str, responses: int) -> str:
+    """The trainer's address on the frame of a group: the supervisor, which does not read the frame, learns which it is."""
+    return f"{TRAINER}/{responses}/{group_id}"
+
+
+def group_of(address: str) -> tuple[str, int] | None:
+    """Id and number of responses of the group under an address; None = it is no group's.
+
+    group_of("trainer/8/searcher-0.5f3a91c2/41") is ("searcher-0.5f3a91c2/41", 8)
+    """
+    role, _, rest = address.partition("/")
+    responses, _, group_id = rest.partition("/")
+    return (group_id, int(responses)) if role == TRAINER and group_id else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +153,8 @@ class ReplaceSearchers:
     why: str
     at_fault: bool
     """Whether something is wrong with them: where that is so with too many in a row, a place is given up."""
+    stay: Mapping[str, int] | None = None
+    """Where the trainer has gone back: the highest number of each source whose groups it still has. None = it has all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from tba.runtime.channels import LocalWeights, WeightPublisher
 from tba.runtime.leases import VisitLedger
 from tba.runtime.links import (
     PARENT,
+    REPLICA,
     Acknowledge,
     AllReplaced,
     AllStopped,
@@ -121,9 +122,10 @@ class LocalRuntime:
             )
         )
 
-    def replace_searchers(self, why: str) -> None:
-        """Until the supervisor says that it has ended all of them, nothing that comes is heeded."""
-        self._link.send(ReplaceSearchers(holders=None, why=why, at_fault=False))
+    def replace_searchers(self, why: str, stay: Mapping[str, int] | None = None) -> None:
+        """Until the supervisor says that it has ended all of them, nothing that comes is heeded. `stay`: see
+        links.ReplaceSearchers."""
+        self._link.send(ReplaceSearchers(holders=None, why=why, at_fault=False, stay=stay))
         self._deaf = True
         for holder in list(self._searchers):
             self._forget(holder)
@@ -142,6 +144,8 @@ class LocalRuntime:
                 continue
             elif sender == PARENT:
                 self._heed(message)
+            elif sender == REPLICA:
+                groups.append(self._from_replica(message))
             elif sender in self._searchers and (group := self._message(sender, message)) is not None:
                 groups.append(group)
         if not self._awaited:
@@ -196,6 +200,13 @@ class LocalRuntime:
                 self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > message.version]
             self._ask_for_evaluation()
         return None
+
+    def _from_replica(self, message: Any) -> TrajectoryGroup:
+        """A group that the trainer before had stored, on a disk that is gone: nobody waits for its acknowledgement."""
+        if not isinstance(message, TrajectoryGroup):
+            raise RoleDied(f"the replica holds something that is no group: {message!r:.500}")
+        self.ledger.complete(message.visit, solved=message.solved)
+        return message
 
     def _lease_visits(self) -> None:
         """Answer those who have asked for visits. Not before every searcher of the trainer before has told which it has, or

@@ -68,6 +68,11 @@ class Role(Protocol[L_co]):
     def alive(self) -> bool: ...
 
     @property
+    def lacks_groups(self) -> bool:
+        """Whether a trainer may lack groups that the one before had stored, because it runs on another disk."""
+        ...
+
+    @property
     def status(self) -> int | None:
         """Exit status, or minus the number of the signal that killed it; None while it runs."""
         ...
@@ -99,6 +104,8 @@ class Role(Protocol[L_co]):
 
 class RoleProcess(Generic[L]):
     """A child process with a link. It ends itself when this process is gone, however that happened."""
+
+    lacks_groups = False
 
     def __init__(
         self,

@@ -2,7 +2,8 @@
 hang, and ends all of them.
 
 It holds nothing that a run could lose: groups are kept by their searchers until the trainer has stored them, and the trainer
-goes on from its checkpoint and its durable replay. It does not import torch, so it is there in a moment.
+goes on from its checkpoint and its durable replay. With replay.durability=node it stores a second copy of every group
+(replica.py), for a trainer that has lost its disk. It does not import torch, so it is there in a moment.
 
 The trainer is a child process, or the process that the supervisor is a thread of, which then cannot be started again.
 """
@@ -32,8 +33,9 @@ from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import Idleness, dump_stacks
 from tba.runtime.fork_server import ServerGone
 from tba.runtime.links import (
+    HOLDING,
     PARENT,
-    TRAINER,
+    REPLICA,
     AllReplaced,
     AllStopped,
     EndRun,
@@ -47,8 +49,10 @@ from tba.runtime.links import (
     ShowStacks,
     StartSearchers,
     Stop,
+    group_of,
 )
 from tba.runtime.processes import Role, RoleProcess, last_lines, may_fork, stop_all
+from tba.runtime.replica import Replica
 
 logger = logging.getLogger("tba")
 
@@ -61,6 +65,8 @@ OUTSIDE_SECONDS = 1.0
 """Time between two calls of `look_outside`."""
 FIRST_BACK_OFF_SECONDS = 1.0
 """Before a seat is filled again after the second process that ended early; doubled with each."""
+MAX_STILLBORN = 5
+"""Trainers in a row that may find their node gone before they begin, beyond those of runtime.max_trainer_restarts."""
 MOST_REQUESTS = 3
 """Requests to end after which the trainer is killed."""
 TRY_AGAIN = 75
@@ -144,6 +150,8 @@ class Seat:
     """How long there has been no sign of life."""
     hung_up: bool = False
     """Whether all that the present process has ever sent was passed on."""
+    sends_again: bool = False
+    """Whether it has not heard of the present trainer yet: it will send again all that was not acknowledged."""
     failure: Failed | None = None
     """Last words of the present process."""
     failed_at: float = 0.0
@@ -190,10 +198,12 @@ class Supervisor:
         start_searcher: StartSearcher,
         newest_checkpoint: Callable[[], int | None] = lambda: None,
         look_outside: Callable[[Supervisor], None] = lambda supervisor: None,
+        replica: Replica | None = None,
     ) -> None:
         """`start_trainer` starts the trainer's process, also again after it has died; None = the trainer is in this process
         and uses `trainer_connection`. `newest_checkpoint` is the step of the last one, which tells whether a trainer that
-        was started again has come further. `look_outside` is called once a second."""
+        was started again has come further. `look_outside` is called once a second. `replica` keeps a copy of every group
+        that is acknowledged; None = there is none."""
         self.config = config
         self.board = board
         self.seats: list[Seat] = []
@@ -208,6 +218,7 @@ class Supervisor:
         self._start_searcher = start_searcher
         self._newest_checkpoint = newest_checkpoint
         self._look_outside = look_outside
+        self._replica = replica
         self._events: queue.SimpleQueue[tuple[RelayedLink, str, bytes | None]] = queue.SimpleQueue()
         self._make_link = partial(RelayedLink, deliver=lambda *event: self._events.put(event))
         self._trainer_process: Role[RelayedLink] | None = None
@@ -216,6 +227,8 @@ class Supervisor:
         self._trainer_hung_up = False
         self._trainer_idleness = Idleness()
         self._restarts, self._checkpoint_at_restart = 0, -1
+        self._stillborn = 0
+        """Trainers in a row that never began, for want of a node."""
         self._looked_outside = 0.0
         self._ends = False
         if start_trainer is None:
@@ -289,6 +302,8 @@ class Supervisor:
             else:
                 seat = next((seat for seat in self.seats if seat.process is not None and seat.holder == address), None)
                 if seat is not None and seat.process is not None:  # what is for one that is gone is lost with it
+                    if self._replica is not None:
+                        self._replica.commit()  # it may be told that groups are stored
                     seat.process.link.send_frame(PARENT, body)
             return
         seat = next((seat for seat in self.seats if seat.process is not None and seat.process.link is link), None)
@@ -296,13 +311,26 @@ class Supervisor:
             return  # the last words of one that was replaced already
         if body is None:
             seat.hung_up = True
-        elif address == TRAINER:
+        elif address != PARENT:
             if self._orders is not None:  # a trainer that is being started asks for all of it again
-                self._trainer.send_frame(seat.holder, body)
+                self._pass_to_trainer(seat, address, body)
         else:
             seat.failure, seat.failed_at = pickle.loads(body), time.monotonic()
             if seat.failure.error.startswith(WaitedTooLong.__name__):
                 self.show_stacks()  # what the others did meanwhile
+
+    def _pass_to_trainer(self, seat: Seat, address: str, body: bytes) -> None:
+        group = group_of(address)
+        if address == HOLDING:
+            seat.sends_again = False
+        if group is not None:
+            if seat.sends_again:
+                # Meant for the trainer before; it comes again, after those before it. In the replica, which the present
+                # trainer does not look into, it would stand for these: a higher number tells that the lower ones came.
+                return
+            if self._replica is not None:
+                self._replica.add(*group, body)
+        self._trainer.send_frame(seat.holder, body)
 
     def _heed(self, message: object) -> None:
         """A word of the trainer's."""
@@ -310,9 +338,14 @@ class Supervisor:
             self._orders, self._trainer_idleness = message, Idleness()
             if self._trainer_process is not None:
                 self._trainer_process.serve_weights(message)
+                if self._replica is not None and self._trainer_process.lacks_groups:
+                    # Before searchers send again what the trainer before had not acknowledged, which came later.
+                    for body in self._replica.rows():
+                        self._trainer.send_frame(REPLICA, body)
             for seat in self.seats:
                 seat.given_up = False  # what has ended others may have been the trainer before
                 if seat.process is not None:
+                    seat.sends_again = True
                     # In this order: the trainer knows of it before it says what it has.
                     self._trainer.send(SearcherStarted(holder=seat.holder, survived=True))
                     seat.process.new_trainer(message)
@@ -322,6 +355,8 @@ class Supervisor:
                 if seat.process is not None and (message.holders is None or seat.holder in message.holders):
                     self._lost(seat, f"is replaced: {message.why}", at_fault=message.at_fault)
             if message.holders is None:
+                if self._replica is not None and message.stay is not None:
+                    self._replica.return_to(message.stay)
                 self._trainer.send(AllReplaced())
         if isinstance(message, ShowStacks):
             self.show_stacks()
@@ -385,7 +420,7 @@ class Supervisor:
         row.clear()
         row["place"] = PLACES.index("filled")  # or it would show as not wanted for a moment
         seat.incarnation, seat.idleness = secrets.token_hex(4), Idleness()
-        seat.hung_up, seat.failure = False, None
+        seat.hung_up, seat.failure, seat.sends_again = False, None, False
         try:
             seat.process = self._start_searcher(seat, orders, self._make_link)
         except (OSError, ServerGone) as error:  # no process or no descriptor is to be had: perhaps later
@@ -487,6 +522,11 @@ class Supervisor:
         # Whoever comes to a new checkpoint each time comes to the end too.
         self._restarts = self._restarts + 1 if newest <= self._checkpoint_at_restart else 1
         self._checkpoint_at_restart = newest
+        if self._trainer_process is not None and self._trainer_process.pid == 0 and self._stillborn < MAX_STILLBORN:
+            # Its node was gone before it had begun, as where Ray has not missed a lost node yet and chooses it again.
+            self._restarts, self._stillborn = self._restarts - 1, self._stillborn + 1
+        else:
+            self._stillborn = 0
         how = f"was killed by signal {-status}" if status < 0 else "failed"
         if self._restarts > self.config.max_trainer_restarts:
             logger.error(

@@ -62,7 +62,7 @@ class Trainer:
     """Compares what searchers generate with this trainer; None where batches are of the trained version anyway."""
     gate: Gate | None = None
     """Holds a step back until there is enough to train on; None where the roles take turns."""
-    restart_searchers: Callable[[], None] | None = None
+    restart_searchers: Callable[[Mapping[str, int]], None] | None = None
     """Has searchers begin anew with the weights that are published now; None where the roles take turns."""
     received: int = field(default=0, init=False)
     """Number of groups with a response that were taken in since the last step."""

@@ -64,7 +64,7 @@ def make_trainer(
     ledger: VisitLedger,
     parts: Mapping[str, Stateful],
     gate: Gate | None = None,
-    restart_searchers: Callable[[], None] | None = None,
+    restart_searchers: Callable[[Mapping[str, int]], None] | None = None,
     published: Callable[[int], Weights | None] | None = None,
 ) -> Trainer:
     """Make a trainer around a learner.

@@ -82,7 +82,7 @@ def roll_back(trainer: Trainer, health: Health) -> None:
     if trainer.config.mode != "fixed_lag":  # lagged weights have loaded what is due themselves
         trainer.publisher.publish(make_weights(trainer.train_step.policy.model, version=to))
     if trainer.restart_searchers is not None:
-        trainer.restart_searchers()
+        trainer.restart_searchers(trainer.replay.marks.by_source)
     logger.warning(
         "step %d: %s The run goes back to %s and on with %g of its learning rate (rollback %d of at most "
         "observe.max_rollbacks=%d).",

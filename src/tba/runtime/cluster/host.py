@@ -22,7 +22,10 @@ from typing import Any
 import numpy as np
 import ray
 
+from tba.observe.claim import Holder
+from tba.observe.files import RunFolder
 from tba.runtime.board import Board
+from tba.runtime.cluster import copies
 from tba.runtime.cluster.weights import Offer, WeightMirror, WeightRelay, unpickled_ends
 from tba.runtime.links import PARENT, EndsHandle, RelayedLink, frame, pickled, split_frame
 from tba.runtime.processes import RoleProcess, last_lines
@@ -32,7 +35,9 @@ logger = logging.getLogger("tba")
 
 COLLECT_SECONDS = 0.02
 """Time for which frames are collected after the first: a call for each would keep a core busy."""
-CONCURRENCY_GROUPS = {"exchange": 1, "deliver": 1, "weights": 1}
+LOOK_SECONDS = 1.0
+"""Time between two looks at the run folder."""
+CONCURRENCY_GROUPS = {"exchange": 1, "deliver": 1, "weights": 1, "files": 1}
 """Each has a thread of its own, which takes calls in the order they were made; so have all other calls together."""
 
 
@@ -48,12 +53,17 @@ class Exchanged:
     """None while it runs."""
     hung_up: bool
     """Whether these were its last frames."""
+    files: Mapping[str, str] | None = None
+    """What the run folder holds (copies.what_is_there); None = it was not looked at."""
 
 
 class RoleHost:
-    """Runs one role on this node. `searcher` is the number of the searcher that it hosts; None = the trainer."""
+    """Runs one role on this node. `searcher` is the number of the searcher that it hosts; None = the trainer. `copied` is
+    the run folder of a trainer whose run is copied to another node."""
 
-    def __init__(self, *, name: str, searcher: int | None, search_path: Sequence[str]) -> None:
+    def __init__(
+        self, *, name: str, searcher: int | None, search_path: Sequence[str], copied: Path | None = None
+    ) -> None:
         sys.path[:] = [*search_path, *(path for path in sys.path if path not in search_path)]
         self._name = name
         self._searcher = searcher
@@ -71,6 +81,8 @@ class RoleHost:
         self._begin: Callable[[Mapping[str, Any]], None] = lambda arguments: None
         """Starts the role's process."""
         self._lock = threading.Lock()
+        self._copied = None if copied is None else RunFolder(copied)
+        self._looked = 0.0
 
     def start(
         self,
@@ -161,7 +173,19 @@ class RoleHost:
             pid=0 if role is None else role.pid,
             status=None if role is None else role.status,
             hung_up=self._hung_up,
+            files=self._look_at_files(role),
         )
+
+    def _look_at_files(self, role: RoleProcess[RelayedLink] | None) -> Mapping[str, str] | None:
+        """Once a second, and once more when the role has ended. Not before it has begun: the folder may be incomplete."""
+        ended = role is not None and role.status is not None
+        if self._copied is None or role is None or (time.monotonic() < self._looked + LOOK_SECONDS and not ended):
+            return None
+        self._looked = time.monotonic()
+        try:
+            return copies.what_is_there(self._copied)
+        except OSError:  # something was removed while it was looked at
+            return None
 
     def _take(self, frames: list[bytes], found: bytes | None) -> None:
         if found is None:
@@ -175,6 +199,25 @@ class RoleHost:
         if self._role is not None:
             for each in frames:
                 self._role.link.send_frame(*split_frame(each))
+
+    # The run folder on this node, for a copy on another one
+
+    def begun_at(self, owner: Holder, resume: bool) -> int | None:
+        assert self._copied is not None
+        return copies.begun_at(self._copied, owner, resume=resume)
+
+    def make_room(self, owner: Holder, resume: bool) -> None:
+        assert self._copied is not None
+        copies.make_room(self._copied, owner, resume=resume)
+
+    def write_block(self, name: str, offset: int, block: bytes) -> None:
+        assert self._copied is not None
+        copies.write_block(self._copied, name, offset, block)
+
+    @ray.method(concurrency_group="files")
+    def read_block(self, name: str, offset: int) -> bytes | None:
+        assert self._copied is not None
+        return copies.read_block(self._copied, name, offset)
 
     def serve_weights(self, trainer: str, ends: bytes) -> None:
         """The trainer on this node publishes from now on."""

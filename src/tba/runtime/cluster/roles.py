@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ import ray.exceptions
 
 from tba.config import RuntimeConfig
 from tba.runtime.board import Board
+from tba.runtime.cluster.copies import RunCopy
 from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
 from tba.runtime.cluster.weights import WeightRelay, unpickled_ends
 from tba.runtime.links import RelayedLink, StartSearchers, hang_up
@@ -34,6 +36,10 @@ logger = logging.getLogger("tba")
 
 EXCHANGE_SECONDS = 0.1
 """Longest time between two exchanges with a role's node."""
+NODE_SECONDS = 30.0
+"""Time after which it is said that a trainer waits for a node."""
+DELIVER_BYTES = 32 * 2**20
+"""Bytes from which on no more frames are gathered for one call: a replica may hold many of them."""
 KILLED, FAILED = -9, 1
 """Exit status of a role whose actor was killed or is gone with its node, and of one that could not be started."""
 
@@ -50,17 +56,19 @@ class ClusterRole:
         searcher: int | None,
         log: Path | None,
         make_link: MakeLink,
-        started: Any,
+        started: Any = None,
         new_trainer: Callable[[StartSearchers], Any] = lambda orders: None,
         serve_weights: Callable[[StartSearchers], Any] = lambda orders: None,
+        copy: RunCopy | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """`started`, and what the functions return, are calls of the actor: an error of one is the role's end. `ended` is
-        called once, when the role is gone."""
+        """`started`, and what the functions return, are calls of the actor: an error of one is the role's end. `copy`
+        follows the run folder on the role's node; None = it is not copied. `ended` is called once, when the role is gone."""
         self.name = name
         self.log = log
         self.pid = 0
         self.status: int | None = None
+        self.lacks_groups = False
         self._new_trainer = new_trainer
         self._serve_weights = serve_weights
         self._actor = actor
@@ -68,6 +76,7 @@ class ClusterRole:
         """Calls whose end has not been seen yet."""
         self._board = board
         self._own = board.own_part(searcher)
+        self._copy = copy
         self._when_ended = ended
         self._ended = threading.Event()
         self._end_lock = threading.Lock()
@@ -87,7 +96,10 @@ class ClusterRole:
         self._end(KILLED)
 
     def signal(self, number: int) -> None:
-        self._calls.append(self._actor.signal.remote(number))
+        if self.pid == 0 and number in (signal.SIGINT, signal.SIGKILL):
+            self._end(-number)  # it has not begun: there is nothing to save, and a node may never come
+        else:
+            self._calls.append(self._actor.signal.remote(number))
 
     def show_stacks(self) -> None:
         self._calls.append(self._actor.show_stacks.remote())
@@ -108,6 +120,9 @@ class ClusterRole:
                     self._board.take_own(np.frombuffer(found.row, np.float64), self._own)
                 for each in found.frames:
                     self._far_end.send_bytes(each)
+                if self._copy is not None and found.files is not None and self.alive:
+                    # One that came to its end may have just saved; one that was killed has not, and the next one is due.
+                    self._copy.follow(self._actor, found.files, wait=found.status is not None and found.status >= 0)
                 if found.hung_up and found.status is not None:
                     self._end(found.status)
                 self._see_calls()
@@ -133,7 +148,7 @@ class ClusterRole:
         with suppress(EOFError, OSError, ray.exceptions.RayError):  # seen by the exchange
             while True:
                 frames = [self._far_end.recv_bytes()]
-                while self._far_end.poll():
+                while self._far_end.poll() and sum(map(len, frames)) < DELIVER_BYTES:
                     frames.append(self._far_end.recv_bytes())
                 ray.get(self._actor.deliver.remote(frames))
 
@@ -160,12 +175,18 @@ def share_of_gpus(available: float, num_roles: int) -> float:
 class ClusterRoles:
     """Starts the roles of a run as actors, and has the weights of the trainer there is go to the searchers there are."""
 
-    def __init__(self, config: RuntimeConfig, board: Board, *, logs: Path, gpus_each: float) -> None:
-        """`gpus_each` is what a role takes up where the config does not say."""
+    def __init__(
+        self, config: RuntimeConfig, board: Board, *, logs: Path, gpus_each: float, copy: RunCopy | None = None
+    ) -> None:
+        """`gpus_each` is what a role takes up where the config does not say. `copy` is the run's on this node, with
+        replay.durability=node."""
         self._config = config
         self._gpus_each = gpus_each
         self._board = board
         self._logs = logs
+        self._copy = copy
+        self._trainer_node = ""
+        """Node of the trainer that was started last."""
         self._trainer: Any = None
         """The trainer's actor; None = the trainer is in this process."""
         self._trainer_name = ""
@@ -178,10 +199,13 @@ class ClusterRoles:
 
     def trainer(self, target: str, arguments: Mapping[str, Any], make_link: MakeLink) -> ClusterRole:
         """`arguments["host"]` is a HostHandle, of which the role gets its own node's form."""
-        actor = self._actor("trainer", None)
+        copied = None if self._copy is None else arguments["config"].run_folder
+        actor = self._actor("trainer", None, copied=copied)
         self._trainer, self._trainer_name = actor, secrets.token_hex(4)
-        started = actor.start.remote(target, dict(arguments), log=None, threads=self._config.threads)
-        return ClusterRole(
+        started = None
+        if self._copy is None:
+            started = actor.start.remote(target, dict(arguments), log=None, threads=self._config.threads)
+        role = ClusterRole(
             "trainer",
             actor,
             self._board,
@@ -190,7 +214,45 @@ class ClusterRoles:
             make_link=make_link,
             started=started,
             serve_weights=self._serve_weights,
+            copy=self._copy,
         )
+        if self._copy is not None:
+            # In the background: it takes as long as a checkpoint takes to travel, and a node may have to be waited for.
+            begin = partial(self._begin_copied, self._copy, role, actor, target, dict(arguments))
+            threading.Thread(target=begin, daemon=True, name="trainer-begin").start()
+        return role
+
+    def _begin_copied(
+        self, copy: RunCopy, role: ClusterRole, actor: Any, target: str, arguments: dict[str, Any]
+    ) -> None:
+        """Start a trainer, with the run folder of the one before where that is not on its node."""
+        try:
+            owner, resume = arguments["host"].owner, arguments["resume"]
+            call = actor.begun_at.remote(owner, resume)
+            if not ray.wait([call], timeout=NODE_SECONDS)[0]:
+                logger.warning(
+                    "the trainer waits for a node with room for it (runtime.trainer_cpus=%g): none of the cluster has any.",
+                    self._config.trainer_cpus,
+                )
+            begun = ray.get(call)
+            handed_over = copy.hand_over(actor, begun, owner, resume)
+            if handed_over:
+                logger.warning("the trainer's node has no such run folder: it gets the copy in %s.", copy.folder.path)
+            node, _ = ray.get(actor.node.remote())
+            if node == ray.get_runtime_context().get_node_id():
+                logger.warning(
+                    "replay.durability=node: the trainer runs on this node, where the second copy of its groups is too. "
+                    "Join the cluster from a node that has no room for the trainer."
+                )
+            role.lacks_groups = handed_over or node != self._trainer_node
+            self._trainer_node = node
+            arguments["resume"] = resume or handed_over or begun is not None
+            ray.get(actor.start.remote(target, arguments, log=None, threads=self._config.threads))
+        except ray.exceptions.RayActorError:  # told by the exchange
+            role.kill()
+        except (ray.exceptions.RayError, OSError) as error:
+            logger.error("the trainer could not be started: %s", str(error).strip().splitlines()[-1])
+            role.kill()
 
     def searcher(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> ClusterRole:
         if self._trainer is None and self._relay is None:
@@ -224,7 +286,7 @@ class ClusterRoles:
         if self._relay is not None:
             self._relay.close()
 
-    def _actor(self, name: str, searcher: int | None) -> Any:
+    def _actor(self, name: str, searcher: int | None, *, copied: Path | None = None) -> Any:
         config = self._config
         is_trainer = searcher is None
         gpus = config.trainer_gpus if is_trainer else config.searcher_gpus
@@ -234,7 +296,7 @@ class ClusterRoles:
         }
         make: Any = ray.remote  # its types do not know of concurrency groups
         return make(concurrency_groups=CONCURRENCY_GROUPS, **resources)(RoleHost).remote(
-            name=name, searcher=searcher, search_path=sys.path
+            name=name, searcher=searcher, search_path=sys.path, copied=copied
         )
 
     def _serve_weights(self, orders: StartSearchers) -> Any:

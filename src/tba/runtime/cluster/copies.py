@@ -1,0 +1,215 @@
+"""Copies of a run folder between nodes, for replay.durability=node: checkpoints and what belongs to them are fetched from
+the trainer's node as they appear, and given to the node of a trainer that is started where the run folder is not.
+
+    trainer's node -> what_is_there, read_block -> RunCopy: runs/NAME.replica -> write_block -> the next trainer's node
+
+A checkpoint is in the copy whole or not at all, and what its manifest says of its files is compared. Nothing here imports
+torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from tba.observe.claim import Holder, holder_of, refuse
+from tba.observe.files import MANIFEST, RunFolder
+
+logger = logging.getLogger("tba")
+
+BLOCK_BYTES = 32 * 2**20
+"""Bytes that travel in one call."""
+COPIED = ("step-", "healthy-step-", "best-step-")
+"""Beginnings of the names of the checkpoints that are copied: not of those whose evaluation has not come."""
+FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json")
+"""What is copied besides. A run that resumes cuts off lines that came after its checkpoint, so they may be newer than it."""
+
+
+# On the trainer's node
+
+
+def what_is_there(folder: RunFolder) -> dict[str, str]:
+    """What a run folder holds of what is copied: checkpoints with the checksum of their manifest, and whether the run has
+    begun. {"config.yaml": "", "checkpoints/step-20": "5f3a..."}"""
+    found = {folder.config.name: ""} if folder.config.is_file() else {}
+    if folder.summary.is_file():
+        found[folder.summary.name] = str(folder.summary.stat().st_mtime_ns)
+    for prefix in COPIED:
+        for path in folder.checkpoints_by_step(prefix).values():
+            try:
+                manifest = (path / MANIFEST).read_bytes()
+            except OSError:  # dropped meanwhile
+                continue
+            found[f"checkpoints/{path.name}"] = hashlib.sha256(manifest).hexdigest()
+    return found
+
+
+def begun_at(folder: RunFolder, owner: Holder, *, resume: bool) -> int | None:
+    """The step of the newest checkpoint of the run that is to go on, on this node's disk; -1 = it has none yet, None = the
+    run is not there."""
+    if not folder.config.is_file() or not (resume or owner.has(holder_of(folder.path))):
+        return None
+    return newest_step(folder)
+
+
+def newest_step(folder: RunFolder) -> int:
+    """-1 = there is no checkpoint that a run can go on from."""
+    steps = [step for prefix in ("step-", "healthy-step-") for step in folder.checkpoints_by_step(prefix)]
+    return max(steps, default=-1)
+
+
+def read_block(folder: RunFolder, name: str, offset: int) -> bytes | None:
+    """A part of a file of a run folder; None where the file is not there."""
+    try:
+        with (folder.path / name).open("rb") as file:
+            file.seek(offset)
+            return file.read(BLOCK_BYTES)
+    except FileNotFoundError:
+        return None
+
+
+def write_block(folder: RunFolder, name: str, offset: int, block: bytes) -> None:
+    """Write a part of a file; those of one file come in order."""
+    path = folder.path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("r+b" if offset else "wb") as file:
+        file.seek(offset)
+        file.write(block)
+
+
+def make_room(folder: RunFolder, owner: Holder, *, resume: bool) -> None:
+    """Remove what an earlier trainer of the run has left on this node, so that it is not taken for the present state. Logs
+    stay: searchers of this node may be writing them. Another run of this name is put aside, unless it goes on."""
+    refuse(folder.path, holder_of(folder.path), unless=owner)
+    if folder.config.is_file() and begun_at(folder, owner, resume=resume) is None:
+        aside = folder.path.with_name(f"{folder.path.name}.before-{secrets.token_hex(4)}")
+        os.replace(folder.path, aside)
+        logger.warning("%s is another run's, and is now %s.", folder.path, aside)
+    for path in folder.path.iterdir() if folder.path.is_dir() else ():
+        if path.is_dir() and not path.is_symlink() and path != folder.logs:
+            shutil.rmtree(path)
+        elif path != folder.logs:
+            path.unlink(missing_ok=True)
+
+
+# On the supervisor's node
+
+
+class RunCopy:
+    """The copy of a run folder, in a folder that is laid out like it."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        """Held by whoever changes or reads the copy."""
+        self._have: dict[str, str] = {}
+        """What was copied last, as `what_is_there` tells it."""
+        self._fetching = threading.Thread()
+        self._told = ""
+        """What went wrong last."""
+
+    def follow(self, actor: Any, found: Mapping[str, str], *, wait: bool = False) -> None:
+        """Have the copy become like what is on the node of an actor, in the background; `wait` = until it is."""
+        if wait and self._fetching.is_alive():
+            self._fetching.join()
+        if found == self._have or self._fetching.is_alive():
+            return
+        self._fetching = threading.Thread(target=self._fetch, args=(actor, dict(found)), daemon=True, name="run-copy")
+        self._fetching.start()
+        if wait:
+            self._fetching.join()
+
+    def hand_over(self, actor: Any, begun: int | None, owner: Holder, resume: bool) -> bool:
+        """Write the run folder on the node of an actor, where the run has come to a checkpoint `begun` (see `begun_at`);
+        False where that is no older than the copy, or nothing was copied yet."""
+        with self._lock:
+            if not self.folder.config.is_file() or (begun is not None and begun >= newest_step(self.folder)):
+                return False
+            ray.get(actor.make_room.remote(owner, resume))
+            for name, offset, block in self._blocks():
+                ray.get(actor.write_block.remote(name, offset, block))
+            return True
+
+    def _blocks(self) -> Iterator[tuple[str, int, bytes]]:
+        checkpoints = [path for prefix in COPIED for path in self.folder.checkpoints_by_step(prefix).values()]
+        # The manifest last: a folder without one does not count.
+        paths = [path for folder in checkpoints for path in sorted(folder.iterdir()) if path.name != MANIFEST]
+        paths += [folder / MANIFEST for folder in checkpoints]
+        paths += [self.folder.path / name for name in FILES if name != self.folder.summary.name]
+        for path in paths:
+            name, offset = str(path.relative_to(self.folder.path)), 0
+            while block := read_block(self.folder, name, offset):
+                yield name, offset, block
+                offset += len(block)
+
+    def _fetch(self, actor: Any, found: dict[str, str]) -> None:
+        try:
+            with self._lock:
+                new = [name for name in found if "/" in name and self._have.get(name) != found[name]]
+                # The newest first: the others may be dropped before they are here.
+                fetched = {name: self._fetch_checkpoint(actor, name) for name in sorted(new, key=_step, reverse=True)}
+                # After the checkpoints were written and before they count: no line that they know of is missing.
+                for name in FILES:
+                    self._fetch_file(actor, name, self.folder.path / name)
+                for name, partial in fetched.items():
+                    if partial is not None:
+                        shutil.rmtree(self.folder.path / name, ignore_errors=True)  # one of the same step, made again
+                        os.replace(partial, self.folder.path / name)
+                for prefix in COPIED:
+                    for path in self.folder.checkpoints_by_step(prefix).values():
+                        if f"checkpoints/{path.name}" not in found:
+                            shutil.rmtree(path)
+                self._have = {name: state for name, state in found.items() if fetched.get(name, name) is not None}
+        except ray.exceptions.RayError as error:
+            logger.warning("the copy of the run was interrupted: %s", str(error).strip().splitlines()[0])
+        except (OSError, ValueError) as error:
+            if str(error) != self._told:  # it is tried again at every look
+                logger.error("%s: the run could not be copied: %s", self.folder.path, error)
+            self._told = str(error)
+
+    def _fetch_checkpoint(self, actor: Any, name: str) -> Path | None:
+        """Copy a checkpoint beside its place; returns where it is, None where it was dropped meanwhile."""
+        path = self.folder.path / name
+        partial = path.with_name(f".{path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        if self._fetch_file(actor, f"{name}/{MANIFEST}", partial / MANIFEST) is None:
+            return None
+        files = json.loads((partial / MANIFEST).read_text(encoding="utf-8"))["files"]
+        for file, wanted in files.items():
+            digest = self._fetch_file(actor, f"{name}/{file}", partial / Path(file).name)
+            if digest is None:
+                return None
+            if digest != wanted["sha256"]:
+                raise ValueError(f"{name}/{file} has another checksum than its manifest says.")
+        return partial
+
+    def _fetch_file(self, actor: Any, name: str, path: Path) -> str | None:
+        """Copy one file in blocks; returns its SHA-256, None where it is not there."""
+        digest, offset = hashlib.sha256(), 0
+        temporary = path.with_name(f".{path.name}.fetched")
+        with temporary.open("wb") as file:
+            while block := ray.get(actor.read_block.remote(name, offset)):
+                file.write(block)
+                digest.update(block)
+                offset += len(block)
+        if block is None:
+            temporary.unlink()
+            return None
+        os.replace(temporary, path)
+        return digest.hexdigest()
+
+
+def _step(name: str) -> int:
+    return int(name.rpartition("-")[2])

@@ -1,0 +1,141 @@
+"""The replica: a second copy of the groups that a trainer on another node stores, on the node of the supervisor, which every
+group passes. With replay.durability=node a searcher is told that a group is stored only when it is here too, and a trainer
+whose disk is gone gets the groups from here.
+
+The supervisor does not read what passes it, so a row is a group as its searcher sent it: pickled, in a file that only its
+owner can open. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS groups (
+    arrival INTEGER PRIMARY KEY,  -- in the order in which the trainer got them
+    source TEXT NOT NULL,         -- searcher and incarnation
+    number INTEGER NOT NULL,      -- of the group within it
+    responses INTEGER NOT NULL,
+    body BLOB NOT NULL,           -- the pickled group
+    UNIQUE (source, number)
+)"""
+INSERT = "INSERT OR IGNORE INTO groups (source, number, responses, body) VALUES (?, ?, ?, ?)"
+GROUPS = "groups.sqlite"
+"""Name of the file in a replica's folder."""
+
+
+class ReplicaFailed(RuntimeError):
+    """The replica cannot be written or read; the message says why, where, and what to do."""
+
+
+class Replica:
+    """Keeps groups by their ids, each once, in the order in which they were added. Used by one thread.
+
+    replica.add("searcher-0.5f3a91c2/41", 8, body); replica.commit()
+    """
+
+    def __init__(self, path: Path, *, capacity: int) -> None:
+        """Opens the file, or makes it. Rows leave in the order of arrival once newer ones hold `capacity` responses, as
+        those of the durable replay do."""
+        self.path = path
+        self._capacity = capacity
+        self._pending: list[tuple[str, int, int, bytes]] = []
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # pickles: nobody else may write them
+            self._database = sqlite3.connect(path, isolation_level=None, timeout=30.0, check_same_thread=False)
+            self._database.execute("PRAGMA journal_mode = WAL")
+            # What is committed survives every process. It is lost with the machine, but the first copy is on another one.
+            self._database.execute("PRAGMA synchronous = NORMAL")
+            self._database.execute(SCHEMA)
+            (found,) = self._database.execute("SELECT SUM(responses) FROM groups").fetchone()
+        except (sqlite3.Error, OSError) as error:
+            raise self._failure("opened", error) from None
+        self._num_responses: int = found or 0
+
+    def add(self, group_id: str, responses: int, body: bytes) -> None:
+        """Have a group stored with the next commit, unless it is there already."""
+        source, _, number = group_id.rpartition("/")
+        self._pending.append((source, int(number), responses, body))
+
+    def commit(self) -> None:
+        """Store what was added. Until this has returned no searcher may be told that such a group is stored."""
+        if not self._pending:
+            return
+        try:
+            self._database.execute("BEGIN IMMEDIATE")
+            for row in self._pending:
+                if self._database.execute(INSERT, row).rowcount:
+                    self._num_responses += row[2]
+            self._remove_oldest()
+            self._database.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._failure("written", error) from None
+        self._pending = []
+
+    def rows(self) -> Iterator[bytes]:
+        """The groups, in the order of their arrival."""
+        self.commit()
+        arrival = 0
+        while True:  # no cursor stays open, or rows could not leave meanwhile
+            query = "SELECT arrival, body FROM groups WHERE arrival > ? ORDER BY arrival LIMIT 1"
+            try:
+                found = self._database.execute(query, (arrival,)).fetchone()
+            except sqlite3.Error as error:
+                raise self._failure("read", error) from None
+            if found is None:
+                return
+            arrival, body = found
+            yield body
+
+    def ids(self) -> list[str]:
+        """Ids of the groups, in the order of their arrival."""
+        self.commit()
+        found = self._database.execute("SELECT source, number FROM groups ORDER BY arrival").fetchall()
+        return [f"{source}/{number}" for source, number in found]
+
+    def return_to(self, marks: Mapping[str, int]) -> None:
+        """Forget the groups after the highest number of each source: the trainer has gone back to where it had these."""
+        self.commit()
+        try:
+            self._database.execute("BEGIN IMMEDIATE")
+            for (source,) in self._database.execute("SELECT DISTINCT source FROM groups").fetchall():
+                last = (source, marks.get(source, -1))
+                self._database.execute("DELETE FROM groups WHERE source = ? AND number > ?", last)
+            self._database.execute("COMMIT")
+            (found,) = self._database.execute("SELECT SUM(responses) FROM groups").fetchone()
+        except sqlite3.Error as error:
+            raise self._failure("written", error) from None
+        self._num_responses = found or 0
+
+    def close(self) -> None:
+        with suppress(ReplicaFailed):  # what is left was not acknowledged
+            self.commit()
+        self._database.close()
+
+    def _remove_oldest(self) -> None:
+        last, excess = None, self._num_responses - self._capacity
+        if excess <= 0:
+            return
+        for arrival, responses in self._database.execute("SELECT arrival, responses FROM groups ORDER BY arrival"):
+            if excess <= 0 or responses > excess:
+                break
+            last, excess = arrival, excess - responses
+            self._num_responses -= responses
+        if last is not None:
+            self._database.execute("DELETE FROM groups WHERE arrival <= ?", (last,))
+
+    def _failure(self, what: str, error: Exception) -> ReplicaFailed:
+        return ReplicaFailed(
+            f"replay.durability=node: {self.path} could not be {what} ({type(error).__name__}: {error}). What was not "
+            "stored here was not acknowledged. Free disk space, choose another folder (output=...), or use "
+            "replay.durability=process."
+        )
+
+
+def replica_folder(run: Path) -> Path:
+    """Where the replica of a run folder is. It is laid out like that one, with copies of its checkpoints."""
+    return run.with_name(f"{run.name}.replica")
