@@ -217,7 +217,8 @@ def measure_groups(arguments: argparse.Namespace) -> None:
     from tba.runtime.leases import VisitLedger
     from tba.runtime.links import Link
     from tba.runtime.local import LocalRuntime
-    from tba.runtime.supervisor import Host, Supervisor
+    from tba.runtime.seats import Host
+    from tba.runtime.supervisor import Supervisor
     from tba.types import Weights
 
     config = load_config(None, [f"runtime.kind={arguments.kind}", f"search.num_searchers={arguments.searchers}"])

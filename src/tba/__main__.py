@@ -5,7 +5,7 @@ import sys
 
 def main() -> None:
     """Run the command line; see tba.cli."""
-    if sys.argv[1:2] == ["train"]:
+    if sys.argv[1:2] == ["train"] and not {"--help", "--dry-run"} & set(sys.argv):
         from tba.runtime.processes import prepare_roles  # nothing heavy comes with it
 
         prepare_roles(threads=1)  # the default; another number would need another process

@@ -213,3 +213,11 @@ def sends_out_of_turn(link, *, index: int, incarnation: str, **_) -> None:
     link.send(Holding(visits=()), to=HOLDING)
     send(0, 1, 2)
     link.receive(timeout_seconds=30.0)
+
+
+def tells_what_it_was_told(link, **_) -> None:
+    """Sends back the first message that it gets."""
+    from tba.runtime.links import TRAINER
+
+    link.send(link.receive(timeout_seconds=30.0), to=TRAINER)
+    link.receive(timeout_seconds=None)

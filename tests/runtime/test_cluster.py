@@ -2,11 +2,13 @@
 The cluster is real: several nodes on loopback, with a token."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 
+import cloudpickle
 import numpy as np
 import pytest
 import targets
@@ -17,9 +19,12 @@ from tba.models.weights import make_weights
 from tba.observe.claim import Holder
 from tba.runtime.board import Board
 from tba.runtime.leases import VisitLedger
-from tba.runtime.links import Link
+from tba.runtime.links import EndsHandle, Link, frame, pickled, split_frame
 from tba.runtime.local import LocalRuntime
-from tba.runtime.supervisor import Host, Supervisor
+from tba.runtime.seats import Host
+from tba.runtime.slot_memory import Header, data_bytes
+from tba.runtime.supervisor import Supervisor
+from tba.runtime.weight_slots import WeightSlots
 
 # Ray reads them when it is imported.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4, "RAY_USAGE_STATS_ENABLED": "0"}
@@ -109,6 +114,29 @@ def test_weights_go_out_groups_come_in_and_a_lost_node_is_replaced(run, nodes):
     assert (
         run.runtime.metrics()["searchers/replaced"] >= 1.0
     )  # Ray may choose the lost node once more before it misses it
+
+
+@pytest.mark.usefixtures("nodes")
+def test_what_a_searcher_is_told_before_its_first_weights_are_there_reaches_it(tmp_path):
+    """Such as a request for an evaluation, which the trainer sends as soon as it hears of the searcher."""
+    from tba.runtime.cluster.host import RoleHost
+    from tba.runtime.cluster.weights import Offer
+
+    slots = WeightSlots.create({"w": torch.zeros(4)}, torch.float32)
+    ends = EndsHandle(board=Board.create().memory.handle(), weights=slots.handle(), references=None)
+    host = RoleHost(name="searcher-0", searcher=0, search_path=sys.path)
+    recipe = cloudpickle.dumps((targets.tells_what_it_was_told, {}))
+    arguments = {"index": 0, "incarnation": "a", "ends": pickled(ends)}
+    host.start(recipe, arguments, trainer="first", log=str(tmp_path / "searcher.log"), threads=1)
+    host.deliver([frame("", pickled("an early word"))])
+    offer = Offer(trainer="first", kind="weights", number=1, header=Header(version=0, checksum=0), canary=None)
+    assert host.take_weights(offer, [ray.put(np.zeros(data_bytes(slots.layout), np.uint8))])
+    found: list[bytes] = []
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not found and time.monotonic() < deadline:
+        found = host.exchange(Board.create().values.tobytes(), 0.1).frames
+    host.signal(signal.SIGKILL)
+    assert [split_frame(each) for each in found] == [("trainer", pickled("an early word"))]
 
 
 def test_a_cluster_is_not_joined_without_a_token(monkeypatch, tmp_path):

@@ -29,7 +29,8 @@ from tba.runtime.links import (
 )
 from tba.runtime.local import LocalRuntime
 from tba.runtime.processes import RoleDied
-from tba.runtime.supervisor import MAX_EARLY_ENDS, Host, LocalRoles, Supervisor
+from tba.runtime.seats import Host, LocalRoles
+from tba.runtime.supervisor import MAX_EARLY_ENDS, Supervisor
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import Prompt, TrajectoryGroup
 
@@ -125,7 +126,7 @@ def test_a_machine_that_has_no_process_left_is_an_error_in_the_end(run, monkeypa
     def refuses(*_, **__):
         raise OSError("Resource temporarily unavailable")
 
-    monkeypatch.setattr("tba.runtime.supervisor.RoleProcess", refuses)
+    monkeypatch.setattr("tba.runtime.seats.RoleProcess", refuses)
     run.start(targets.sends_nonsense, num_searchers=1)
     with pytest.raises(RoleDied, match="searcher-0 could not be started: Resource temporarily unavailable"):
         run.drain_until(lambda: False)

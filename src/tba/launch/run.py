@@ -29,7 +29,7 @@ from tba.runtime.channels import POLL_SECONDS, Idleness, LaggedWeights, LocalGro
 from tba.runtime.leases import LedgerVisits, VisitLedger
 from tba.runtime.local import LocalRuntime
 from tba.runtime.processes import RoleDied
-from tba.runtime.supervisor import Host
+from tba.runtime.seats import Host
 from tba.search.loop import Searcher, group_texts
 from tba.search.make import (
     make_reference_engine,

@@ -30,7 +30,7 @@ from tba.runtime.deadlines import stacks_to
 from tba.runtime.links import ShowStacks
 from tba.runtime.mps import start_mps
 from tba.runtime.processes import prepare_roles
-from tba.runtime.supervisor import Host
+from tba.runtime.seats import Host
 from tba.search.make import make_search_engine
 from tba.tasks.evaluation import make_evaluator
 from tba.tasks.rewards.pool import make_rewards

@@ -43,7 +43,7 @@ from tba.runtime.links import (
     pickled,
 )
 from tba.runtime.processes import RoleDied, may_fork
-from tba.runtime.supervisor import Host
+from tba.runtime.seats import Host
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup, Weights
 

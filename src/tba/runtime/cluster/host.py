@@ -8,7 +8,6 @@ Nothing here imports torch: an actor is there in a moment.
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import sys
 import threading
@@ -28,8 +27,8 @@ from tba.runtime.board import Board
 from tba.runtime.cluster import copies
 from tba.runtime.cluster.weights import Offer, WeightMirror, WeightRelay, unpickled_ends
 from tba.runtime.links import PARENT, EndsHandle, RelayedLink, frame, pickled, split_frame
-from tba.runtime.processes import RoleProcess, last_lines
-from tba.runtime.supervisor import HostHandle
+from tba.runtime.processes import RoleProcess
+from tba.runtime.seats import HostHandle
 
 logger = logging.getLogger("tba")
 
@@ -80,6 +79,8 @@ class RoleHost:
         """What a searcher that waits for its first weights is started with."""
         self._begin: Callable[[Mapping[str, Any]], None] = lambda arguments: None
         """Starts the role's process."""
+        self._early_frames: list[bytes] = []
+        """What came for the role before its process was started."""
         self._lock = threading.Lock()
         self._copied = None if copied is None else RunFolder(copied)
         self._looked = 0.0
@@ -98,13 +99,13 @@ class RoleHost:
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
         self._begin = partial(self._start_process, target, log=log_path, threads=threads)
-        if self._searcher is None:
-            handle = HostHandle(board=self._board.memory.handle(), owner=arguments["host"].owner)
-            self._begin({**arguments, "host": handle})
-            return
         with self._lock:
-            self._arguments = dict(arguments)
-            self._meet(trainer, unpickled_ends(arguments["ends"]))
+            if self._searcher is None:
+                handle = HostHandle(board=self._board.memory.handle(), owner=arguments["host"].owner)
+                self._begin({**arguments, "host": handle})
+            else:
+                self._arguments = dict(arguments)
+                self._meet(trainer, unpickled_ends(arguments["ends"]))
 
     def new_trainer(self, trainer: str, ends: bytes) -> None:
         """The searcher works for another trainer now; it is told as soon as that one's weights are here."""
@@ -150,6 +151,8 @@ class RoleHost:
             threads=threads,
             make_link=lambda connection: RelayedLink(connection, deliver=self._take_frame),
         )
+        for each in self._early_frames:
+            self._role.link.send_frame(*split_frame(each))
 
     def _take_frame(self, link: RelayedLink, address: str, body: bytes | None) -> None:
         self._frames.put(None if body is None else frame(address, body))
@@ -195,10 +198,13 @@ class RoleHost:
 
     @ray.method(concurrency_group="deliver")
     def deliver(self, frames: list[bytes]) -> None:
-        """Frames for the role, in order."""
-        if self._role is not None:
-            for each in frames:
-                self._role.link.send_frame(*split_frame(each))
+        """Frames for the role, in order. A searcher that waits for its first weights gets them when it starts."""
+        with self._lock:
+            if self._role is None:
+                self._early_frames += frames
+                return
+        for each in frames:
+            self._role.link.send_frame(*split_frame(each))
 
     # The run folder on this node, for a copy on another one
 
@@ -236,10 +242,6 @@ class RoleHost:
         if self._role is not None:
             self._role.show_stacks()
 
-    def last_lines(self) -> str:
-        """The end of the role's log, for an error message."""
-        return last_lines(None if self._role is None else self._role.log)
-
-    def node(self) -> tuple[str, int]:
-        """Where this is: the node's id, and the actor's own process."""
-        return ray.get_runtime_context().get_node_id(), os.getpid()
+    def node(self) -> str:
+        """Id of the node that this is on."""
+        return ray.get_runtime_context().get_node_id()

@@ -30,7 +30,7 @@ from tba.runtime.cluster.copies import RunCopy
 from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
 from tba.runtime.cluster.weights import WeightRelay, unpickled_ends
 from tba.runtime.links import RelayedLink, StartSearchers, hang_up
-from tba.runtime.supervisor import MakeLink, Seat
+from tba.runtime.seats import MakeLink, Seat
 
 logger = logging.getLogger("tba")
 
@@ -238,7 +238,7 @@ class ClusterRoles:
             handed_over = copy.hand_over(actor, begun, owner, resume)
             if handed_over:
                 logger.warning("the trainer's node has no such run folder: it gets the copy in %s.", copy.folder.path)
-            node, _ = ray.get(actor.node.remote())
+            node = ray.get(actor.node.remote())
             if node == ray.get_runtime_context().get_node_id():
                 logger.warning(
                     "replay.durability=node: the trainer runs on this node, where the second copy of its groups is too. "
