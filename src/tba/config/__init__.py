@@ -3,9 +3,10 @@
 from tba.config.base import Schedule, Section
 from tba.config.files import ConfigError, dump_config, load_config, merge, settings_by_name
 from tba.config.root import Config
+from tba.config.runtime import RuntimeConfig
+from tba.config.search import ExploreConfig, SearchConfig
 from tba.config.sections import (
     EvaluateConfig,
-    ExploreConfig,
     GenerateConfig,
     LoraConfig,
     ModelConfig,
@@ -13,8 +14,6 @@ from tba.config.sections import (
     ObserveConfig,
     ReferenceConfig,
     ReplayConfig,
-    RuntimeConfig,
-    SearchConfig,
     TrainConfig,
 )
 from tba.config.task import RedTeamConfig, RewardConfig, TaskConfig, TLDRConfig

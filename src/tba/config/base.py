@@ -1,18 +1,34 @@
-"""What sections are made of: the rules that each follows (frozen, no unknown keys), and schedules, which are pure functions
-of the optimizer step, so that nothing changes config at run time."""
+"""What sections are made of: the rules that each follows (frozen, no unknown keys), values that several use, and schedules,
+which are pure functions of the optimizer step, so that nothing changes config at run time."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
     """One section of the config. The string under each field is its documentation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+OnOff = BeforeValidator(lambda value: {True: "on", False: "off"}[value] if isinstance(value, bool) else value)
+"""YAML 1.1 reads on and off as true and false."""
+
+
+def _device(name: str) -> str:
+    """A device by one name only: cuda is cuda:0."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device {name!r} is not known: write cpu, cuda or cuda:1, as torch names them.")
+    return "cuda:0" if name == "cuda" else name
+
+
+Device = Annotated[str, AfterValidator(_device)]
+"""A device as torch names it."""
 
 
 class Schedule(Section):

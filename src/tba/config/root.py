@@ -9,6 +9,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from tba.config.base import Section
+from tba.config.runtime import RuntimeConfig
+from tba.config.search import SearchConfig
 from tba.config.sections import (
     EvaluateConfig,
     GenerateConfig,
@@ -17,8 +19,6 @@ from tba.config.sections import (
     ObserveConfig,
     ReferenceConfig,
     ReplayConfig,
-    RuntimeConfig,
-    SearchConfig,
     TrainConfig,
 )
 from tba.config.task import TaskConfig

@@ -1,21 +1,17 @@
-"""Every setting, one section per folder of the package. The string under a field gives its unit and special values.
+"""Settings of model, engine, replay, objective, trainer and what is observed, one section per folder of the package. The
+string under a field gives its unit and special values.
 
 Checks that one section decides stand with it; checks across sections stand in `Config` (root.py). All of them run before a
-model loads. The `task` section has a file of its own.
+model loads. The sections `task`, `search` and `runtime` have files of their own.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from tba.config.base import Schedule, Section
-
-OnOff = BeforeValidator(lambda value: {True: "on", False: "off"}[value] if isinstance(value, bool) else value)
-"""YAML 1.1 reads on and off as true and false."""
-
+from tba.config.base import OnOff, Schedule, Section
 
 Auto = BeforeValidator(lambda value: None if value == "auto" else value)
 """`auto` may be written for None."""
@@ -82,69 +78,6 @@ class GenerateConfig(Section):
     update: Literal["in_flight", "drain"] = "in_flight"
     """When the engine takes new weights: in_flight = between two decode steps, running responses keep their old keys
     and values; drain = after all running responses have finished. In sync mode it drains."""
-
-
-class ExploreConfig(Section):
-    """Off-policy exploration, off by default: the loss keeps the training temperature and no truncation."""
-
-    probability: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of the visits to prompts that explore (the official code: 0.3)."""
-    temperature: tuple[float, float] = (1.0, 1.0)
-    """Range of the sampling temperature of an exploring visit."""
-    top_p: tuple[float, float] = (1.0, 1.0)
-    """Range of the top-p of an exploring visit."""
-    reference_share: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the responses of every visit that the reference (the frozen start model, unless it is reset) generates,
-    so that what the policy has given up is still found. They count as responses of the reference's version."""
-
-    @model_validator(mode="after")
-    def _check(self) -> ExploreConfig:
-        for name, (low, high), largest in (("temperature", self.temperature, math.inf), ("top_p", self.top_p, 1.0)):
-            if not 0.0 < low <= high <= largest:
-                raise ValueError(
-                    f"search.explore.{name}=[{low}, {high}] is no range: it needs 0 < low <= high"
-                    f"{'' if largest == math.inf else f' <= {largest:g}'}."
-                )
-        return self
-
-
-class SearchConfig(Section):
-    """The searchers, which visit prompts, generate responses and have them rewarded."""
-
-    num_searchers: int = Field(default=1, ge=1, le=64)
-    """Number of searcher processes at the start. Visits to prompts are handed out to them one by one, so that searchers can
-    be replaced, and `tba searchers RUN --count N` can change their number while the run goes on."""
-    max_searchers: int | None = Field(default=None, ge=1, le=64)
-    """Number of searchers that a run may come to where the trainer would wait for responses: beginning with num_searchers,
-    one joins while it waits a tenth of its time, and one leaves where they wait for the time of more than one. None =
-    num_searchers, always."""
-    samples_multiplier: float = Field(default=1.0, ge=1.0)
-    """Factor of the responses generated at a visit: S = ceil(samples_multiplier * train.samples_per_prompt)."""
-    shuffle: bool = True
-    """Whether prompts are visited in random order; False = in the order of the data."""
-    reward_timeout_seconds: float = Field(default=30.0, gt=0.0)
-    """Deadline of a reward call for the samples of one visit; one that takes longer is killed and its samples are dropped.
-    A run whose reward has never answered ends after 50 s of such calls, or one call where this is longer."""
-    reward_memory_gb: float | None = Field(default=None, gt=0.0)
-    """Memory in GiB that the process of a reward may use (private writable memory, its own processes each the same); None =
-    half of the machine's or the container's. A call that needs more fails, and the process is started anew."""
-    max_reward_failures: int = Field(default=100, ge=1)
-    """Number of samples in a row without a reward that stops the run: because it failed, or because every reward was
-    None."""
-    explore: ExploreConfig = ExploreConfig()
-    skip_solved_after: int | None = Field(default=None, ge=1)
-    """Number of solved visits in a row after which a prompt is skipped every other epoch; None = never skipped."""
-    skip_unsolved_after: int | None = Field(default=None, ge=1)
-    """Number of unsolved visits in a row after which a prompt is skipped every other epoch; None = never skipped."""
-
-    @model_validator(mode="after")
-    def _check_numbers(self) -> SearchConfig:
-        if self.max_searchers is not None and self.max_searchers < self.num_searchers:
-            raise ValueError(
-                f"search.max_searchers={self.max_searchers} is below search.num_searchers={self.num_searchers}: raise it, "
-                "or leave it out to keep their number."
-            )
-        return self
 
 
 class ReplayConfig(Section):
@@ -328,45 +261,6 @@ class TrainConfig(Section):
                 f"{lower or self.samples_per_prompt} or {lower + self.samples_per_prompt}."
             )
         return self
-
-
-class RuntimeConfig(Section):
-    """The processes of a run: their threads, their channels and their deadlines."""
-
-    kind: Literal["local", "ray"] = "local"
-    """Where roles run: local = processes of this machine; ray = actors on a Ray cluster, for which the extra `ray` is needed
-    (docs/scaling.md)."""
-    address: str | None = None
-    """Address of the Ray cluster to join with kind=ray, as `ray start` prints it, or `auto`; None = a private one is started
-    on this machine, which nobody else can reach, and ends with the run."""
-    trainer_cpus: float = Field(default=1.0, ge=0.0)
-    """CPUs of a Ray node that the trainer takes up."""
-    trainer_gpus: float | None = Field(default=None, ge=0.0)
-    """GPUs of a Ray node that the trainer takes up; with 0 it sees none. None = one, or a share of one where the cluster has
-    fewer than roles; none where it has none, or model.device is cpu."""
-    searcher_cpus: float = Field(default=1.0, ge=0.0)
-    """CPUs of a Ray node that each searcher takes up."""
-    searcher_gpus: float | None = Field(default=None, ge=0.0)
-    """GPUs of a Ray node that each searcher takes up, such as 0.5 for two on one; None = as for the trainer."""
-    threads: int = Field(default=1, ge=1)
-    """Number of threads of each process. Trainer and searchers share the cores: more threads than cores make all of
-    them slow."""
-    channel_groups: int = Field(default=64, ge=1)
-    """Number of groups that a searcher may have sent and the trainer not yet stored before the searcher waits."""
-    start_seconds: float = Field(default=300.0, gt=0.0)
-    """Deadline for a searcher's first sign of life, after its model is loaded, and for the buffer's first fill; it counts
-    only while no searcher works."""
-    wait_seconds: float = Field(default=300.0, gt=0.0)
-    """Deadline of every other wait, which counts only while the awaited role does nothing, and for a sign of life: a
-    searcher that shows none is replaced, a trainer is killed and resumed."""
-    mps: Annotated[Literal["auto", "on", "off"], OnOff] = "auto"
-    """Whether CUDA MPS lets trainer and searchers on one GPU run side by side: auto = where it can be started. `tba
-    doctor` says what it gains and risks."""
-    max_trainer_restarts: int = Field(default=3, ge=0)
-    """Number of times in a row that `tba train` resumes a trainer that was killed or lost its GPU without a new checkpoint
-    between; 0 = never."""
-    stop_seconds: float = Field(default=10.0, gt=0.0)
-    """Time for searchers to end when asked, before they are killed."""
 
 
 class EvaluateConfig(Section):

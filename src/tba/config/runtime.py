@@ -1,0 +1,48 @@
+"""Settings of the processes of a run: where roles run, their threads, their channels and their deadlines."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tba.config.base import OnOff, Section
+
+
+class RuntimeConfig(Section):
+    """The processes of a run: their threads, their channels and their deadlines."""
+
+    kind: Literal["local", "ray"] = "local"
+    """Where roles run: local = processes of this machine; ray = actors on a Ray cluster, for which the extra `ray` is needed
+    (docs/scaling.md)."""
+    address: str | None = None
+    """Address of the Ray cluster to join with kind=ray, as `ray start` prints it, or `auto`; None = a private one is started
+    on this machine, which nobody else can reach, and ends with the run."""
+    trainer_cpus: float = Field(default=1.0, ge=0.0)
+    """CPUs of a Ray node that the trainer takes up."""
+    trainer_gpus: float | None = Field(default=None, ge=0.0)
+    """GPUs of a Ray node that the trainer takes up; with 0 it sees none. None = one, or a share of one where the cluster has
+    fewer than roles; none where it has none, or model.device is cpu."""
+    searcher_cpus: float = Field(default=1.0, ge=0.0)
+    """CPUs of a Ray node that each searcher takes up."""
+    searcher_gpus: float | None = Field(default=None, ge=0.0)
+    """GPUs of a Ray node that each searcher takes up, such as 0.5 for two on one; None = as for the trainer."""
+    threads: int = Field(default=1, ge=1)
+    """Number of threads of each process. Trainer and searchers share the cores: more threads than cores make all of
+    them slow."""
+    channel_groups: int = Field(default=64, ge=1)
+    """Number of groups that a searcher may have sent and the trainer not yet stored before the searcher waits."""
+    start_seconds: float = Field(default=300.0, gt=0.0)
+    """Deadline for a searcher's first sign of life, after its model is loaded, and for the buffer's first fill; it counts
+    only while no searcher works."""
+    wait_seconds: float = Field(default=300.0, gt=0.0)
+    """Deadline of every other wait, which counts only while the awaited role does nothing, and for a sign of life: a
+    searcher that shows none is replaced, a trainer is killed and resumed."""
+    mps: Annotated[Literal["auto", "on", "off"], OnOff] = "auto"
+    """Whether CUDA MPS lets trainer and searchers on one GPU run side by side: auto = where it can be started. `tba
+    doctor` says what it gains and risks."""
+    max_trainer_restarts: int = Field(default=3, ge=0)
+    """Number of times in a row that `tba train` resumes a trainer that was killed or lost its GPU without a new checkpoint
+    between; 0 = never."""
+    stop_seconds: float = Field(default=10.0, gt=0.0)
+    """Time for searchers to end when asked, before they are killed."""
