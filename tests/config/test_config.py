@@ -93,9 +93,9 @@ def test_a_bad_setting_is_explained(override, message):
         ),
         (
             ["search.explore.top_p=[0.5, 2]"],
-            "search.explore.top_p=[0.5, 2.0] is no range: it needs 0 < low <= high <= 1",
+            "search.explore: top_p=[0.5, 2.0] is no range: it needs 0 < low <= high <= 1",
         ),
-        (["search.explore.temperature=[2, 1]"], "search.explore.temperature=[2.0, 1.0] is no range"),
+        (["search.explore.temperature=[2, 1]"], "search.explore: temperature=[2.0, 1.0] is no range"),
         (["replay.durability=node"], "runtime.kind=local has only one: use replay.durability=power, or run"),
         (["replay.durability=node", "runtime.kind=ray"], "a private cluster of this machine, has only one"),
         (

@@ -3,8 +3,8 @@
 from tba.config.base import Schedule, Section
 from tba.config.files import ConfigError, dump_config, load_config, merge, settings_by_name
 from tba.config.root import Config
-from tba.config.runtime import RuntimeConfig
-from tba.config.search import ExploreConfig, SearchConfig
+from tba.config.runtime import PlacementConfig, RuntimeConfig
+from tba.config.search import ExploreConfig, KindConfig, SearchConfig
 from tba.config.sections import (
     EvaluateConfig,
     GenerateConfig,
@@ -24,10 +24,12 @@ __all__ = [
     "EvaluateConfig",
     "ExploreConfig",
     "GenerateConfig",
+    "KindConfig",
     "LoraConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "ObserveConfig",
+    "PlacementConfig",
     "RedTeamConfig",
     "ReferenceConfig",
     "ReplayConfig",

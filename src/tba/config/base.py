@@ -16,6 +16,9 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
 
+EngineName = Literal["native", "vllm", "transformers"]
+UpdateRule = Literal["in_flight", "drain"]
+
 OnOff = BeforeValidator(lambda value: {True: "on", False: "off"}[value] if isinstance(value, bool) else value)
 """YAML 1.1 reads on and off as true and false."""
 
@@ -23,12 +26,12 @@ OnOff = BeforeValidator(lambda value: {True: "on", False: "off"}[value] if isins
 def _device(name: str) -> str:
     """A device by one name only: cuda is cuda:0."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"device {name!r} is not known: write cpu, cuda or cuda:1, as torch names them.")
+        raise ValueError(f"device {name!r} is not known: write cpu, cuda or cuda:1, as PyTorch names them.")
     return "cuda:0" if name == "cuda" else name
 
 
 Device = Annotated[str, AfterValidator(_device)]
-"""A device as torch names it."""
+"""A device as PyTorch names it."""
 
 
 class Schedule(Section):

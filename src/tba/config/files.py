@@ -106,7 +106,8 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return _unknown_key(location)
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "value_error":
-        return message if not key or key.split(".")[-1] in message else f"{key}: {message}"
+        names_its_key = f"{location[0]}." in message if location else True
+        return message if names_its_key else f"{key}: {message}"
     return f"{key}: {message}, got {problem['input']!r}."
 
 

@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
@@ -71,7 +71,8 @@ def _section(key: str, section: type[BaseModel]) -> Iterator[str]:
     for name, info in section.model_fields.items():
         inner = inner_section(info.annotation)
         if inner is not None:
-            yield from _section(f"{key}.{name}" if key else name, inner)
+            inner_key = f"{key}.{name}" if key else name
+            yield from _section(f"{inner_key}.NAME" if is_by_name(info.annotation) else inner_key, inner)
 
 
 def _objective(entry: ObjectiveEntry) -> Iterator[str]:
@@ -84,10 +85,11 @@ def _objective(entry: ObjectiveEntry) -> Iterator[str]:
 
 
 def _table(key: str, section: type[BaseModel]) -> str:
-    """One line per setting; inner sections have headings of their own, and stand here only where they may be None."""
+    """One line per setting; inner sections have headings of their own, and stand here only where there may be none."""
     lines = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
     for name, info in section.model_fields.items():
-        if inner_section(info.annotation) is None or info.default is None or info.default == ():
+        empty = not info.is_required() and info.get_default(call_default_factory=True) in (None, (), {})
+        if inner_section(info.annotation) is None or empty:
             cells = (
                 f"`{key}.{name}`" if key else f"`{name}`",
                 type_text(info),
@@ -103,6 +105,11 @@ def inner_section(annotation: Any) -> type[Section] | None:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return None if annotation is Schedule else annotation
     return next((found for found in map(inner_section, get_args(annotation)) if found is not None), None)
+
+
+def is_by_name(annotation: Any) -> bool:
+    """Whether a field holds sections by names that a user chooses."""
+    return get_origin(annotation) is dict and inner_section(annotation) is not None
 
 
 def type_text(info: FieldInfo) -> str:
@@ -133,6 +140,10 @@ def _type(annotation: Any) -> str:
         return "float or [schedule](#schedules)"
     if annotation in NAMES:
         return NAMES[annotation]
+    if origin is Annotated:
+        return _type(arguments[0])
+    if is_by_name(annotation):
+        return "sections by name"
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):

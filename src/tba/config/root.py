@@ -61,6 +61,43 @@ class Config(Section):
         return self.output / self.run_name
 
     @property
+    def trainer_devices(self) -> tuple[str, ...]:
+        """Devices of the trainer, one per rank."""
+        placement = self.runtime.placement
+        return placement.trainer if placement is not None and placement.trainer else (self.model.device,)
+
+    @property
+    def trainer_model(self) -> ModelConfig:
+        """The model as the trainer loads it."""
+        return self.model.model_copy(update={"device": self.trainer_devices[0]})
+
+    def searcher_device(self, index: int) -> str:
+        """Device of searcher `index`: its kind's, or that of its place in runtime.placement, or model.device."""
+        kind, placement = self.search.kind_at(index), self.runtime.placement
+        if kind is not None and (device := self.search.kinds[kind].device) is not None:
+            return device
+        if placement is not None and placement.searchers:
+            return placement.searchers[index % len(placement.searchers)]
+        return self.model.device
+
+    def for_searcher(self, index: int) -> Config:
+        """The config that searcher `index` is made from: the settings of its kind, and its device, in place of the run's."""
+        model = self.model.model_copy(update={"device": self.searcher_device(index)})
+        name = self.search.kind_at(index)
+        if name is None:
+            return self.model_copy(update={"model": model})
+        kind = self.search.kinds[name]
+        own = {key: getattr(kind, key) for key in ("engine", "slots", "top_p", "top_k", "update")}
+        generate = self.generate.model_copy(update={key: value for key, value in own.items() if value is not None})
+        search = self.search if kind.explore is None else self.search.model_copy(update={"explore": kind.explore})
+        return self.model_copy(update={"model": model, "generate": generate, "search": search})
+
+    def by_kind(self) -> dict[str | None, Config]:
+        """The config of a searcher of each kind, by the kind's name; None without kinds."""
+        kinds = [self.search.kind_at(index) for index in range(self.search.num_searchers)]
+        return {kind: self.for_searcher(kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+
+    @property
     def samples_generated_per_prompt(self) -> int:
         """S = ceil(search.samples_multiplier * train.samples_per_prompt)."""
         return math.ceil(self.search.samples_multiplier * self.train.samples_per_prompt)
@@ -86,8 +123,8 @@ class Config(Section):
             return self.replay.max_lag
         if self.replay.lag != "pace":
             return 8
-        in_slots = self.search.num_searchers * (self.generate.slots or 0) / self.train.responses_per_step
-        return 2 + self.train.publish_every - 1 + math.ceil(in_slots)
+        slots = sum(self.for_searcher(index).generate.slots or 0 for index in range(self.search.num_searchers))
+        return 2 + self.train.publish_every - 1 + math.ceil(slots / self.train.responses_per_step)
 
     @property
     def steps_per_batch(self) -> int:
@@ -149,7 +186,9 @@ class Config(Section):
                 "observe.on_collapse=rollback goes back to a checkpoint, and train.keep_checkpoints=0 writes none: keep at "
                 "least one, or use observe.on_collapse=stop."
             )
+        self._check_placement()
         self._check_turns()
+        self._check_reference_share()
         self._check_replay()
         self._check_durability()
         reuse = self.replay.max_trained_per_generated
@@ -180,23 +219,47 @@ class Config(Section):
                 f"replay.capacity_per_prompt={room} cannot hold one visit's "
                 f"{self.samples_generated_per_prompt} responses: raise it."
             )
-        share, samples = self.search.explore.reference_share, self.samples_generated_per_prompt
-        if share > 0 and not 0 < self.reference_samples_per_prompt < samples:
-            raise ValueError(
-                f"search.explore.reference_share={share:g} of the {samples} responses of a visit is "
-                f"{self.reference_samples_per_prompt}: choose it so that both the reference and the policy generate some."
-            )
-        if share > 0 and self.mode == "fixed_lag":
-            raise ValueError(
-                f"search.explore.reference_share={share:g} contradicts mode=fixed_lag: the reference's responses are as old "
-                "as it is. Use mode=async."
-            )
         if self.generate.min_new_tokens > self.generate.max_new_tokens:
             raise ValueError(
                 f"generate.min_new_tokens={self.generate.min_new_tokens} is above "
                 f"generate.max_new_tokens={self.generate.max_new_tokens}: no response could end."
             )
         return self
+
+    def _check_placement(self) -> None:
+        """Refuse devices and kinds where roles are placed by others, or are one process."""
+        kinds = self.search.kinds
+        own = [f"search.kinds.{name}.device={kind.device}" for name, kind in kinds.items() if kind.device is not None]
+        named = ["runtime.placement"] * (self.runtime.placement is not None) + own
+        if self.runtime.kind == "ray" and named:
+            raise ValueError(
+                f"{named[0]} cannot be used with runtime.kind=ray: Ray places roles, by runtime.trainer_gpus and "
+                "runtime.searcher_gpus. Set these instead, or use runtime.kind=local."
+            )
+        if self.takes_turns and kinds:
+            raise ValueError(f"search.kinds needs mode=async: in {self.mode} mode there is one searcher.")
+        devices = (*self.trainer_devices, self.searcher_device(0))
+        if self.takes_turns and len(set(devices)) > 1:
+            raise ValueError(
+                f"runtime.placement gives the devices {', '.join(dict.fromkeys(devices))} to a run in {self.mode} mode, "
+                "where trainer and searcher are one process on one device: set model.device, or use mode=async."
+            )
+
+    def _check_reference_share(self) -> None:
+        samples = self.samples_generated_per_prompt
+        for kind, config in self.by_kind().items():
+            share, count = config.search.explore.reference_share, config.reference_samples_per_prompt
+            key = "search.explore" if kind is None else f"search.kinds.{kind}.explore"
+            if share > 0 and not 0 < count < samples:
+                raise ValueError(
+                    f"{key}.reference_share={share:g} of the {samples} responses of a visit is {count}: choose it so that "
+                    "both the reference and the policy generate some."
+                )
+            if share > 0 and self.mode == "fixed_lag":
+                raise ValueError(
+                    f"{key}.reference_share={share:g} contradicts mode=fixed_lag: the reference's responses are as old as "
+                    "it is. Use mode=async."
+                )
 
     def _check_turns(self) -> None:
         """Refuse what cannot be kept where searcher and trainer take turns."""

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from tba.config.base import OnOff, Section
+from tba.config.base import Device, OnOff, Section
+
+Devices = Annotated[tuple[Device, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+"""Devices, of which one may stand without a list."""
+
+
+class PlacementConfig(Section):
+    """Which device of this machine each role uses, for runtime.kind=local. With different ones, or a role on the CPU beside
+    one on a GPU, weights go through the machine's memory."""
+
+    trainer: Devices = ()
+    """Devices of the trainer, one per rank, such as cuda:0; empty = model.device."""
+    searchers: Devices = ()
+    """Devices of the searchers, such as [cuda:1, cuda:2, cuda:3]: searcher i uses number i, and where there are more
+    searchers than devices the list begins again; empty = model.device. The device of a kind (search.kinds) comes first."""
 
 
 class RuntimeConfig(Section):
@@ -27,6 +41,8 @@ class RuntimeConfig(Section):
     """CPUs of a Ray node that each searcher takes up."""
     searcher_gpus: float | None = Field(default=None, ge=0.0)
     """GPUs of a Ray node that each searcher takes up, such as 0.5 for two on one; None = as for the trainer."""
+    placement: PlacementConfig | None = None
+    """Devices of this machine for trainer and searchers; None = all use model.device."""
     threads: int = Field(default=1, ge=1)
     """Number of threads of each process. Trainer and searchers share the cores: more threads than cores make all of
     them slow."""
@@ -39,7 +55,7 @@ class RuntimeConfig(Section):
     """Deadline of every other wait, which counts only while the awaited role does nothing, and for a sign of life: a
     searcher that shows none is replaced, a trainer is killed and resumed."""
     mps: Annotated[Literal["auto", "on", "off"], OnOff] = "auto"
-    """Whether CUDA MPS lets trainer and searchers on one GPU run side by side: auto = where it can be started. `tba
+    """Whether CUDA MPS lets roles on one GPU run side by side: auto = where a GPU is shared and it can be started. `tba
     doctor` says what it gains and risks."""
     max_trainer_restarts: int = Field(default=3, ge=0)
     """Number of times in a row that `tba train` resumes a trainer that was killed or lost its GPU without a new checkpoint

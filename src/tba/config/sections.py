@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from tba.config.base import OnOff, Schedule, Section
+from tba.config.base import EngineName, OnOff, Schedule, Section, UpdateRule
 
 Auto = BeforeValidator(lambda value: None if value == "auto" else value)
 """`auto` may be written for None."""
@@ -38,7 +38,8 @@ class ModelConfig(Section):
     """Compute dtype of trainer and engine; auto = float32 on a CPU, bfloat16 on a GPU. Master weights are always
     float32."""
     device: str = "auto"
-    """Device of trainer and engine, such as cpu or cuda; auto = cuda where there is one, else cpu."""
+    """Device of trainer and engine, such as cpu or cuda; auto = cuda where there is one, else cpu. For different ones see
+    runtime.placement."""
     lora: LoraConfig | None = None
     """Adapter to train instead of the model (needs PEFT), `lora: {}` for its defaults; the reference is then the base
     model. None = the whole model is trained."""
@@ -56,14 +57,14 @@ class ModelConfig(Section):
 class GenerateConfig(Section):
     """How responses are generated."""
 
-    engine: Literal["native", "vllm", "transformers"] = "native"
+    engine: EngineName = "native"
     """Engine that generates: native = our own decoder, many responses side by side; vllm = vLLM inside the searcher's
     process, for models that the native engine does not know (extra `tba-rl[vllm]`; it has random numbers of its own);
     transformers = the forward pass and cache of transformers, one prompt at a time, slower, for models that neither
     knows (the native engine falls back to it with a warning)."""
     slots: int | None = Field(default=None, ge=1)
-    """Number of responses decoded side by side; None = as many as 1 GiB (GPU: 16) holds the keys and values of, at most
-    128 (GPU: 256)."""
+    """Number of responses decoded side by side; None = as many as 1 GiB holds the keys and values of, at most 128; on a
+    GPU as many as 16 GiB, or the searcher's part of a third of its memory (half where no trainer uses it), at most 256."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Length of the longest response, in tokens."""
     min_new_tokens: int = Field(default=0, ge=0)
@@ -75,7 +76,7 @@ class GenerateConfig(Section):
     the loss is never truncated."""
     top_k: int = Field(default=0, ge=0)
     """Number of most probable tokens that responses are sampled from; 0 = all tokens. It changes generation only."""
-    update: Literal["in_flight", "drain"] = "in_flight"
+    update: UpdateRule = "in_flight"
     """When the engine takes new weights: in_flight = between two decode steps, running responses keep their old keys
     and values; drain = after all running responses have finished. In sync mode it drains."""
 
@@ -212,7 +213,7 @@ class TrainConfig(Section):
     every beta. None = no clipping."""
     tokens_per_micro_batch: int | None = Field(default=None, ge=1)
     """Most tokens in one forward and backward pass; a longer response still runs, alone. None = as many as about 1 GiB
-    (GPU: a third of its memory) holds the activations of, at most 4,096 (GPU: 32,768)."""
+    (GPU: a third of its memory, half where no searcher uses it) holds the activations of, at most 4,096 (GPU: 32,768)."""
     responses_per_micro_batch: int | None = Field(default=None, ge=1)
     """Most responses in one pass, besides the token limit; None = as many as fit."""
     compile: bool = False
