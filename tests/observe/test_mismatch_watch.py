@@ -52,3 +52,21 @@ def test_searchers_are_judged_by_one_measure(caplog):
     watch = watched(FIRST_ONES, CANARY)
     watch.step(50, {"searcher/7/mismatch_kl": 0.1})
     assert "step 50: searcher/7/mismatch_kl is 0.1" in caplog.text
+
+
+def test_each_kind_of_searchers_is_judged_by_its_own_measure(caplog):
+    """One in bf16 beside one in fp32 is not at fault from its first version on."""
+    watch, exact, coarse = MismatchWatch(), "searcher/0-exact/mismatch_kl", "searcher/1-coarse/mismatch_kl"
+    for step in range(2 * FIRST):
+        watch.step(step, {exact: 1e-9 + 1e-12 * step, coarse: 1e-4 + 1e-7 * step})
+    assert caplog.text == ""
+    watch.step(30, {exact: 1e-4, coarse: 2e-4})
+    assert "searcher/0-exact/mismatch_kl is 0.0001" in caplog.text
+    assert "coarse" not in caplog.text
+
+
+def test_responses_of_several_kinds_need_more_first_measurements(caplog):
+    watch, kinds = MismatchWatch(), {"searcher/0-exact/mismatch_kl": 1e-9, "searcher/1-coarse/mismatch_kl": 1e-4}
+    for step, value in enumerate([1e-9 + 1e-12 * step for step in range(FIRST)] + [2e-3, 2.1e-3]):
+        watch.step(step, {RESPONSES: value, **kinds})
+    assert caplog.text == ""

@@ -213,7 +213,7 @@ class WarmInputs:
         """The inputs of one run."""
         from tba.launch.run import load_inputs
 
-        key = (config.model, config.task, config.generate.max_new_tokens)  # all that load_inputs reads
+        key = (config.trainer_model, config.task, config.generate.max_new_tokens)  # all that load_inputs reads
         if key not in self._pristine:
             self._pristine[key] = load_inputs(config)
         pristine = self._pristine[key]

@@ -16,8 +16,10 @@ def check_before_loading(config: Config, *, resume: bool = False) -> None:
     """Refuse a config whose output cannot be written, or that names loggers, an engine, rewards or data that are not there.
     To resume a run its folder must exist, which is seen when it is opened."""
     check_sinks(config)
-    if config.generate.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise ValueError("generate.engine=vllm needs vLLM, which is not installed: pip install 'tba-rl[vllm]'.")
+    for kind, searcher in config.by_kind().items():
+        key = "generate" if kind is None or config.search.kinds[kind].engine is None else f"search.kinds.{kind}"
+        if searcher.generate.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+            raise ValueError(f"{key}.engine=vllm needs vLLM, which is not installed: pip install 'tba-rl[vllm]'.")
     if not resume:
         RunFolder.check(config.run_folder, overwrite=config.overwrite)
     reward_weights(config.task.rewards)

@@ -22,11 +22,11 @@ what the paper uses instead stands in its config files.
 
 from __future__ import annotations
 
-import torch
-
 from tba.config import Config, Schedule
+from tba.launch.devices import activation_bytes, kv_bytes, placement_of
 from tba.models.load import LoadedModel
 from tba.objectives.registry import make_objective
+from tba.runtime.placement import Placement
 
 ANCHOR_PARAMETERS, ANCHOR_RATE = 0.314e6, 2e-4
 """The shipped model's size and a rate that it learns at."""
@@ -36,12 +36,6 @@ EXPONENT = 0.6
 LORA_FACTOR = 10.0
 """An adapter's matrices start at zero and are few: they want a larger rate than the weights they stand for."""
 
-KV_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}
-"""Memory for the keys and values of all slots."""
-ACTIVATION_BYTES = 2**30
-"""Memory for the activations of one micro-batch on a CPU."""
-ACTIVATION_SHARE = 0.35
-"""The same on a GPU, as a share of its memory: weights, optimizer and searchers want the rest."""
 MOST_SLOTS = {"cpu": 128, "cuda": 256}
 MOST_TOKENS = {"cpu": 4_096, "cuda": 32_768}
 KEPT_PER_HIDDEN, KEPT_PER_INNER = 20, 6
@@ -60,16 +54,36 @@ def learning_rate_for(num_parameters: int, *, lora: bool = False) -> float:
 def with_defaults(config: Config, loaded: LoadedModel) -> Config:
     """The config with every None that means `by the model and machine` replaced."""
     config = with_objective_defaults(config)  # changes nothing where it was done before
-    train, generate = config.train, config.generate
+    train, placement = config.train, placement_of(config)
     train = train.model_copy(
         update={
             "first_learning_rate": train.first_learning_rate
             or learning_rate_for(loaded.num_parameters, lora=config.model.lora is not None),
-            "tokens_per_micro_batch": train.tokens_per_micro_batch or tokens_for(loaded),
+            "tokens_per_micro_batch": train.tokens_per_micro_batch or tokens_for(loaded, placement),
         }
     )
-    generate = generate.model_copy(update={"slots": generate.slots or slots_for(loaded, generate.max_new_tokens)})
-    return config.model_copy(update={"train": train, "generate": generate})
+    return with_slots(config.model_copy(update={"train": train}), loaded, placement)
+
+
+def with_slots(config: Config, loaded: LoadedModel, placement: Placement) -> Config:
+    """The config with generate.slots and those of all kinds filled in, each by the devices that it is for. Where one number
+    is for several, the device with the least memory for it decides."""
+    generate, search, planned = config.generate, config.search, placement.searchers
+    by_kind: dict[str | None, int] = {}
+    for index, device in enumerate(planned):
+        kind, slots = search.kind_at(index), slots_for(loaded, generate.max_new_tokens, placement, device)
+        by_kind[kind] = min(slots, by_kind.get(kind, slots))
+    kinds = {
+        name: kind.model_copy(update={"slots": kind.slots or generate.slots or by_kind[name]})
+        for name, kind in search.kinds.items()
+    }
+    slots = generate.slots or min(by_kind.values())
+    return config.model_copy(
+        update={
+            "generate": generate.model_copy(update={"slots": slots}),
+            "search": search.model_copy(update={"kinds": kinds}),
+        }
+    )
 
 
 def with_objective_defaults(config: Config) -> Config:
@@ -133,25 +147,20 @@ def with_room(config: Config, *, num_prompts: int) -> Config:
     return config.model_copy(update={"replay": config.replay.model_copy(update={"capacity_per_prompt": room})})
 
 
-def slots_for(loaded: LoadedModel, max_new_tokens: int) -> int:
-    """Number of responses, each with a prompt of the same length, that KV_BYTES hold, at most MOST_SLOTS."""
-    shape, kind = loaded.model.config.get_text_config(), loaded.model.device.type
+def slots_for(loaded: LoadedModel, max_new_tokens: int, placement: Placement, device: str) -> int:
+    """Number of responses, each with a prompt of the same length, that a searcher on this device has memory for, at most
+    MOST_SLOTS."""
+    shape, most = loaded.model.config.get_text_config(), MOST_SLOTS[device.partition(":")[0]]
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     bytes_per_slot = 2 * shape.num_hidden_layers * heads * head_dim * 4 * min(loaded.context, 2 * max_new_tokens)
-    return max(1, min(MOST_SLOTS[kind], KV_BYTES[kind] // bytes_per_slot))
+    return max(1, min(most, kv_bytes(placement, device) // bytes_per_slot))
 
 
-def tokens_for(loaded: LoadedModel) -> int:
+def tokens_for(loaded: LoadedModel, placement: Placement) -> int:
     """Number of tokens that the memory for activations holds, between one context and MOST_TOKENS."""
     shape, device = loaded.model.config.get_text_config(), loaded.model.device
     inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size
     kept = shape.num_hidden_layers * (KEPT_PER_HIDDEN * shape.hidden_size + KEPT_PER_INNER * inner)
-    fit = activation_bytes(device) // (kept * loaded.model.dtype.itemsize)
+    fit = activation_bytes(placement) // (kept * loaded.model.dtype.itemsize)
     return max(min(512, loaded.context), min(MOST_TOKENS[device.type], fit))
-
-
-def activation_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return ACTIVATION_BYTES
-    return int(ACTIVATION_SHARE * torch.cuda.get_device_properties(device).total_memory)

@@ -19,7 +19,7 @@ import psutil
 
 from tba.config import load_config
 from tba.observe.files import RunFolder, WriteFailures, read_summary, write_json
-from tba.runtime.board import MAX_SEARCHERS, Board
+from tba.runtime.board import MAX_SEARCHERS, Board, KindOf, no_kind
 
 LATE_SECONDS = 30.0
 """Age of a status from which on it is said that nobody writes it any more."""
@@ -28,9 +28,11 @@ LATE_SECONDS = 30.0
 class StatusWriter:
     """Writes what the roles of a run do to its status.json."""
 
-    def __init__(self, folder: RunFolder, board: Board) -> None:
+    def __init__(self, folder: RunFolder, board: Board, kind_of: KindOf = no_kind) -> None:
+        """`kind_of` names the kinds of searchers."""
         self._folder = folder
         self._board = board
+        self._kind_of = kind_of
         self._failures = WriteFailures()
         self._since: dict[str, tuple[str, float]] = {}
         """What each role does, and since when."""
@@ -38,7 +40,7 @@ class StatusWriter:
     def write(self, *, ended: bool = False) -> None:
         now, own = time.time(), psutil.Process()
         roles = []
-        for role in self._board.statuses():
+        for role in self._board.statuses(self._kind_of):
             doing, since = self._since.get(role.name, ("", now))
             if role.doing != doing:
                 since = now
@@ -115,7 +117,8 @@ def describe(status: dict[str, Any]) -> str:
     for role in status["roles"]:
         seconds = status["time"] - role["since"]
         rate = f", {role['responses_per_second']:.1f} responses/s" if role["responses_per_second"] else ""
-        lines.append(f"  {role['name']:<12} {role['doing']}, for {seconds:.0f} s{rate}")
+        name = f"{role['name']} ({role['kind']})" if role.get("kind") else role["name"]
+        lines.append(f"  {name:<12} {role['doing']}, for {seconds:.0f} s{rate}")
     return "\n".join(lines)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tba.config import Config, ConfigError, load_config
+from tba.config import Config, ConfigError, KindConfig, load_config
 from tba.observe.files import RunFolder, read_summary
 from tba.train.checkpoint import RESUMABLE, TRAINER, check_manifest, find_checkpoint
 
@@ -33,10 +34,12 @@ def resumed_config(config: Config, folder: RunFolder) -> Config:
     """The config that a run goes on with: the given one (objective's defaults filled in), with what the run has once been
     given by its machine. A ConfigError names the settings that differ and may not."""
     stored = load_config(folder.config)
-    kept = {
+    kept: dict[str, dict[str, Any]] = {
         section: {key: getattr(getattr(config, section), key) or getattr(getattr(stored, section), key) for key in keys}
         for section, keys in FILLED.items()
     }
+    kinds = {name: _with_slots(kind, stored.search.kinds.get(name)) for name, kind in config.search.kinds.items()}
+    kept["search"] = {"kinds": kinds}
     config = config.model_copy(
         update={section: getattr(config, section).model_copy(update=values) for section, values in kept.items()}
     )
@@ -109,7 +112,14 @@ def _named(folder: RunFolder, path: Path) -> Path:
     return path
 
 
+def _with_slots(kind: KindConfig, stored: KindConfig | None) -> KindConfig:
+    """A kind of searchers with the slots that its machine gave it."""
+    return kind.model_copy(update={"slots": kind.slots or (None if stored is None else stored.slots)})
+
+
 def _may_change(key: str) -> bool:
+    if re.fullmatch(r"search\.kinds\.\w+\.device", key):
+        return True
     return any(key.startswith(name) if name.endswith(".") else key == name for name in MAY_CHANGE)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from tba.config import Config
 from tba.generate.engine import Engine
+from tba.launch.devices import placement_of
 from tba.launch.supervise import ENDING_SIGNALS
 from tba.models.load import LoadedModel, adapt, load_model
 from tba.models.weights import make_weights
@@ -66,7 +67,7 @@ class RunInputs:
 
 def load_inputs(config: Config) -> RunInputs:
     """Load model and data: what can be wrong with them shows before a run folder exists."""
-    loaded = load_model(config.model)
+    loaded = load_model(config.trainer_model)
     task = make_task_for(config, loaded)
     task.prompts(config.evaluate.split)  # or a split that the task lacks would only show when a searcher evaluates
     return RunInputs(loaded=loaded, task=task)
@@ -148,6 +149,8 @@ class AsyncRun:
             canary=lambda published: learner.train_step.policy.canary(published.tensors),
             ledger=ledger,
             reference_resets=bool(config.reference.reset_every),
+            slots_in_host_memory=placement_of(config).slots_device == "cpu",
+            kind_of=config.search.kind_at,
         )
         undo.callback(runtime.stop)
         recorder = make_recorder(config, folder, inputs, counts, roles=runtime.statuses, more_metrics=runtime.metrics)

@@ -16,6 +16,7 @@ from tba.config import Config, ConfigError, ModelConfig, dump_config, load_confi
 from tba.generate.engine import Scorer, make_scorer
 from tba.launch.checks import check_before_loading
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
+from tba.launch.devices import check_devices
 from tba.launch.imports import import_groups
 from tba.launch.resume import checkpoint_to_resume, resumed_config
 from tba.launch.run import AsyncRun, RunInputs, SyncRun, load_inputs
@@ -72,6 +73,7 @@ def train(
         start_mps(config)  # before anything touches the GPU
     if host is None and not config.takes_turns:
         prepare_roles(config.runtime.threads)
+    check_devices(config)
     inputs = inputs or load_inputs(config)
     # Bad train rows show here, before a run folder exists.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))
@@ -184,10 +186,11 @@ def evaluate_model(target: str, overrides: Sequence[str]) -> dict[str, float]:
     folder, start = RunFolder(Path(target)), None
     if folder.config.is_file():
         config = load_config(folder.config, [*overrides, f"model.path={folder.newest_checkpoint()}"])
-        start = partial(load_scorer, load_config(folder.config, overrides).model)
+        start = partial(load_scorer, load_config(folder.config, overrides).trainer_model)
     else:
         config = load_config(None, [*overrides, f"model.path={target}"])
     torch.set_num_threads(config.runtime.threads)
+    check_devices(config)
     inputs = load_inputs(config)
     config = with_defaults(config, inputs.loaded)
     with tempfile.TemporaryDirectory() as logs:

@@ -44,6 +44,7 @@ class Outside:
 
     def __init__(self, folder: RunFolder, search: SearchConfig) -> None:
         self._folder = folder
+        self._search = search
         most = search.max_searchers
         self._rule = None if most is None else SearcherRule(least=search.num_searchers, most=most)
         """Decides how many searchers there are, until somebody asks for a number; None = nobody but them does."""
@@ -56,7 +57,7 @@ class Outside:
         if not Holder.of_this_process().has(holder_of(self._folder.path)):
             return  # the trainer has not made the folder yet
         if self._status is None:
-            self._status = StatusWriter(self._folder, supervisor.board)
+            self._status = StatusWriter(self._folder, supervisor.board, self._search.kind_at)
         self._status.write()
         asked = self._control.searchers()
         if asked is not None and asked != self._asked:

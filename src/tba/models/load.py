@@ -91,9 +91,12 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
-    """Load a model with dropout off, in the compute dtype, on the device."""
+    """Load a model with dropout off, in the compute dtype, on the device. A GPU that has a number becomes the current one:
+    kernels and graphs go to that, wherever their tensors are."""
     disable_progress_bar()
     path, device = resolve_path(config.path), resolve_device(config.device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     adapter = Path(path) if is_adapter(Path(path)) else None
     base = path if adapter is None else resolve_path(base_of(adapter))

@@ -45,7 +45,7 @@ def make_objective(config: Config) -> Objective:
         objective = kind.make(config)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(config, kind, problem) for problem in error.errors())) from None
-    problems = refusals(config, objective.all_needs, default_beta=kind.default_beta)
+    problems = refusals_by_kind(config, objective.all_needs, default_beta=kind.default_beta)
     if problems:
         raise ConfigError("\n".join(problems))
     return objective
@@ -57,6 +57,17 @@ def objective_class(name: str) -> type[Objective]:
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(OBJECTIVES)}."
         raise ConfigError(f"objective.name={name} is unknown: {hint}")
     return OBJECTIVES[name]
+
+
+def refusals_by_kind(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
+    """What in the config contradicts the objective, for all searchers or for those of one kind; empty = nothing."""
+    by_kind = {
+        name: refusals(searcher, needs, default_beta=default_beta) for name, searcher in config.by_kind().items()
+    }
+    for_all = [words for words in next(iter(by_kind.values())) if all(words in found for found in by_kind.values())]
+    return for_all + [
+        f"search.kinds.{name}: {words}" for name, found in by_kind.items() for words in found if words not in for_all
+    ]
 
 
 def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:

@@ -50,6 +50,8 @@ class RoleStatus:
     responses_per_second: float
     pid: int | None = None
     """Its process; None where it has none at the moment."""
+    kind: str | None = None
+    """Kind of a searcher (search.kinds); None where all are alike."""
 
 
 class Progress:
@@ -117,8 +119,9 @@ class Progress:
         if self._metrics.get("guard/alarm"):
             table.add_row("guard", "the run is collapsing: see the warning")
         for role in self._roles():
+            name = role.name if role.kind is None else f"{role.name} ({role.kind})"
             table.add_row(
-                role.name, f"{role.doing}; waited {role.waited_share:.0%}; {role.responses_per_second:.0f} responses/s"
+                name, f"{role.doing}; waited {role.waited_share:.0%}; {role.responses_per_second:.0f} responses/s"
             )
         return table
 

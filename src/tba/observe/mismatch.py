@@ -19,7 +19,7 @@ logger = logging.getLogger("tba")
 NAME = "mismatch_kl"
 """Last part of the names of the metrics that are watched."""
 FIRST = 5
-"""Measurements whose largest is the yardstick, of the canaries of all searchers together and of the responses."""
+"""Measurements whose largest is the yardstick, of the canaries of all searchers of a kind and of the responses."""
 MULTIPLE = 10.0
 """The limit divided by the yardstick. A KL grows with the square of the gap: this is about 3 times the gap, where the
 canary's own check ends the run at 5 times."""
@@ -40,19 +40,23 @@ class MismatchWatch:
     """Metrics that are beyond their limit and have been warned about."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            if name.endswith(f"/{NAME}") and not math.isnan(value) and value != self._last.get(name):
+        watched = {name: value for name, value in metrics.items() if name.endswith(f"/{NAME}")}
+        num_kinds = len({_kind(name) for name in watched if name.startswith("searcher/")})
+        for name, value in watched.items():
+            if not math.isnan(value) and value != self._last.get(name):
                 self._last[name] = value
-                self._judge(step, name, value)
+                self._judge(step, name, value, num_kinds=max(1, num_kinds))
 
-    def _judge(self, step: int, name: str, value: float) -> None:
-        kind = "canary" if name.startswith("searcher/") else "responses"
-        first = self._first.setdefault(kind, [])
-        if len(first) < FIRST:
+    def _judge(self, step: int, name: str, value: float, *, num_kinds: int) -> None:
+        measure = "canary" if name.startswith("searcher/") else "responses"
+        # Each kind of searchers has an engine and a precision of its own. Responses are measured as they come: so many times
+        # more of them, or all may be of the kind that is most exact.
+        first = self._first.setdefault(_kind(name) + measure, [])
+        if len(first) < FIRST * (num_kinds if measure == "responses" else 1):
             first.append(value)
             return
         yardstick = max(first)
-        limit = max(MULTIPLE * yardstick, LEAST_LIMITS[kind])
+        limit = max(MULTIPLE * yardstick, LEAST_LIMITS[measure])
         if value <= limit:
             if name in self._high:
                 self._high.remove(name)
@@ -62,5 +66,10 @@ class MismatchWatch:
                 "step %d: %s is %.3g nats per token, at the first versions it was at most %.3g, the limit is %.3g (%g times "
                 "that, at least %g): searchers no longer compute what the trainer computes. Compare with a run of "
                 "generate.engine=transformers or model.dtype=float32.",
-                *(step, name, value, yardstick, limit, MULTIPLE, LEAST_LIMITS[kind]),
+                *(step, name, value, yardstick, limit, MULTIPLE, LEAST_LIMITS[measure]),
             )
+
+
+def _kind(name: str) -> str:
+    """The kind of searchers that a metric is of: wide for searcher/3-wide/mismatch_kl, empty where all are alike."""
+    return name.split("/")[1].partition("-")[2]

@@ -12,8 +12,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -178,6 +178,14 @@ Place = Literal["none", "empty", "filled", "given_up"]
 PLACES: tuple[Place, ...] = ("none", "empty", "filled", "given_up")
 """Whether a searcher with this number is wanted, and whether there is a process for it."""
 
+KindOf = Callable[[int], str | None]
+"""Name of the kind of a searcher by its number; None = all searchers are alike (search.kinds)."""
+
+
+def no_kind(index: int) -> None:
+    """The kind of searchers that are all alike."""
+
+
 WAITS_FOR: dict[Wait, str] = {
     "none": "works",
     "first_fill": "waits for groups that fill a batch",
@@ -266,7 +274,7 @@ class Board:
         running = [index for index, place in self.places().items() if place == "filled"]
         return {f"searcher-{index}": self._searchers[index]["heartbeat"] for index in running}
 
-    def statuses(self) -> list[RoleStatus]:
+    def statuses(self, kind_of: KindOf = no_kind) -> list[RoleStatus]:
         """Who does what, for people."""
         trainer = self.trainer
         seconds = max(1e-9, time.time() - trainer["started_at"]) if trainer["started_at"] else math.inf
@@ -278,18 +286,20 @@ class Board:
                 doing = WAITS_FOR[row.wait] if row["heartbeat"] else "loads the model"
             else:
                 doing = "has been given up" if place == "given_up" else "starts again"
-            found.append(_status(f"searcher-{index}", doing, row, seconds, responses=row["responses"]))
+            status = _status(f"searcher-{index}", doing, row, seconds, responses=row["responses"])
+            found.append(replace(status, kind=kind_of(index)))
         return found
 
-    def metrics(self) -> dict[str, float]:
-        """What the searchers have done so far, by searcher."""
+    def metrics(self, kind_of: KindOf = no_kind) -> dict[str, float]:
+        """What the searchers have done so far, by searcher: `searcher/0/groups`, or with kinds `searcher/0-wide/groups`."""
         places = self.places()
+        labels = {index: f"{index}" if kind_of(index) is None else f"{index}-{kind_of(index)}" for index in places}
         return {
             "searchers/alive": float(sum(place == "filled" for place in places.values())),
             "searchers/replaced": self.supervisor["replaced"],
             "trainer/restarts": self.supervisor["trainer_restarts"],
             **{
-                f"searcher/{index}/{name}": self._searchers[index][name]
+                f"searcher/{labels[index]}/{name}": self._searchers[index][name]
                 for index in places
                 for name in ("version", "groups", "responses", "tokens", "wait_seconds", "failures", "mismatch_kl")
             },

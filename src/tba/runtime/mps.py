@@ -1,4 +1,4 @@
-"""A private CUDA MPS daemon: trainer and searchers on one GPU run their kernels side by side instead of in turns.
+"""A private CUDA MPS daemon: roles that share a GPU run their kernels side by side instead of in turns.
 
 It must be there before the first process touches the GPU. Under MPS the processes share one context on the GPU: a fault in
 a searcher's kernel may take the trainer down with it; the last checkpoint stays.
@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from tba.config import Config
+from tba.runtime.placement import Placement
 
 logger = logging.getLogger("tba.runtime")
 
@@ -31,8 +32,11 @@ def why_no_mps(config: Config) -> str | None:
         return "runtime.mps=off"
     if config.takes_turns:
         return f"in {config.mode} mode one process uses the GPU"
-    if config.model.device == "cpu" or not Path("/dev/nvidia0").exists():
+    placement = Placement.of(config)  # what speaks for auto being cuda here is looked at next
+    if set(placement.trainer) | set(placement.searchers) == {"cpu"} or not Path("/dev/nvidia0").exists():
         return "there is no NVIDIA GPU to share"
+    if not placement.shared_gpus:
+        return "every role has a GPU of its own"
     if PIPES in os.environ:
         return f"{PIPES} is set: that daemon is used"
     torch = sys.modules.get("torch")  # who has not imported it cannot have touched the GPU

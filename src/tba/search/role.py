@@ -21,6 +21,7 @@ from tba.runtime.board import Row
 from tba.runtime.channels import SearcherEnds, Stopped, WeightSource
 from tba.runtime.ends import LocalSearcherEnds
 from tba.runtime.links import Link, RunCannotGoOn
+from tba.runtime.placement import must_hide, see_only
 from tba.search.loop import GROUPS_AT_ONCE, Searcher, SearchState, TooManyRewardFailures
 from tba.search.make import (
     make_reference_engine,
@@ -270,33 +271,43 @@ def prompts_per_searcher(config: Config) -> int:
     return -(-config.train.prompts_per_step // config.search.num_searchers)
 
 
+def config_on_device(config: Config) -> Config:
+    """A searcher's config with the name that its device has in this process."""
+    if not must_hide(config):
+        return config
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"device": see_only(config.model.device)})}
+    )
+
+
 def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, logs: Path) -> None:
     """Load the model and search until this searcher is stopped."""
     torch.set_num_threads(config.runtime.threads)
-    loaded = load_model(config.model)
-    task = make_task_for(config, loaded)
+    own = config_on_device(config.for_searcher(index))  # evaluations and the pace go by the run's own config
+    loaded = load_model(own.model)
+    task = make_task_for(own, loaded)
     try:
-        engine = make_search_engine(config, loaded)
-        reference_engine = make_reference_engine(config, loaded)
+        engine = make_search_engine(own, loaded)
+        reference_engine = make_reference_engine(own, loaded)
     except ConfigError as error:  # a new searcher would meet it again
         raise RunCannotGoOn(str(error)) from error
-    adapt(loaded, config.model, seed=config.seed)
-    state = make_search_state(config)
+    adapt(loaded, own.model, seed=own.seed)
+    state = make_search_state(own)
     heartbeat = Heartbeat(ends.row, engine, state)
     searcher = make_searcher(
-        config,
+        own,
         loaded,
         task,
         engine=engine,
         state=state,
         visits=ends.visits,
         reference_engine=reference_engine,
-        rewards=make_rewards(task, config, log=logs / f"rewards-{index}.log"),
+        rewards=make_rewards(task, own, log=logs / f"rewards-{index}.log"),
         sender=ends.sender,
         step_values=make_step_values(
-            config, loaded, task, log=logs / f"rewards-{index}-values.log", between_steps=heartbeat.work
+            own, loaded, task, log=logs / f"rewards-{index}-values.log", between_steps=heartbeat.work
         ),
-        reference_samples=make_reference_samples(config, reference_engine, between_steps=heartbeat.work),
+        reference_samples=make_reference_samples(own, reference_engine, between_steps=heartbeat.work),
         index=index,
         incarnation=incarnation,
     )

@@ -1,0 +1,79 @@
+"""The devices of a run: whether they are there, and how much memory each role may take of its own."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from tba.config import Config, ConfigError
+from tba.models.load import resolve_device
+from tba.runtime.placement import Placement
+
+logger = logging.getLogger("tba")
+
+ACTIVATION_BYTES = 2**30
+"""Memory for the activations of one micro-batch on a CPU."""
+KV_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}
+"""Most memory for the keys and values of all slots of a searcher."""
+SHARED_PART, OWN_PART = 0.35, 0.5
+"""Part of a GPU's memory for the activations of one micro-batch, and for the keys and values of all searchers there: where
+trainer and searchers share it, weights and optimizer want the rest; a role that has it alone leaves that room too."""
+
+
+def placement_of(config: Config) -> Placement:
+    """The placement of a run on this machine."""
+    return Placement.of(config, auto="cuda:0" if resolve_device("auto").type == "cuda" else "cpu")
+
+
+def check_devices(config: Config) -> None:
+    """Refuse devices that are not there, by the name of the setting, before a model loads."""
+    named = [("model.device", config.model.device)]
+    if config.runtime.placement is not None:
+        named += [("runtime.placement.trainer", device) for device in config.runtime.placement.trainer]
+        named += [("runtime.placement.searchers", device) for device in config.runtime.placement.searchers]
+    for name, kind in config.search.kinds.items():
+        named.append((f"search.kinds.{name}.device", kind.device or "cpu"))
+    gpus = [key_device for key_device in named if key_device[1].startswith("cuda")]
+    if not gpus:
+        return
+    count = torch.cuda.device_count()
+    there = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+    for key, device in gpus:
+        if int(device.partition(":")[2] or 0) >= count:
+            raise ConfigError(
+                f"{key}={device} is not there: this machine has {there}"
+                f"{'' if count else ' and no GPU that torch can use'}. Name one of them; `tba doctor` says what torch sees."
+            )
+    if len(config.trainer_devices) > 1:
+        logger.warning(
+            "runtime.placement.trainer names %d devices: the trainer uses the first, %s.",
+            len(config.trainer_devices),
+            config.trainer_devices[0],
+        )
+
+
+def activation_bytes(placement: Placement) -> int:
+    """Memory for the activations of one micro-batch on the trainer's device."""
+    device = placement.trainer[0]
+    if device == "cpu":
+        return ACTIVATION_BYTES
+    return int(part_of_gpu(placement, device) * gpu_bytes(device))
+
+
+def kv_bytes(placement: Placement, device: str) -> int:
+    """Memory for the keys and values of one searcher on this device."""
+    if device == "cpu":
+        return KV_BYTES["cpu"]
+    searchers = max(1, placement.num_searchers_on(device))
+    return min(KV_BYTES["cuda"], int(part_of_gpu(placement, device) * gpu_bytes(device)) // searchers)
+
+
+def part_of_gpu(placement: Placement, device: str) -> float:
+    """Part of a GPU's memory for what grows with the work: more where it is the trainer's alone, or the searchers'."""
+    is_shared = device in placement.trainer and placement.num_searchers_on(device) > 0
+    return SHARED_PART if is_shared else OWN_PART
+
+
+def gpu_bytes(device: str) -> int:
+    return torch.cuda.get_device_properties(device).total_memory
