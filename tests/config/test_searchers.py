@@ -1,9 +1,13 @@
 """Kinds of searchers and the devices of roles: what each searcher is made from, and what is refused."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tba.config import ConfigError, dump_config, load_config
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "scaling.md"
 KINDS = (
     "search.kinds={plain: {count: 2}, wide: {count: 1, engine: transformers, top_p: 0.9, update: drain, slots: 4, "
     "device: cpu, explore: {probability: 1, temperature: [1, 1.5]}}}"
@@ -125,6 +129,19 @@ def test_what_cannot_be_is_explained(overrides, message):
 def test_one_device_for_all_is_allowed_where_roles_take_turns():
     config = load_config(None, ["runtime.placement={trainer: cpu, searchers: cpu}", "mode=sync"])
     assert config.trainer_model.device == "cpu"
+
+
+def test_the_examples_of_the_documentation_load(tmp_path):
+    found = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), flags=re.DOTALL)
+    configs = []
+    for number, text in enumerate(found):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(text)
+        configs.append(load_config(path))
+    devices, kinds = configs
+    assert devices.trainer_devices == ("cuda:0",)
+    assert [devices.searcher_device(index) for index in range(3)] == ["cuda:1", "cuda:2", "cuda:3"]
+    assert [kinds.search.kind_at(index) for index in range(4)] == ["plain", "plain", "wide", "other"]
 
 
 def test_an_override_changes_one_setting_of_a_kind_of_the_file(tmp_path):

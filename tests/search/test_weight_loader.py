@@ -8,6 +8,8 @@ import pytest
 import torch
 from builders import tiny_llama
 
+from tba.config import GenerateConfig
+from tba.generate.engine import make_engine
 from tba.generate.native.engine import NativeEngine
 from tba.models.policy import PolicyModel
 from tba.models.weights import CanaryMismatch, ChecksumMismatch, make_weights
@@ -51,6 +53,25 @@ def test_newer_weights_are_loaded_and_pass_the_canary(dtype):
         trainer.publish(version)
         loader.load_newer()
         assert trainer.engine.version == version
+
+
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+@pytest.mark.parametrize(("published", "computed"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_an_engine_of_another_precision_than_the_trainers_casts_what_it_loads(published, computed, engine):
+    """A searcher on the CPU beside a trainer on a GPU, and the other way round."""
+    trainer, settings = Trainer(published), GenerateConfig(engine=engine, slots=4)
+    start = tiny_llama(max_position_embeddings=128).to(computed)
+    searcher = make_engine(start, [2], settings, seed=0, max_length=128)
+    reported = []
+    loader = WeightLoader(trainer.ends, searcher, report=reported.append)
+    loader.check_first()
+    for version in (1, 4):
+        trainer.move(0.02)
+        trainer.publish(version)
+        loader.load_newer()
+        assert searcher.version == version
+    assert len(reported) == 3
+    assert max(reported) < 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

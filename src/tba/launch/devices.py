@@ -32,24 +32,36 @@ def check_devices(config: Config) -> None:
     if config.runtime.placement is not None:
         named += [("runtime.placement.trainer", device) for device in config.runtime.placement.trainer]
         named += [("runtime.placement.searchers", device) for device in config.runtime.placement.searchers]
-    for name, kind in config.search.kinds.items():
-        named.append((f"search.kinds.{name}.device", kind.device or "cpu"))
-    gpus = [key_device for key_device in named if key_device[1].startswith("cuda")]
-    if not gpus:
-        return
-    count = torch.cuda.device_count()
-    there = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+    named += [(f"search.kinds.{name}.device", kind.device or "cpu") for name, kind in config.search.kinds.items()]
+    gpus = [(key, device) for key, device in named if device.startswith("cuda")]
+    count = torch.cuda.device_count() if gpus else 0
     for key, device in gpus:
         if int(device.partition(":")[2] or 0) >= count:
+            there = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
             raise ConfigError(
                 f"{key}={device} is not there: this machine has {there}"
                 f"{'' if count else ' and no GPU that torch can use'}. Name one of them; `tba doctor` says what torch sees."
             )
-    if len(config.trainer_devices) > 1:
+    _warn_of_idle(config)
+
+
+def _warn_of_idle(config: Config) -> None:
+    """Say which of the named devices nobody uses."""
+    placement, search = config.runtime.placement, config.search
+    if placement is None:
+        return
+    if len(placement.trainer) > 1:
         logger.warning(
             "runtime.placement.trainer names %d devices: the trainer uses the first, %s.",
-            len(config.trainer_devices),
-            config.trainer_devices[0],
+            len(placement.trainer),
+            placement.trainer[0],
+        )
+    searchers = max(search.num_searchers, search.max_searchers or 0)
+    if searchers < len(placement.searchers):
+        logger.warning(
+            "runtime.placement.searchers names %d devices for search.num_searchers=%d: the others stay idle.",
+            len(placement.searchers),
+            searchers,
         )
 
 

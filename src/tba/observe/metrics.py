@@ -121,7 +121,12 @@ METRICS = (
         reduction="last",
         meaning="One searcher against the trainer at the version compared last: distance on the 64 canary tokens.",
     ),
-    Metric(name="searcher/*/*", unit="", reduction="last", meaning="State of one searcher."),
+    Metric(
+        name="searcher/*/*",
+        unit="",
+        reduction="last",
+        meaning="State of one searcher, by its number and, with search.kinds, its kind.",
+    ),
     Metric(name="search/*", unit="", reduction="last", meaning="All searchers together."),
     Metric(name="time/*", unit="seconds", reduction="sum", meaning="Wall-clock time of a part of the step."),
     Metric(name="perf/*", unit="per second", reduction="last", meaning="Rate since the first step."),
