@@ -40,8 +40,9 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(override, key
     assert "tba doctor" in str(error.value)
 
 
-def test_cpus_are_always_there():
-    check_devices(load_config(None, ["runtime.placement={trainer: cpu, searchers: [cpu, cpu]}"]))
+def test_cpus_are_always_there_and_a_device_that_nobody_uses_need_not_be():
+    everything = "runtime.placement={trainer: cpu, searchers: cpu}"
+    check_devices(load_config(None, [everything, "model.device=cuda:7"]))
 
 
 def test_devices_that_nobody_uses_are_told(caplog):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import torch
 
-from tba.config import Config, ConfigError
+from tba.config import Config, ConfigError, PlacementConfig
 from tba.models.load import resolve_device
 from tba.runtime.placement import Placement
 
@@ -28,12 +29,13 @@ def placement_of(config: Config) -> Placement:
 
 def check_devices(config: Config) -> None:
     """Refuse devices that are not there, by the name of the setting, before a model loads."""
-    named = [("model.device", config.model.device)]
-    if config.runtime.placement is not None:
-        named += [("runtime.placement.trainer", device) for device in config.runtime.placement.trainer]
-        named += [("runtime.placement.searchers", device) for device in config.runtime.placement.searchers]
+    placement = config.runtime.placement or PlacementConfig()
+    named = [("runtime.placement.trainer", device) for device in placement.trainer]
+    named += [("runtime.placement.searchers", device) for device in placement.searchers]
     named += [(f"search.kinds.{name}.device", kind.device or "cpu") for name, kind in config.search.kinds.items()]
-    gpus = [(key, device) for key, device in named if device.startswith("cuda")]
+    if not (placement.trainer and placement.searchers):  # otherwise nobody uses it
+        named.append(("model.device", config.model.device))
+    gpus = [(key, device) for key, device in named if re.fullmatch(r"cuda(:\d+)?", device)]
     count = torch.cuda.device_count() if gpus else 0
     for key, device in gpus:
         if int(device.partition(":")[2] or 0) >= count:
