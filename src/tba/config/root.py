@@ -144,6 +144,11 @@ class Config(Section):
                 f"search.num_searchers={self.search.num_searchers} needs mode=async: in {self.mode} mode one searcher and "
                 "the trainer take turns."
             )
+        if self.takes_turns and self.train.ranks != 1:
+            raise ValueError(
+                f"train.ranks={self.train.ranks} needs mode=async: in {self.mode} mode one process generates and trains. "
+                "For responses of the newest weights only, use mode=async with replay.lag=pace and replay.max_lag=0."
+            )
         if self.observe.on_collapse == "rollback" and self.train.keep_checkpoints == 0:
             raise ValueError(
                 "observe.on_collapse=rollback goes back to a checkpoint, and train.keep_checkpoints=0 writes none: keep at "
