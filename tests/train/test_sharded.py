@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from builders import ragged_batch, tiny_llama, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +21,7 @@ from tba.observe.files import RunFolder
 from tba.train.batch import Budget, deal_prompts, deal_responses
 from tba.train.checkpoint import Checkpoints
 from tba.train.make import make_train_step
-from tba.train.ranks import ALONE, ConnectedRanks, Ranks
+from tba.train.ranks import ALONE, ConnectedRanks, Ranks, connected
 from tba.train.sharded import ShardedTrainStep
 from tba.train.step import NonFiniteLoss, TrainStep
 
@@ -178,3 +179,20 @@ def test_prompts_go_to_the_rank_with_least_to_do_and_single_responses_where_a_ra
     assert [response for parts in responses for part in parts for response in part] == list(range(10))
     tokens = [sum(int(batch.lengths[r]) for part in parts for r in part) for parts in responses]
     assert max(tokens) - min(tokens) <= int(batch.lengths.max())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sharded_model_on_a_gpu_computes_what_a_whole_one_does(model_path, tmp_path, dtype):
+    """One rank by NCCL: all of the way through FSDP2, but for other ranks."""
+    config = make_config(model_path, model={"device": "cuda", "dtype": dtype})
+    want = train(make_step(config), SHAPES, steps=range(4))
+    store, device = dist.FileStore(str(tmp_path / "meeting"), 1), torch.device("cuda:0")
+    with connected(store, rank=0, size=1, device=device, wait_seconds=60.0) as found:
+        step = make_step(config, found)
+        got = train(step, SHAPES, steps=range(4))
+        whole_weights, published = whole(step), step.weights(version=10)
+        canary = step.canary(published)
+    assert [one["loss"] for one in got] == pytest.approx([one["loss"] for one in want], rel=1e-3)
+    assert all(tensor.device.type == "cpu" for tensor in whole_weights.values())
+    assert np.isfinite(canary).all()

@@ -143,8 +143,16 @@ def told_as_lost() -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, RankLost):
             raise
-        first = str(error).strip().splitlines()[0]
-        raise RankLost(f"a rank of the trainer has ended or does not answer: {first}") from error
+        raise RankLost(first_words(error)) from error
+
+
+def is_of_a_socket(error: RuntimeError) -> bool:
+    """Whether a collective inside the model has failed."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def first_words(error: RuntimeError) -> str:
+    return f"a rank of the trainer has ended or does not answer: {str(error).strip().splitlines()[0]}"
 
 
 @contextmanager

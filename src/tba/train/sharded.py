@@ -8,8 +8,9 @@ wrote it, and a run may go on with another number of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from tba.models.packing import pack
 from tba.models.policy import PolicyModel
 from tba.models.sharding import is_sharded, local_part
 from tba.models.weights import CANARY_TOKENS, canary_tokens
-from tba.train.ranks import ConnectedRanks, RankLost
+from tba.train.ranks import ConnectedRanks, RankLost, first_words, is_of_a_socket
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import Batch, Weights
 
@@ -84,23 +85,33 @@ class ShardedTrainStep(TrainStep):
         """What a checkpoint holds of the model, in host memory; tied tensors are one."""
         return self._lead("model_state")
 
-    def gathered(self, name: str) -> Tensor:
-        """A whole parameter."""
-        return self._lead("parameter", name=name)
+    def gathered(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """Whole parameters, one after the other. All of them are gathered, also where the caller wants no more."""
+        self._lead("begin_parameters", names=tuple(names))
+        rest = iter(names)
+        try:
+            for name in rest:
+                yield self._together(partial(self._parameter, name))
+        finally:
+            for name in rest:
+                self._together(partial(self._parameter, name))
 
     def _lead(self, what: str, *, own: Mapping[str, Any] | None = None, **values: Any) -> Any:
         """Have every rank call `_{what}` with these values; `own` are rank 0's alone."""
+        self._together(partial(self.ranks.tell, what, **values))
+        return self._together(partial(getattr(self, f"_{what}"), **values, **(own or {})))
+
+    def _together(self, call: Callable[[], Any]) -> Any:
+        """What all ranks do now; where it fails nothing more can be done together."""
         try:
-            self.ranks.tell(what, **values)
-            return getattr(self, f"_{what}")(**values, **(own or {}))
+            return call()
         except NonFiniteLoss:  # all ranks have met it
             raise
         except RuntimeError as error:
             # Also what this rank alone has met: the others are left in the middle of what they were told.
             self.ranks.lost = True
-            # Collectives inside the model speak of sockets.
-            if isinstance(error, torch.distributed.DistError) or "gloo" in str(error):
-                raise RankLost(f"a rank of the trainer has ended or does not answer: {error}") from error
+            if not isinstance(error, RankLost) and is_of_a_socket(error):
+                raise RankLost(first_words(error)) from error
             raise
 
     def follow(self, what: str, values: Mapping[str, Any]) -> None:
@@ -145,6 +156,11 @@ class ShardedTrainStep(TrainStep):
     def _all_finite(self) -> bool:
         parts = [local_part(parameter) for parameter in self.policy.model.parameters()]
         return float(self.ranks.sum_(torch.tensor(float(sum(int((~p.isfinite()).sum()) for p in parts))))) == 0.0
+
+    def _begin_parameters(self, names: Sequence[str]) -> None:
+        if self.ranks.rank > 0:  # rank 0 gathers each when it is wanted
+            for name in names:
+                self._parameter(name)
 
     def _parameter(self, name: str) -> Tensor | None:
         return self._whole(self.policy.model.get_parameter(name))
@@ -222,7 +238,11 @@ class GatheredTensors(Mapping[str, Tensor]):
         self._names = [name for name, found in step.policy.model.named_parameters() if found.requires_grad]
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._step.gathered(name)
+        return next(self._step.gathered([name]))
+
+    def items(self) -> Any:
+        """Pairs of name and tensor, for which the ranks are told once."""
+        return zip(self._names, self._step.gathered(self._names))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
