@@ -182,6 +182,7 @@ def test_prompts_go_to_the_rank_with_least_to_do_and_single_responses_where_a_ra
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_sharded_model_on_a_gpu_computes_what_a_whole_one_does(model_path, tmp_path, dtype):
     """One rank by NCCL: all of the way through FSDP2, but for other ranks."""
