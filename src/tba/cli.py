@@ -113,6 +113,13 @@ def train(
         max_steps=max_steps,
     )
     # torch loads only when it is needed
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from tba.launch.ranks import Torchrun, join_torchrun, with_torchrun
+
+        started = Torchrun.found()
+        if started is not None and started.rank > 0:
+            raise typer.Exit(join_torchrun(started, wait_seconds=config.runtime.wait_seconds))
+        config = with_torchrun(config, started)
     if dry_run:
         from tba.launch.defaults import with_objective_defaults
 

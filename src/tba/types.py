@@ -9,7 +9,7 @@ of a batch laid end to end.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -389,6 +389,11 @@ class Forward:
     """[N] the critic's value of the state before each token; None = there is no critic."""
     log_z_P: Tensor | None = None
     """[P] learned log Z of each prompt; None = there is no such head."""
+
+    def nothing(self) -> Forward:
+        """The same outputs of no token and no prompt: gradients go through all of the model, and are zero."""
+        parts = {known.name: getattr(self, known.name) for known in fields(self)}
+        return replace(self, **{name: part[:0] for name, part in parts.items() if part is not None})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

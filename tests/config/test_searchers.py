@@ -103,6 +103,11 @@ def test_devices_come_from_the_kind_then_the_place_then_the_model():
             ["search.kinds={a: {count: 1, explore: {reference_share: 0.01}}}"],
             "search.kinds.a.explore.reference_share=0.01 of the 8 responses of a visit is 0",
         ),
+        (
+            ["runtime.placement.trainer=[cuda:0, cuda:0]", "train.ranks=2"],
+            "the trainer has the devices cuda:0, cuda:0 (runtime.placement.trainer or model.device) and train.ranks=2",
+        ),
+        (["model.device=cuda:1", "train.ranks=2"], "name one for each rank, or none"),
         (["runtime.placement.trainer=gpu"], "device 'gpu' is not known: write cpu, cuda or cuda:1"),
         (["runtime.placement.trainers=cpu"], "unknown key runtime.placement.trainers"),
         (

@@ -75,3 +75,11 @@ def test_all_gpus_but_one_are_hidden(visible, left, monkeypatch):
         monkeypatch.setenv(VISIBLE, visible)
     assert see_only("cuda:2") == "cuda:0"
     assert os.environ[VISIBLE] == left
+
+
+def test_each_rank_of_a_trainer_has_a_gpu_of_its_own_and_slots_lie_in_host_memory_then():
+    found = placement("model.device=cuda", "train.ranks=2")
+    assert (found.trainer, found.slots_device) == (("cuda:0", "cuda:1"), "cpu")
+    named = placement("runtime.placement={trainer: [cuda:2, cuda:0], searchers: cuda:1}", "train.ranks=2")
+    assert (named.trainer, named.slots_device) == (("cuda:2", "cuda:0"), "cpu")
+    assert placement("model.device=cpu", "train.ranks=3").trainer == ("cpu",)

@@ -181,6 +181,11 @@ class Config(Section):
                 f"search.num_searchers={self.search.num_searchers} needs mode=async: in {self.mode} mode one searcher and "
                 "the trainer take turns."
             )
+        if self.takes_turns and self.train.ranks != 1:
+            raise ValueError(
+                f"train.ranks={self.train.ranks} needs mode=async: in {self.mode} mode one process generates and trains. "
+                "For responses of the newest weights only, use mode=async with replay.lag=pace and replay.max_lag=0."
+            )
         if self.observe.on_collapse == "rollback" and self.train.keep_checkpoints == 0:
             raise ValueError(
                 "observe.on_collapse=rollback goes back to a checkpoint, and train.keep_checkpoints=0 writes none: keep at "
@@ -235,6 +240,14 @@ class Config(Section):
             raise ValueError(
                 f"{named[0]} cannot be used with runtime.kind=ray: Ray places roles, by runtime.trainer_gpus and "
                 "runtime.searcher_gpus. Set these instead, or use runtime.kind=local."
+            )
+        devices, ranks = self.trainer_devices, self.train.ranks
+        gpus = [device for device in devices if device != "cpu"]
+        is_open = len(devices) == 1 and devices[0] in ("auto", "cpu", "cuda")
+        if not is_open and (len(devices) != ranks or len(set(gpus)) != len(gpus)):
+            raise ValueError(
+                f"the trainer has the devices {', '.join(devices)} (runtime.placement.trainer or model.device) and "
+                f"train.ranks={ranks}: name one for each rank, or none."
             )
         if self.takes_turns and kinds:
             raise ValueError(f"search.kinds needs mode=async: in {self.mode} mode there is one searcher.")

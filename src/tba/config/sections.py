@@ -216,6 +216,10 @@ class TrainConfig(Section):
     (GPU: a third of its memory, half where no searcher uses it) holds the activations of, at most 4,096 (GPU: 32,768)."""
     responses_per_micro_batch: int | None = Field(default=None, ge=1)
     """Most responses in one pass, besides the token limit; None = as many as fit."""
+    ranks: int = Field(default=1, ge=1)
+    """Number of processes that the trainer's model is spread over, by FSDP2: each holds its part of weights, gradients and
+    optimizer, on a GPU of its own where there are GPUs. Under torchrun it is the number of processes that torchrun has
+    started (docs/scaling.md)."""
     compile: bool = False
     """Whether the model's layers are compiled on CUDA: half a minute or more at the start, cached between runs, then
     faster steps."""

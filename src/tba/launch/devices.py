@@ -52,12 +52,6 @@ def _warn_of_idle(config: Config) -> None:
     placement, search = config.runtime.placement, config.search
     if placement is None:
         return
-    if len(placement.trainer) > 1:
-        logger.warning(
-            "runtime.placement.trainer names %d devices: the trainer uses the first, %s.",
-            len(placement.trainer),
-            placement.trainer[0],
-        )
     searchers = max(search.num_searchers, search.max_searchers or 0)
     if searchers < len(placement.searchers):
         logger.warning(

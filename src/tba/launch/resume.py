@@ -17,7 +17,7 @@ logger = logging.getLogger("tba")
 
 MAY_CHANGE = (
     *("name", "output", "overwrite", "runtime.", "observe.", "model.device"),
-    *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints"),
+    *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints", "train.ranks"),
     *("search.max_reward_failures", "search.reward_timeout_seconds"),
 )
 """Settings, and sections with a dot, that may be others after a resume: they change how a run is watched and where it runs,

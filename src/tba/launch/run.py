@@ -49,6 +49,7 @@ from tba.tasks.rewards.pool import make_rewards
 from tba.train.gate import Gate, Interrupted
 from tba.train.loop import Trainer
 from tba.train.make import make_learner, make_trainer
+from tba.train.ranks import ALONE, Ranks
 from tba.types import ResponseCounts
 
 logger = logging.getLogger("tba")
@@ -117,12 +118,18 @@ class AsyncRun:
 
     @classmethod
     def make(
-        cls, config: Config, folder: RunFolder, inputs: RunInputs, host: Host, checkpoint: Path | None = None
+        cls,
+        config: Config,
+        folder: RunFolder,
+        inputs: RunInputs,
+        host: Host,
+        checkpoint: Path | None = None,
+        ranks: Ranks = ALONE,
     ) -> AsyncRun:
         """Publish version 0, or that of the checkpoint to resume from, then have searchers started. What was made before a
         part fails is closed."""
         with ExitStack() as undo:
-            run = cls._make(config, folder, inputs, host, checkpoint, undo)
+            run = cls._make(config, folder, inputs, host, checkpoint, ranks, undo)
             undo.pop_all()
             return run
 
@@ -134,19 +141,20 @@ class AsyncRun:
         inputs: RunInputs,
         host: Host,
         checkpoint: Path | None,
+        ranks: Ranks,
         undo: ExitStack,
     ) -> AsyncRun:
         loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
         adapt(loaded, config.model, seed=config.seed)
         weights = make_weights(loaded.model, version=0)
-        learner, counts, ledger = make_learner(config, loaded), ResponseCounts(), make_ledger(config, task)
+        learner, counts, ledger = make_learner(config, loaded, ranks), ResponseCounts(), make_ledger(config, task)
         runtime = LocalRuntime(
             config.runtime,
             host,
             num_searchers=config.search.num_searchers,
             tensors=weights.tensors,
             dtype=loaded.model.dtype,
-            canary=lambda published: learner.train_step.policy.canary(published.tensors),
+            canary=learner.train_step.canary,
             ledger=ledger,
             reference_resets=bool(config.reference.reset_every),
             slots_in_host_memory=placement_of(config).slots_device == "cpu",
@@ -184,7 +192,7 @@ class AsyncRun:
         run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0)
         trainer.resume(checkpoint)
         runtime.row["step"] = trainer.step_index
-        runtime.publish(make_weights(loaded.model, version=trainer.step_index))
+        runtime.publish(learner.train_step.weights(trainer.step_index))
         runtime.start_searchers(run_searcher, {"config": config, "logs": folder.logs})
         return run
 

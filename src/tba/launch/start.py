@@ -18,6 +18,7 @@ from tba.launch.checks import check_before_loading
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.devices import check_devices
 from tba.launch.imports import import_groups
+from tba.launch.ranks import ranks_of
 from tba.launch.resume import checkpoint_to_resume, resumed_config
 from tba.launch.run import AsyncRun, RunInputs, SyncRun, load_inputs
 from tba.launch.supervise import hosted
@@ -36,6 +37,7 @@ from tba.search.make import make_search_engine
 from tba.tasks.evaluation import make_evaluator
 from tba.tasks.rewards.pool import make_rewards
 from tba.train.health import Collapsed
+from tba.train.ranks import RankLost, Ranks
 from tba.types import TrajectoryGroup
 
 logger = logging.getLogger("tba")
@@ -87,9 +89,10 @@ def train(
     try:
         with (
             stacks_to(folder.logs / "trainer.log"),
+            ranks_of(config, folder.logs) as ranks,
             hosted(config, folder) if host is None else nullcontext(host) as found,
         ):
-            return _train(config, folder, inputs, imported, checkpoint, found)
+            return _train(config, folder, inputs, imported, checkpoint, found, ranks)
     except Exception as error:
         tell_failure(folder, error)
         raise
@@ -105,6 +108,7 @@ def _train(
     imported: Sequence[TrajectoryGroup],
     checkpoint: Path | None,
     host: Host,
+    ranks: Ranks,
 ) -> dict[str, Any]:
     """Train in a folder that is claimed, with a config in which everything is filled in."""
     folder.summary.unlink(missing_ok=True)
@@ -113,7 +117,7 @@ def _train(
     if config.takes_turns:
         run = SyncRun.make(config, folder, inputs, host.board, checkpoint)
     else:
-        run = AsyncRun.make(config, folder, inputs, host, checkpoint)
+        run = AsyncRun.make(config, folder, inputs, host, checkpoint, ranks)
     try:
         for group in imported:
             run.trainer.add(group)
@@ -158,8 +162,10 @@ def save_and_tell(run: AsyncRun | SyncRun, error: BaseException) -> None:
 
 
 def worth_another_try(error: RuntimeError) -> bool:
-    """Whether a new trainer may not meet an error again: the GPU failed, and with it everything that lay on it."""
-    return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
+    """Whether a new trainer may not meet an error again: the GPU failed, and with it everything that lay on it, or a rank
+    is gone."""
+    lost = isinstance(error, (RankLost, *filter(None, [getattr(torch, "AcceleratorError", None)])))
+    return lost or "CUDA error" in str(error)
 
 
 def merge_adapter(target: str, output: Path) -> dict[str, str]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from tba.models.packed_attention import PackedLayout, use_packed_attention
 from tba.models.packing import PackedTokens, pack
 from tba.models.weights import CANARY_TOKENS, canary_tokens
 from tba.types import Forward
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("tba.models")
 
@@ -50,6 +53,7 @@ class PolicyModel:
         self.model = model
         self.critic = None
         self.log_z = None
+        self._compute: Callable[[PackedTokens, float], tuple[Tensor, Tensor, Tensor | None]] = self._outputs
         # A second user of one model finds it switched over already.
         self.packed = model.config._attn_implementation == PACKED or self._check_packed()
         if not self.packed and (critic is not None or log_z is not None):
@@ -68,18 +72,10 @@ class PolicyModel:
 
     def forward(self, packed: PackedTokens, *, temperature: float) -> Forward:
         """Log-probs (log_pi) and entropy of all response tokens, in the order the responses were given to `pack`."""
-        if not self.packed:
-            return self._forward_one_by_one(packed, temperature)
-        head = self.model.get_output_embeddings()
-        hidden_TH = self._hidden(self.model.base_model, packed)
-        log_pi, entropy = chosen_log_probs(
-            hidden_TH[packed.predict_M],
-            head.weight,
-            packed.targets_M,
-            temperature=temperature,
-            bias_V=getattr(head, "bias", None),
-            softcap=getattr(self.model.config, "final_logit_softcapping", None),
-        )
+        log_pi, entropy, hidden = self._compute(packed, temperature)
+        if hidden is None:
+            return Forward(log_pi_N=log_pi, entropy_N=entropy)
+        hidden_TH = hidden[0]
         return Forward(
             log_pi_N=packed.expand(log_pi),
             entropy_N=packed.expand(entropy),
@@ -87,9 +83,32 @@ class PolicyModel:
             log_z_P=None if self.log_z is None else self.log_z(hidden_TH, packed.prompt_spans),
         )
 
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Spread the model over the ranks of a mesh, in place: from here on all of them run `forward` at once. The heads
+        stay whole on every rank."""
+        from tba.models.sharding import shard
+
+        self._compute = shard(self.model, self._outputs, mesh)
+
+    def _outputs(self, packed: PackedTokens, temperature: float) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-prob and entropy of each distinct response token, and the hidden states [1, T, H] if there are any."""
+        if not self.packed:
+            return self._outputs_one_by_one(packed, temperature)
+        head = self.model.get_output_embeddings()
+        hidden = self._hidden(self.model.base_model, packed)
+        log_pi, entropy = chosen_log_probs(
+            hidden[0, packed.predict_M],
+            head.weight,
+            packed.targets_M,
+            temperature=temperature,
+            bias_V=getattr(head, "bias", None),
+            softcap=getattr(self.model.config, "final_logit_softcapping", None),
+        )
+        return log_pi, entropy, hidden
+
     def _values(self, critic: Critic, hidden_TH: Tensor, packed: PackedTokens) -> Tensor:
         if critic.trunk is not None:
-            hidden_TH = self._hidden(critic.trunk, packed)
+            hidden_TH = self._hidden(critic.trunk, packed)[0]
         return critic(hidden_TH[packed.predict_M])
 
     @property
@@ -104,15 +123,15 @@ class PolicyModel:
             use_cache=False,
             packed_layout=packed.layout,
         )
-        return output.last_hidden_state[0]
+        return output.last_hidden_state
 
-    def _forward_one_by_one(self, packed: PackedTokens, temperature: float) -> Forward:
+    def _outputs_one_by_one(self, packed: PackedTokens, temperature: float) -> tuple[Tensor, Tensor, None]:
         """The model's own logits, whatever it does to them; needs a layout without shared prompts."""
         rows = packed.input_ids_T.split(list(packed.layout.root_lengths))
         logits_TV = torch.cat([self.model(row[None], use_cache=False).logits[0].float() for row in rows])
         log_probs_MV = torch.log_softmax(logits_TV[packed.predict_M] / temperature, dim=-1)
         entropy_M = -(log_probs_MV.detach().exp() * log_probs_MV.detach()).sum(dim=-1)
-        return Forward(log_pi_N=log_probs_MV.gather(1, packed.targets_M[:, None])[:, 0], entropy_N=entropy_M)
+        return log_probs_MV.gather(1, packed.targets_M[:, None])[:, 0], entropy_M, None
 
     @torch.no_grad()
     def canary(self, tensors: Mapping[str, Tensor]) -> np.ndarray:

@@ -38,10 +38,13 @@ class Placement:
         def real(device: str) -> str:
             return {"auto": auto, "cuda": "cuda:0"}.get(device, device)
 
-        search = config.search
+        search, ranks = config.search, config.train.ranks
+        trainer = tuple(map(real, config.trainer_devices))
+        if ranks > 1 and trainer == ("cuda:0",):  # none was named: each rank has one of its own
+            trainer = tuple(f"cuda:{rank}" for rank in range(ranks))
         anywhere = [real(config.searcher_device(index)) for index in range(MAX_SEARCHERS)]
         return cls(
-            trainer=tuple(map(real, config.trainer_devices)),
+            trainer=trainer,
             searchers=tuple(anywhere[: max(search.num_searchers, search.max_searchers or 0)]),
             later=frozenset(anywhere),
             sees_one=any(must_hide(kind) for kind in map(config.for_searcher, range(MAX_SEARCHERS))),

@@ -91,21 +91,21 @@ class MicroBatch:
     packed: PackedTokens
 
 
-def split_whole_prompts(batch: Batch, budget: Budget) -> list[list[int]] | None:
+def split_whole_prompts(batch: Batch, budget: Budget, prompts: Sequence[int]) -> list[list[int]] | None:
     """Prompts per micro-batch, each prompt whole, similar lengths together; None when a prompt exceeds the budget."""
-    (P, K), cost = batch.shape, _prompt_costs(batch, budget)
-    if not all(budget.admits(tokens=tokens, responses=K) for tokens in cost):
+    K, cost = batch.shape[1], _prompt_costs(batch, budget)
+    if not all(budget.admits(tokens=cost[prompt], responses=K) for prompt in prompts):
         return None
     return split_by_budget(
-        sorted(range(P), key=cost.__getitem__, reverse=True),
+        sorted(prompts, key=cost.__getitem__, reverse=True),
         max_tokens=budget.max_tokens,
         cost=lambda _, prompt: cost[prompt],
         joins=lambda part, _: budget.admits(tokens=0, responses=(len(part) + 1) * K),
     )
 
 
-def split_responses(batch: Batch, budget: Budget, responses: Sequence[int] | None = None) -> list[list[int]]:
-    """Responses (None = all) per micro-batch, in order; a single response beyond the budget runs alone."""
+def split_responses(batch: Batch, budget: Budget, responses: Sequence[int]) -> list[list[int]]:
+    """Responses per micro-batch, in order; a single response beyond the budget runs alone."""
     K, lengths = batch.shape[1], batch.lengths.tolist()
 
     def cost(part: Sequence[int], response: int) -> int:
@@ -114,10 +114,55 @@ def split_responses(batch: Batch, budget: Budget, responses: Sequence[int] | Non
         return lengths[response] + (0 if shared else len(batch.prompt_tokens[response // K]))
 
     return split_by_budget(
-        range(len(lengths)) if responses is None else responses,
+        responses,
         max_tokens=budget.max_tokens,
         cost=cost,
         joins=lambda part, _: budget.admits(tokens=0, responses=len(part) + 1),
+    )
+
+
+def deal_prompts(batch: Batch, budget: Budget, *, num_ranks: int) -> list[list[list[int]]] | None:
+    """Prompts of each micro-batch of each rank, whole; None when a prompt exceeds the budget or a rank would get none.
+
+    The costliest prompt left goes to the rank that has least to do.
+    """
+    if num_ranks == 1:
+        parts = split_whole_prompts(batch, budget, range(batch.shape[0]))
+        return None if parts is None else [parts]
+    cost, tokens = _prompt_costs(batch, budget), [0] * num_ranks
+    own: list[list[int]] = [[] for _ in range(num_ranks)]
+    for prompt in sorted(range(batch.shape[0]), key=cost.__getitem__, reverse=True):
+        rank = tokens.index(min(tokens))
+        own[rank].append(prompt)
+        tokens[rank] += cost[prompt]
+    dealt = [split_whole_prompts(batch, budget, prompts) for prompts in own]
+    found = [parts for parts in dealt if parts]
+    return found if len(found) == num_ranks else None
+
+
+def deal_responses(batch: Batch, budget: Budget, responses: Sequence[int], *, num_ranks: int) -> list[list[list[int]]]:
+    """Responses of each micro-batch of each rank: runs of about as many tokens each, in order."""
+    lengths = batch.lengths.tolist()
+    share, tokens = sum(lengths[response] for response in responses) / num_ranks, 0
+    own: list[list[int]] = [[] for _ in range(num_ranks)]
+    for response in responses:
+        # By the middle of the response, so that a rounded end does not fall to a rank of its own.
+        rank = min(num_ranks - 1, int((tokens + lengths[response] / 2) / max(share, 1e-9)))
+        own[rank].append(response)
+        tokens += lengths[response]
+    return [split_responses(batch, budget, given) for given in own]
+
+
+def empty_micro_batch(batch: Batch, *, device: torch.device) -> MicroBatch:
+    """A micro-batch of no response, for a rank that has to take part: one token is computed, and what comes of it does not
+    count."""
+    token, nothing = batch.prompt_tokens[0][:1].cpu(), torch.zeros(0, dtype=torch.int64)
+    return MicroBatch(
+        responses=nothing,
+        tokens_N=nothing.to(device),
+        prompts=nothing.to(device),
+        begins=nothing.bool().to(device),
+        packed=pack([token], [[token]], share_prompts=False, device=device),
     )
 
 

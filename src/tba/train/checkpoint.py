@@ -32,7 +32,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.models.load import has_lora
 from tba.observe.files import MANIFEST, RunFolder, WriteFailures, sync
-from tba.train.optimizer import MasterAdamW
 from tba.train.state import Snapshot, Stateful, restore, take_snapshot
 
 logger = logging.getLogger("tba")
@@ -54,7 +53,7 @@ class Checkpoints:
     folder: RunFolder
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    optimizer: MasterAdamW
+    optimizer: Stateful
     heads: Sequence[nn.Module]
     parts: Mapping[str, Stateful]
     """What else is saved and restored, by name."""
@@ -64,6 +63,8 @@ class Checkpoints:
     """Takes down what could not be written: the disk may be full for a while, and training goes on."""
     seed: int = 0
     """Seed of the run, told in trainer.json."""
+    gather_weights: Callable[[], dict[str, Tensor]] | None = None
+    """Makes copies of the model's tensors, by name, where they are spread over ranks; None = the model has them."""
     pinned: int | None = field(default=None, init=False)
     """Step whose checkpoint stays, whatever its age."""
     best: tuple[int, float] | None = field(default=None, init=False)
@@ -237,6 +238,8 @@ class Checkpoints:
 
     def _copy_weights(self) -> dict[str, Tensor]:
         """The model's tensors by name; of an adapted model those of its adapter."""
+        if self.gather_weights is not None:
+            return self.gather_weights()
         tensors = self.model.state_dict()
         if has_lora(self.model):
             tensors = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from tba.config import Config
-from tba.models.weights import make_weights
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.durable import GroupStore
@@ -112,9 +110,10 @@ class Trainer:
     def measure_mismatch(self, batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
         """Searchers against this trainer at one version, in steps where that was measured."""
         # A batch of an asynchronous run may hold responses of another trainer's version of this number.
+        found = None
         if self.probe is not None:
             found = self.probe.take(self.step_index)
-        else:
+        elif self.config.takes_turns:
             found = mismatch_of_batch(batch, log_pi_N, step=self.step_index)
         return {} if found is None else {"off_policy/mismatch_kl": found}
 
@@ -130,8 +129,7 @@ class Trainer:
     @property
     def is_sound(self) -> bool:
         """Whether the weights are those of `step_index`, all finite: not so after an error in the middle of an update."""
-        parameters = self.train_step.policy.model.parameters()
-        return not self.train_step.moved and all(bool(torch.isfinite(parameter).all()) for parameter in parameters)
+        return not self.train_step.moved and self.train_step.is_finite
 
     def receive(self) -> None:
         """Take in the groups that have arrived, and acknowledge those that are committed."""
@@ -204,7 +202,7 @@ class Trainer:
     def publish_if_due(self) -> float:
         """Publish weights every k steps and at the end, and a new reference on schedule. Returns the seconds it took."""
         started = time.perf_counter()
-        weights = make_weights(self.train_step.policy.model, version=self.step_index)
+        weights = self.train_step.weights(self.step_index)
         reset = self.references is not None and not self.done and self.references.reset_if_due(weights)
         if self.done or reset or self.step_index % self.config.train.publish_every == 0:
             self.publisher.publish(weights)

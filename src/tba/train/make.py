@@ -27,7 +27,9 @@ from tba.train.health import Health
 from tba.train.loop import Trainer
 from tba.train.mismatch import MismatchProbe
 from tba.train.optimizer import LearningRate, MasterAdamW
+from tba.train.ranks import ALONE, ConnectedRanks, Ranks
 from tba.train.reference import ReferenceResets, on_cpu
+from tba.train.sharded import ShardedTrainStep
 from tba.train.state import Stateful
 from tba.train.step import TrainStep
 from tba.types import ResponseCounts, Weights
@@ -45,9 +47,9 @@ class Learner:
     """A copy of the reference, where stored log_ref is recomputed at resets."""
 
 
-def make_learner(config: Config, loaded: LoadedModel) -> Learner:
+def make_learner(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -> Learner:
     rescorer = make_rescorer(config, loaded)  # copies the model before packed attention changes its forward pass
-    return Learner(train_step=make_train_step(config, loaded), rescorer=rescorer)
+    return Learner(train_step=make_train_step(config, loaded, ranks), rescorer=rescorer)
 
 
 def make_trainer(
@@ -80,8 +82,9 @@ def make_trainer(
         folder=recorder.folder,
         model=loaded.model,
         tokenizer=loaded.tokenizer,
-        optimizer=train_step.optimizer,
+        optimizer=train_step if isinstance(train_step, ShardedTrainStep) else train_step.optimizer,
         heads=train_step.policy.heads,
+        gather_weights=train_step.whole_weights if isinstance(train_step, ShardedTrainStep) else None,
         parts=saved,
         keep=config.train.keep_checkpoints,
         failures=recorder.failures,
@@ -108,14 +111,15 @@ def make_trainer(
         ),
         gate=gate,
         restart_searchers=restart_searchers,
-        probe=MismatchProbe(train_step.policy, train_step.temperature, published) if published is not None else None,
+        probe=make_probe(train_step, published),
         health=Health(config, recorder, checkpoints) if config.observe.on_collapse != "off" else None,
     )
     saved["trainer"] = trainer
     return trainer
 
 
-def make_train_step(config: Config, loaded: LoadedModel) -> TrainStep:
+def make_train_step(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -> TrainStep:
+    """Every rank makes its own, from the same model."""
     train, objective = config.train, make_objective(config)
     assert train.tokens_per_micro_batch is not None, "filled in by tba.launch.defaults"
     policy = make_policy(loaded, objective)
@@ -123,18 +127,27 @@ def make_train_step(config: Config, loaded: LoadedModel) -> TrainStep:
         checkpoint_layers(loaded.model)
     if train.compile:
         compile_layers(loaded.model)
+    if isinstance(ranks, ConnectedRanks):
+        policy.shard(ranks.mesh)
     heads = [parameter for head in policy.heads for parameter in head.parameters()]
-    return TrainStep(
-        policy,
-        objective,
-        MasterAdamW(loaded.model.parameters(), train, heads=heads, heads_rate=objective.extras.heads_learning_rate),
-        budget=Budget(
-            max_tokens=train.tokens_per_micro_batch,
-            max_responses=train.responses_per_micro_batch,
-            share_prompts=train.share_prompts,
-        ),
-        temperature=config.generate.temperature,
+    heads_rate = objective.extras.heads_learning_rate
+    optimizer = MasterAdamW(loaded.model.parameters(), train, heads=heads, heads_rate=heads_rate, ranks=ranks)
+    budget = Budget(
+        max_tokens=train.tokens_per_micro_batch,
+        max_responses=train.responses_per_micro_batch,
+        share_prompts=train.share_prompts,
     )
+    temperature = config.generate.temperature
+    if isinstance(ranks, ConnectedRanks):
+        return ShardedTrainStep(policy, objective, optimizer, budget=budget, temperature=temperature, ranks=ranks)
+    return TrainStep(policy, objective, optimizer, budget=budget, temperature=temperature)
+
+
+def make_probe(train_step: TrainStep, published: Callable[[int], Weights | None] | None) -> MismatchProbe | None:
+    """None where batches are of the trained version anyway, and where no rank has the whole model to score with."""
+    if published is None or isinstance(train_step, ShardedTrainStep):
+        return None
+    return MismatchProbe(train_step.policy, train_step.temperature, published)
 
 
 def make_policy(loaded: LoadedModel, objective: Objective) -> PolicyModel:

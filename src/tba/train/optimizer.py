@@ -23,13 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from tba.config import Config, TrainConfig
+from tba.models.sharding import local_part
+from tba.train.ranks import ALONE, Ranks
 
 
 class MasterAdamW:
     """AdamW whose weights and gradient sums are fp32.
 
     A bf16 model keeps an fp32 copy here: at learning rates of 1e-6 most updates would round away in bf16. An fp32 model
-    is its own master.
+    is its own master. Of a model that is spread over ranks, each has the optimizer of its own part; heads are whole on every
+    rank.
     """
 
     def __init__(
@@ -39,14 +42,18 @@ class MasterAdamW:
         *,
         heads: Iterable[nn.Parameter] = (),
         heads_rate: float | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`heads` are trained beside the policy, clipped by a norm of their own, at `heads_rate` (None = the policy's)."""
         policy = [parameter for parameter in parameters if parameter.requires_grad]
         own = [parameter for parameter in heads if parameter.requires_grad]
         self.parameters = policy + own
-        self.masters = [_master_of(parameter) for parameter in self.parameters]
+        self._parts = [local_part(parameter) for parameter in self.parameters]
+        """What of each parameter is on this rank, in the parameter's own memory."""
+        self.masters = [_master_of(parameter, part) for parameter, part in zip(self.parameters, self._parts)]
         self._policy, self._heads = self.masters[: len(policy)], self.masters[len(policy) :]
         self._heads_rate = heads_rate
+        self._ranks = ranks
         self.max_grad_norm = config.max_grad_norm
         self.adam = torch.optim.AdamW(
             [{"params": group} for group in (self._policy, self._heads) if group],
@@ -58,28 +65,39 @@ class MasterAdamW:
         )
 
     def accumulate(self) -> None:
-        """Add the model's gradients of one micro-batch to the fp32 sums; does nothing for an fp32 model."""
-        sums, parts = [], []
-        for parameter, master in zip(self.parameters, self.masters):
+        """Add the model's gradients of one micro-batch to the fp32 sums; an fp32 model adds them up itself."""
+        sums, gradients = [], []
+        for parameter, part, master in zip(self.parameters, self._parts, self.masters):
             if master is parameter or parameter.grad is None:
                 continue
+            gradient = local_part(parameter.grad)
+            if part.dtype == torch.float32:
+                master.grad = gradient
+                continue
             if master.grad is None:
-                master.grad = parameter.grad.float()
+                master.grad = gradient.float()
             else:
                 sums.append(master.grad)
-                parts.append(parameter.grad)
+                gradients.append(gradient)
             parameter.grad = None
         if sums:
-            torch._foreach_add_(sums, parts)
+            torch._foreach_add_(sums, gradients)
 
     def clip_gradients(self) -> Tensor:
         """Scale gradients down to max_grad_norm; returns the policy's norm before (the heads' if that is not finite).
         Non-finite norms leave gradients alone."""
-        norm, heads_norm = self._clip(self._policy), self._clip(self._heads)
+        if self._ranks.size > 1:
+            for head in self._heads:  # each rank has that of its own micro-batches, of a loss that counts `size` times
+                head.grad = torch.zeros_like(head) if head.grad is None else head.grad
+                self._ranks.sum_(head.grad).div_(self._ranks.size)
+        norm, heads_norm = self._clip(self._policy, spread=self._ranks.size > 1), self._clip(self._heads, spread=False)
         return norm if torch.isfinite(heads_norm) else heads_norm
 
-    def _clip(self, masters: list[nn.Parameter]) -> Tensor:
+    def _clip(self, masters: list[nn.Parameter], *, spread: bool) -> Tensor:
+        """`spread`: each rank has other gradients, all of which make up one norm."""
         norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        if spread:
+            norm = self._ranks.sum_(norm.square()).sqrt()
         if self.max_grad_norm is not None and torch.isfinite(norm):
             torch.nn.utils.clip_grads_with_norm_(masters, self.max_grad_norm, norm)
         return norm
@@ -97,9 +115,13 @@ class MasterAdamW:
             group["lr"] = learning_rate if index == 0 or self._heads_rate is None else self._heads_rate
         self.adam.step()
         self.drop_gradients()
-        pairs = [(p, master) for p, master in zip(self.parameters, self.masters) if master is not p]
-        if pairs:
-            torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
+        rounded = self._rounded()
+        if rounded:
+            torch._foreach_copy_([part for part, _ in rounded], [master for _, master in rounded])
+
+    def _rounded(self) -> list[tuple[Tensor, nn.Parameter]]:
+        """Parameters that are held in less than fp32, each with its master."""
+        return [(part, master) for part, master in zip(self._parts, self.masters) if part.dtype != torch.float32]
 
     @contextmanager
     def extrapolated(self, factor: float) -> Iterator[float]:
@@ -109,22 +131,21 @@ class MasterAdamW:
         Rounded to bf16, a step of 1e-6 changes log_pi less by what it does than by which weights happen to be rounded the
         other way: a longer step along the same line can be measured.
         """
+        policy = list(zip(self._parts, self._policy))
         rounded = [
-            (parameter, master)
-            for parameter, master in zip(self.parameters, self._policy)
-            if master is not parameter and master in self.adam.state
+            (part, master) for part, master in policy if part.dtype != torch.float32 and master in self.adam.state
         ]
-        if any(master is parameter for parameter, master in zip(self.parameters, self._policy)):
+        if any(part.dtype == torch.float32 for part, _ in policy):
             rounded = []  # those in fp32 would be measured where they are
         with torch.no_grad():
-            for parameter, master in rounded:
-                parameter.copy_(master + (factor - 1.0) * self._last_update(master))
+            for part, master in rounded:
+                part.copy_(master + (factor - 1.0) * self._last_update(master))
         try:
             yield factor if rounded else 1.0
         finally:
             with torch.no_grad():
-                for parameter, master in rounded:
-                    parameter.copy_(master)
+                for part, master in rounded:
+                    part.copy_(master)
 
     def _last_update(self, master: nn.Parameter) -> Tensor:
         """What the last step added to a policy weight."""
@@ -136,6 +157,8 @@ class MasterAdamW:
 
     def drop_gradients(self) -> None:
         self.adam.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def state(self) -> dict[str, Any]:
         """Tensors and numbers of the optimizer, for a checkpoint."""
@@ -149,20 +172,21 @@ class MasterAdamW:
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over master weights, which the model then holds too, and Adam's moments of those that have any."""
-        for parameter, master, saved in zip(self.parameters, self.masters, state["masters"], strict=True):
+        for part, master, saved in zip(self._parts, self.masters, state["masters"], strict=True):
             master.copy_(saved)
-            if master is not parameter:
-                parameter.copy_(master)
+            if part.dtype != torch.float32:
+                part.copy_(master)
         self.adam.state.clear()
         for index, moments in state["moments"].items():
             master = self.masters[index]
             self.adam.state[master] = {name: value.to(master.device) for name, value in moments.items()}
 
 
-def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.dtype == torch.float32:
+def _master_of(parameter: nn.Parameter, part: Tensor) -> nn.Parameter:
+    """An fp32 parameter is its own master; of one that is spread over ranks, the part that is here, in its memory."""
+    if part is parameter and parameter.dtype == torch.float32:
         return parameter
-    return nn.Parameter(parameter.detach().float().clone())
+    return nn.Parameter(part if part.dtype == torch.float32 else part.detach().float().clone())
 
 
 FIRST_SHARE = 0.1

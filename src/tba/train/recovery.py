@@ -12,7 +12,6 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tba.models.weights import make_weights
 from tba.train.checkpoint import CorruptCheckpoint, check_manifest
 from tba.train.health import Collapsed, Health
 
@@ -80,7 +79,7 @@ def roll_back(trainer: Trainer, health: Health) -> None:
     if trainer.durable is not None and trainer.last_row is not None:
         trainer.durable.return_to(trainer.last_row, trainer.replay.marks)
     if trainer.config.mode != "fixed_lag":  # lagged weights have loaded what is due themselves
-        trainer.publisher.publish(make_weights(trainer.train_step.policy.model, version=to))
+        trainer.publisher.publish(trainer.train_step.weights(to))
     if trainer.restart_searchers is not None:
         trainer.restart_searchers(trainer.replay.marks.by_source)
     logger.warning(

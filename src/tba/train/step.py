@@ -7,6 +7,10 @@ back-propagates those. Both give the same gradients (a test compares them).
 
 All micro-batches are packed and sent to the device first, and between them nothing is read back, so the device need not wait
 for the host. (VinePPO reads: it finds its steps on the device.)
+
+Where a trainer has several ranks, each runs this with the same batch and computes its share of the micro-batches: whole
+prompts where there are enough of them, otherwise single responses. A sharded model computes on all ranks at once, so those
+with fewer micro-batches than others take part with empty ones.
 """
 
 from __future__ import annotations
@@ -15,15 +19,25 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tba.models.policy import PolicyModel
+from tba.models.weights import make_weights
 from tba.objectives.base import Objective
 from tba.observe.metrics import reduce_metrics
-from tba.train.batch import Budget, MicroBatch, pack_responses, split_responses, split_whole_prompts
+from tba.train.batch import (
+    Budget,
+    MicroBatch,
+    deal_prompts,
+    deal_responses,
+    empty_micro_batch,
+    pack_responses,
+)
 from tba.train.optimizer import MasterAdamW
-from tba.types import Batch, Forward, Loss
+from tba.train.ranks import ALONE, Ranks
+from tba.types import Batch, Forward, Loss, Weights
 
 MEASURED_RESPONSES = 32
 """Responses whose movement by an update is measured."""
@@ -55,15 +69,35 @@ class TrainStep:
     """Computes gradients of an objective and applies them."""
 
     def __init__(
-        self, policy: PolicyModel, objective: Objective, optimizer: MasterAdamW, *, budget: Budget, temperature: float
+        self,
+        policy: PolicyModel,
+        objective: Objective,
+        optimizer: MasterAdamW,
+        *,
+        budget: Budget,
+        temperature: float,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.policy = policy
+        self.ranks = ranks
         self.objective = objective
         self.optimizer = optimizer
         self.budget = budget if policy.packed else replace(budget, share_prompts=False)
         self.temperature = temperature
         self.moved = False
         """Whether the optimizer has begun to move weights in a step that its caller has not finished."""
+
+    def weights(self, version: int) -> Weights:
+        """The weights that train, as they are now, to be published as this version."""
+        return make_weights(self.policy.model, version=version)
+
+    def canary(self, published: Weights) -> np.ndarray:
+        """Log-probs of the canary tokens under what was published."""
+        return self.policy.canary(published.tensors)
+
+    @property
+    def is_finite(self) -> bool:
+        return all(bool(torch.isfinite(parameter).all()) for parameter in self.policy.model.parameters())
 
     def __call__(
         self, batch: Batch, *, beta: float, learning_rate: float, measure_movement: bool = False
@@ -95,13 +129,14 @@ class TrainStep:
         (P, K), count = batch.shape, min(len(batch.lengths), MEASURED_RESPONSES)
         responses = sorted({index * P * K // count for index in range(count)})
         change_R = torch.zeros(len(responses), device=self.policy.device)
-        for part in split_responses(batch, self.budget, responses):
-            micro_batch = self._pack(batch, part)
+        dealt = deal_responses(batch, self.budget, responses, num_ranks=self.ranks.size)
+        for micro_batch in self._own_micro_batches(batch, dealt):
             moved_N = self._forward(micro_batch).log_pi_N - outputs.log_pi_N[micro_batch.tokens_N]
             chosen_N = torch.where(batch.loss_mask_N.to(moved_N.device)[micro_batch.tokens_N], moved_N, 0.0)
-            place = torch.tensor([responses.index(response) for response in part])
+            place = torch.tensor([responses.index(response) for response in micro_batch.responses.tolist()]).long()
             place_N = torch.repeat_interleave(place, batch.lengths[micro_batch.responses]).to(moved_N.device)
             change_R.index_add_(0, place_N, chosen_N.float())
+        self.ranks.sum_(change_R)
         assert outputs.entropy_N is not None
         entropy_R = batch.sum_per_response(outputs.entropy_N.to(batch.log_ref_N.device)).flatten()[responses]
         return float(change_R.abs().mean()) / max(LEAST_SPREAD, float(entropy_R.clamp(min=0.0).sqrt().mean()))
@@ -111,11 +146,11 @@ class TrainStep:
         host, batch = batch, batch.to(self.policy.device)  # packing looks at single tokens: on the host that is free
         if self.policy.log_z is not None and not self.policy.log_z.started and batch.totals.responses:
             self.policy.log_z.start_at(self._vargrad_log_z(host, batch, beta=beta))
-        whole = split_whole_prompts(batch, self.budget)
+        whole, num_ranks = deal_prompts(host, self.budget, num_ranks=self.ranks.size), self.ranks.size
         try:
-            if whole is not None and (self.objective.coupling != "batch" or len(whole) == 1):
+            if whole is not None and (self.objective.coupling != "batch" or len(whole[0]) == num_ranks == 1):
                 return self._one_pass(host, batch, whole, beta=beta)
-            return self._two_passes(host, batch, split_responses(batch, self.budget), beta=beta)
+            return self._two_passes(host, batch, self._all_responses(host), beta=beta)
         except NonFiniteLoss:
             self.optimizer.drop_gradients()
             raise
@@ -126,37 +161,47 @@ class TrainStep:
             self.policy.log_z.started = False
             self.optimizer.forget(self.policy.log_z.parameters())
 
-    def _one_pass(self, host: Batch, batch: Batch, parts: list[list[int]], *, beta: float) -> StepResult:
+    def _one_pass(self, host: Batch, batch: Batch, dealt: list[list[list[int]]], *, beta: float) -> StepResult:
+        """`dealt`: the prompts of each micro-batch of each rank."""
         K, losses, outputs = batch.shape[1], [], GatheredOutputs(batch)
-        responses = [[prompt * K + k for prompt in prompts for k in range(K)] for prompts in parts]
-        packed = [(batch.take(prompts), self._pack(host, own)) for prompts, own in zip(parts, responses)]
+        own = dealt[self.ranks.rank]
+        responses = [[[prompt * K + k for prompt in prompts for k in range(K)] for prompts in parts] for parts in dealt]
+        packed = self._own_micro_batches(host, responses)
+        parts = [batch.take(prompts) for prompts in own]
         while packed:  # not `for`: the masks that a layout makes when it is used go with it
-            part, micro_batch = packed.pop(0)
+            micro_batch = packed.pop(0)
             forward = self._forward(micro_batch)
-            loss = self.objective(part, forward, beta=beta)
-            self._backward(loss.value)
-            losses.append((loss, part.shape[0]))
-            outputs.add(forward, tokens_N=micro_batch.tokens_N, prompts=micro_batch.prompts)
-        return _result(losses, outputs.forward)
+            if parts:
+                part = parts.pop(0)
+                loss = self.objective(part, forward, beta=beta)
+                self._backward(loss.value)
+                losses.append((loss, part.shape[0]))
+            else:
+                self._backward(_sum_of_nothing(forward))
+            outputs.add(forward, micro_batch)
+        outputs.sum_over(self.ranks)
+        return _result(losses, outputs.forward, self.ranks)
 
-    def _two_passes(self, host: Batch, batch: Batch, parts: list[list[int]], *, beta: float) -> StepResult:
-        micro_batches = [self._pack(host, responses) for responses in parts]
+    def _two_passes(self, host: Batch, batch: Batch, dealt: list[list[list[int]]], *, beta: float) -> StepResult:
+        """`dealt`: the responses of each micro-batch of each rank. The objective sees the whole batch on every rank."""
+        micro_batches = self._own_micro_batches(host, dealt)
         outputs = self._gather(batch, micro_batches)
         leaves = outputs.with_gradients()
         loss = self.objective(batch, leaves, beta=beta)
         coefficients = _coefficients(loss.value, leaves)
         for micro_batch in micro_batches:
             self._backward(_weighted_sum(self._forward(micro_batch), coefficients, micro_batch))
-        return _result([(loss, batch.shape[0])], outputs.forward)
+        return _result([(loss, batch.shape[0])], outputs.forward, ALONE)
+
+    def _all_responses(self, batch: Batch) -> list[list[list[int]]]:
+        return deal_responses(batch, self.budget, range(len(batch.lengths)), num_ranks=self.ranks.size)
 
     def _vargrad_log_z(self, host: Batch, batch: Batch, *, beta: float) -> float:
         """Mean over the batch of log ref + r / beta - log pi, by the policy as it is now.
 
         It costs a forward pass, but only where a learned log Z starts, and the policies that generated may be many.
         """
-        outputs = self._gather(
-            batch, [self._pack(host, responses) for responses in split_responses(batch, self.budget)]
-        )
+        outputs = self._gather(batch, self._own_micro_batches(host, self._all_responses(host)))
         gap_PK = batch.sum_per_response(batch.log_ref_N - outputs.forward.log_pi_N)
         return float((gap_PK + batch.reward_PK / beta)[batch.weight_PK > 0].mean())
 
@@ -164,18 +209,27 @@ class TrainStep:
     def _gather(self, batch: Batch, micro_batches: list[MicroBatch]) -> GatheredOutputs:
         outputs = GatheredOutputs(batch)
         for micro_batch in micro_batches:
-            outputs.add(self._forward(micro_batch), tokens_N=micro_batch.tokens_N, prompts=micro_batch.prompts)
+            outputs.add(self._forward(micro_batch), micro_batch)
+        outputs.sum_over(self.ranks)
         return outputs
+
+    def _own_micro_batches(self, batch: Batch, dealt: list[list[list[int]]]) -> list[MicroBatch]:
+        """This rank's micro-batches of the responses dealt to all ranks, as many as the rank with the most has."""
+        own = [self._pack(batch, responses) for responses in dealt[self.ranks.rank]]
+        lacking = max(map(len, dealt)) - len(own)
+        return own + [empty_micro_batch(batch, device=self.policy.device) for _ in range(lacking)]
 
     def _pack(self, batch: Batch, responses: list[int]) -> MicroBatch:
         share = self.budget.share_prompts
         return pack_responses(batch, responses, share_prompts=share, device=self.policy.device)
 
     def _forward(self, micro_batch: MicroBatch) -> Forward:
-        return self.policy.forward(micro_batch.packed, temperature=self.temperature)
+        forward = self.policy.forward(micro_batch.packed, temperature=self.temperature)
+        return forward if len(micro_batch.responses) else forward.nothing()
 
     def _backward(self, value: Tensor) -> None:
-        value.backward()
+        # Ranks are averaged over where gradients meet, and a loss is the sum of theirs.
+        (value * self.ranks.size if self.ranks.size > 1 else value).backward()
         self.optimizer.accumulate()
 
 
@@ -187,13 +241,20 @@ class GatheredOutputs:
         self._shapes |= {"values_N": len(batch.token_ids_N), "log_z_P": batch.shape[0]}
         self._tensors: dict[str, Tensor] = {}
 
-    def add(self, forward: Forward, *, tokens_N: Tensor, prompts: Tensor) -> None:
+    def add(self, forward: Forward, micro_batch: MicroBatch) -> None:
         for name, length in self._shapes.items():
             part = getattr(forward, name)
-            if part is not None:
-                whole = self._tensors.setdefault(name, part.new_zeros(length))
-                index = prompts if name == "log_z_P" else tokens_N
-                whole[index.to(whole.device)] = part.detach()
+            if part is None:
+                continue
+            whole, index = self._tensors.setdefault(name, part.new_zeros(length)), micro_batch.tokens_N
+            if name == "log_z_P":  # that of a prompt in several micro-batches is taken once
+                index, part = micro_batch.prompts[micro_batch.begins], part[micro_batch.begins]
+            whole[index.to(whole.device)] = part.detach()
+
+    def sum_over(self, ranks: Ranks) -> None:
+        """Take what other ranks have computed: each number is of one rank, and 0 on the others."""
+        for tensor in self._tensors.values():
+            ranks.sum_(tensor)
 
     @property
     def forward(self) -> Forward:
@@ -228,14 +289,22 @@ def _weighted_sum(forward: Forward, coefficients: Mapping[str, Tensor], micro_ba
     return total
 
 
-def _result(losses: list[tuple[Loss, int]], outputs: Forward) -> StepResult:
-    found = _read([{**loss.metrics, "loss": loss.value} for loss, _ in losses])
-    for numbers in found:
+def _sum_of_nothing(forward: Forward) -> Tensor:
+    """0, whose gradient goes through all of the model."""
+    parts = [getattr(forward, name).sum() for name in TRAINED if getattr(forward, name) is not None]
+    return torch.stack(parts).sum()
+
+
+def _result(losses: list[tuple[Loss, int]], outputs: Forward, ranks: Ranks) -> StepResult:
+    """Of the losses of all ranks."""
+    read = _read([{**loss.metrics, "loss": loss.value} for loss, _ in losses])
+    found = ranks.concatenated([(numbers, weight) for numbers, (_, weight) in zip(read, losses)])
+    for numbers, _ in found:
         if not math.isfinite(numbers["loss"]):
             raise NonFiniteLoss(f"loss is {numbers['loss']}.")
     parts = [
         ({name: number for name, number in numbers.items() if not math.isnan(number)}, weight)
-        for numbers, (_, weight) in zip(found, losses)
+        for numbers, weight in found
     ]
     return StepResult(metrics=reduce_metrics(parts), outputs=outputs)
 

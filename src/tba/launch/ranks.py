@@ -1,0 +1,229 @@
+"""The ranks of a trainer whose model is spread over several processes (train.ranks): who starts them, and how they meet.
+
+    tba train CONFIG train.ranks=4              the trainer starts three processes on its machine
+    torchrun --nproc-per-node 4 -m tba train CONFIG     torchrun has started all of them, on one machine or on several
+
+On one machine they meet in a file, and gloo listens on the loopback device alone; under torchrun they meet where torchrun
+says. Rank 0 is the trainer, whether it is a child of `tba train` or lives in this process; the others end with it. A trainer
+that dies is resumed by its supervisor: its own ranks are then started anew, and those of torchrun join the new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tba.config import Config, ConfigError
+from tba.launch.devices import placement_of
+from tba.models.load import adapt, load_model
+from tba.runtime.links import Link
+from tba.runtime.processes import RoleProcess, last_lines, may_fork, stop_all
+from tba.train.make import make_train_step
+from tba.train.ranks import ALONE, ConnectedRanks, RankLost, Ranks, connected
+from tba.train.sharded import ShardedTrainStep
+
+logger = logging.getLogger("tba")
+
+POLL_SECONDS = 0.2
+"""Time between two looks for a new trainer, under torchrun."""
+INCARNATION = "tba/incarnation"
+"""Key of the number of trainers that have begun, under torchrun."""
+
+
+@contextmanager
+def ranks_of(config: Config, logs: Path) -> Iterator[Ranks]:
+    """The ranks of this trainer, which is rank 0: they have the same config, and wait for what they are told. On leaving
+    they end."""
+    if config.train.ranks == 1:
+        yield ALONE
+        return
+    found = Torchrun.found()
+    with _torchrun_ranks(config, found) if found is not None else _own_ranks(config, logs) as ranks:
+        ranks.tell("begin", config=config.model_dump_json())
+        try:
+            yield ranks
+        finally:
+            if not ranks.lost:
+                with suppress(RankLost):
+                    ranks.tell("end")
+
+
+@contextmanager
+def _own_ranks(config: Config, logs: Path) -> Iterator[ConnectedRanks]:
+    """Ranks that are children of this process."""
+    size, seconds = config.train.ranks, config.runtime.wait_seconds
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"  # nobody else's business
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="tba-ranks-") as folder:
+        file = str(Path(folder) / "meeting")
+        processes: list[RoleProcess[Link]] = [
+            RoleProcess(
+                f"trainer-rank-{rank}",
+                run_rank,
+                {"file": file, "rank": rank, "size": size, "device": _device(config, rank), "wait_seconds": seconds},
+                log=logs / f"trainer-rank-{rank}.log",
+                threads=config.runtime.threads,
+                forked=may_fork(),
+            )
+            for rank in range(1, size)
+        ]
+        try:
+            store = dist.FileStore(file, size)
+            device = torch.device(_device(config, 0))
+            with connected(store, rank=0, size=size, device=device, wait_seconds=seconds) as ranks:
+                yield ranks
+                stop_all(processes, None, timeout_seconds=config.runtime.stop_seconds)
+        except RankLost as error:
+            raise RankLost(f"{error}{_ended(processes)}") from error
+        finally:
+            for process in processes:
+                if process.alive:
+                    process.kill()
+                process.link.close()
+
+
+def _device(config: Config, rank: int) -> str:
+    """Device of a rank on this machine."""
+    devices = placement_of(config).trainer
+    if devices[0] != "cpu" and torch.cuda.device_count() < config.train.ranks:
+        raise ConfigError(
+            f"train.ranks={config.train.ranks} needs as many GPUs, and {torch.cuda.device_count()} can be seen: lower it."
+        )
+    return devices[rank % len(devices)]
+
+
+def _ended(processes: list[RoleProcess[Link]]) -> str:
+    """What is known of ranks that have ended by themselves, for an error message."""
+    dead = [process for process in processes if process.wait(1.0) and process.status]
+    return "".join(
+        f"\n{process.name} (process {process.pid}) has ended with status {process.status}. Last lines of {process.log}:\n"
+        f"{last_lines(process.log)}"
+        for process in dead
+    )
+
+
+def run_rank(link: Link, *, file: str, rank: int, size: int, device: str, wait_seconds: float) -> None:
+    """The target of a rank's process."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    store = dist.FileStore(file, size)
+    with connected(store, rank=rank, size=size, device=torch.device(device), wait_seconds=wait_seconds) as ranks:
+        serve(ranks, device)
+
+
+def serve(ranks: ConnectedRanks, device: str) -> None:
+    """What a rank other than 0 does: what it is told. It begins by loading the model, and keeps its part of it."""
+    step: ShardedTrainStep | None = None
+    while True:
+        what, values = ranks.listen()
+        if what == "end":
+            return
+        if what == "begin":
+            step = begin(Config.model_validate_json(values["config"]), ranks, device)
+        elif step is not None:
+            step.follow(what, values)
+
+
+def begin(config: Config, ranks: ConnectedRanks, device: str) -> ShardedTrainStep:
+    torch.set_num_threads(config.runtime.threads)
+    loaded = load_model(config.model.model_copy(update={"device": device}))
+    adapt(loaded, config.model, seed=config.seed)
+    step = make_train_step(config, loaded, ranks)
+    assert isinstance(step, ShardedTrainStep)
+    return step
+
+
+# --- torchrun --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torchrun:
+    """How torchrun has started this process. Torchrun(rank=1, size=4, local_rank=1, address=("10.0.0.5", 29500))"""
+
+    rank: int
+    size: int
+    local_rank: int
+    address: tuple[str, int]
+    """Where the ranks meet."""
+
+    @classmethod
+    def found(cls, environment: Mapping[str, str] = os.environ) -> Torchrun | None:
+        """None = torchrun has not started this process."""
+        if "TORCHELASTIC_RUN_ID" not in environment or environment.get("WORLD_SIZE", "1") == "1":
+            return None
+        return cls(
+            rank=int(environment["RANK"]),
+            size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment["LOCAL_RANK"]),
+            address=(environment["MASTER_ADDR"], int(environment["MASTER_PORT"])),
+        )
+
+    @property
+    def device(self) -> str:
+        return f"cuda:{self.local_rank}" if torch.cuda.is_available() else "cpu"
+
+    def store(self) -> dist.Store:
+        """Torchrun's agent has it, and it stays when a trainer dies; otherwise rank 0 has it."""
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return dist.TCPStore(*self.address, is_master=self.rank == 0 and not by_agent, wait_for_workers=False)
+
+
+@contextmanager
+def _torchrun_ranks(config: Config, started: Torchrun) -> Iterator[ConnectedRanks]:
+    store = started.store()
+    number = store.add(INCARNATION, 1)
+    with connected(
+        dist.PrefixStore(f"tba/{number}", store),
+        rank=0,
+        size=started.size,
+        device=torch.device(started.device if config.model.device == "auto" else config.model.device),
+        wait_seconds=config.runtime.wait_seconds,
+    ) as ranks:
+        yield ranks
+
+
+def join_torchrun(started: Torchrun, *, wait_seconds: float = 300.0) -> int:
+    """What a process does that torchrun has started as a rank other than 0: it works for one trainer after the other, until
+    one comes to its end. Torchrun ends it when the trainer is not resumed."""
+    store, joined = started.store(), 0
+    while True:
+        while (number := store.add(INCARNATION, 0)) <= joined:
+            time.sleep(POLL_SECONDS)
+        joined = number
+        try:
+            with connected(
+                dist.PrefixStore(f"tba/{number}", store),
+                rank=started.rank,
+                size=started.size,
+                device=torch.device(started.device),
+                wait_seconds=wait_seconds,
+            ) as ranks:
+                serve(ranks, started.device)
+                return 0
+        except RankLost as error:
+            logger.warning(
+                "rank %d: the trainer is gone, or another rank; it waits for the next. %s", started.rank, error
+            )
+
+
+def with_torchrun(config: Config, started: Torchrun | None) -> Config:
+    """The config for as many ranks as torchrun has started."""
+    if started is None or config.train.ranks == started.size:
+        return config
+    if config.train.ranks != 1:
+        raise ConfigError(
+            f"train.ranks={config.train.ranks}, but torchrun has started {started.size} processes: leave train.ranks unset, "
+            "or start as many with --nproc-per-node."
+        )
+    values: dict[str, Any] = {"ranks": started.size}
+    return config.model_copy(update={"train": config.train.model_copy(update=values)})

@@ -1,0 +1,63 @@
+"""`train.ranks`: a run whose trainer is several processes, through the death of one of them, and under torchrun."""
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+from problem import command, heed_signals, make_config, steps_of, wait_for
+
+from tba.config import ConfigError
+from tba.launch.ranks import Torchrun, with_torchrun
+from tba.launch.start import train
+from tba.observe.files import RunFolder
+
+RANKS = ("train.ranks=2", "train.checkpoint_every=3")
+
+
+def test_a_run_over_two_ranks_survives_the_loss_of_one_and_goes_on_with_one(folder):
+    config = make_config(folder, "name=ranks", "train.max_steps=15", *RANKS)
+    with subprocess.Popen(
+        command(folder, "ranks", "train.max_steps=15", *RANKS),
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_signals,
+    ) as process:
+        try:
+            assert wait_for(lambda: max(steps_of(config), default=0) >= 4, 120)
+            started = psutil.Process(process.pid).children(recursive=True)
+            rank = next(p for p in started if p.name() == "trainer-rank-1")
+            listening = [c for p in started for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+            rank.kill()
+            _, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 0, errors
+    assert f"trainer-rank-1 (process {rank.pid}) has ended with status -9" in errors
+    assert "it is resumed" in errors
+    assert {c.laddr.ip for c in listening} == {"127.0.0.1"}
+    assert steps_of(config) == list(range(1, 16))
+    resumed = make_config(folder, "name=ranks", "train.max_steps=16", "train.ranks=1", "train.checkpoint_every=3")
+    summary = train(resumed, resume=True)
+    assert (summary["outcome"], summary["steps"]) == ("finished", 16)
+
+
+def test_torchrun_starts_the_ranks(folder):
+    config, one = make_config(folder, "name=torchrun"), command(folder, "torchrun", "train.max_steps=3")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *one[1:]]
+    done = subprocess.run(launcher, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert steps_of(config) == [1, 2, 3]
+    assert "ranks: 2" in RunFolder(config.run_folder).config.read_text()
+
+
+def test_the_number_of_ranks_is_torchruns_or_the_configs(folder):
+    environment = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    started = Torchrun.found(environment | {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500"})
+    assert started == Torchrun(rank=1, size=4, local_rank=1, address=("10.0.0.5", 29500))
+    assert Torchrun.found({"RANK": "1", "WORLD_SIZE": "4"}) is None  # of something else that was started so
+    assert with_torchrun(make_config(folder), started).train.ranks == 4
+    with pytest.raises(ConfigError, match=r"train\.ranks=3, but torchrun has started 4 processes"):
+        with_torchrun(make_config(folder, "train.ranks=3"), started)
+    with pytest.raises(ConfigError, match=r"train\.ranks=2 needs mode=async"):
+        make_config(folder, "train.ranks=2", "mode=sync")

@@ -1,0 +1,199 @@
+"""A step over several ranks is the step of one: real processes with gloo, compared with a TrainStep in this process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from builders import ragged_batch, tiny_llama, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from tba.config import Config
+from tba.launch.ranks import ranks_of
+from tba.models.load import adapt, load_model
+from tba.observe.files import RunFolder
+from tba.train.batch import Budget, deal_prompts, deal_responses
+from tba.train.checkpoint import Checkpoints
+from tba.train.make import make_train_step
+from tba.train.ranks import ALONE, ConnectedRanks, Ranks, connected
+from tba.train.sharded import ShardedTrainStep
+from tba.train.step import NonFiniteLoss, TrainStep
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its sizes are no multiples of 4, so that ranks have unequal parts, and some parameters have fewer rows than ranks."""
+    path = tmp_path_factory.mktemp("model")
+    tiny_llama(hidden_size=40, num_key_value_heads=1, intermediate_size=50).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request, model_path, tmp_path_factory) -> Iterator[ConnectedRanks]:
+    config = make_config(model_path, ranks=request.param)
+    with ranks_of(config, tmp_path_factory.mktemp("logs")) as found:
+        assert isinstance(found, ConnectedRanks)
+        yield found
+
+
+def make_config(model_path: Path, *, ranks: int = 1, **sections) -> Config:
+    # A denominator without this epsilon would turn rounding errors of gradients near 0 into whole updates.
+    train = {"tokens_per_micro_batch": 40, "ranks": ranks, "adam_epsilon": 1e-3, **sections.pop("train", {})}
+    model = {"path": str(model_path), "device": "cpu", **sections.pop("model", {})}
+    return Config.model_validate({"model": model, "train": train, **sections})
+
+
+def make_step(config: Config, ranks: Ranks = ALONE) -> TrainStep:
+    if isinstance(ranks, ConnectedRanks):
+        ranks.tell("begin", config=config.model_dump_json())
+    loaded = load_model(config.model)
+    adapt(loaded, config.model, seed=config.seed)
+    return make_train_step(config, loaded, ranks)
+
+
+def train(step: TrainStep, shapes: Sequence[tuple[int, int]], *, steps: Sequence[int] = range(10)) -> list[dict]:
+    """Metrics of optimizer steps on ragged batches of these (prompts, responses)."""
+    found = []
+    for index in steps:
+        P, K = shapes[index % len(shapes)]
+        batch, measure = ragged_batch(P, K, seed=index), index % 3 == 0
+        found.append(dict(step(batch, beta=0.1, learning_rate=1e-2, measure_movement=measure).metrics))
+    return found
+
+
+def whole(step: TrainStep) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in step.weights(version=10).tensors.items()}
+
+
+def assert_same_metrics(want: list[dict], got: list[dict]) -> None:
+    """Of those that are sums over the batch; others are means over micro-batches, which are others here."""
+    for index, (one, several) in enumerate(zip(want, got, strict=True)):
+        assert one.keys() == several.keys()
+        for name in one.keys() & {"loss", "tb/loss", "tb/log_z", "grad_norm", "movement", "learning_rate"}:
+            assert several[name] == pytest.approx(one[name], rel=1e-5, abs=1e-5), (index, name)
+
+
+def assert_same_weights(want: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
+    assert want.keys() == got.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=0, atol=2e-5)
+
+
+SHAPES = ((3, 4), (7, 4), (1, 5), (4, 2))
+"""Steps of few prompts split a group over ranks; those of many have ranks with fewer micro-batches than others."""
+
+
+def test_losses_weights_and_canary_are_those_of_one_rank_for_ten_steps(model_path, ranks):
+    config = make_config(model_path)
+    alone, several = make_step(config), make_step(config, ranks)
+    assert_same_metrics(train(alone, SHAPES), train(several, SHAPES))
+    assert_same_weights(whole(alone), whole(several))
+    canary = several.canary(several.weights(version=10))
+    np.testing.assert_allclose(canary, alone.canary(alone.weights(version=10)), atol=1e-4)
+    # Also of weights that the ranks do not have: a resumed run publishes the reference of the past.
+    past = make_step(config)
+    np.testing.assert_allclose(several.canary(past.weights(version=3)), past.canary(past.weights(version=3)), atol=1e-5)
+    np.testing.assert_array_equal(several.canary(several.weights(version=10)), canary)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"objective": {"name": "tb_learned_z"}}, id="tb_learned_z"),
+        pytest.param({"objective": {"name": "ppo"}}, id="ppo"),
+        pytest.param({"objective": {"name": "grpo"}, "train": {"gradient_checkpointing": True}}, id="recomputed"),
+        pytest.param({"model": {"lora": {"rank": 1}}}, id="lora"),
+        pytest.param({"model": {"dtype": "bfloat16"}}, id="bf16"),
+    ],
+)
+def test_heads_adapters_and_recomputed_layers_train_over_ranks_too(model_path, ranks, config):
+    rounds = config.get("model", {}).get("dtype") == "bfloat16"
+    config = make_config(model_path, **config)
+    alone, several = make_step(config), make_step(config, ranks)
+    want, got = (train(step, SHAPES, steps=range(4)) for step in (alone, several))
+    if rounds:
+        assert [step["loss"] for step in got] == pytest.approx([step["loss"] for step in want], rel=0.05)
+    else:
+        assert_same_metrics(want, got)
+        assert_same_weights(whole(alone), whole(several))
+
+
+def test_a_checkpoint_does_not_tell_how_many_ranks_wrote_it(model_path, ranks, tmp_path):
+    """One rank goes on from it as the several that saved it, and several from it as well."""
+    config = make_config(model_path, objective={"name": "ppo"})
+    several, alone = make_step(config, ranks), make_step(config)
+    train(several, SHAPES, steps=range(3))
+    assert isinstance(several, ShardedTrainStep)
+    saved = several.state()
+    alone.optimizer.load_state(copy.deepcopy(saved))
+    assert_same_weights(whole(alone), whole(several))
+    want = train(several, SHAPES, steps=range(3, 6))
+    assert_same_metrics(want, train(alone, SHAPES, steps=range(3, 6)))
+    again = make_step(config, ranks)
+    assert isinstance(again, ShardedTrainStep)
+    again.load_state(saved)
+    assert_same_metrics(want, train(again, SHAPES, steps=range(3, 6)))
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_a_checkpoint_of_several_ranks_loads_with_from_pretrained(model_path, ranks, tmp_path):
+    step = make_step(make_config(model_path), ranks)
+    assert isinstance(step, ShardedTrainStep)
+    train(step, SHAPES, steps=range(2))
+    folder = RunFolder.create(tmp_path / "run", overwrite=False)
+    checkpoints = Checkpoints(
+        folder, step.policy.model, tiny_tokenizer(), step, heads=[], parts={}, keep=1, gather_weights=step.whole_weights
+    )
+    checkpoints.save(2)
+    checkpoints.close()
+    loaded = AutoModelForCausalLM.from_pretrained(folder.checkpoints / "step-2")
+    assert_same_weights(whole(step), dict(loaded.named_parameters()))
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_a_loss_that_is_not_finite_stops_before_any_rank_has_moved(model_path, ranks):
+    step, config = make_step(make_config(model_path), ranks), make_config(model_path)
+    bad = ragged_batch(3, 4)
+    bad = replace(bad, reward_PK=torch.full_like(bad.reward_PK, float("nan")))
+    with pytest.raises(NonFiniteLoss):
+        step(bad, beta=0.1, learning_rate=1e-2)
+    assert step.is_finite
+    assert_same_metrics(train(make_step(config), SHAPES, steps=[0]), train(step, SHAPES, steps=[0]))
+
+
+def test_prompts_go_to_the_rank_with_least_to_do_and_single_responses_where_a_rank_would_get_none():
+    batch, budget = ragged_batch(5, 2, seed=3), Budget(max_tokens=1000)
+    dealt = deal_prompts(batch, budget, num_ranks=2)
+    assert dealt is not None
+    assert sorted(prompt for parts in dealt for part in parts for prompt in part) == list(range(5))
+    assert deal_prompts(batch, budget, num_ranks=6) is None
+    responses = deal_responses(batch, budget, range(10), num_ranks=3)
+    assert [response for parts in responses for part in parts for response in part] == list(range(10))
+    tokens = [sum(int(batch.lengths[r]) for part in parts for r in part) for parts in responses]
+    assert max(tokens) - min(tokens) <= int(batch.lengths.max())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sharded_model_on_a_gpu_computes_what_a_whole_one_does(model_path, tmp_path, dtype):
+    """One rank by NCCL: all of the way through FSDP2, but for other ranks."""
+    config = make_config(model_path, model={"device": "cuda", "dtype": dtype})
+    want = train(make_step(config), SHAPES, steps=range(4))
+    store, device = dist.FileStore(str(tmp_path / "meeting"), 1), torch.device("cuda:0")
+    with connected(store, rank=0, size=1, device=device, wait_seconds=60.0) as found:
+        step = make_step(config, found)
+        got = train(step, SHAPES, steps=range(4))
+        whole_weights, published = whole(step), step.weights(version=10)
+        canary = step.canary(published)
+    assert [one["loss"] for one in got] == pytest.approx([one["loss"] for one in want], rel=1e-3)
+    assert all(tensor.device.type == "cpu" for tensor in whole_weights.values())
+    assert np.isfinite(canary).all()
