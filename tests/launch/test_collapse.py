@@ -187,11 +187,12 @@ def what_came_of(run: RunFolder) -> tuple:
     ids=["ppo", "fixed_lag", "resets"],
 )
 def test_a_run_that_goes_back_forgets_everything_that_came_after(folder, settings, monkeypatch, request):
-    """With the learning rate as it was, the steps that are made again are the same, bit for bit."""
+    """With the learning rate as it was, the steps that are made again are the same, bit for bit. That is so on a CPU: on a
+    GPU sums are made in an order that changes."""
     case = request.node.callspec.id
     configs = [
         make_config(
-            folder, *settings, f"name={case}-{end}", "train.max_steps=12", "evaluate.every=4",
+            folder, *settings, f"name={case}-{end}", "train.max_steps=12", "evaluate.every=4", "model.device=cpu",
             "observe.on_collapse=rollback", "observe.healthy_checkpoint_every=5",
         )
         for end in ("whole", "back")
