@@ -68,6 +68,14 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU that nobody has, with what this process keeps for later given back; None = no GPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
 def changed(model: PreTrainedModel, version: int) -> Weights:
     """The model's weights with noise, on its device, as a trainer publishes them: tied tensors once."""
     generator = torch.Generator(model.device).manual_seed(version)
@@ -82,7 +90,8 @@ def changed(model: PreTrainedModel, version: int) -> Weights:
 def generate(config: Config, loaded: LoadedModel, prompts: Sequence[Prompt], kind: str, responses: int) -> Found:
     """Make the engine, generate, time it, and hand over new weights in between."""
     settings, samples = config.generate.model_copy(update={"engine": kind}), config.train.samples_per_prompt
-    started, free = time.perf_counter(), torch.cuda.mem_get_info()[0] if loaded.model.device.type == "cuda" else 0
+    free = free_memory(loaded.model.device)
+    started = time.perf_counter()
     engine = make_engine(loaded.model, loaded.tokenizer, settings, seed=config.seed, max_length=loaded.context)
     figures = {"seconds to make": time.perf_counter() - started}
     stream = engine.generate(endless(prompts, samples), samples_per_prompt=samples, sampling=training_sampling(config))
@@ -110,7 +119,7 @@ def generate(config: Config, loaded: LoadedModel, prompts: Sequence[Prompt], kin
     figures |= {"update ms, median": float(np.median(loads[2:])), "update ms, longest": max(loads[2:])}
     figures["update ms, first"] = loads[0]
     engine.load(Weights(version=99, tensors=dict(loaded.model.named_parameters())))
-    if loaded.model.device.type == "cuda":
+    if free is not None:
         figures["GiB of the GPU"] = (free - torch.cuda.mem_get_info()[0]) / 2**30
     return Found(
         engine=engine,

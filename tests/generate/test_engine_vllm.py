@@ -255,6 +255,23 @@ def test_a_sibling_generates_with_the_same_weights_while_the_engine_has_response
 
 
 @needs_vllm
+def test_a_plain_model_is_used_as_it_is_loaded_and_one_with_a_quantized_layer_is_not():
+    """What decides on a GPU whether new weights go straight into the tensors in use."""
+    from tba.generate.vllm_weights import is_used_as_loaded
+
+    def judge(model):
+        layers = list(model.modules())
+        plain = all(map(is_used_as_loaded, layers))
+        chosen = next(layer for layer in layers if getattr(layer, "quant_method", None) is not None)
+        chosen.quant_method, kept = object(), chosen.quant_method
+        quantized = all(map(is_used_as_loaded, layers))
+        chosen.quant_method = kept
+        return plain, quantized
+
+    assert make()._shared.llm.apply_model(judge) == [(True, False)]
+
+
+@needs_vllm
 def test_tied_embeddings_are_replaced_at_both_ends():
     def tied(seed):
         torch.manual_seed(seed)
@@ -271,6 +288,20 @@ def test_tied_embeddings_are_replaced_at_both_ends():
             engine.load(weights_of(model, version))
         (score,) = engine.score([prompt], [response], 1.0)
         np.testing.assert_allclose(score, plain_log_probs(model, prompt, response), atol=1e-4)
+
+
+@needs_vllm
+def test_one_config_has_one_folder_so_that_what_vllm_compiles_is_found_again(tmp_path, monkeypatch):
+    from tba.generate.vllm_in_process import config_folder
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    configs = [make_tiny_model(family).config for family in (FAMILY, FAMILY, "qwen2")]
+    first, again, other = map(config_folder, configs)
+    assert first == again != other
+    assert [path.name for path in first.iterdir()] == ["config.json"]
+    assert transformers.AutoConfig.from_pretrained(first).to_dict() == configs[0].to_dict() | {
+        "name_or_path": str(first)
+    }
 
 
 @needs_vllm
