@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -369,7 +370,8 @@ def _use_weights(link: Link, *, weights: SlotsHandle) -> None:
     """A searcher that decodes without end, and says when it has newer weights in use."""
     model = qwen()
     engine = make_engine(model)
-    loader = WeightLoader(WeightSlots.attach(weights), engine)
+    ends: Any = SimpleNamespace(weights=WeightSlots.attach(weights))  # all that a loader wants of a searcher's ends
+    loader = WeightLoader(ends, engine)
 
     def tick() -> None:
         before = engine.version

@@ -21,6 +21,7 @@ from tiny_models import (
     make_tiny_model,
     make_weights_of,
     plain_log_probs,
+    where_it_runs,
 )
 
 from tba.config import GenerateConfig
@@ -40,7 +41,12 @@ needs_vllm = pytest.mark.skipif(
 def make(kind, model=None, *, update="in_flight", slots=3, seed=0, max_length=40, stop_ids=STOPS):
     model = make_tiny_model(FAMILY) if model is None else model
     config = GenerateConfig(engine=kind, slots=slots, update=update)
-    return make_engine(model, stop_ids, config, seed=seed, max_length=max_length, explores=True)
+    return make_engine(where_it_runs(kind, model), stop_ids, config, seed=seed, max_length=max_length, explores=True)
+
+
+def weights_for(kind, model, version):
+    """As a searcher hands them over: on the engine's device."""
+    return make_weights_of(where_it_runs(kind, model), version)
 
 
 @pytest.fixture(params=[*ENGINES, pytest.param("vllm", marks=needs_vllm)])
@@ -205,7 +211,7 @@ def test_weights_loaded_in_flight_act_from_the_next_token_and_keep_the_cache(kin
         [request],
         samples_per_prompt=1,
         sampling=sampling,
-        between_steps=load_at_call(engine, make_weights_of(new, 5), 4),
+        between_steps=load_at_call(engine, weights_for(kind, new, 5), 4),
     )
     old_again = make_tiny_model(FAMILY, seed=0)
     assert found.token_ids.tolist() == greedy_with_a_change(old_again, new, request.prompt.token_ids, 4, 12)
@@ -216,7 +222,7 @@ def test_weights_loaded_in_flight_act_from_the_next_token_and_keep_the_cache(kin
 
 def test_two_loads_between_the_same_tokens_leave_one_span(kind):
     engine, (request,) = make(kind), make_requests(6)
-    new, newer = (make_weights_of(make_tiny_model(FAMILY, seed=seed), seed) for seed in (1, 2))
+    new, newer = (weights_for(kind, make_tiny_model(FAMILY, seed=seed), seed) for seed in (1, 2))
     calls = itertools.count()
 
     def between_steps():
@@ -233,7 +239,7 @@ def test_draining_makes_every_response_of_one_version(kind):
     models = {0: make_tiny_model(FAMILY, seed=0), 9: make_tiny_model(FAMILY, seed=1)}
     engine = make(kind, make_tiny_model(FAMILY, seed=0), update="drain", slots=2)
     requests, sampling = make_requests(3, 8, 5, 6, 4), Sampling(max_new_tokens=10, temperature=0.8)
-    load = load_at_call(engine, make_weights_of(models[9], 9), 3)
+    load = load_at_call(engine, weights_for(kind, models[9], 9), 3)
     found = list(engine.generate(requests, samples_per_prompt=2, sampling=sampling, between_steps=load))
     prompts = {request.prompt.id: request.prompt.token_ids for request in requests}
     assert {completion.version_spans for completion in found} == {((0, 0),), ((0, 9),)}
@@ -251,7 +257,7 @@ def test_weights_loaded_between_two_completions_count(kind, update):
     stream = engine.generate(requests, samples_per_prompt=1, sampling=sampling)
     assert next(stream).version_spans == ((0, 0),)
     new = make_tiny_model(FAMILY, seed=1)
-    engine.load(make_weights_of(new, 3))
+    engine.load(weights_for(kind, new, 3))
     second, third = stream  # the second may have begun when the first was handed out
     if update == "drain":
         assert len(second.version_spans) == 1

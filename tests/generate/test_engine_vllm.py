@@ -15,6 +15,7 @@ import torch
 import transformers
 from tiny_models import (
     GROUPED,
+    VLLM_DEVICE,
     VOCABULARY,
     by_key,
     log_softmax,
@@ -24,6 +25,7 @@ from tiny_models import (
     make_weights_of,
     plain_log_probs,
     plain_logits,
+    where_it_runs,
 )
 
 import tba
@@ -42,7 +44,12 @@ needs_vllm = pytest.mark.skipif(
 def make(kind="vllm", model=None, *, slots=3, max_length=40, seed=0, **config):
     model = make_tiny_model(FAMILY) if model is None else model
     settings = GenerateConfig(engine=kind, slots=slots, **config)
-    return make_engine(model, STOPS, settings, seed=seed, max_length=max_length)
+    return make_engine(where_it_runs(kind, model), STOPS, settings, seed=seed, max_length=max_length)
+
+
+def weights_of(model, version):
+    """As a searcher hands them over: on vLLM's device."""
+    return make_weights_of(where_it_runs("vllm", model), version)
 
 
 def test_nothing_imports_vllm_but_the_modules_that_are_imported_when_it_is_chosen():
@@ -106,7 +113,7 @@ def test_the_policys_log_probs_are_those_of_the_version_that_chose_each_token():
 
     def between_steps():
         if next(steps) == 5:
-            engine.load(make_weights_of(models[4], 4))
+            engine.load(weights_of(models[4], 4))
 
     sampling = Sampling(max_new_tokens=12, min_new_tokens=12)
     found = by_key(engine.generate(requests, samples_per_prompt=1, sampling=sampling, between_steps=between_steps))
@@ -169,7 +176,7 @@ def test_scores_are_those_of_the_weights_in_use_also_at_full_length_and_while_re
 def test_scores_at_another_temperature_are_our_own_scorers_and_follow_the_weights():
     prompt, response = make_prompt("a", 4).token_ids, make_prompt("d", 9).token_ids
     engine, new = make(temperature=0.5), make_tiny_model(FAMILY, seed=1)
-    engine.load(make_weights_of(new, 3))
+    engine.load(weights_of(new, 3))
     (score,) = engine.score([prompt], [response], 0.5)
     np.testing.assert_allclose(score, plain_log_probs(new, prompt, response, temperature=0.5), atol=1e-4)
     with pytest.raises(ConfigError, match=r"cannot score at temperature 0.5.*generate.temperature"):
@@ -184,6 +191,19 @@ def make_long_model(seed):
         for parameter in model.parameters():
             parameter.mul_(4.0) if parameter.dim() > 1 else None
     return model
+
+
+@needs_vllm
+def test_more_prompt_tokens_than_vllm_reads_in_one_step():
+    model = make_long_model(0)
+    engine = make(model=model, max_length=400, slots=40)
+    requests = [Request(prompt=make_prompt(f"p{index}", 300)) for index in range(40)]
+    found = list(engine.generate(requests, samples_per_prompt=1, sampling=Sampling(max_new_tokens=4)))
+    assert len(found) == 40
+    prompts = {request.prompt.id: request.prompt.token_ids for request in requests}
+    texts = [prompts[completion.prompt_id] for completion in found], [completion.token_ids for completion in found]
+    for completion, score in zip(found, engine.score(*texts, 1.0)):
+        np.testing.assert_allclose(completion.policy_log_probs, score, atol=1e-4)
 
 
 @needs_vllm
@@ -206,7 +226,7 @@ def test_a_prompt_started_after_a_load_shares_no_keys_with_the_old_weights():
     for completion in engine.generate(requests(), samples_per_prompt=1, sampling=sampling):
         found[completion.prompt_id, completion.sample_index] = completion
         if completion.prompt_id == "long" and engine.version == 0:
-            engine.load(make_weights_of(new, 7))
+            engine.load(weights_of(new, 7))
     assert [version for _, version in found["other", 0].version_spans] == [0, 7]
     for index, (version, model) in enumerate([(0, old), (7, new)]):
         completion = found["long", index]
@@ -235,6 +255,23 @@ def test_a_sibling_generates_with_the_same_weights_while_the_engine_has_response
 
 
 @needs_vllm
+def test_a_plain_model_is_used_as_it_is_loaded_and_one_with_a_quantized_layer_is_not():
+    """What decides on a GPU whether new weights go straight into the tensors in use."""
+    from tba.generate.vllm_weights import is_used_as_loaded
+
+    def judge(model):
+        layers = list(model.modules())
+        plain = all(map(is_used_as_loaded, layers))
+        chosen = next(layer for layer in layers if getattr(layer, "quant_method", None) is not None)
+        chosen.quant_method, kept = object(), chosen.quant_method
+        quantized = all(map(is_used_as_loaded, layers))
+        chosen.quant_method = kept
+        return plain, quantized
+
+    assert make()._shared.llm.apply_model(judge) == [(True, False)]
+
+
+@needs_vllm
 def test_tied_embeddings_are_replaced_at_both_ends():
     def tied(seed):
         torch.manual_seed(seed)
@@ -248,9 +285,21 @@ def test_tied_embeddings_are_replaced_at_both_ends():
     prompt, response = make_prompt("a", 4).token_ids, make_prompt("d", 9).token_ids
     for model, version in ((tied(0), 0), (new, 5)):
         if version:
-            engine.load(make_weights_of(model, version))
+            engine.load(weights_of(model, version))
         (score,) = engine.score([prompt], [response], 1.0)
         np.testing.assert_allclose(score, plain_log_probs(model, prompt, response), atol=1e-4)
+
+
+@needs_vllm
+def test_one_config_has_one_folder_so_that_what_vllm_compiles_is_found_again(tmp_path, monkeypatch):
+    from tba.generate.vllm_in_process import config_folder
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    configs = [make_tiny_model(family).config for family in (FAMILY, FAMILY, "qwen2")]
+    first, again, other = map(config_folder, configs)
+    assert first == again != other
+    assert [path.name for path in first.iterdir()] == ["config.json"]
+    assert transformers.AutoConfig.from_pretrained(first).to_diff_dict() == configs[0].to_diff_dict()
 
 
 @needs_vllm
@@ -273,6 +322,7 @@ def test_a_lora_adapter_is_merged_before_vllm_gets_it():
 
 
 @needs_vllm
+@pytest.mark.skipif(VLLM_DEVICE != "cpu", reason="vLLM's kernels for GPUs know such heads")
 def test_a_model_that_vllms_kernels_do_not_know_is_refused_when_the_engine_is_made():
     with pytest.raises(ConfigError, match=r"cannot run this model: .*head.*Use generate.engine=native"):
         make(model=make_tiny_model("llama"))  # heads of 8 numbers
@@ -281,7 +331,7 @@ def test_a_model_that_vllms_kernels_do_not_know_is_refused_when_the_engine_is_ma
 @needs_vllm
 def test_weights_that_do_not_fit_and_temperatures_that_vllm_would_change_are_refused():
     engine = make()
-    tensors = dict(make_weights_of(make_tiny_model(FAMILY), 1).tensors)
+    tensors = dict(weights_of(make_tiny_model(FAMILY), 1).tensors)
     del tensors["model.norm.weight"]
     with pytest.raises(KeyError, match=r"missing \['model\.norm\.weight'\]"):
         engine.load(Weights(version=1, tensors=tensors))

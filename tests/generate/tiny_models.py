@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import os
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -12,7 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tba.types import Completion, Prompt, Request, Weights
 
 transformers.logging.set_verbosity_error()
+# What is compared here is fp32: on a GPU vLLM's attention would otherwise multiply with ten bits.
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
+VLLM_DEVICE = "cuda" if importlib.util.find_spec("vllm") and torch.cuda.is_available() else "cpu"
+"""Where the installed vLLM runs."""
 VOCABULARY = 37
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -88,6 +95,11 @@ def make_prompt(prompt_id: str, length: int, *, seed: int = 0) -> Prompt:
 def make_requests(*lengths: int) -> list[Request]:
     """One request per length, with ids p0, p1, ..."""
     return [Request(prompt=make_prompt(f"p{index}", length)) for index, length in enumerate(lengths)]
+
+
+def where_it_runs(kind: str, model: PreTrainedModel) -> PreTrainedModel:
+    """The model for an engine of this kind: where vLLM runs on a GPU, a copy that lies there."""
+    return copy.deepcopy(model).to(VLLM_DEVICE) if kind == "vllm" and VLLM_DEVICE != "cpu" else model
 
 
 def make_weights_of(model: PreTrainedModel, version: int) -> Weights:

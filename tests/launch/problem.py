@@ -88,8 +88,8 @@ def scores_of(config: Config) -> dict[str, float]:
 
 
 def children() -> list[psutil.Process]:
-    """Living processes that this one has started, and theirs; but for the server that roles are forked from and the one that
-    watches over the GPU's MPS daemon, which serve the next run too."""
+    """Living processes that this one has started, and theirs; but for the server that roles are forked from, the one that
+    watches over the GPU's MPS daemon and those that torch compiles in, which serve the next run too."""
     return [p for p in psutil.Process().children(recursive=True) if _is_of_a_run(p)]
 
 
@@ -97,7 +97,9 @@ def _is_of_a_run(process: psutil.Process) -> bool:
     try:
         is_server = "tba.runtime.fork_server" in process.cmdline() and not process.name().startswith("searcher-")
         watches = [line for p in (process, process.parent()) if p is not None for line in p.cmdline()]
-        return process.status() != psutil.STATUS_ZOMBIE and not is_server and "tba-mps-watch" not in watches
+        compiles = any("_inductor/compile_worker" in line for line in process.cmdline())
+        serves = is_server or compiles or "tba-mps-watch" in watches
+        return process.status() != psutil.STATUS_ZOMBIE and not serves
     except (psutil.NoSuchProcess, FileNotFoundError):  # it has ended meanwhile
         return False
 

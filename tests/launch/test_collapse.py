@@ -140,6 +140,7 @@ def test_a_run_goes_back_a_bounded_number_of_times(folder):
     config = make_config(
         folder, *SETTINGS, "name=bounded", "observe.on_collapse=rollback", "observe.max_rollbacks=1",
         "observe.healthy_checkpoint_every=5",
+        "model.device=cpu",  # in a GPU's bf16 this run did not collapse a second time
     )  # fmt: skip
     with pytest.raises(Collapsed, match=r"Rollbacks before this: 1\."):
         train(config)
@@ -187,11 +188,12 @@ def what_came_of(run: RunFolder) -> tuple:
     ids=["ppo", "fixed_lag", "resets"],
 )
 def test_a_run_that_goes_back_forgets_everything_that_came_after(folder, settings, monkeypatch, request):
-    """With the learning rate as it was, the steps that are made again are the same, bit for bit."""
+    """With the learning rate as it was, the steps that are made again are the same, bit for bit. That is so on a CPU: on a
+    GPU sums are made in an order that changes."""
     case = request.node.callspec.id
     configs = [
         make_config(
-            folder, *settings, f"name={case}-{end}", "train.max_steps=12", "evaluate.every=4",
+            folder, *settings, f"name={case}-{end}", "train.max_steps=12", "evaluate.every=4", "model.device=cpu",
             "observe.on_collapse=rollback", "observe.healthy_checkpoint_every=5",
         )
         for end in ("whole", "back")

@@ -15,13 +15,18 @@ from tba.launch.run import SyncRun, load_inputs
 from tba.observe.files import RunFolder
 from tba.runtime.board import Board
 
+FP32 = "model.dtype=float32"
+"""What a CPU has anyway. On a GPU the default is bf16: bounds below are those of fp32."""
+ON_CPU = "model.device=cpu"
+"""Where two runs are compared number by number: on a GPU sums are made in an order that changes."""
+
 
 def metrics_of(config) -> list[dict]:
     return [json.loads(line) for line in RunFolder(config.run_folder).metrics.read_text().splitlines()]
 
 
 def test_a_sync_run_writes_its_folder(folder):
-    config = make_config(folder, "mode=sync", "name=sync", "train.checkpoint_every=2")
+    config = make_config(folder, "mode=sync", "name=sync", "train.checkpoint_every=2", FP32)
     summary = train(config)
     run = RunFolder(config.run_folder)
     assert json.loads(run.summary.read_text()) == summary
@@ -53,7 +58,7 @@ def test_a_sync_run_writes_its_folder(folder):
 
 
 def test_before_the_first_step_policy_and_reference_agree_on_every_response(folder):
-    config = make_config(folder, "mode=sync", "name=agree", "train.max_steps=1", "generate.temperature=0.7")
+    config = make_config(folder, "mode=sync", "name=agree", "train.max_steps=1", "generate.temperature=0.7", FP32)
     config = with_objective_defaults(config)
     run = SyncRun.make(
         config, RunFolder.create(config.run_folder, overwrite=False), load_inputs(config), Board.create()
@@ -62,7 +67,7 @@ def test_before_the_first_step_policy_and_reference_agree_on_every_response(fold
         run.searcher.step(4)
         run.trainer.receive()
         batch = run.trainer.sample()
-        log_pi_N = run.trainer.train_step.gradients(batch, beta=0.1).outputs.log_pi_N
+        log_pi_N = run.trainer.train_step.gradients(batch, beta=0.1).outputs.log_pi_N.cpu()
     finally:
         run.close()
     for other_N in (batch.log_ref_N, batch.policy_N, batch.behaviour_N):
@@ -114,7 +119,7 @@ def test_a_model_that_no_fast_path_knows_trains_the_slow_way(folder, model_type,
     path = folder / f"model-{model_type}"
     AutoModelForCausalLM.from_config(shape).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
-    config = make_config(folder, "mode=sync", f"name={model_type}", f"model.path={path}", "train.max_steps=3")
+    config = make_config(folder, "mode=sync", f"name={model_type}", f"model.path={path}", "train.max_steps=3", FP32)
     assert train(config)["steps"] == 3
     kl = [record["kl"] for record in metrics_of(config) if "loss" in record]
     assert abs(kl[0]) < 1e-4 < abs(kl[-1])  # the reference stays where it was while the policy moves
@@ -132,7 +137,7 @@ def test_the_checkpoint_loads_with_transformers_and_evaluates(folder):
 
 
 def test_two_searchers_and_a_trainer_for_twenty_steps(folder):
-    config = make_config(folder, "name=two", "search.num_searchers=2", "train.max_steps=20", "evaluate.every=10")
+    config = make_config(folder, "name=two", "search.num_searchers=2", "train.max_steps=20", "evaluate.every=10", FP32)
     summary = train(config)
     assert summary["steps"] == 20
     assert summary["responses_trained"] == 320
@@ -152,10 +157,10 @@ def test_two_searchers_and_a_trainer_for_twenty_steps(folder):
 
 def test_lag_0_in_the_async_runtime_equals_sync_mode(folder):
     """The same tokens, hence the same rewards and lengths, and the same losses."""
-    sync = make_config(folder, "mode=sync", "name=equal-sync")
+    sync = make_config(folder, "mode=sync", "name=equal-sync", ON_CPU)
     paced = ["replay.lag=pace", "replay.max_lag=0", "replay.fresh_steps=1", "replay.on_policy_probability=1"]
     paced += ["replay.deduplicate=false", "replay.max_trained_per_generated=1", "generate.update=drain"]
-    lag_0 = make_config(folder, "name=equal-async", *paced)
+    lag_0 = make_config(folder, "name=equal-async", ON_CPU, *paced)
     train(sync)
     summary = train(lag_0)
     assert summary["lag"] == {"mean": 0.0, "max": 0}

@@ -74,9 +74,9 @@ def make_vllm_engine(
     from (top_p, top_k, min_new_tokens, exploration)."""
     config: Any = model.config
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    kind = torch.device(device).type
+    where = torch.device(device)
     try:
-        llm = make_llm(model, seed=seed, slots=slots, max_length=max_length, dtype=dtype, device=kind)
+        llm = make_llm(model, seed=seed, slots=slots, max_length=max_length, dtype=dtype, device=where)
         shared = SharedLLM(llm=llm, names=frozenset(parameters), scorer=scorer)
         shared.load(Weights(version=version, tensors=parameters))
         # Kernels that do not know the shape of a model say so in the first pass only.
