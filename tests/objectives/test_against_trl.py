@@ -39,7 +39,8 @@ from transformers import LlamaForCausalLM
 from tba.models.policy import PolicyModel
 from tba.objectives.base import Objective
 from tba.objectives.dpo import OnlineDPO
-from tba.objectives.policy_gradient import GRPO, RLOO, DrGRPO, ProximalRLOO
+from tba.objectives.grpo import GRPO, DrGRPO
+from tba.objectives.policy_gradient import RLOO, ProximalRLOO
 from tba.train.batch import pack_responses
 from tba.types import Batch, Forward, Loss, Totals
 
