@@ -77,13 +77,13 @@ class GroupRelative(Objective):
     ratio itself, as in TRL: 5 is usual there, and below 1 every token's ratio is cut."""
     ratio: Literal["token", "sequence"] = "token"
     """Whose ratio counts: each token's own, or one for all tokens of a response, exp(mean of log pi - log pi_behaviour over
-    them) (GSPO, arXiv 2507.18071, whose bounds are near 3e-4)."""
+    them) (GSPO, arXiv 2507.18071, where clip_low is 3e-4 and clip_high 4e-4)."""
     surrogate: Literal["clip", "cispo", "sapo", "vespo"] = "clip"
     """Loss of a token as a function of its ratio and advantage: PPO's clip, a weighted log-prob under a bounded ratio, a
     sigmoid of the ratio, or a log-prob weighted by the ratio of the whole response."""
     max_ratio: float | None = Field(default=None, gt=0.0)
-    """Largest ratio of the unclipped term, which bounds the push against responses of negative advantage (INTELLECT-2: 4;
-    sensible above 1 + clip_high). None = no bound."""
+    """Largest ratio of the unclipped term, which bounds the push against responses of negative advantage; sensible above
+    1 + clip_high. None = no bound."""
     sapo_temperature_pos: float = Field(default=1.0, gt=0.0)
     """Steepness t of sapo's sigmoid where the advantage is above 0."""
     sapo_temperature_neg: float = Field(default=1.05, gt=0.0)
