@@ -147,7 +147,7 @@ def test_every_objective_is_compared():
     assert {name for name, _, _ in CASES} == set(OBJECTIVES)
 
 
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if OBJECTIVES[name].coupling != "batch"])
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if OBJECTIVES[name].default_coupling != "batch"])
 def test_losses_of_whole_prompts_add_up_to_the_loss_of_the_step(name):
     settings = {"normal_length": 11} if "normal_length" in OBJECTIVES[name].model_fields else {}
     data = random_data(0, old_values=False)

@@ -14,6 +14,7 @@ What is the same, and what differs between the two libraries:
 `grpo` = loss_type="grpo", `dr_grpo` = loss_type="dr_grpo" with scale_rewards="none", both with
 use_bias_correction_kl=False: the same in everything. By default TRL 1.16 trains with "dapo" and multiplies the KL
 term by the ratio (DeepSeek-V3.2), which neither method's paper does.
+The other loss types and settings of GRPOConfig are settings of ours (`AS_IN_TRL`), and the same in everything too.
 `proximal_rloo` = TRL's RLOO with normalize_advantages=False (its default): clipped ratio of whole responses, penalty
 beta (log pi_old - log ref) in the reward. Ours may sample from a truncated or tempered distribution, so it has two old
 log-probs (behaviour in the ratio, policy in the penalty); TRL has one, so they are equal here.
@@ -39,7 +40,8 @@ from transformers import LlamaForCausalLM
 from tba.models.policy import PolicyModel
 from tba.objectives.base import Objective
 from tba.objectives.dpo import OnlineDPO
-from tba.objectives.policy_gradient import GRPO, RLOO, DrGRPO, ProximalRLOO
+from tba.objectives.grpo import GRPO, DrGRPO
+from tba.objectives.policy_gradient import RLOO, ProximalRLOO
 from tba.train.batch import pack_responses
 from tba.types import Batch, Forward, Loss, Totals
 
@@ -188,8 +190,9 @@ def trl_grpo(weights: Weights, batch: Batch, folder: Path, **config: Any) -> tup
 
     def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
         masks = [[int(m) for m in mask] for mask in batch.loss_mask_N.split(batch.lengths.tolist())]
-        unused = [[0.0] * len(mask) for mask in masks]
-        answers = {"completion_ids": responses_of(batch), "logprobs": unused, "env_mask": masks}
+        # Read by off_policy_mask_threshold alone: ratios are to what TRL itself computes with the old weights.
+        log_probs = [part.tolist() for part in batch.behaviour_N.nan_to_num().split(batch.lengths.tolist())]
+        answers = {"completion_ids": responses_of(batch), "logprobs": log_probs, "env_mask": masks}
         return {"prompt_ids": prompts_of(batch), **answers}
 
     # num_iterations = 2: with one, TRL takes the ratio for 1 and does not keep old log-probs.
@@ -306,6 +309,47 @@ def test_grpo_leaves_out_the_tokens_that_trl_leaves_out(tmp_path):
     batch = ours(weights, temperature=1.0, mask_N=some_words())
     mine = our_loss(GRPO(), weights, batch, beta=0.1, temperature=1.0)
     assert_same(mine, trl_grpo(weights, batch, tmp_path, loss_type="grpo", epsilon=0.2, beta=0.1, temperature=1.0))
+
+
+CLIPS = {"epsilon": 0.1, "epsilon_high": 0.15}
+OUR_CLIPS = {"clip_low": 0.1, "clip_high": 0.15}
+PER_RESPONSE = {"importance_sampling_level": "sequence"}
+BOTH_SAPO = {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0}
+BOTH_VESPO = {"vespo_k_pos": 1.0, "vespo_lambda_pos": 1.5, "vespo_k_neg": 2.0, "vespo_lambda_neg": 1.2}
+NO_STD = {"scale_rewards": "none"}
+AS_IN_TRL: list[tuple[Objective, dict[str, Any]]] = [
+    (GRPO(**OUR_CLIPS, scale_rewards=False), {"loss_type": "grpo", **NO_STD, **CLIPS}),
+    (GRPO(**OUR_CLIPS, aggregate="tokens"), {"loss_type": "dapo", **CLIPS}),
+    (GRPO(**OUR_CLIPS, aggregate="tokens"), {"loss_type": "bnpo", **CLIPS}),
+    (GRPO(**OUR_CLIPS, max_ratio=1.3), {"loss_type": "grpo", "delta": 1.3, **CLIPS}),
+    (GRPO(clip_low=0.01, clip_high=0.02, ratio="sequence"),
+     {"loss_type": "grpo", "epsilon": 0.01, "epsilon_high": 0.02, **PER_RESPONSE}),
+    (GRPO(surrogate="cispo", clip_high=1.1, aggregate="tokens"), {"loss_type": "cispo", "epsilon_high": 1.1}),
+    (GRPO(surrogate="cispo", aggregate="tokens"), {"loss_type": "cispo"}),
+    (GRPO(surrogate="sapo"), {"loss_type": "sapo"}),
+    (GRPO(surrogate="sapo", ratio="sequence", **BOTH_SAPO), {"loss_type": "sapo", **PER_RESPONSE, **BOTH_SAPO}),
+    (GRPO(surrogate="vespo", aggregate="tokens"), {"loss_type": "vespo"}),
+    (GRPO(surrogate="vespo", aggregate="tokens", **BOTH_VESPO), {"loss_type": "vespo", **BOTH_VESPO}),
+    (GRPO(surrogate="sapo", off_policy_mask=0.02), {"loss_type": "sapo", "off_policy_mask_threshold": 0.02}),
+    (GRPO(**OUR_CLIPS, top_entropy=0.4), {"loss_type": "grpo", "top_entropy_quantile": 0.4, **CLIPS}),
+    (GRPO(**OUR_CLIPS, aggregate="tokens", top_entropy=0.2),
+     {"loss_type": "dapo", "top_entropy_quantile": 0.2, **CLIPS}),
+    (DrGRPO(**OUR_CLIPS, normal_length=MAX_NEW_TOKENS, scale_rewards=True), {"loss_type": "dr_grpo", **CLIPS}),
+    (DrGRPO(clip_low=0.01, clip_high=0.02, ratio="sequence", normal_length=1, scale_rewards=True),
+     {"loss_type": "luspo", "epsilon": 0.01, "epsilon_high": 0.02, **PER_RESPONSE}),
+]  # fmt: skip
+"""The settings of ours that are TRL's, as the table of docs/algorithm.md has them."""
+
+
+@pytest.mark.parametrize(("objective", "config"), AS_IN_TRL, ids=[str(config) for _, config in AS_IN_TRL])
+def test_settings_of_grpo_are_those_of_trl(tmp_path, objective, config):
+    beta, weights = 0.1, three_weights(noise=0.01)
+    batch = ours(weights, temperature=0.7, mask_N=some_words())
+    mine = our_loss(objective, weights, batch, beta=beta, temperature=0.7)
+    for share in ("objective/clip_fraction", "objective/masked"):
+        if share in mine[0].metrics and config != {"loss_type": "cispo"}:
+            assert 0.05 < mine[0].metrics[share] < 0.95, share
+    assert_same(mine, trl_grpo(weights, batch, tmp_path, **config, beta=beta, temperature=0.7))
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

@@ -44,10 +44,23 @@ def test_reads_are_noticed():
 
 @pytest.mark.parametrize("name", sorted(set(OBJECTIVES) - STOPPING))
 def test_an_objective_reads_nothing(name):
-    batch = ragged_batch(P, K)
     settings = {"normal_length": 8} if "normal_length" in OBJECTIVES[name].model_fields else {}
+    assert_nothing_is_read(name, settings)
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo", "vespo"])
+def test_grpo_reads_nothing_with_any_surrogate_and_both_masks(surrogate):
+    assert_nothing_is_read("grpo", {"surrogate": surrogate, "off_policy_mask": 0.1, "top_entropy": 0.2})
+
+
+def assert_nothing_is_read(name: str, settings: dict[str, Any]) -> None:
+    batch = ragged_batch(P, K)
     objective = OBJECTIVES[name].model_validate(settings)
-    forward = Forward(log_pi_N=batch.behaviour_N.clone().requires_grad_(), log_z_P=torch.zeros(P, requires_grad=True))
+    forward = Forward(
+        log_pi_N=batch.behaviour_N.clone().requires_grad_(),
+        entropy_N=batch.behaviour_N.abs(),
+        log_z_P=torch.zeros(P, requires_grad=True),
+    )
     with Reads() as reads:
         loss = objective(batch, forward, beta=0.1)
         loss.value.backward()

@@ -110,6 +110,33 @@ def test_gradients_of_whitened_advantages_are_the_same_for_every_micro_batch_siz
         assert (all_gradients(responses) - want).abs().max() < 2e-5 * max(1.0, want.abs().max().item()), responses
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"aggregate": "tokens"},
+        {"ratio": "sequence", "max_ratio": 1.5},
+        {"surrogate": "cispo", "clip_high": 1.1, "aggregate": "tokens"},
+        {"surrogate": "vespo", "off_policy_mask": 0.01},
+        {"top_entropy": 0.3},
+        {"top_entropy": 0.3, "surrogate": "sapo", "aggregate": "tokens", "ratio": "sequence", "off_policy_mask": 0.01},
+    ],
+    ids=str,
+)
+def test_gradients_of_grpo_are_the_same_for_every_micro_batch_size_and_setting(settings):
+    def all_gradients(responses: int, share: bool) -> torch.Tensor:
+        step = make_step(Budget(max_tokens=10_000, max_responses=responses, share_prompts=share))
+        step.objective = OBJECTIVES["grpo"](**settings)
+        step.gradients(batch, beta=0.1)
+        return torch.cat([parameter.grad.flatten() for parameter in step.policy.model.parameters()])
+
+    batch = ragged_batch(P, K)
+    want = all_gradients(P * K, True)
+    assert want.abs().max() > 1e-3
+    for responses, share in ((1, True), (3, False), (K, True), (2 * K, False), (P * K, False)):
+        got = all_gradients(responses, share)
+        assert (got - want).abs().max() < 1e-5 * max(1.0, want.abs().max().item()), (responses, share)
+
+
 def test_a_critic_of_its_own_leaves_the_policy_alone():
     """With rewards of 0 and no KL the advantages are noise; but the value loss alone must not reach the policy."""
     gradients = {}

@@ -72,7 +72,8 @@ class Objective(Section):
     a step's micro-batches add up.
     """
 
-    coupling: ClassVar[Coupling]
+    default_coupling: ClassVar[Coupling]
+    """What a token's gradient depends on with default settings."""
     needs: ClassVar[Needs]
     """What the objective needs with its default settings."""
     default_beta: ClassVar[float]
@@ -89,6 +90,11 @@ class Objective(Section):
     def extras(self) -> Extras:
         """Override it where the policy alone is not enough."""
         return Extras()
+
+    @property
+    def coupling(self) -> Coupling:
+        """`default_coupling`, or what the settings make of it; override it where a setting couples more."""
+        return self.default_coupling
 
     @property
     def all_needs(self) -> Needs:
@@ -161,9 +167,13 @@ def ratios(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
-def clipped_surrogate(advantage: Tensor, ratio: Tensor, *, low: float, high: float) -> Tensor:
-    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)): PPO's pessimistic loss (arXiv 1707.06347)."""
-    plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1.0 - low, 1.0 + high)
+def clipped_surrogate(
+    advantage: Tensor, ratio: Tensor, *, low: float, high: float, max_ratio: float | None = None
+) -> Tensor:
+    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)): PPO's pessimistic loss (arXiv 1707.06347). With A < 0 it grows with
+    the ratio without end, unless the ratio of its first term is bounded by `max_ratio` (INTELLECT-2, arXiv 2505.07291)."""
+    clipped = -advantage * ratio.clamp(1.0 - low, 1.0 + high)
+    plain = -advantage * (ratio if max_ratio is None else ratio.clamp(max=max_ratio))
     # Not torch.maximum: at a tie it halves the gradient of both sides.
     return torch.where(clipped > plain, clipped, plain)
 

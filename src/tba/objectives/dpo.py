@@ -19,7 +19,7 @@ from tba.types import Batch, Forward, Loss
 
 
 class OnlineDPO(Objective):
-    coupling: ClassVar[Coupling] = "group"
+    default_coupling: ClassVar[Coupling] = "group"
     needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, group=True)
     default_beta: ClassVar[float] = 0.1
 

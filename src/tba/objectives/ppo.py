@@ -61,7 +61,7 @@ class PPO(Objective):
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
     """Weight lambda of longer returns in GAE, per token: 0 = one step, 1 = the whole response."""
 
-    coupling: ClassVar[Coupling] = "batch"
+    default_coupling: ClassVar[Coupling] = "batch"
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, policy=True, multiplicities=True)
     default_beta: ClassVar[float] = 0.05
 
@@ -177,7 +177,7 @@ class VinePPO(Objective):
     whiten: bool = True
     """Whether advantages are brought to mean 0 and variance 1 over all tokens of the step."""
 
-    coupling: ClassVar[Coupling] = "batch"
+    default_coupling: ClassVar[Coupling] = "batch"
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, multiplicities=True, all_responses=True)
     default_beta: ClassVar[float] = 1e-4
 

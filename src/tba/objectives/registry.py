@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from tba.config import Config, ConfigError, Schedule
 from tba.objectives.base import Needs, Objective
 from tba.objectives.dpo import OnlineDPO
-from tba.objectives.policy_gradient import GRPO, RLOO, DrGRPO, ProximalRLOO, Reinforce
+from tba.objectives.grpo import GRPO, DrGRPO
+from tba.objectives.policy_gradient import RLOO, ProximalRLOO, Reinforce
 from tba.objectives.ppo import PPO, VinePPO
 from tba.objectives.trajectory_balance import Kimi, LearnedLogZ, TBAPrime, TrajectoryBalance
 

@@ -101,7 +101,7 @@ class TrajectoryBalance(Objective):
     """Largest |beta * residual| in reward units whose gradient grows; beyond it the pull is constant (Huber). None = no
     clip."""
 
-    coupling: ClassVar[Coupling] = "group"
+    default_coupling: ClassVar[Coupling] = "group"
     needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True, group=True)
     default_beta: ClassVar[float] = 0.01
 
@@ -130,7 +130,7 @@ class LearnedLogZ(Objective):
     `tba.models.policy.LogZ`. log Z has to follow r / beta: the default does where the mean reward rises by no more than
     beta per step."""
 
-    coupling: ClassVar[Coupling] = "response"
+    default_coupling: ClassVar[Coupling] = "response"
     needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True)
     default_beta: ClassVar[float] = 0.05
 
@@ -146,7 +146,7 @@ class LearnedLogZ(Objective):
 class Kimi(Objective):
     """`kimi`: log Z_i = mean_j r_ij / beta (Kimi k1.5, arXiv 2501.12599): no mean log-ratio in the control variate."""
 
-    coupling: ClassVar[Coupling] = "response"
+    default_coupling: ClassVar[Coupling] = "response"
     needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, group=True)
     default_beta: ClassVar[float] = 0.05
 
@@ -252,7 +252,7 @@ class TBAPrime(Objective):
     normal_length: int | None = Field(default=None, ge=1)
     """Number of tokens that token losses are divided by, a constant. None = generate.max_new_tokens."""
 
-    coupling: ClassVar[Coupling] = "group"
+    default_coupling: ClassVar[Coupling] = "group"
     needs: ClassVar[Needs] = Needs(reference=True, group=True, behaviour=True, multiplicities=True)
     default_beta: ClassVar[float] = 0.005
     default_reset_every: ClassVar[int] = 50
