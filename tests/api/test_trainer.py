@@ -97,6 +97,11 @@ def test_flat_names_and_sections_are_merged_and_nothing_is_changed():
     assert section == {"responses_per_step": 16}
 
 
+def late(completions, trainer_state, log_metric, **columns):
+    log_metric("step", trainer_state.global_step)
+    return [float(trainer_state.global_step >= 2)] * len(completions)
+
+
 class Heard(TrainerCallback):
     """Writes down what it is told, asks for a checkpoint after step 1 and for the end after step 4."""
 
@@ -133,10 +138,7 @@ def test_what_a_script_asks_of_a_trainer_before_during_and_after_the_run(folder,
     trainer = TBATrainer(
         model=given,
         processing_class=str(folder / "model"),
-        reward_funcs=[
-            sevens,
-            lambda completions, log_metric, trainer_state, **_: [float(trainer_state.global_step >= 0)],
-        ],
+        reward_funcs=[sevens, late],
         args=TBAConfig(
             output_dir=tmp_path / "run",
             max_steps=9,
@@ -161,6 +163,8 @@ def test_what_a_script_asks_of_a_trainer_before_during_and_after_the_run(folder,
     lines = [json.loads(line) for line in RunFolder(tmp_path / "run").metrics.read_text().splitlines()]
     history = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     assert history == [line["loss"] for line in lines if "loss" in line]
+    scores = {line["step"]: line["rewards/late/mean"] for line in lines if "loss" in line}
+    assert scores == {2: 0.0, 4: 1.0}  # steps 1 and 2 are of weights 0 and 1
     assert trainer.model is given
     assert not torch.equal(given.lm_head.weight, before)
     (texts,) = trainer.generate(["w9 w5"], num_generations=3)
