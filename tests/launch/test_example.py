@@ -71,7 +71,7 @@ def run_library(output: Path) -> tuple[list[Step], list[dict]]:
     lines = RunFolder(config.run_folder).metrics.read_text().splitlines()
     records = [record for record in map(json.loads, lines) if "loss" in record]
     steps = [
-        (record["tb/loss"], record["reward"], tokens[step * P * K : (step + 1) * P * K])
+        (record["tb/loss"], record["batch/reward"], tokens[step * P * K : (step + 1) * P * K])
         for step, record in enumerate(records)
     ]
     rows = [{"id": p.id, "prompt": p.text, "answer": p.columns["answer"]} for p in inputs.task.prompts("train")]

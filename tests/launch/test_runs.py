@@ -165,7 +165,7 @@ def test_lag_0_in_the_async_runtime_equals_sync_mode(folder):
     summary = train(lag_0)
     assert summary["lag"] == {"mean": 0.0, "max": 0}
     for want, got in zip(*([r for r in metrics_of(config) if "loss" in r] for config in (sync, lag_0)), strict=True):
-        assert got["reward"] == pytest.approx(want["reward"], abs=1e-7)
+        assert got["batch/reward"] == pytest.approx(want["batch/reward"], abs=1e-7)
         assert got["completions/mean_length"] == want["completions/mean_length"]
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
     a, b = (

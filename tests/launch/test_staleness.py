@@ -44,7 +44,7 @@ def test_several_updates_train_on_one_batch(folder):
     records = steps_of(config)
     assert [record["off_policy/lag_mean"] for record in records] == [0, 1, 2, 0, 1, 2]
     assert (summary["responses_generated"], summary["responses_trained"]) == (32, 96)
-    rewards = [record["reward"] for record in records]
+    rewards = [record["batch/reward"] for record in records]
     assert rewards[0] == rewards[1] == rewards[2] != rewards[3]
 
 
@@ -116,7 +116,7 @@ def test_a_learned_log_z_begins_again_at_a_reset(folder):
     records = steps_of(config)
     # Steps 1, 3 and 5 train on fresh responses of the reference itself: log ref = log pi, and the VarGrad estimate of log Z
     # is the mean reward / beta. One step at a rate of 3 takes the next one 3 to 6 nats away from where it was.
-    gaps = [record["tb/log_z"] - record["reward"] / record["beta"] for record in records]
+    gaps = [record["tb/log_z"] - record["batch/reward"] / record["beta"] for record in records]
     assert [abs(gap) < 1e-3 for gap in gaps] == [True, False, True, False, True, False]
 
 
@@ -167,5 +167,5 @@ def test_where_every_response_and_continuation_is_cut_off_vineppo_learns_nothing
     )
     train(config)
     for record in steps_of(config):
-        assert (record["reward"], record["completions/clipped_ratio"]) == (-1.0, 1.0)
+        assert (record["batch/reward"], record["completions/clipped_ratio"]) == (-1.0, 1.0)
         assert record["loss"] == record["grad_norm"] == 0.0

@@ -116,6 +116,17 @@ def test_equal_prompts_fall_on_the_same_side(tokenizer, write):
     assert not {p.text for p in task.prompts("train")} & {p.text for p in task.prompts("held_out")}
 
 
+def test_fewer_than_twenty_rows_are_trained_on_and_evaluated_on_alike(tokenizer, write):
+    few = custom(tokenizer, write("few.jsonl", ROWS[:3]), write("rewards.py", SCORE) + ":score")
+    assert [p.text for p in few.prompts("train")] == [p.text for p in few.prompts("held_out")]
+    assert len(few.prompts("train")) == 3
+    assert few.split_words.startswith("trains and is evaluated on the same 3 prompts")
+    many = custom(tokenizer, write("many.jsonl", ROWS), write("rewards.py", SCORE) + ":score")
+    train, held_out = (len(many.prompts(split)) for split in ("train", "held_out"))
+    words = f"trains on {train} prompts and is evaluated on {held_out} others (task.eval_fraction=0.1)."
+    assert many.split_words == words
+
+
 def test_eval_data_is_the_held_out_split(tokenizer, write):
     file = write("rewards.py", SCORE)
     task = custom(

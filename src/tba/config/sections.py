@@ -278,6 +278,10 @@ class EvaluateConfig(Section):
     """Prompts to evaluate on: tune on validation, report on held_out, because settings chosen by looking at the
     held-out prompts flatter themselves there. A run folder keeps its split; `tba evaluate RUN evaluate.split=held_out`
     reports a run that was tuned on validation."""
+    best_metric: str | None = None
+    """Metric that the best checkpoint is kept by, as summary.json names it; None = the first, which the display shows."""
+    lower_is_better: bool = False
+    """Whether a lower value of best_metric is better."""
     num_prompts: int = Field(default=500, ge=1)
     """Number of prompts of the split to evaluate on; arithmetic and tldr have 2000 held-out and 1000 validation
     problems, gsm8k 1319 and 500, math 5000 and 500; red_team has one prompt."""
@@ -291,7 +295,9 @@ class ObserveConfig(Section):
     """What a run shows and writes about itself, and the collapse guard."""
 
     log_every: int = Field(default=1, ge=1)
-    """Number of optimizer steps between two lines of metrics.jsonl."""
+    """Number of optimizer steps between two lines of metrics.jsonl, each of which is the mean over them."""
+    run_name: str | None = None
+    """Name of the run in W&B; None = that of the run folder."""
     samples_every: int = Field(default=20, ge=1)
     """Number of optimizer steps between two entries of samples.jsonl."""
     progress: bool = True

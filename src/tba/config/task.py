@@ -134,6 +134,8 @@ class TaskConfig(Section):
     """Prompt of gsm8k and math without chat, with {question} where the question goes; None = the task's own."""
     chat: bool | Literal["auto"] = "auto"
     """Whether gsm8k and math ask by a user's message in the tokenizer's chat template; auto = where it has one."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What the chat template gets besides the messages, such as {enable_thinking: false}."""
     instruction: str | None = None
     """Text that follows the question of gsm8k and math in the user's message, with chat; None = the task's own; empty =
     nothing."""

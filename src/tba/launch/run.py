@@ -24,6 +24,7 @@ from tba.models.load import LoadedModel, adapt, load_model
 from tba.models.weights import make_weights
 from tba.observe.display import RoleStatus
 from tba.observe.files import RunFolder
+from tba.observe.listener import RunListener
 from tba.observe.recorder import Recorder
 from tba.runtime.board import Board, Row
 from tba.runtime.channels import POLL_SECONDS, Idleness, LaggedWeights, LocalGroups, LocalWeights, Runtime
@@ -93,6 +94,7 @@ def make_recorder(
     *,
     roles: Callable[[], Sequence[RoleStatus]] = list,
     more_metrics: Callable[[], Mapping[str, float]] = dict,
+    listener: RunListener | None = None,
 ) -> Recorder:
     return Recorder(
         config,
@@ -102,6 +104,7 @@ def make_recorder(
         counts=counts,
         roles=roles,
         more_metrics=more_metrics,
+        listener=listener,
     )
 
 
@@ -115,6 +118,7 @@ class AsyncRun:
     runtime: Runtime
     interrupt: Interrupt
     has_evaluation_prompts: bool
+    listener: RunListener
 
     @classmethod
     def make(
@@ -125,11 +129,12 @@ class AsyncRun:
         host: Host,
         checkpoint: Path | None = None,
         ranks: Ranks = ALONE,
+        listener: RunListener | None = None,
     ) -> AsyncRun:
         """Publish version 0, or that of the checkpoint to resume from, then have searchers started. What was made before a
         part fails is closed."""
         with ExitStack() as undo:
-            run = cls._make(config, folder, inputs, host, checkpoint, ranks, undo)
+            run = cls._make(config, folder, inputs, host, checkpoint, ranks, listener or RunListener(), undo)
             undo.pop_all()
             return run
 
@@ -142,6 +147,7 @@ class AsyncRun:
         host: Host,
         checkpoint: Path | None,
         ranks: Ranks,
+        listener: RunListener,
         undo: ExitStack,
     ) -> AsyncRun:
         loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
@@ -161,7 +167,9 @@ class AsyncRun:
             kind_of=config.search.kind_at,
         )
         undo.callback(runtime.stop)
-        recorder = make_recorder(config, folder, inputs, counts, roles=runtime.statuses, more_metrics=runtime.metrics)
+        recorder = make_recorder(
+            config, folder, inputs, counts, roles=runtime.statuses, more_metrics=runtime.metrics, listener=listener
+        )
         undo.callback(recorder.close)
         gate = Gate(
             config,
@@ -189,7 +197,7 @@ class AsyncRun:
         )
         undo.callback(trainer.close)
         evaluated = task.prompts(config.evaluate.split)
-        run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0)
+        run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0, listener=listener)
         trainer.resume(checkpoint)
         runtime.row["step"] = trainer.step_index
         runtime.publish(learner.train_step.weights(trainer.step_index))
@@ -203,14 +211,19 @@ class AsyncRun:
     def run(self) -> None:
         """Train to the end, or until Ctrl-C."""
         with self.interrupt:
+            self.listener.begins(self.trainer.step_index)
             if self.recorder.lacks_evaluation(self.trainer.step_index):
                 self.ask_for_evaluation()
             try:
-                while not self.trainer.done and not self.interrupt.asked:
+                while not self.trainer.done and not self.interrupt.asked and not self.listener.stop:
                     self.step()
             except Interrupted:
                 self.runtime.stop()
                 return
+            if self.listener.stop and not self.trainer.done:
+                self.trainer.save()
+                self.runtime.publish(self.trainer.train_step.weights(self.trainer.step_index))
+                self.ask_for_evaluation()
             if self.has_evaluation_prompts:
                 if self.trainer.done:  # whatever becomes of the last evaluation
                     self.recorder.write_summary()
@@ -218,9 +231,14 @@ class AsyncRun:
         self.runtime.stop()  # before files are written, which may take long: nobody waits for groups any more
 
     def step(self) -> None:
+        self.listener.step_begins(self.trainer.step_index)
         self.trainer.step()
-        self.runtime.row["step"] = self.trainer.step_index
-        if self.config.evaluation_due(self.trainer.step_index):
+        step = self.trainer.step_index
+        self.runtime.row["step"] = step
+        self.listener.step_ends(step)
+        if self.listener.save:
+            self.trainer.save()
+        if self.config.evaluation_due(step) or self.listener.evaluate:
             self.ask_for_evaluation()
         self.take_evaluations()
 
@@ -275,10 +293,17 @@ class SyncRun:
     interrupt: Interrupt
     row: Row
     """The trainer's numbers that the supervisor sees."""
+    listener: RunListener
 
     @classmethod
     def make(
-        cls, config: Config, folder: RunFolder, inputs: RunInputs, board: Board, checkpoint: Path | None = None
+        cls,
+        config: Config,
+        folder: RunFolder,
+        inputs: RunInputs,
+        board: Board,
+        checkpoint: Path | None = None,
+        listener: RunListener | None = None,
     ) -> SyncRun:
         """Build both roles around one model; engine and reference copy its weights as they are now. Then load the checkpoint
         to resume from, if there is one."""
@@ -309,7 +334,8 @@ class SyncRun:
         start = partial(make_start_scorer, config, loaded, searcher)
         evaluator = make_evaluator(config, loaded, task, rewards, start=start)
         counts = ResponseCounts()
-        recorder = make_recorder(config, folder, inputs, counts)
+        listener = listener or RunListener()
+        recorder = make_recorder(config, folder, inputs, counts, listener=listener)
         lagged = LaggedWeights(engine.load, lag=config.lag_steps) if lags else None
         trainer = make_trainer(
             config,
@@ -335,6 +361,7 @@ class SyncRun:
             evaluation_engine=evaluation_engine,
             interrupt=Interrupt(),
             row=board.trainer,
+            listener=listener,
         )
 
     @property
@@ -344,13 +371,18 @@ class SyncRun:
     def run(self) -> None:
         """Train to the end, or until Ctrl-C."""
         with self.interrupt:
+            self.listener.begins(self.trainer.step_index)
             if self.recorder.lacks_evaluation(self.trainer.step_index):
                 self.evaluate()
-            while not self.trainer.done and not self.interrupt.asked:
+            while not self.trainer.done and not self.interrupt.asked and not self.listener.stop:
+                self.listener.step_begins(self.trainer.step_index)
                 self.step()
-                if self.trainer.done:
+                self.listener.step_ends(self.trainer.step_index)
+                if self.listener.save or (self.listener.stop and not self.trainer.done):
+                    self.trainer.save()
+                if self.trainer.done or self.listener.stop:
                     self.evaluate_last()
-                elif self.config.evaluation_due(self.trainer.step_index):
+                elif self.config.evaluation_due(self.trainer.step_index) or self.listener.evaluate:
                     self.evaluate()
 
     def step(self) -> None:

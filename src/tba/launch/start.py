@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,9 @@ from tba.launch.run import AsyncRun, RunInputs, SyncRun, load_inputs
 from tba.launch.supervise import hosted
 from tba.models.load import base_of, is_adapter, load_model
 from tba.observe.claim import holder_of, refuse
-from tba.observe.display import show_summary
+from tba.observe.display import show_line, show_summary
 from tba.observe.files import RunFolder, write_atomic
+from tba.observe.listener import RunListener
 from tba.observe.recorder import tell_failure
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import stacks_to
@@ -49,11 +50,12 @@ def train(
     inputs: RunInputs | None = None,
     resume: bool | str | Path = False,
     host: Host | None = None,
+    listener: RunListener | None = None,
 ) -> dict[str, Any]:
     """Run a training and return what summary.json holds. After Ctrl-C it is saved as far as it came, then raised again.
 
     `resume` continues the run of this config from its newest whole checkpoint, or from the one that is named. `host` is
-    where the trainer runs under a supervisor; None = this process gets one.
+    where the trainer runs under a supervisor; None = this process gets one. `listener` hears what happens.
     """
     owner = None if host is None else host.owner
     if host is None and config.replay.durability == "node":
@@ -92,7 +94,7 @@ def train(
             ranks_of(config, folder.logs) as ranks,
             hosted(config, folder) if host is None else nullcontext(host) as found,
         ):
-            return _train(config, folder, inputs, imported, checkpoint, found, ranks)
+            return _train(config, folder, inputs, imported, checkpoint, found, ranks, listener or RunListener())
     except Exception as error:
         tell_failure(folder, error)
         raise
@@ -109,15 +111,19 @@ def _train(
     checkpoint: Path | None,
     host: Host,
     ranks: Ranks,
+    listener: RunListener,
 ) -> dict[str, Any]:
     """Train in a folder that is claimed, with a config in which everything is filled in."""
     folder.summary.unlink(missing_ok=True)
     write_atomic(folder.config, dump_config(config))
+    words = getattr(inputs.task, "split_words", None)
+    if words is not None and config.observe.progress:
+        show_line(f"{folder.path} {words}")
     run: SyncRun | AsyncRun
     if config.takes_turns:
-        run = SyncRun.make(config, folder, inputs, host.board, checkpoint)
+        run = SyncRun.make(config, folder, inputs, host.board, checkpoint, listener)
     else:
-        run = AsyncRun.make(config, folder, inputs, host, checkpoint, ranks)
+        run = AsyncRun.make(config, folder, inputs, host, checkpoint, ranks, listener)
     try:
         for group in imported:
             run.trainer.add(group)
@@ -141,6 +147,7 @@ def _train(
             run.trainer.checkpoints.close()
         finally:
             run.close()
+    listener.ends(run.trainer.step_index)
     if run.interrupt.asked:
         raise KeyboardInterrupt
     if config.observe.progress:
@@ -195,6 +202,11 @@ def evaluate_model(target: str, overrides: Sequence[str]) -> dict[str, float]:
         start = partial(load_scorer, load_config(folder.config, overrides).trainer_model)
     else:
         config = load_config(None, [*overrides, f"model.path={target}"])
+    return evaluate(config, start=start)
+
+
+def evaluate(config: Config, *, start: Callable[[], Scorer] | None = None) -> dict[str, float]:
+    """Evaluate the model of a config. `start` gives a scorer with the start model, for KL; None = it is not measured."""
     torch.set_num_threads(config.runtime.threads)
     check_devices(config)
     inputs = load_inputs(config)

@@ -133,6 +133,11 @@ class Progress:
         return name, "  ".join(words) or "..."
 
 
+def show_line(words: str) -> None:
+    """One line on the screen, as it stands."""
+    Console(file=lasting(sys.stderr)).print(words, markup=False, highlight=False, soft_wrap=True)
+
+
 def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, config: Config) -> None:
     """Print the results of a finished run, and save the curve as a picture in its folder."""
     console = Console(file=lasting(sys.stdout))

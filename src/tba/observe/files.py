@@ -331,7 +331,10 @@ class WandbSink:
         import wandb
 
         self._run = wandb.init(
-            project="tba", name=config.run_name, dir=str(folder), config=config.model_dump(mode="json")
+            project=os.environ.get("WANDB_PROJECT", "tba"),
+            name=config.observe.run_name or config.run_name,
+            dir=str(folder),
+            config=config.model_dump(mode="json"),
         )
         # Evaluations arrive after later steps were logged; W&B drops records whose own step goes back.
         self._run.define_metric("*", step_metric="step")

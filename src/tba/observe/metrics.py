@@ -39,7 +39,12 @@ METRICS = (
         name="loss", unit="reward", reduction="sum", meaning="What is back-propagated; for TB (beta / 2) x tb/loss."
     ),
     Metric(name="seconds", unit="seconds", reduction="last", meaning="Time since the first optimizer step began."),
-    Metric(name="reward", unit="reward", meaning="Mean combined reward of the trained responses."),
+    Metric(
+        name="reward",
+        unit="reward",
+        meaning="Mean combined reward of the responses that came since the step before, as they were sampled.",
+    ),
+    Metric(name="batch/reward", unit="reward", meaning="Mean combined reward of the trained responses."),
     Metric(name="rewards/*/mean", unit="reward", meaning="Mean of one component, not-applicable values left out."),
     Metric(name="reward_std", unit="reward", meaning="Standard deviation within a prompt, mean over prompts."),
     Metric(
@@ -205,6 +210,19 @@ def reduce_metrics(parts: Sequence[tuple[Mapping[str, float], float]]) -> dict[s
     names = dict.fromkeys(name for metrics, _ in parts for name in metrics)
     return {
         name: _reduce(name, [(metrics[name], weight) for metrics, weight in parts if name in metrics]) for name in names
+    }
+
+
+def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several optimizer steps as those of one: sums over a step become their mean, the rest follows each metric's
+    rule."""
+    names = dict.fromkeys(name for metrics in steps for name in metrics)
+    found = {name: [metrics[name] for metrics in steps if name in metrics] for name in names}
+    return {
+        name: sum(values) / len(values)
+        if metric(name).reduction == "sum"
+        else _reduce(name, [(v, 1.0) for v in values])
+        for name, values in found.items()
     }
 
 

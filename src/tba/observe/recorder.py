@@ -23,7 +23,8 @@ from tba.observe.files import (
     read_summary,
     write_json,
 )
-from tba.observe.metrics import Evaluation
+from tba.observe.listener import RunListener
+from tba.observe.metrics import Evaluation, mean_over_steps
 from tba.observe.mismatch import MismatchWatch
 from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
 
@@ -35,6 +36,7 @@ LONGEST_ERROR = 500
 COUNTED = (
     *("steps", "empty_steps", "evaluations", "best", "collapse", "rollbacks"),
     *("_last_sample", "_num_samples", "_num_lines", "_seconds_at", "_lag_sum", "_lag_max", "_stability", "_mismatch"),
+    "_unlogged",
 )
 """Attributes of the recorder that a checkpoint holds."""
 
@@ -52,6 +54,7 @@ class Recorder:
         counts: ResponseCounts,
         roles: Callable[[], Sequence[RoleStatus]] = list,
         more_metrics: Callable[[], Mapping[str, float]] = dict,
+        listener: RunListener | None = None,
     ) -> None:
         """`reward_weights` are the task's; `counts` are kept by the trainer; `roles` says who does what, for the display;
         `more_metrics` adds numbers of the runtime to every record."""
@@ -60,6 +63,7 @@ class Recorder:
         self._counts = counts
         self._decode = decode
         self._more_metrics = more_metrics
+        self._listener = listener or RunListener()
         self.failures = WriteFailures()
         """What could not be written: the run goes on without it."""
         self._sinks = make_sinks(config, folder, self.failures)
@@ -80,6 +84,8 @@ class Recorder:
         self._stability = Stability()
         self._mismatch = MismatchWatch()
         self._num_lines, self._num_samples = 0, 0
+        self._unlogged: list[Mapping[str, float]] = []
+        """Metrics of the steps since the last line, which will be their mean."""
         self.best: tuple[int, float] | None = None
         """Step and first metric of the best evaluation, whose weights are kept."""
         self.steps = 0
@@ -117,8 +123,12 @@ class Recorder:
         rate = self._counts.trained / max(self.seconds, 1e-9)
         metrics = {"seconds": self.seconds, **metrics, "perf/responses_per_second": rate, **self._more_metrics()}
         self._mismatch.step(step, metrics)
-        if step % self.config.observe.log_every == 0:
-            self._write(step, metrics)
+        self._unlogged.append(metrics)
+        if step % self.config.observe.log_every == 0 or step >= self.config.train.max_steps:
+            unlogged, self._unlogged = self._unlogged, []
+            line = metrics if len(unlogged) == 1 else mean_over_steps(unlogged)
+            self._write(step, line)
+            self._listener.logged(step, line)
         self._progress.step(step, metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -126,7 +136,11 @@ class Recorder:
         task = self.config.task.label
         values = {f"eval/{task}/{name}": value for name, value in metrics.items()}
         self._write(step, {"seconds": self._seconds_at.get(step, self.seconds), **values})
+        self._listener.evaluated(step, metrics)
         self._progress.evaluation(step, metrics)
+
+    def saved(self, step: int) -> None:
+        self._listener.saved(step, self.folder.checkpoints / f"step-{step}")
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._sinks.write(step, metrics)

@@ -33,6 +33,10 @@ from tba.tasks.rewards.functions import RewardSet, reward_weights
 from tba.types import Completion, Prompt, combined_reward
 
 
+LEAST_TO_SPLIT = 20
+"""Number of rows from which on some are held out: of fewer a tenth says nothing, and each is missed in training."""
+
+
 class CustomTask:
     """The task of a user's data and reward functions. `solved` means that the combined reward reaches 1, the usual meaning
     of a 0/1 reward."""
@@ -43,15 +47,21 @@ class CustomTask:
             check_reward_function(reward.function)
         self.reward_weights: Mapping[str, float] = reward_weights(config.rewards)
         assert config.data is not None
-        reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens)
+        reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens, config.chat_template_kwargs)
         fraction = config.eval_fraction if config.eval_data is None else 0.0
         train, held_out = read_prompts(config, Path(config.data), reader, fraction)
+        if fraction > 0.0 and len(train.prompts) + len(held_out.prompts) < LEAST_TO_SPLIT:
+            train, _ = read_prompts(config, Path(config.data), reader, 0.0)
+            held_out = train
         if not train.prompts:
             raise ValueError(f"task.eval_fraction={fraction} leaves no prompt to train on: lower it or add data.")
         if config.eval_data is not None:
             held_out, _ = read_prompts(config, Path(config.eval_data), reader, 0.0)
         held_out_words = f"task.eval_data={config.eval_data}" if config.eval_data else f"task.eval_fraction={fraction}"
-        train.leave_out(held_out, data=f"task.data={config.data}", held_out_words=held_out_words)
+        if held_out is not train:
+            train.leave_out(held_out, data=f"task.data={config.data}", held_out_words=held_out_words)
+        self.split_words = _split_words(len(train.prompts), len(held_out.prompts), held_out_words, held_out is train)
+        """How the data is split, for the user."""
         self._config = config
         self._prompts: dict[Split, Sequence[Prompt]] = {"train": train.prompts, "held_out": held_out.prompts}
 
@@ -87,6 +97,15 @@ class CustomTask:
     def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
         """An evaluator with means of the rewards, which say how good a policy is where no reward of 1 means solved."""
         return AnswerEvaluator.of_task(self, inputs, mean_rewards=True)
+
+
+def _split_words(num_train: int, num_held_out: int, words: str, is_same: bool) -> str:
+    if is_same:
+        return (
+            f"trains and is evaluated on the same {num_train} prompts: fewer than {LEAST_TO_SPLIT} are not split. Give others "
+            "as task.eval_data (eval_dataset)."
+        )
+    return f"trains on {num_train} prompts and is evaluated on {num_held_out} others ({words})."
 
 
 def read_prompts(config: TaskConfig, path: Path, reader: PromptReader, held_out_fraction: float) -> tuple[Side, Side]:
@@ -148,6 +167,8 @@ class PromptReader:
 
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template gets besides the messages."""
 
     def __call__(self, row: DataRow, path: Path) -> Prompt:
         return make_prompt(
@@ -157,6 +178,7 @@ class PromptReader:
             tokenizer=self.tokenizer,
             max_tokens=self.max_tokens,
             place=row.place,
+            template=self.template,
         )
 
 

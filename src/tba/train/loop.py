@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tba.config import Config
+from tba.config import Config, ConfigError
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.durable import GroupStore
@@ -27,7 +29,7 @@ from tba.train.recovery import resume, roll_back
 from tba.train.reference import ReferenceResets
 from tba.train.state import Stateful
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
-from tba.types import TOKEN_FIELDS, Batch, ResponseCounts, TrajectoryGroup
+from tba.types import TOKEN_FIELDS, Batch, ResponseCounts, TrajectoryGroup, combined_reward
 
 
 @dataclass
@@ -66,6 +68,10 @@ class Trainer:
     """Number of groups with a response that were taken in since the last step."""
     lost: int = field(default=0, init=False)
     """Number of groups without a response that were taken in since the last step."""
+    fresh_rewards: list[float] = field(default_factory=list, init=False)
+    """Rewards of the responses that came since the last step, before the buffer drops or draws any."""
+    fresh_reward: float = field(default=math.nan, init=False)
+    """Their mean; where none came, that of the step before."""
     step_index: int = field(default=0, init=False)
     """Number of optimizer steps done, which is the version of the weights."""
     batch: Batch | None = field(default=None, init=False)
@@ -161,6 +167,8 @@ class Trainer:
         self.received += bool(group.trajectories)
         self.lost += not group.trajectories
         self.counts.generated += group.num_generated
+        rewards = (combined_reward(t.rewards, self.reward_weights) for t in group.trajectories)
+        self.fresh_rewards += [reward for reward in rewards if not math.isnan(reward)]
         self.ledger.complete(group.visit, solved=group.solved)
         self.recorder.group_received(self.step_index, group)
 
@@ -212,9 +220,14 @@ class Trainer:
         """Checkpoints on schedule and at the end. This is the last thing of a step: nothing of it is missing in them."""
         every = self.config.train.checkpoint_every
         if self.done or (every is not None and self.step_index % every == 0):
-            self.checkpoints.save(self.step_index)
+            self.save()
         if self.health is not None:
             self.health.save_if_due(self.step_index)
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, unless there is one."""
+        self.checkpoints.save(self.step_index)
+        self.recorder.saved(self.step_index)
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on, besides weights and optimizer."""
@@ -257,8 +270,16 @@ class Trainer:
         self.recorder.evaluation(step, metrics)
         if metrics:
             with self.recorder.failures.tolerated("best checkpoint in", self.recorder.folder.checkpoints):
-                self.checkpoints.keep_best(step, next(iter(metrics.values())))
+                self.checkpoints.keep_best(step, self.score(metrics))
             self.recorder.best = self.checkpoints.best
+
+    def score(self, metrics: Mapping[str, float]) -> float:
+        """What an evaluation is judged by, higher = better: evaluate.best_metric, or its first metric."""
+        evaluate = self.config.evaluate
+        name = evaluate.best_metric or next(iter(metrics))
+        if name not in metrics:
+            raise ConfigError(f"evaluate.best_metric={name} is not measured here: there is {', '.join(metrics)}.")
+        return -metrics[name] if evaluate.lower_is_better else metrics[name]
 
     def record(
         self,
@@ -269,8 +290,11 @@ class Trainer:
     ) -> None:
         """Record the step just done; schedules are those of the version that was trained. `watched` is for the guard."""
         trained = self.step_index - 1
+        if self.fresh_rewards:
+            self.fresh_reward, self.fresh_rewards = fmean(self.fresh_rewards), []
         metrics = {
-            **measured,
+            **{"batch/reward" if name == "reward" else name: value for name, value in measured.items()},
+            **({} if math.isnan(self.fresh_reward) else {"reward": self.fresh_reward}),
             "entropy": watched["entropy"],
             "beta": self.config.beta_at(trained),
             "reference_weight": self.config.reference_weight_at(trained),

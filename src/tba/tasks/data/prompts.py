@@ -7,7 +7,7 @@ Held out are the test rows, or task.eval_data; data/splits.py says which rows ar
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -98,6 +98,7 @@ class QuestionTask(ABC):
             tokenizer=self._tokenizer,
             max_tokens=self._max_prompt_tokens,
             place=problem.place,
+            template=self._config.chat_template_kwargs,
         )
 
     def _ask(self, question: str) -> str | list[dict[str, str]]:
@@ -118,9 +119,11 @@ def make_prompt(
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
     place: str = "",
+    template: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """Tokenise a prompt; one that does not fit is refused, never cut. `place` is where it was read."""
-    token_ids = encode(text, tokenizer)
+    """Tokenise a prompt; one that does not fit is refused, never cut. `place` is where it was read, `template` is what the
+    chat template gets besides the messages."""
+    token_ids = encode(text, tokenizer, template)
     name = f"{place}: prompt {id!r}" if place else f"prompt {id!r}"
     if not token_ids:
         raise BadRow("empty prompt", f"{name} is empty: it gives no tokens.")
@@ -133,7 +136,9 @@ def make_prompt(
     return Prompt(id=id, token_ids=np.array(token_ids, np.int32), text=text, columns=columns)
 
 
-def encode(text: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def encode(
+    text: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None
+) -> list[int]:
     """Token ids with at most one BOS; chat messages through the tokenizer's template, ready for the answer."""
     if isinstance(text, str):
         starts_with_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
@@ -143,7 +148,7 @@ def encode(text: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase)
             "the data has chat messages but the tokenizer has no chat template: give plain text prompts, or a model with "
             "a template."
         )
-    words = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
+    words = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True, **(template or {}))
     return tokenizer(words, add_special_tokens=False)["input_ids"]
 
 

@@ -1,6 +1,7 @@
 """A user's reward functions: called with TRL's or verl's signature, their values checked, their failures told.
 
-TRL:   f(prompts, completions, completion_ids, **columns) -> list[float | None]      (sync or async)
+TRL:   f(prompts, completions, completion_ids, **columns) -> list[float | None]      (sync or async; trainer_state,
+       log_extra and log_metric are among the columns)
 verl:  compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": ...}
 
 For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL. A function gets all samples of a prompt
@@ -15,6 +16,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from tba.config import RewardConfig
@@ -50,9 +52,16 @@ class RewardSet:
         return any(reward.out_of_memory for reward in self._rewards)
 
     def score(
-        self, prompt: PromptText, columns: Columns, texts: Sequence[str], completion_ids: Sequence[list[int]]
+        self,
+        prompt: PromptText,
+        columns: Columns,
+        texts: Sequence[str],
+        completion_ids: Sequence[list[int]],
+        step: int = 0,
     ) -> list[Outcome]:
-        """Components of each sample of one prompt, or why it has none."""
+        """Components of each sample of one prompt, or why it has none; `step` is that of the weights that generated."""
+        for reward in self._rewards:
+            reward.step = step
         by_reward = {reward.name: reward(prompt, columns, texts, completion_ids) for reward in self._rewards}
         outcomes: list[Outcome] = []
         for sample in range(len(texts)):
@@ -86,6 +95,8 @@ class RewardFunction:
         self._is_verl = set(self._parameters) >= VERL_ARGUMENTS
         self.per_sample: bool = self._is_verl or getattr(function, "per_sample", False) is True
         self.out_of_memory = False
+        self.step = 0
+        """Optimizer step of the weights that generated what is scored."""
 
     def __call__(
         self, prompt: PromptText, columns: Columns, texts: Sequence[str], completion_ids: Sequence[list[int]]
@@ -144,6 +155,7 @@ class RewardFunction:
         count = len(texts)
         chat = not isinstance(prompt, str)
         arguments = {
+            **self._extras(),
             **{name: [value] * count for name, value in columns.items()},
             "prompts": [prompt] * count,
             "completions": [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts),
@@ -157,6 +169,14 @@ class RewardFunction:
         if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
             raise TypeError(f"returned a {type(result).__name__}: it must return a list, one number per completion")
         return list(result)
+
+    def _extras(self) -> dict[str, Any]:
+        """What TRL hands to a reward besides. What it logs stands in the log of the rewards, with the step."""
+
+        def log(name: str, value: Any) -> None:
+            print(f"step {self.step}: {name} = {value}", flush=True)
+
+        return {"trainer_state": SimpleNamespace(global_step=self.step), "log_extra": log, "log_metric": log}
 
     def _call_verl(self, columns: Columns, texts: Sequence[str]) -> list[Any]:
         truth = columns.get("ground_truth", columns.get("reward_model", {}).get("ground_truth"))

@@ -281,7 +281,7 @@ class WorkerRewards:
         # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
         samples = job.next_samples()
         ids = [completion.token_ids.tolist() for completion in job.group.completions[samples]]
-        prompt = job.group.prompt
-        self._worker.link.send((prompt.text, dict(prompt.columns), list(job.group.texts[samples]), ids))
+        prompt, step = job.group.prompt, max(completion.version for completion in job.group.completions)
+        self._worker.link.send((prompt.text, dict(prompt.columns), list(job.group.texts[samples]), ids, step))
         now = time.monotonic()
         self._running = self._timed(job) if loaded else (job, now, now + START_SECONDS)

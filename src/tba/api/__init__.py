@@ -1,0 +1,22 @@
+"""The Python entry points, in the shape TRL's users know.
+
+from tba import TBAConfig, TBATrainer
+
+def score(completions, answer, **columns):
+    return [float(text.strip() == want) for text, want in zip(completions, answer)]
+
+trainer = TBATrainer(
+    model="path/or/hub-name",
+    reward_funcs=score,
+    args=TBAConfig(max_steps=200, num_generations=8),
+    train_dataset=[{"prompt": "2+2=", "answer": "4"}, ...],
+)
+trainer.train()
+
+`GRPOConfig` and `GRPOTrainer` are the same two under TRL's names: a script changes its import and nothing else.
+"""
+
+from tba.api.config import TBAConfig
+from tba.api.trainer import TBATrainer
+
+__all__ = ["TBAConfig", "TBATrainer"]

@@ -1,0 +1,41 @@
+"""Responses to prompts of a script, by the engine that searchers use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from tba.config import Config
+from tba.generate.sampling import training_sampling
+from tba.launch.defaults import with_defaults
+from tba.models.load import load_model
+from tba.search.make import make_search_engine
+from tba.tasks.data.prompts import make_prompt
+from tba.types import Request
+
+
+def generate(
+    config: Config, prompts: Sequence[str | list[dict[str, str]]], *, num_generations: int, greedy: bool
+) -> list[list[str]]:
+    """Texts for each prompt, in their order."""
+    torch.set_num_threads(config.runtime.threads)
+    loaded = load_model(config.trainer_model)
+    config = with_defaults(config, loaded)
+    room = loaded.context - config.generate.max_new_tokens
+    template = config.task.chat_template_kwargs
+    made = [
+        make_prompt(
+            id=str(index), text=text, columns={}, tokenizer=loaded.tokenizer, max_tokens=room, template=template
+        )
+        for index, text in enumerate(prompts)
+    ]
+    sampling = replace(training_sampling(config), greedy=greedy)
+    found: dict[tuple[int, int], str] = {}
+    requests = (Request(prompt=prompt) for prompt in made)
+    engine = make_search_engine(config, loaded)
+    for completion in engine.generate(requests, samples_per_prompt=num_generations, sampling=sampling):
+        text = loaded.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        found[int(completion.prompt_id), completion.sample_index] = text
+    return [[found[index, sample] for sample in range(num_generations)] for index in range(len(made))]

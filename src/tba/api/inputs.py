@@ -1,0 +1,213 @@
+"""What a script gives a trainer, as files that all processes of a run can read: datasets as JSONL, models as folders,
+rewards as functions that can be sent to workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tba.config import ConfigError
+
+REWARD_TOKENS = 2048
+"""Longest text that a reward model reads, in tokens, where its tokenizer does not say."""
+
+
+def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, *, what: str) -> str:
+    """A dataset as a JSONL file; one that is a file already stays where it is."""
+    if isinstance(dataset, (str, Path)):
+        return str(Path(dataset).expanduser())
+    if isinstance(dataset, Mapping):
+        raise ConfigError(
+            f"{what} is a mapping of {', '.join(map(str, dataset))}: give one of them, such as dataset['train']."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(dataset):
+            try:
+                file.write(json.dumps(dict(row)) + "\n")
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"row {number} of {what} cannot be written as JSON ({error}): rows are mappings with a `prompt` of text "
+                    "or chat messages, and columns of plain data."
+                ) from None
+    return str(path)
+
+
+def num_rows(file: str) -> int:
+    """Number of rows of a JSONL file; 0 where it cannot be read, which the run will say better."""
+    path = Path(file)
+    if not path.is_file() or path.suffix == ".gz":
+        return 0
+    with path.open("rb") as lines:
+        return sum(bool(line.strip()) for line in lines)
+
+
+def model_folder(model: Any, tokenizer: Any, path: Path) -> str:
+    """The start model as a path; a model object is saved, with its tokenizer."""
+    if isinstance(model, (str, Path)) and tokenizer is None:
+        return str(model)
+    if isinstance(model, (str, Path)):
+        return _with_tokenizer(str(model), tokenizer, path)
+    if not hasattr(model, "save_pretrained"):
+        raise ConfigError(f"model is a {type(model).__name__}: give a folder, a hub name or a transformers model.")
+    if tokenizer is None:
+        tokenizer = _tokenizer_of(model)
+    model.save_pretrained(path)
+    _loaded(tokenizer).save_pretrained(path)
+    return str(path)
+
+
+def _with_tokenizer(model: str, tokenizer: Any, path: Path) -> str:
+    """A model by name with another tokenizer than its own: a folder with both."""
+    from transformers import AutoModelForCausalLM
+
+    if isinstance(tokenizer, (str, Path)) and str(tokenizer) == model:
+        return model
+    AutoModelForCausalLM.from_pretrained(model, dtype="auto").save_pretrained(path)
+    _loaded(tokenizer).save_pretrained(path)
+    return str(path)
+
+
+def _tokenizer_of(model: Any) -> Any:
+    name = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if not name:
+        raise ConfigError("processing_class is missing: a model given as an object needs its tokenizer.")
+    return name
+
+
+def _loaded(tokenizer: Any) -> Any:
+    if not isinstance(tokenizer, (str, Path)):
+        return getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(tokenizer))
+
+
+def reward_configs(
+    rewards: Any, weights: Sequence[float] | None, tokenizers: Any, folder: Path
+) -> list[dict[str, Any]]:
+    """The rewards of a run: functions, `file.py:name`, and reward models by name or as objects."""
+    from tba.tasks.rewards.files import check_reward_function
+
+    given = list(rewards) if isinstance(rewards, (list, tuple)) else [] if rewards is None else [rewards]
+    if not given:
+        raise ConfigError("reward_funcs is empty: give at least one function, `file.py:name` or reward model.")
+    if weights is not None and len(weights) != len(given):
+        raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(given)} reward_funcs: give one each.")
+    own = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(given)
+    if len(own) != len(given):
+        raise ConfigError(
+            f"reward_processing_classes has {len(own)} tokenizers for {len(given)} reward_funcs: give one each, None where "
+            "there is none."
+        )
+    found = []
+    for index, reward in enumerate(given):
+        function = _reward(reward, own[index], folder / f"reward-{index}")
+        check_reward_function(function)  # a file or name that is wrong shows now, not when the run starts
+        found.append({"function": function, "weight": 1.0 if weights is None else float(weights[index])})
+    names = [getattr(config["function"], "__name__", None) for config in found]
+    for index, name in enumerate(names):
+        if name is not None and names.count(name) > 1:  # TRL allows two of one name
+            found[index]["name"] = f"{name}-{index}"
+    return found
+
+
+def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., Any]:
+    if isinstance(reward, (str, Path)):
+        name = str(reward)
+        return name if ".py" in name else ModelReward(name, None if tokenizer is None else _name_of(tokenizer, folder))
+    if hasattr(reward, "save_pretrained") and not hasattr(reward, "tokenizer"):
+        reward.save_pretrained(folder)
+        source = tokenizer if tokenizer is not None else _tokenizer_of(reward)
+        _loaded(source).save_pretrained(folder)
+        return ModelReward(
+            str(folder), None, name=Path(getattr(reward.config, "_name_or_path", "") or "reward_model").name
+        )
+    if not callable(reward):
+        raise ConfigError(
+            f"reward_funcs has a {type(reward).__name__}: give functions, `file.py:name`, or reward models by name or as "
+            "objects."
+        )
+    return reward
+
+
+def _name_of(tokenizer: Any, folder: Path) -> str:
+    if isinstance(tokenizer, (str, Path)):
+        return str(tokenizer)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+class ModelReward:
+    """A reward model: the first logit of a sequence classifier for prompt and completion together, as in TRL.
+
+    It is loaded at the first call, in the process that computes rewards.
+    """
+
+    per_sample = True
+
+    def __init__(self, path: str, tokenizer: str | None, *, name: str | None = None) -> None:
+        self.path, self.tokenizer = path, tokenizer or path
+        self.__name__ = name or Path(path).name
+        self._loaded: tuple[Any, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_loaded": None}
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        import torch
+
+        model, tokenizer = self._load()
+        chats = [isinstance(prompt, list) for prompt in prompts]
+        texts = [
+            tokenizer.apply_chat_template([*prompt, *completion], tokenize=False) if chat else prompt + completion
+            for chat, prompt, completion in zip(chats, prompts, completions)
+        ]
+        limit = min(tokenizer.model_max_length, REWARD_TOKENS)
+        inputs = tokenizer(
+            texts,
+            padding=True,
+            truncation=True,
+            max_length=limit,
+            return_tensors="pt",
+            add_special_tokens=not any(chats),
+        )
+        with torch.inference_mode():
+            return model(**inputs.to(model.device)).logits[:, 0].float().tolist()
+
+    def _load(self) -> tuple[Any, Any]:
+        if self._loaded is None:
+            from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+            model = AutoModelForSequenceClassification.from_pretrained(self.path, num_labels=1, dtype="auto").eval()
+            tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+            if tokenizer.pad_token is None:
+                tokenizer.pad_token = tokenizer.eos_token
+            model.config.pad_token_id = tokenizer.pad_token_id  # the last real token is scored
+            self._loaded = (model, tokenizer)
+        return self._loaded
+
+
+def lora_config(peft_config: Any) -> dict[str, Any] | None:
+    """model.lora from a PEFT LoraConfig."""
+    if peft_config is None:
+        return None
+    if type(peft_config).__name__ != "LoraConfig":
+        raise ConfigError(f"peft_config is a {type(peft_config).__name__}: give a LoraConfig.")
+    others = {"use_dora": False, "modules_to_save": None, "bias": "none", "use_rslora": False, "lora_dropout": 0.0}
+    for name, off in others.items():
+        value = getattr(peft_config, name, off)
+        if name == "lora_dropout" or not value:
+            continue  # dropout is always off here
+        if value != off:
+            raise ConfigError(
+                f"peft_config: {name}={value!r} cannot be kept: the adapter is a plain LoRA. Leave it out."
+            )
+    targets = peft_config.target_modules
+    return {
+        "rank": peft_config.r,
+        "alpha": float(peft_config.lora_alpha),
+        "targets": "all-linear" if targets is None else targets if isinstance(targets, str) else tuple(sorted(targets)),
+    }

@@ -1,0 +1,336 @@
+"""What a script gives in TRL's names, as sections of our config: one function for each part of it.
+
+Values that cannot be kept are refused here, those that mean nothing for the chosen objective are told once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tba.config import Config, ConfigError, merge
+
+Tell = Callable[[str], None]
+
+SETTINGS = {
+    "seed": "seed",
+    "overwrite_output_dir": "overwrite",
+    "num_generations": "train.samples_per_prompt",
+    "num_generations_eval": "evaluate.samples_per_prompt",
+    "num_iterations": "train.updates_per_batch",
+    "weight_decay": "train.weight_decay",
+    "adam_epsilon": "train.adam_epsilon",
+    "gradient_checkpointing": "train.gradient_checkpointing",
+    "torch_compile": "train.compile",
+    "save_total_limit": "train.keep_checkpoints",
+    "beta": "objective.beta",
+    "temperature": "generate.temperature",
+    "top_p": "generate.top_p",
+    "top_k": "generate.top_k",
+    "max_completion_length": "generate.max_new_tokens",
+    "max_prompt_length": "task.max_prompt_tokens",
+    "chat_template_kwargs": "task.chat_template_kwargs",
+    "shuffle_dataset": "search.shuffle",
+    "trust_remote_code": "model.trust_remote_code",
+}
+"""Names whose value is the setting's as it stands. The others are translated below."""
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
+}
+LOSSES = {
+    "bnpo": {"name": "grpo", "aggregate": "tokens"},
+    "dapo": {"name": "grpo", "aggregate": "tokens"},
+    **{name: {"name": "grpo", "aggregate": "tokens", "surrogate": name} for name in ("cispo", "sapo", "vespo")},
+}
+"""TRL's losses that are settings of ours; other names are those of our objectives."""
+RATIOS = {
+    "delta": "max_ratio",
+    "importance_sampling_level": "ratio",
+    "off_policy_mask_threshold": "off_policy_mask",
+    "top_entropy_quantile": "top_entropy",
+    **{name: name for name in ("sapo_temperature_pos", "sapo_temperature_neg")},
+    **{name: name for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")},
+}
+"""TRL's names for settings of grpo and dr_grpo."""
+OFF = {"importance_sampling_level": "token", "top_entropy_quantile": 1.0}
+"""Values of these that ask for nothing."""
+CLIPS: dict[str, tuple[str | None, str | None]] = {
+    **dict.fromkeys(("grpo", "dr_grpo"), ("clip_low", "clip_high")),
+    **dict.fromkeys(("proximal_rloo", "ppo", "vineppo"), ("clip", None)),
+}
+"""Settings that epsilon and epsilon_high are, by objective."""
+ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
+
+
+def translated(given: Mapping[str, Any], *, num_rows: int | None, tell: Tell) -> dict[str, Any]:
+    """TRL's names as sections of ours, which win where both are given. `tell` says what has no meaning."""
+    of_trl = {name: value for name, value in given.items() if name not in Config.model_fields and value is not None}
+    own = {name: value for name, value in given.items() if name in Config.model_fields}
+    found: dict[str, Any] = {}
+    for name, place in SETTINGS.items():
+        if name in of_trl:
+            found = merge(found, _nested(place, of_trl[name]))
+    steps = Steps(of_trl, own, num_rows)
+    parts = (_folder(of_trl), _model(of_trl, tell), _generate(of_trl), _objective(of_trl, own, tell), steps.sections())
+    for part in (*parts, _optimizer(of_trl, steps, tell), _reports(of_trl, steps, tell)):
+        found = merge(found, part)
+    return merge(found, own)
+
+
+def _folder(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`output_dir` is the run folder; `run_name` names it only where no folder is given."""
+    name, folder = given.get("run_name"), given.get("output_dir")
+    if folder is None:
+        return {} if name is None else {"name": name}
+    path = Path(folder)
+    found: dict[str, Any] = {"output": str(path.parent), "name": path.name}
+    return found if name is None else {**found, "observe": {"run_name": name}}
+
+
+def _model(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
+    model: dict[str, Any] = {}
+    if given.get("bf16") is not None:
+        model["dtype"] = "bfloat16" if given["bf16"] else "float32"
+    if given.get("use_cpu"):
+        model["device"] = "cpu"
+    for name, value in (given.get("model_init_kwargs") or {}).items():
+        if name in ("dtype", "torch_dtype"):
+            model["dtype"] = str(value).removeprefix("torch.")
+        elif name == "trust_remote_code":
+            model["trust_remote_code"] = value
+        elif name in ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"):
+            tell(f"model_init_kwargs: {name}={value!r} has no meaning here: the trainer and the engine have their own.")
+        else:
+            raise ConfigError(
+                f"model_init_kwargs: {name}={value!r} cannot be kept: load the model yourself and give it as `model`."
+            )
+    return {"model": model} if model else {}
+
+
+def _generate(given: Mapping[str, Any]) -> dict[str, Any]:
+    generate: dict[str, Any] = {}
+    if given.get("use_vllm"):
+        generate["engine"] = "vllm"
+    if given.get("vllm_mode", "colocate") != "colocate":
+        raise ConfigError(
+            f"vllm_mode={given['vllm_mode']!r} cannot be kept: vLLM runs in the searchers. Leave it out, and give searchers "
+            'devices of their own with runtime={"placement": ...}.'
+        )
+    if given.get("vllm_tensor_parallel_size", 1) != 1:
+        raise ConfigError(
+            f"vllm_tensor_parallel_size={given['vllm_tensor_parallel_size']} cannot be kept: each searcher has one GPU. Use "
+            'search={"num_searchers": N} for more of them.'
+        )
+    for name, value in (given.get("generation_kwargs") or {}).items():
+        if name not in ("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens"):
+            raise ConfigError(
+                f"generation_kwargs: {name}={value!r} cannot be kept: it takes temperature, top_p, top_k, max_new_tokens "
+                "and min_new_tokens."
+            )
+        generate[name] = value
+    return {"generate": generate} if generate else {}
+
+
+def _objective(given: Mapping[str, Any], own: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
+    """The loss, and what belongs to its ratio."""
+    objective: dict[str, Any] = {}
+    loss = given.get("loss_type")
+    if loss is not None:
+        objective |= LOSSES.get(loss, {"name": loss})
+    name = (own.get("objective") or {}).get("name", objective.get("name", "tb"))
+    low, high = CLIPS.get(name, (None, None))
+    used: dict[str, str | None] = {"epsilon": low, "epsilon_high": high}
+    if low is not None and "epsilon" in given:
+        objective[low] = given["epsilon"]
+        if high is not None:
+            objective[high] = given.get("epsilon_high", given["epsilon"])
+    elif high is not None and "epsilon_high" in given:
+        objective[high] = given["epsilon_high"]
+    for trl, ours in RATIOS.items():
+        if trl in given and name in ("grpo", "dr_grpo"):
+            objective[ours] = given[trl]
+        used[trl] = ours if name in ("grpo", "dr_grpo") else None
+    scale = given.get("scale_rewards")
+    used["scale_rewards"] = "scale_rewards" if name in ("grpo", "dr_grpo") else None
+    if scale == "batch":
+        raise ConfigError('scale_rewards="batch" cannot be kept: use "group" or "none".')
+    if scale is not None and name == "grpo":
+        objective["scale_rewards"] = scale in (True, "group")
+    for trl in [trl for trl, ours in used.items() if ours is None and given.get(trl, OFF.get(trl)) != OFF.get(trl)]:
+        tell(
+            f"{trl}={given[trl]!r} has no meaning for the objective {name}: it is of losses with a clipped ratio. Give "
+            "loss_type as well."
+        )
+    if name in ("tb", "tb_learned_z") and given.get("beta") == 0:
+        raise ConfigError(
+            f"beta=0 cannot be kept for {name}: its target is the reference times exp(reward / beta). Leave beta out "
+            '(.01), or use loss_type="dr_grpo", which needs no reference.'
+        )
+    if given.get("multi_objective_aggregation", "sum_then_normalize") != "sum_then_normalize":
+        raise ConfigError(
+            f"multi_objective_aggregation={given['multi_objective_aggregation']!r} cannot be kept: rewards are added up "
+            "with reward_weights first."
+        )
+    found: dict[str, Any] = {"objective": objective} if objective else {}
+    if given.get("mask_truncated_completions"):
+        found["train"] = {"truncated": "drop"}
+    if given.get("sync_ref_model"):
+        found["reference"] = {"reset_every": given.get("ref_model_sync_steps", 512)}
+        if given.get("ref_model_mixup_alpha", 1.0) != 1.0:
+            raise ConfigError(
+                f"ref_model_mixup_alpha={given['ref_model_mixup_alpha']} cannot be kept: at a reset the policy becomes the "
+                "reference as it is. Set it to 1."
+            )
+    return found
+
+
+class Steps:
+    """How many responses a step has, how many steps the run, and how many an epoch."""
+
+    def __init__(self, given: Mapping[str, Any], own: Mapping[str, Any], num_rows: int | None) -> None:
+        train = own.get("train") or {}
+        self._given = given
+        self.samples = int(train.get("samples_per_prompt", given.get("num_generations", 8)))
+        self.responses = self._responses(given, ranks=int(train.get("ranks", 1)))
+        responses = int(train.get("responses_per_step", self.responses or self._default(self.samples)))
+        prompts = max(1, responses // self.samples)
+        self.per_epoch = None if num_rows is None else max(1, math.ceil(num_rows / prompts))
+        """Optimizer steps that visit every row once; None = not known yet."""
+        asked, epochs = given.get("max_steps", -1), given.get("num_train_epochs")
+        self.max_steps: int | None = train.get("max_steps") or (asked if asked and asked > 0 else None)
+        if self.max_steps is None and epochs is not None and self.per_epoch is not None:
+            self.max_steps = max(1, math.ceil(epochs * self.per_epoch))
+
+    @staticmethod
+    def _default(samples: int) -> int:
+        """Our 128 responses, or the nearest number that holds whole groups."""
+        return samples * max(1, round(128 / samples))
+
+    def _responses(self, given: Mapping[str, Any], *, ranks: int) -> int | None:
+        batch, accumulated = given.get("per_device_train_batch_size"), given.get("gradient_accumulation_steps")
+        if batch is None and accumulated is None:
+            return given.get("generation_batch_size")
+        responses = (batch or 8) * (accumulated or 1) * ranks
+        if responses % self.samples:
+            raise ConfigError(
+                f"per_device_train_batch_size x gradient_accumulation_steps = {responses} responses of a step do not hold "
+                f"whole groups of num_generations={self.samples}: make it a multiple."
+            )
+        return responses
+
+    def of(self, value: float) -> int:
+        """A number of steps; below 1 it is a share of the run."""
+        if value >= 1:
+            return int(value)
+        return max(1, math.ceil(value * (self.max_steps or 200)))
+
+    def every(self, strategy: Any, steps: Any, *, default: int) -> int | None:
+        """Steps between two events: `no` = None, `epoch` or `steps`."""
+        strategy = str(getattr(strategy, "value", strategy))
+        if strategy == "no":
+            return None
+        if strategy == "epoch":
+            return self.per_epoch or default
+        return self.of(steps if steps is not None else default)
+
+    def sections(self) -> dict[str, Any]:
+        train: dict[str, Any] = {}
+        if self.responses is not None:
+            train["responses_per_step"] = self.responses
+        elif "num_generations" in self._given:
+            train["responses_per_step"] = self._default(self.samples)
+        if self.max_steps is not None:
+            train["max_steps"] = self.max_steps
+        return {"train": train} if train else {}
+
+
+def _optimizer(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, Any]:
+    train: dict[str, Any] = {}
+    name = str(getattr(given.get("optim", "adamw"), "value", given.get("optim", "adamw")))
+    if name not in ADAMW:
+        raise ConfigError(f"optim={name!r} cannot be kept: the optimizer is AdamW. Use one of {', '.join(ADAMW)}.")
+    if "adam_beta1" in given or "adam_beta2" in given:
+        train["adam_betas"] = (given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999))
+    if "max_grad_norm" in given:
+        train["max_grad_norm"] = given["max_grad_norm"] or None
+    kind = str(getattr(given.get("lr_scheduler_type", "constant"), "value", given.get("lr_scheduler_type", "constant")))
+    warmup = given.get("warmup_steps") or given.get("warmup_ratio") or 0
+    rate = given.get("learning_rate")
+    if kind not in SCHEDULES:
+        raise ConfigError(f"lr_scheduler_type={kind!r} cannot be kept: use one of {', '.join(SCHEDULES)}.")
+    if rate is None and ("lr_scheduler_type" in given or warmup):
+        tell(
+            "lr_scheduler_type and warm-up have no meaning without learning_rate: the rate then follows the movement of the "
+            "policy, begins low and falls to zero at the end."
+        )
+    elif rate is not None and not isinstance(rate, (int, float)):
+        train["learning_rate"] = rate
+    elif rate is not None:
+        options = given.get("lr_scheduler_kwargs") or {}
+        end = options.get("min_lr", options.get("min_lr_rate", 0.0) * rate)
+        schedule: dict[str, Any] = {
+            "kind": SCHEDULES[kind],
+            "start": rate,
+            "warmup_steps": steps.of(warmup) if warmup else 0,
+        }
+        if SCHEDULES[kind] != "constant":
+            schedule["end"] = end
+        train["learning_rate"] = schedule
+    return {"train": train} if train else {}
+
+
+def _reports(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, Any]:
+    """Checkpoints, evaluations, logs."""
+    observe: dict[str, Any] = {}
+    evaluate: dict[str, Any] = {}
+    train: dict[str, Any] = {}
+    if "save_strategy" in given or "save_steps" in given:
+        strategy = given.get("save_strategy", "steps")
+        train["checkpoint_every"] = (
+            None if strategy == "best" else steps.every(strategy, given.get("save_steps"), default=500)
+        )
+    if "eval_strategy" in given or "eval_steps" in given:
+        default = int(given.get("logging_steps", 500) or 500)
+        evaluate["every"] = (
+            steps.every(given.get("eval_strategy", "steps"), given.get("eval_steps"), default=default) or 0
+        )
+    if given.get("do_eval") is False:
+        evaluate["every"] = 0
+    if "metric_for_best_model" in given:
+        evaluate["best_metric"] = str(given["metric_for_best_model"]).removeprefix("eval_")
+    if given.get("greater_is_better") is False:
+        evaluate["lower_is_better"] = True
+    if "logging_steps" in given:
+        observe["log_every"] = steps.of(given["logging_steps"])
+    if str(getattr(given.get("logging_strategy"), "value", given.get("logging_strategy"))) == "no":
+        observe["log_every"] = steps.max_steps or 10**9
+    if given.get("log_completions"):
+        observe["samples_every"] = observe.get("log_every", 20)
+    if given.get("disable_tqdm") is not None:
+        observe["progress"] = not given["disable_tqdm"]
+    if "report_to" in given:
+        observe["sinks"] = _sinks(given["report_to"], tell)
+    parts = {"observe": observe, "evaluate": evaluate, "train": train}
+    return {name: part for name, part in parts.items() if part}
+
+
+def _sinks(report_to: Any, tell: Tell) -> list[str]:
+    wanted = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    found = [name for name in wanted if name in ("tensorboard", "wandb")]
+    for name in wanted:
+        if name not in (*found, "none", "all"):
+            tell(f"report_to={name!r} has no meaning here: metrics go to metrics.jsonl, tensorboard or wandb.")
+    return found
+
+
+def _nested(place: str, value: Any) -> dict[str, Any]:
+    for part in reversed(place.split(".")):
+        value = {part: value}
+    return value

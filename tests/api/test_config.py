@@ -1,0 +1,178 @@
+"""TRL's names mean here what they say, or are answered by name."""
+
+import dataclasses
+import inspect
+import logging
+from pathlib import Path
+
+import pytest
+from trl_fields import FIELDS as COMMITTED
+
+from tba import GRPOConfig, TBAConfig
+from tba.api.names import FIELDS, TRAINER_ARGUMENTS
+from tba.api.reference import document
+from tba.config import ConfigError
+from tba.launch.defaults import with_objective_defaults
+
+
+def at(config, place: str):
+    for part in place.split("."):
+        config = config[int(part)] if part.isdigit() else getattr(config, part)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("given", "place", "value"),
+    [
+        ({"output_dir": "out/run1"}, "run_folder.name", "run1"),
+        ({"output_dir": "out/run1", "run_name": "label"}, "observe.run_name", "label"),
+        ({"run_name": "label"}, "name", "label"),
+        ({"max_steps": 7}, "train.max_steps", 7),
+        ({"max_steps": -1}, "train.max_steps", 200),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}, "train.responses_per_step", 32),
+        ({"gradient_accumulation_steps": 2}, "train.responses_per_step", 16),
+        ({"per_device_train_batch_size": 8, "train": {"ranks": 2}}, "train.responses_per_step", 16),
+        ({"generation_batch_size": 64}, "train.responses_per_step", 64),
+        ({"num_generations": 6}, "train.responses_per_step", 126),
+        ({"num_generations": 4}, "train.samples_per_prompt", 4),
+        ({"num_iterations": 2}, "train.updates_per_batch", 2),
+        ({"learning_rate": 1e-5}, "train.learning_rate.kind", "constant"),
+        ({"learning_rate": 1e-5, "lr_scheduler_type": "linear"}, "train.learning_rate.end", 0.0),
+        ({"learning_rate": 1e-5, "warmup_steps": 5}, "train.learning_rate.warmup_steps", 5),
+        ({"learning_rate": 1e-5, "warmup_ratio": 0.1, "max_steps": 50}, "train.learning_rate.warmup_steps", 5),
+        (
+            {
+                "learning_rate": 1e-5,
+                "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+            },
+            "train.learning_rate.end",
+            pytest.approx(1e-6),
+        ),
+        ({"adam_beta2": 0.95}, "train.adam_betas", (0.9, 0.95)),
+        ({"max_grad_norm": 0}, "train.max_grad_norm", None),
+        ({"bf16": True}, "model.dtype", "bfloat16"),
+        ({"bf16": False}, "model.dtype", "float32"),
+        ({"use_cpu": True}, "model.device", "cpu"),
+        ({"model_init_kwargs": {"torch_dtype": "bfloat16"}}, "model.dtype", "bfloat16"),
+        ({"save_strategy": "no"}, "train.checkpoint_every", None),
+        ({"save_steps": 25}, "train.checkpoint_every", 25),
+        ({"save_strategy": "steps", "save_steps": 0.5, "max_steps": 40}, "train.checkpoint_every", 20),
+        ({"eval_strategy": "no"}, "evaluate.every", 0),
+        ({"eval_strategy": "steps", "eval_steps": 10}, "evaluate.every", 10),
+        ({"eval_strategy": "steps", "logging_steps": 5}, "evaluate.every", 5),
+        ({"metric_for_best_model": "eval_reward"}, "evaluate.best_metric", "reward"),
+        ({"greater_is_better": False}, "evaluate.lower_is_better", True),
+        ({"logging_steps": 10}, "observe.log_every", 10),
+        ({"log_completions": True, "logging_steps": 10}, "observe.samples_every", 10),
+        ({"disable_tqdm": True}, "observe.progress", False),
+        ({"report_to": "none"}, "observe.sinks", ()),
+        ({"report_to": ["tensorboard"]}, "observe.sinks", ("tensorboard",)),
+        ({"use_vllm": True, "vllm_mode": "colocate"}, "generate.engine", "vllm"),
+        ({"generation_kwargs": {"top_k": 5}}, "generate.top_k", 5),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "task.chat_template_kwargs", {"enable_thinking": False}),
+        ({"shuffle_dataset": False}, "search.shuffle", False),
+        ({"loss_type": "grpo"}, "objective.name", "grpo"),
+        ({"loss_type": "dr_grpo", "beta": 0.0}, "objective.name", "dr_grpo"),
+        ({"loss_type": "grpo", "epsilon": 0.1}, "objective.settings", {"clip_low": 0.1, "clip_high": 0.1}),
+        ({"loss_type": "grpo", "epsilon_high": 0.3}, "objective.settings", {"clip_high": 0.3}),
+        ({"loss_type": "ppo", "epsilon": 0.1}, "objective.settings", {"clip": 0.1}),
+        ({"mask_truncated_completions": True}, "train.truncated", "drop"),
+        ({"sync_ref_model": True, "ref_model_sync_steps": 64}, "reference.reset_every", 64),
+        ({}, "objective.name", "tb"),
+    ],
+)
+def test_a_name_of_trl_sets_what_it_means(given, place, value):
+    assert at(TBAConfig(**given).config, place) == value
+
+
+def test_sections_of_ours_win_and_both_are_attributes():
+    args = GRPOConfig("out/run", max_steps=5, learning_rate=1e-5, train={"max_steps": 9}, seed=3)
+    assert (args.train.max_steps, args.seed, args.learning_rate, args.output_dir) == (9, 3, 1e-5, "out/run")
+    assert args.warmup_steps is None
+    with pytest.raises(AttributeError, match="has no 'warmup'"):
+        _ = args.warmup
+
+
+def test_epochs_become_steps_when_the_rows_are_known():
+    args = TBAConfig(num_train_epochs=3, per_device_train_batch_size=16, num_generations=4, save_strategy="epoch")
+    train = args.resolved(num_rows=10).train
+    assert (train.max_steps, train.checkpoint_every) == (9, 3)
+    assert args.resolved(num_rows=8).train.max_steps == 6
+    assert TBAConfig(num_train_epochs=3, max_steps=5).resolved(num_rows=1000).train.max_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"fp16": True}, "fp16=True cannot be kept: use bf16=True"),
+        ({"min_p": 0.1}, "min_p=0.1 cannot be kept: use top_p"),
+        ({"beta": 0.0}, "beta=0 cannot be kept for tb"),
+        ({"optim": "adafactor"}, "optim='adafactor' cannot be kept: the optimizer is AdamW"),
+        ({"deepspeed": "ds.json"}, "deepspeed='ds.json' cannot be kept: use train="),
+        ({"vllm_mode": "server"}, "vllm_mode='server' cannot be kept"),
+        ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 cannot be kept"),
+        ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-5}, "lr_scheduler_type='polynomial' cannot be kept"),
+        ({"per_device_train_batch_size": 6, "num_generations": 4}, "6 responses of a step do not hold whole groups of"),
+        ({"scale_rewards": "batch", "loss_type": "grpo"}, 'scale_rewards="batch" cannot be kept'),
+        ({"sync_ref_model": True, "ref_model_mixup_alpha": 0.6}, "ref_model_mixup_alpha=0.6 cannot be kept"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "cannot be kept: rewards are added up"),
+        ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs: num_beams=4 cannot be kept"),
+        ({"model_init_kwargs": {"quantization_config": 1}}, "load the model yourself"),
+        ({"lerning_rate": 1e-5}, "no argument lerning_rate: did you mean learning_rate?"),
+        ({"warm_up": 1}, "docs/from_trl.md has all of TRL's names"),
+        ({"loss_type": "luspo"}, "objective.name=luspo is unknown"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_with_what_to_use_instead(given, words):
+    with pytest.raises(ConfigError) as error:
+        with_objective_defaults(TBAConfig(**given).config)
+    assert words in str(error.value)
+    assert len(str(error.value).splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dataloader_num_workers": 4},
+        {"vllm_server_port": 8001},
+        {"epsilon": 0.2},
+        {"scale_rewards": False},
+        {"report_to": "trackio"},
+        {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}},
+        {"warmup_steps": 10},
+    ],
+)
+def test_what_has_no_meaning_is_told_once(given, caplog):
+    with caplog.at_level(logging.WARNING):
+        TBAConfig(**given).resolved(num_rows=10)
+    assert len(caplog.records) == 1
+    assert "no meaning" in caplog.text
+
+
+def test_values_that_ask_for_nothing_are_accepted_for_every_name(caplog):
+    for name, found in FIELDS.items():
+        if found.kind in ("no meaning", "refused"):
+            for value in found.off:
+                TBAConfig(**{name: value})
+    TBAConfig(importance_sampling_level="token", top_entropy_quantile=1.0, vllm_mode="colocate")
+    assert not caplog.records
+
+
+def test_four_of_five_committed_fields_keep_their_meaning_and_all_are_answered():
+    kinds = [FIELDS[name].kind for name in COMMITTED]
+    assert sum(kind in ("setting", "implied") for kind in kinds) / len(kinds) >= 0.8
+
+
+def test_the_document_is_what_the_table_says_now():
+    assert (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text() == document(), (
+        "write it anew: python -m tba.api.reference > docs/from_trl.md"
+    )
+
+
+def test_the_table_knows_every_name_of_the_installed_trl():
+    trl = pytest.importorskip("trl", reason="the extra `benchmark` is not installed")
+    own = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    assert own - FIELDS.keys() == set(), "TRL has new fields: say in tba/api/names.py what becomes of them"
+    arguments = inspect.signature(trl.GRPOTrainer.__init__).parameters.keys() - {"self"}
+    assert arguments - TRAINER_ARGUMENTS.keys() == set()
