@@ -142,7 +142,6 @@ FIELDS: dict[str, Name] = {
         vllm_importance_sampling_clip_max     the same
         vllm_importance_sampling_clip_min     the same
         vllm_importance_sampling_cap          the same
-        use_bias_correction_kl          the KL is of the trained policy, with the ratio where the objective has one
         multi_objective_aggregation     weighted sum, then the group's mean; normalize_then_sum is refused
         ref_model_mixup_alpha           the policy becomes the reference as it is; a mixture is refused
         use_transformers_continuous_batching  the native engine refills free slots
@@ -177,6 +176,7 @@ FIELDS: dict[str, Name] = {
         log_multimodal                  prompts are text
         log_completions_hub_repo        samples stay in samples.jsonl; upload the run folder if you want
         router_aux_loss_coef            the loss is the objective's alone
+        use_bias_correction_kl          the KL term has no ratio: TRL's False
         data_seed                       seed decides the order of prompts
         full_determinism                mode=sync repeats a run bit by bit on a CPU
         batch_eval_metrics              metrics are means over all prompts

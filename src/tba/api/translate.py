@@ -47,7 +47,9 @@ SCHEDULES = {
 LOSSES = {
     "bnpo": {"name": "grpo", "aggregate": "tokens"},
     "dapo": {"name": "grpo", "aggregate": "tokens"},
-    **{name: {"name": "grpo", "aggregate": "tokens", "surrogate": name} for name in ("cispo", "sapo", "vespo")},
+    **{name: {"name": "grpo", "aggregate": "tokens", "surrogate": name} for name in ("cispo", "vespo")},
+    "sapo": {"name": "grpo", "surrogate": "sapo"},
+    "luspo": {"name": "dr_grpo", "ratio": "sequence", "normal_length": 1, "scale_rewards": True},
 }
 """TRL's losses that are settings of ours; other names are those of our objectives."""
 RATIOS = {
@@ -64,8 +66,9 @@ OFF = {"importance_sampling_level": "token", "top_entropy_quantile": 1.0}
 CLIPS: dict[str, tuple[str | None, str | None]] = {
     **dict.fromkeys(("grpo", "dr_grpo"), ("clip_low", "clip_high")),
     **dict.fromkeys(("proximal_rloo", "ppo", "vineppo"), ("clip", None)),
+    "cispo": (None, "clip_high"),
 }
-"""Settings that epsilon and epsilon_high are, by objective."""
+"""Settings that epsilon and epsilon_high are, by objective or surrogate."""
 ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
 
@@ -145,7 +148,7 @@ def _objective(given: Mapping[str, Any], own: Mapping[str, Any], tell: Tell) -> 
     if loss is not None:
         objective |= LOSSES.get(loss, {"name": loss})
     name = (own.get("objective") or {}).get("name", objective.get("name", "tb"))
-    low, high = CLIPS.get(name, (None, None))
+    low, high = CLIPS.get(objective.get("surrogate", name), (None, None))
     used: dict[str, str | None] = {"epsilon": low, "epsilon_high": high}
     if low is not None and "epsilon" in given:
         objective[low] = given["epsilon"]

@@ -77,6 +77,19 @@ def at(config, place: str):
         ({"loss_type": "grpo", "epsilon": 0.1}, "objective.settings", {"clip_low": 0.1, "clip_high": 0.1}),
         ({"loss_type": "grpo", "epsilon_high": 0.3}, "objective.settings", {"clip_high": 0.3}),
         ({"loss_type": "ppo", "epsilon": 0.1}, "objective.settings", {"clip": 0.1}),
+        ({"loss_type": "dapo", "delta": 4.0}, "objective.settings", {"aggregate": "tokens", "max_ratio": 4.0}),
+        (
+            {"loss_type": "cispo", "epsilon_high": 5.0},
+            "objective.settings",
+            {"aggregate": "tokens", "surrogate": "cispo", "clip_high": 5.0},
+        ),
+        (
+            {"loss_type": "sapo", "sapo_temperature_neg": 1.1},
+            "objective.settings",
+            {"surrogate": "sapo", "sapo_temperature_neg": 1.1},
+        ),
+        ({"loss_type": "luspo"}, "objective.name", "dr_grpo"),
+        ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, "objective.settings", {"ratio": "sequence"}),
         ({"mask_truncated_completions": True}, "train.truncated", "drop"),
         ({"sync_ref_model": True, "ref_model_sync_steps": 64}, "reference.reset_every", 64),
         ({}, "objective.name", "tb"),
@@ -121,7 +134,7 @@ def test_epochs_become_steps_when_the_rows_are_known():
         ({"model_init_kwargs": {"quantization_config": 1}}, "load the model yourself"),
         ({"lerning_rate": 1e-5}, "no argument lerning_rate: did you mean learning_rate?"),
         ({"warm_up": 1}, "docs/from_trl.md has all of TRL's names"),
-        ({"loss_type": "luspo"}, "objective.name=luspo is unknown"),
+        ({"loss_type": "orpo"}, "objective.name=orpo is unknown"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_with_what_to_use_instead(given, words):
