@@ -1,10 +1,12 @@
 """`train.ranks`: a run whose trainer is several processes, through the death of one of them, and under torchrun."""
 
+import os
 import subprocess
 import sys
 
 import psutil
 import pytest
+import torch.distributed as dist
 from problem import command, heed_signals, make_config, steps_of, wait_for
 
 from tba.config import ConfigError
@@ -40,6 +42,22 @@ def test_a_run_over_two_ranks_survives_the_loss_of_one_and_goes_on_with_one(fold
     resumed = make_config(folder, "name=ranks", "train.max_steps=16", "train.ranks=1", "train.checkpoint_every=3")
     summary = train(resumed, resume=True)
     assert (summary["outcome"], summary["steps"]) == ("finished", 16)
+
+
+def test_trainings_in_one_process_leave_its_environment_alone_and_want_torch_distributed_for_themselves(
+    folder, monkeypatch
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # a user's own, of no use here
+    for name in ("first", "second"):
+        assert train(make_config(folder, f"name={name}", "train.max_steps=2", "train.ranks=2"))["steps"] == 2
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match=r"train\.ranks=2 needs torch\.distributed for itself"):
+            train(make_config(folder, "name=third", "train.max_steps=2", "train.ranks=2"))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_torchrun_starts_the_ranks(folder):

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ logger = logging.getLogger("tba")
 
 POLL_SECONDS = 0.2
 """Time between two looks for a new trainer, under torchrun."""
+GLOO_DEVICE = "GLOO_SOCKET_IFNAME"
+"""Variable of the environment that names the network device gloo listens on."""
 INCARNATION = "tba/incarnation"
 """Key of the number of trainers that have begun, under torchrun."""
 
@@ -48,6 +50,11 @@ def ranks_of(config: Config, logs: Path) -> Iterator[Ranks]:
     if config.train.ranks == 1:
         yield ALONE
         return
+    if dist.is_initialized():
+        raise ConfigError(
+            f"train.ranks={config.train.ranks} needs torch.distributed for itself, and this process has a process group "
+            "already: end it first (torch.distributed.destroy_process_group), or start the run with `tba train`."
+        )
     found = Torchrun.found()
     with _torchrun_ranks(config, found) if found is not None else _own_ranks(config, logs) as ranks:
         ranks.tell("begin", config=config.model_dump_json())
@@ -63,7 +70,6 @@ def ranks_of(config: Config, logs: Path) -> Iterator[Ranks]:
 def _own_ranks(config: Config, logs: Path) -> Iterator[ConnectedRanks]:
     """Ranks that are children of this process."""
     size, seconds = config.train.ranks, config.runtime.wait_seconds
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"  # nobody else's business
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tba-ranks-") as folder:
         file = str(Path(folder) / "meeting")
@@ -81,7 +87,10 @@ def _own_ranks(config: Config, logs: Path) -> Iterator[ConnectedRanks]:
         try:
             store = dist.FileStore(file, size)
             device = torch.device(_device(config, 0))
-            with connected(store, rank=0, size=size, device=device, wait_seconds=seconds) as ranks:
+            with ExitStack() as stack:
+                with _on_loopback():
+                    found = connected(store, rank=0, size=size, device=device, wait_seconds=seconds)
+                    ranks = stack.enter_context(found)
                 yield ranks
                 stop_all(processes, None, timeout_seconds=config.runtime.stop_seconds)
         except RankLost as error:
@@ -115,10 +124,23 @@ def _ended(processes: list[RoleProcess[Link]]) -> str:
 
 def run_rank(link: Link, *, file: str, rank: int, size: int, device: str, wait_seconds: float) -> None:
     """The target of a rank's process."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    store = dist.FileStore(file, size)
-    with connected(store, rank=rank, size=size, device=torch.device(device), wait_seconds=wait_seconds) as ranks:
+    store, on = dist.FileStore(file, size), torch.device(device)
+    with _on_loopback(), connected(store, rank=rank, size=size, device=on, wait_seconds=wait_seconds) as ranks:
         serve(ranks, device)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Whoever joins a process group in this listens on the loopback device alone. The environment may be a user's, who finds
+    it as it was."""
+    before = os.environ.get(GLOO_DEVICE)
+    os.environ[GLOO_DEVICE] = "lo0" if sys.platform == "darwin" else "lo"
+    try:
+        yield
+    finally:
+        del os.environ[GLOO_DEVICE]
+        if before is not None:
+            os.environ[GLOO_DEVICE] = before
 
 
 def serve(ranks: ConnectedRanks, device: str) -> None:
