@@ -26,7 +26,9 @@ import torch.distributed as dist
 
 from tba.config import Config, ConfigError
 from tba.launch.devices import placement_of
+from tba.launch.run import Interrupt
 from tba.models.load import adapt, load_model
+from tba.runtime.fork_server import INTERRUPTED
 from tba.runtime.links import Link
 from tba.runtime.processes import RoleProcess, last_lines, may_fork, stop_all
 from tba.train.make import make_train_step
@@ -190,9 +192,12 @@ class Torchrun:
             address=(environment["MASTER_ADDR"], int(environment["MASTER_PORT"])),
         )
 
-    @property
-    def device(self) -> str:
-        return f"cuda:{self.local_rank}" if torch.cuda.is_available() else "cpu"
+    def device(self, config: Config) -> str:
+        """Device of this rank: the one that runtime.placement names for it, or the GPU with its number on its machine."""
+        devices = config.trainer_devices
+        if len(devices) > 1:
+            return devices[self.rank]
+        return "cpu" if devices[0] == "cpu" or not torch.cuda.is_available() else f"cuda:{self.local_rank}"
 
     def store(self) -> dist.Store:
         """Torchrun's agent has it, and it stays when a trainer dies; otherwise rank 0 has it."""
@@ -208,34 +213,39 @@ def _torchrun_ranks(config: Config, started: Torchrun) -> Iterator[ConnectedRank
         dist.PrefixStore(f"tba/{number}", store),
         rank=0,
         size=started.size,
-        device=torch.device(started.device if config.model.device == "auto" else config.model.device),
+        device=torch.device(started.device(config)),
         wait_seconds=config.runtime.wait_seconds,
     ) as ranks:
         yield ranks
 
 
-def join_torchrun(started: Torchrun, *, wait_seconds: float = 300.0) -> int:
+def join_torchrun(started: Torchrun, config: Config) -> int:
     """What a process does that torchrun has started as a rank other than 0: it works for one trainer after the other, until
-    one comes to its end. Torchrun ends it when the trainer is not resumed."""
-    store, joined = started.store(), 0
-    while True:
-        while (number := store.add(INCARNATION, 0)) <= joined:
-            time.sleep(POLL_SECONDS)
-        joined = number
-        try:
-            with connected(
-                dist.PrefixStore(f"tba/{number}", store),
-                rank=started.rank,
-                size=started.size,
-                device=torch.device(started.device),
-                wait_seconds=wait_seconds,
-            ) as ranks:
-                serve(ranks, started.device)
-                return 0
-        except RankLost as error:
-            logger.warning(
-                "rank %d: the trainer is gone, or another rank; it waits for the next. %s", started.rank, error
-            )
+    one comes to its end. Torchrun ends it when the trainer is not resumed. A trainer that is asked to end needs it for the
+    checkpoint: Ctrl-C and its like are heeded when that trainer is gone."""
+    store, device, joined = started.store(), started.device(config), 0
+    with Interrupt() as interrupt:
+        while not interrupt.asked:
+            number = store.add(INCARNATION, 0)
+            if number <= joined:
+                time.sleep(POLL_SECONDS)
+                continue
+            joined = number
+            try:
+                with connected(
+                    dist.PrefixStore(f"tba/{number}", store),
+                    rank=started.rank,
+                    size=started.size,
+                    device=torch.device(device),
+                    wait_seconds=config.runtime.wait_seconds,
+                ) as ranks:
+                    serve(ranks, device)
+                    return 0
+            except RankLost as error:
+                logger.warning(
+                    "rank %d: the trainer is gone, or another rank; it waits for the next. %s", started.rank, error
+                )
+    return INTERRUPTED
 
 
 def with_torchrun(config: Config, started: Torchrun | None) -> Config:
@@ -245,7 +255,7 @@ def with_torchrun(config: Config, started: Torchrun | None) -> Config:
     if config.train.ranks != 1:
         raise ConfigError(
             f"train.ranks={config.train.ranks}, but torchrun has started {started.size} processes: leave train.ranks unset, "
-            "or start as many with --nproc-per-node."
+            f"start as many with --nproc-per-node, or resume a run of another number with train.ranks={started.size}."
         )
     values: dict[str, Any] = {"ranks": started.size}
     return config.model_copy(update={"train": config.train.model_copy(update=values)})
