@@ -118,7 +118,7 @@ def train(
 
         started = Torchrun.found()
         if started is not None and started.rank > 0:
-            raise typer.Exit(join_torchrun(started, wait_seconds=config.runtime.wait_seconds))
+            raise typer.Exit(0 if dry_run else join_torchrun(started, config))
         config = with_torchrun(config, started)
     if dry_run:
         from tba.launch.defaults import with_objective_defaults

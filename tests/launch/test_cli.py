@@ -34,6 +34,15 @@ def test_dry_run_prints_the_resolved_config(folder):
     assert config["task"]["rewards"][0]["function"] == "r.py:f"
 
 
+def test_a_dry_run_under_torchrun_is_that_of_rank_0_alone(monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    result = RUNNER.invoke(app, ["train", "model.path=some/model", "--dry-run"])
+    assert (result.exit_code, result.stdout) == (0, "")
+
+
 def test_two_config_files_are_refused():
     with pytest.raises(ConfigError, match="one config file at a time"):
         resolve(["a.yaml", "b.yaml"], model=None, data=None, reward=[], max_steps=None)

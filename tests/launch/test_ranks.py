@@ -1,16 +1,19 @@
 """`train.ranks`: a run whose trainer is several processes, through the death of one of them, and under torchrun."""
 
+import os
+import signal
 import subprocess
 import sys
 
 import psutil
 import pytest
+import torch.distributed as dist
 from problem import command, heed_signals, make_config, steps_of, wait_for
 
 from tba.config import ConfigError
 from tba.launch.ranks import Torchrun, with_torchrun
 from tba.launch.start import train
-from tba.observe.files import RunFolder
+from tba.observe.files import RunFolder, read_summary
 
 RANKS = ("train.ranks=2", "train.checkpoint_every=3")
 
@@ -42,13 +45,46 @@ def test_a_run_over_two_ranks_survives_the_loss_of_one_and_goes_on_with_one(fold
     assert (summary["outcome"], summary["steps"]) == ("finished", 16)
 
 
+def test_trainings_in_one_process_leave_its_environment_alone_and_want_torch_distributed_for_themselves(
+    folder, monkeypatch
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # a user's own, of no use here
+    for name in ("first", "second"):
+        assert train(make_config(folder, f"name={name}", "train.max_steps=2", "train.ranks=2"))["steps"] == 2
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match=r"train\.ranks=2 needs torch\.distributed for itself"):
+            train(make_config(folder, "name=third", "train.max_steps=2", "train.ranks=2"))
+    finally:
+        dist.destroy_process_group()
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
 def test_torchrun_starts_the_ranks(folder):
     config, one = make_config(folder, "name=torchrun"), command(folder, "torchrun", "train.max_steps=3")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *one[1:]]
-    done = subprocess.run(launcher, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*TORCHRUN, *one[1:]], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert steps_of(config) == [1, 2, 3]
     assert "ranks: 2" in RunFolder(config.run_folder).config.read_text()
+
+
+def test_a_run_under_torchrun_that_is_interrupted_saves_before_its_ranks_end(folder):
+    config, one = make_config(folder, "name=interrupted"), command(folder, "interrupted", "train.max_steps=10000")
+    with subprocess.Popen([*TORCHRUN, *one[1:]], stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals) as process:
+        try:
+            assert wait_for(lambda: max(steps_of(config), default=0) >= 2, 120)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert "saving and stopping" in errors
+    found = RunFolder(config.run_folder)
+    assert list(found.checkpoints_by_step()) == [max(steps_of(config))], errors
+    assert read_summary(found)["outcome"] == "interrupted"
 
 
 def test_the_number_of_ranks_is_torchruns_or_the_configs(folder):
@@ -57,6 +93,9 @@ def test_the_number_of_ranks_is_torchruns_or_the_configs(folder):
     assert started == Torchrun(rank=1, size=4, local_rank=1, address=("10.0.0.5", 29500))
     assert Torchrun.found({"RANK": "1", "WORLD_SIZE": "4"}) is None  # of something else that was started so
     assert with_torchrun(make_config(folder), started).train.ranks == 4
+    named = make_config(folder, "train.ranks=4", "runtime.placement.trainer=[cuda:4,cuda:5,cuda:6,cuda:7]")
+    assert started.device(named) == "cuda:5"
+    assert started.device(make_config(folder, "model.device=cpu")) == "cpu"  # also where there are GPUs
     with pytest.raises(ConfigError, match=r"train\.ranks=3, but torchrun has started 4 processes"):
         with_torchrun(make_config(folder, "train.ranks=3"), started)
     with pytest.raises(ConfigError, match=r"train\.ranks=2 needs mode=async"):

@@ -6,21 +6,24 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from builders import ragged_batch, tiny_llama, tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GraniteConfig
 
 from tba.config import Config
 from tba.launch.ranks import ranks_of
 from tba.models.load import adapt, load_model
 from tba.observe.files import RunFolder
+from tba.replay.buffer import ReplayBuffer
+from tba.runtime.channels import LocalWeights
 from tba.train.batch import Budget, deal_prompts, deal_responses
 from tba.train.checkpoint import Checkpoints
-from tba.train.make import make_train_step
+from tba.train.make import Learner, make_references, make_train_step
 from tba.train.ranks import ALONE, ConnectedRanks, Ranks, connected
 from tba.train.sharded import ShardedTrainStep
 from tba.train.step import NonFiniteLoss, TrainStep
@@ -167,6 +170,46 @@ def test_a_loss_that_is_not_finite_stops_before_any_rank_has_moved(model_path, r
         step(bad, beta=0.1, learning_rate=1e-2)
     assert step.is_finite
     assert_same_metrics(train(make_step(config), SHAPES, steps=[0]), train(step, SHAPES, steps=[0]))
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_a_model_that_computes_one_sequence_at_a_time_does_so_equally_often_on_every_rank(ranks, tmp_path):
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 40}
+    scaled = GraniteConfig(
+        hidden_size=32, intermediate_size=48, logits_scaling=4.0, max_position_embeddings=64, **sizes
+    )
+    AutoModelForCausalLM.from_config(scaled).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    config = make_config(tmp_path)
+    alone, several = make_step(config), make_step(config, ranks)
+    assert not several.policy.packed
+    assert_same_metrics(train(alone, SHAPES, steps=range(2)), train(several, SHAPES, steps=range(2)))
+    assert_same_weights(whole(alone), whole(several))
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_a_run_that_may_go_back_keeps_the_whole_start_model_for_its_reference(model_path, ranks):
+    config = make_config(model_path, reference={"reset_every": 2}, observe={"on_collapse": "rollback"})
+    learner = Learner(train_step=make_step(config, ranks), rescorer=None)
+    replay = ReplayBuffer(config.replay, fresh_steps=1, seed=0, reward_names=("score",), reward_weights=(1.0,))
+    references = make_references(config, learner, replay, LocalWeights(lambda weights: None))
+    assert references is not None
+    assert references.start is not None
+    assert_same_weights(whole(make_step(make_config(model_path))), dict(references.start.tensors))
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("this rank alone has met it")])
+def test_whatever_stops_rank_0_in_the_middle_ends_what_the_ranks_do_together(model_path, ranks, error):
+    step = make_step(make_config(model_path), ranks)
+    assert isinstance(step, ShardedTrainStep)
+    try:
+        with pytest.raises(type(error)):
+            step._together(Mock(side_effect=error))
+        assert ranks.lost
+        assert not step.is_finite, "nobody is asked any more"
+    finally:
+        ranks.lost = False  # here the others were told nothing
 
 
 def test_prompts_go_to_the_rank_with_least_to_do_and_single_responses_where_a_rank_would_get_none():

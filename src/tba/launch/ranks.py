@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ import torch.distributed as dist
 
 from tba.config import Config, ConfigError
 from tba.launch.devices import placement_of
+from tba.launch.run import Interrupt
 from tba.models.load import adapt, load_model
+from tba.runtime.fork_server import INTERRUPTED
 from tba.runtime.links import Link
 from tba.runtime.processes import RoleProcess, last_lines, may_fork, stop_all
 from tba.train.make import make_train_step
@@ -37,6 +39,8 @@ logger = logging.getLogger("tba")
 
 POLL_SECONDS = 0.2
 """Time between two looks for a new trainer, under torchrun."""
+GLOO_DEVICE = "GLOO_SOCKET_IFNAME"
+"""Variable of the environment that names the network device gloo listens on."""
 INCARNATION = "tba/incarnation"
 """Key of the number of trainers that have begun, under torchrun."""
 
@@ -48,6 +52,11 @@ def ranks_of(config: Config, logs: Path) -> Iterator[Ranks]:
     if config.train.ranks == 1:
         yield ALONE
         return
+    if dist.is_initialized():
+        raise ConfigError(
+            f"train.ranks={config.train.ranks} needs torch.distributed for itself, and this process has a process group "
+            "already: end it first (torch.distributed.destroy_process_group), or start the run with `tba train`."
+        )
     found = Torchrun.found()
     with _torchrun_ranks(config, found) if found is not None else _own_ranks(config, logs) as ranks:
         ranks.tell("begin", config=config.model_dump_json())
@@ -63,7 +72,6 @@ def ranks_of(config: Config, logs: Path) -> Iterator[Ranks]:
 def _own_ranks(config: Config, logs: Path) -> Iterator[ConnectedRanks]:
     """Ranks that are children of this process."""
     size, seconds = config.train.ranks, config.runtime.wait_seconds
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"  # nobody else's business
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tba-ranks-") as folder:
         file = str(Path(folder) / "meeting")
@@ -81,7 +89,10 @@ def _own_ranks(config: Config, logs: Path) -> Iterator[ConnectedRanks]:
         try:
             store = dist.FileStore(file, size)
             device = torch.device(_device(config, 0))
-            with connected(store, rank=0, size=size, device=device, wait_seconds=seconds) as ranks:
+            with ExitStack() as stack:
+                with _on_loopback():
+                    found = connected(store, rank=0, size=size, device=device, wait_seconds=seconds)
+                    ranks = stack.enter_context(found)
                 yield ranks
                 stop_all(processes, None, timeout_seconds=config.runtime.stop_seconds)
         except RankLost as error:
@@ -115,10 +126,23 @@ def _ended(processes: list[RoleProcess[Link]]) -> str:
 
 def run_rank(link: Link, *, file: str, rank: int, size: int, device: str, wait_seconds: float) -> None:
     """The target of a rank's process."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    store = dist.FileStore(file, size)
-    with connected(store, rank=rank, size=size, device=torch.device(device), wait_seconds=wait_seconds) as ranks:
+    store, on = dist.FileStore(file, size), torch.device(device)
+    with _on_loopback(), connected(store, rank=rank, size=size, device=on, wait_seconds=wait_seconds) as ranks:
         serve(ranks, device)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Whoever joins a process group in this listens on the loopback device alone. The environment may be a user's, who finds
+    it as it was."""
+    before = os.environ.get(GLOO_DEVICE)
+    os.environ[GLOO_DEVICE] = "lo0" if sys.platform == "darwin" else "lo"
+    try:
+        yield
+    finally:
+        del os.environ[GLOO_DEVICE]
+        if before is not None:
+            os.environ[GLOO_DEVICE] = before
 
 
 def serve(ranks: ConnectedRanks, device: str) -> None:
@@ -168,9 +192,12 @@ class Torchrun:
             address=(environment["MASTER_ADDR"], int(environment["MASTER_PORT"])),
         )
 
-    @property
-    def device(self) -> str:
-        return f"cuda:{self.local_rank}" if torch.cuda.is_available() else "cpu"
+    def device(self, config: Config) -> str:
+        """Device of this rank: the one that runtime.placement names for it, or the GPU with its number on its machine."""
+        devices = config.trainer_devices
+        if len(devices) > 1:
+            return devices[self.rank]
+        return "cpu" if devices[0] == "cpu" or not torch.cuda.is_available() else f"cuda:{self.local_rank}"
 
     def store(self) -> dist.Store:
         """Torchrun's agent has it, and it stays when a trainer dies; otherwise rank 0 has it."""
@@ -186,34 +213,39 @@ def _torchrun_ranks(config: Config, started: Torchrun) -> Iterator[ConnectedRank
         dist.PrefixStore(f"tba/{number}", store),
         rank=0,
         size=started.size,
-        device=torch.device(started.device if config.model.device == "auto" else config.model.device),
+        device=torch.device(started.device(config)),
         wait_seconds=config.runtime.wait_seconds,
     ) as ranks:
         yield ranks
 
 
-def join_torchrun(started: Torchrun, *, wait_seconds: float = 300.0) -> int:
+def join_torchrun(started: Torchrun, config: Config) -> int:
     """What a process does that torchrun has started as a rank other than 0: it works for one trainer after the other, until
-    one comes to its end. Torchrun ends it when the trainer is not resumed."""
-    store, joined = started.store(), 0
-    while True:
-        while (number := store.add(INCARNATION, 0)) <= joined:
-            time.sleep(POLL_SECONDS)
-        joined = number
-        try:
-            with connected(
-                dist.PrefixStore(f"tba/{number}", store),
-                rank=started.rank,
-                size=started.size,
-                device=torch.device(started.device),
-                wait_seconds=wait_seconds,
-            ) as ranks:
-                serve(ranks, started.device)
-                return 0
-        except RankLost as error:
-            logger.warning(
-                "rank %d: the trainer is gone, or another rank; it waits for the next. %s", started.rank, error
-            )
+    one comes to its end. Torchrun ends it when the trainer is not resumed. A trainer that is asked to end needs it for the
+    checkpoint: Ctrl-C and its like are heeded when that trainer is gone."""
+    store, device, joined = started.store(), started.device(config), 0
+    with Interrupt() as interrupt:
+        while not interrupt.asked:
+            number = store.add(INCARNATION, 0)
+            if number <= joined:
+                time.sleep(POLL_SECONDS)
+                continue
+            joined = number
+            try:
+                with connected(
+                    dist.PrefixStore(f"tba/{number}", store),
+                    rank=started.rank,
+                    size=started.size,
+                    device=torch.device(device),
+                    wait_seconds=config.runtime.wait_seconds,
+                ) as ranks:
+                    serve(ranks, device)
+                    return 0
+            except RankLost as error:
+                logger.warning(
+                    "rank %d: the trainer is gone, or another rank; it waits for the next. %s", started.rank, error
+                )
+    return INTERRUPTED
 
 
 def with_torchrun(config: Config, started: Torchrun | None) -> Config:
@@ -223,7 +255,7 @@ def with_torchrun(config: Config, started: Torchrun | None) -> Config:
     if config.train.ranks != 1:
         raise ConfigError(
             f"train.ranks={config.train.ranks}, but torchrun has started {started.size} processes: leave train.ranks unset, "
-            "or start as many with --nproc-per-node."
+            f"start as many with --nproc-per-node, or resume a run of another number with train.ranks={started.size}."
         )
     values: dict[str, Any] = {"ranks": started.size}
     return config.model_copy(update={"train": config.train.model_copy(update=values)})

@@ -11,7 +11,6 @@ from tba.config import Config
 from tba.generate.engine import Scorer, make_scorer
 from tba.models.load import LoadedModel, checkpoint_layers, compile_layers
 from tba.models.policy import PolicyModel, make_critic, make_log_z
-from tba.models.weights import make_weights
 from tba.objectives.base import Objective
 from tba.objectives.registry import make_objective
 from tba.observe.recorder import Recorder
@@ -95,9 +94,7 @@ def make_trainer(
         config=config,
         train_step=train_step,
         replay=replay,
-        references=make_references(
-            config, loaded, replay, reference_publisher, learner.rescorer, on_reset=train_step.restart_log_z
-        ),
+        references=make_references(config, learner, replay, reference_publisher),
         receiver=receiver,
         publisher=publisher,
         recorder=recorder,
@@ -182,14 +179,9 @@ def make_rescorer(config: Config, loaded: LoadedModel) -> Scorer | None:
 
 
 def make_references(
-    config: Config,
-    loaded: LoadedModel,
-    replay: ReplayBuffer,
-    publisher: WeightPublisher | None,
-    rescorer: Scorer | None,
-    *,
-    on_reset: Callable[[], None],
+    config: Config, learner: Learner, replay: ReplayBuffer, publisher: WeightPublisher | None
 ) -> ReferenceResets | None:
+    """The learner has not trained yet: its weights are those of the start model."""
     if not config.reference.reset_every:
         return None
     assert publisher is not None, "the runtime publishes references where reference.reset_every is set"
@@ -199,7 +191,7 @@ def make_references(
         publisher=publisher,
         replay=replay,
         temperature=config.generate.temperature,
-        scorer=rescorer,
-        on_reset=on_reset,
-        start=on_cpu(make_weights(loaded.model, version=0)) if goes_back else None,
+        scorer=learner.rescorer,
+        on_reset=learner.train_step.restart_log_z,
+        start=on_cpu(learner.train_step.weights(version=0)) if goes_back else None,
     )

@@ -107,10 +107,10 @@ class ShardedTrainStep(TrainStep):
             return call()
         except NonFiniteLoss:  # all ranks have met it
             raise
-        except RuntimeError as error:
-            # Also what this rank alone has met: the others are left in the middle of what they were told.
+        except BaseException as error:
+            # Also what this rank alone has met, or Ctrl-C: the others are left in the middle of what they were told.
             self.ranks.lost = True
-            if not isinstance(error, RankLost) and is_of_a_socket(error):
+            if isinstance(error, RuntimeError) and not isinstance(error, RankLost) and is_of_a_socket(error):
                 raise RankLost(first_words(error)) from error
             raise
 

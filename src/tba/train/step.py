@@ -82,7 +82,11 @@ class TrainStep:
         self.ranks = ranks
         self.objective = objective
         self.optimizer = optimizer
-        self.budget = budget if policy.packed else replace(budget, share_prompts=False)
+        if not policy.packed:
+            # One sequence at a time: ranks that compute together must do so equally often, and so each in one micro-batch.
+            one = budget.max_responses if ranks.size == 1 else 1
+            budget = replace(budget, share_prompts=False, max_responses=one)
+        self.budget = budget
         self.temperature = temperature
         self.moved = False
         """Whether the optimizer has begun to move weights in a step that its caller has not finished."""
