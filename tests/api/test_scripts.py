@@ -62,8 +62,8 @@ trainer = GRPOTrainer(
     reward_funcs=[format_reward_func, length_reward],
     args=GRPOConfig(
         output_dir="out", max_steps=2, per_device_train_batch_size=16, num_generations=4, max_completion_length=8,
-        bf16=False, use_cpu=True, eval_strategy="steps", eval_steps=1, report_to=[], loss_type="dr_grpo", beta=0.0, epsilon=0.2,
-        epsilon_high=0.28, mask_truncated_completions=False, log_completions=False, disable_tqdm=True,
+        bf16=False, use_cpu=True, eval_strategy="steps", eval_steps=1, report_to=[], loss_type="dr_grpo", beta=0.0,
+        epsilon=0.2, epsilon_high=0.28, mask_truncated_completions=False, log_completions=False, disable_tqdm=True,
     ),
     train_dataset=dataset["train"], eval_dataset=dataset["test"], callbacks=[Steps()],
 )

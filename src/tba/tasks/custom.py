@@ -32,7 +32,6 @@ from tba.tasks.rewards.files import check_reward_function
 from tba.tasks.rewards.functions import RewardSet, reward_weights
 from tba.types import Completion, Prompt, combined_reward
 
-
 LEAST_TO_SPLIT = 20
 """Number of rows from which on some are held out: of fewer a tenth says nothing, and each is missed in training."""
 
@@ -102,8 +101,8 @@ class CustomTask:
 def _split_words(num_train: int, num_held_out: int, words: str, is_same: bool) -> str:
     if is_same:
         return (
-            f"trains and is evaluated on the same {num_train} prompts: fewer than {LEAST_TO_SPLIT} are not split. Give others "
-            "as task.eval_data (eval_dataset)."
+            f"trains and is evaluated on the same {num_train} prompts: fewer than {LEAST_TO_SPLIT} are not split. Give "
+            "others as task.eval_data (eval_dataset)."
         )
     return f"trains on {num_train} prompts and is evaluated on {num_held_out} others ({words})."
 

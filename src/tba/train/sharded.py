@@ -35,6 +35,8 @@ class ShardedTrainStep(TrainStep):
     def __init__(self, policy: PolicyModel, *arguments: Any, ranks: ConnectedRanks, **options: Any) -> None:
         """`policy` is sharded already, and the optimizer is over this rank's part of it."""
         super().__init__(policy, *arguments, ranks=ranks, **options)
+        self._gathering = False
+        """Whether the other ranks are in the middle of giving out their parts."""
         self._gathered = -1
         """Version that the weights had when they were last given out."""
 
@@ -71,7 +73,7 @@ class ShardedTrainStep(TrainStep):
 
     @property
     def is_finite(self) -> bool:
-        return not self.ranks.lost and self._lead("all_finite")
+        return not self.ranks.lost and not self._gathering and self._lead("all_finite")
 
     def state(self) -> dict[str, Any]:
         """That of the optimizer, of all ranks."""
@@ -88,13 +90,14 @@ class ShardedTrainStep(TrainStep):
     def gathered(self, names: Sequence[str]) -> Iterator[Tensor]:
         """Whole parameters, one after the other. All of them are gathered, also where the caller wants no more."""
         self._lead("begin_parameters", names=tuple(names))
-        rest = iter(names)
+        rest, self._gathering = iter(names), True
         try:
             for name in rest:
                 yield self._together(partial(self._parameter, name))
         finally:
             for name in rest:
                 self._together(partial(self._parameter, name))
+            self._gathering = False
 
     def _lead(self, what: str, *, own: Mapping[str, Any] | None = None, **values: Any) -> Any:
         """Have every rank call `_{what}` with these values; `own` are rank 0's alone."""
