@@ -44,7 +44,7 @@ SCHEDULES = {
     "cosine_with_min_lr": "cosine",
     "warmup_stable_decay": "wsd",
 }
-LOSSES = {
+LOSSES: dict[str, dict[str, Any]] = {
     "bnpo": {"name": "grpo", "aggregate": "tokens"},
     "dapo": {"name": "grpo", "aggregate": "tokens"},
     **{name: {"name": "grpo", "aggregate": "tokens", "surrogate": name} for name in ("cispo", "vespo")},
