@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tba.config.base import Section
 from tba.config.runtime import RuntimeConfig
@@ -51,6 +52,16 @@ class Config(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     observe: ObserveConfig = ObserveConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str | None) -> str | None:
+        if name is not None and (not name.strip(". ") or re.search(r"[/\\\x00-\x1f]", name)):
+            raise ValueError(
+                f"{name!r} cannot name a run folder: write letters, digits, - and _, without / or \\ and not `..`. The "
+                "folder that it lies in is output=..."
+            )
+        return name
 
     @property
     def run_name(self) -> str:

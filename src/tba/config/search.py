@@ -83,7 +83,7 @@ class SearchConfig(Section):
     """Number of searchers that a run may come to where the trainer would wait for responses: beginning with num_searchers,
     one joins while it waits a tenth of its time, and one leaves where they wait for the time of more than one. None =
     num_searchers, always."""
-    samples_multiplier: float = Field(default=1.0, ge=1.0)
+    samples_multiplier: float = Field(default=1.0, ge=1.0, le=100.0)
     """Factor of the responses generated at a visit: S = ceil(samples_multiplier * train.samples_per_prompt)."""
     shuffle: bool = True
     """Whether prompts are visited in random order; False = in the order of the data."""
