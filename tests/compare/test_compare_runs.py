@@ -11,7 +11,7 @@ from tba.cli import app
 from tba.compare.runs import read_steps
 from tba.config import ConfigError
 from tba.launch import train
-from tba.models.load import resolve_path
+from tba.models.names import resolve_path
 
 STAMPED = ("summary.json", "cell.json", "metrics.jsonl")
 
