@@ -187,7 +187,7 @@ FILES = {
     "a task file that exits": (["task.name=t.py:T"], {"t.py": "import sys\nsys.exit()\n"}, "t.py:2 failed: SystemExit"),
 }
 RUNS = {
-    "a reward of one value": (*rewards("def f(completions): return [1.0]\n"), "WrongNumber: returned 1 values for 4"),
+    "a reward of one value": (*rewards("def f(completions): return [1.0]\n"), "tba: f failed ("),
     "a reward that is always None": (
         *rewards("def f(completions): return [None] * len(completions)\n"),
         "every reward was None (not applicable) for 8 samples in a row",

@@ -33,7 +33,8 @@ class Config(Section):
     output: Path = Path("runs")
     """Folder that run folders are made in."""
     overwrite: bool = False
-    """Whether a run folder of the same name is replaced; False = it is an error."""
+    """Whether a run folder of the same name is replaced, unless it holds anything that no run wrote; False = it is an
+    error."""
     seed: int = Field(default=0, ge=0)
     """Seed of prompt order, sampling and replay."""
     mode: Literal["async", "sync", "fixed_lag"] = "async"

@@ -26,7 +26,7 @@ from tba.types import Completion, Prompt
 
 START_SECONDS = 120.0
 """Deadline for a worker to import the reward's file; the call's own time-out counts from then."""
-FIRST_ANSWER_SECONDS = 50.0
+FIRST_ANSWER_SECONDS = 40.0
 """Time in calls that hang after which a reward that has never answered stops the run, unless one call may take longer."""
 
 
