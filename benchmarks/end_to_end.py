@@ -71,7 +71,7 @@ def run_trl(seed: int, steps: int, evaluate_every: int) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
     from tba.config import ModelConfig, TaskConfig
-    from tba.models.load import resolve_path
+    from tba.models.names import resolve_path
     from tba.tasks.registry import make_task
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -169,6 +169,9 @@ def evaluate(
     samples: Annotated[int | None, count_option("k of pass@k and avg@k; 0 = greedy accuracy only.")] = None,
 ) -> None:
     """The task's metrics on held-out prompts: greedy accuracy (pass@k and avg@k with --samples k), win rate, or success."""
+    from tba.launch.checks import check_evaluated
+
+    check_evaluated(target)
     from tba.launch import evaluate_model
 
     values = list(overrides or [])
@@ -357,6 +360,8 @@ def resolve(
 ) -> Config:
     """Config file (an argument without `=`), overrides (arguments with `=`) and the shortcuts, later ones winning."""
     files = [argument for argument in arguments if "=" not in argument]
+    for argument in files:
+        refuse_setting_without_value(argument)
     if len(files) > 1:
         raise ConfigError(f"one config file at a time, got {', '.join(files)}: overrides are written key=value.")
     values: dict[str, dict] = {}
@@ -370,6 +375,26 @@ def resolve(
         values["train"] = {"max_steps": max_steps}
     overrides = [argument for argument in arguments if "=" in argument]
     return load_config(Path(files[0]) if files else None, overrides, **values)
+
+
+def refuse_setting_without_value(argument: str) -> None:
+    """Refuse `train.max_steps`, `max_steps` or `train.max_steps:5` in the place of a config file."""
+    key, _, value = argument.partition(":")
+    section, dot, name = key.partition(".")
+    settings = settings_by_name()
+    if (
+        Path(argument).exists()
+        or Path(argument).suffix in (".yaml", ".yml")
+        or (dot and section not in Config.model_fields)
+    ):
+        return
+    close = difflib.get_close_matches(name if dot else key, settings, n=1, cutoff=0.8)
+    if close:
+        meant = key if dot and name in settings else settings[close[0]]
+        raise ConfigError(
+            f"{argument!r} is no config file and sets nothing: an override has a value after `=`, write "
+            f"{meant}={value.strip() or 'VALUE'}."
+        )
 
 
 def main() -> None:

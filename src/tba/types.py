@@ -144,6 +144,8 @@ class TrajectoryGroup:
     """Whether each response whose reward is known is right, by the task's rule."""
     num_lost: int = 0
     """Responses of the visit that were lost to failing rewards."""
+    why_lost: str = ""
+    """Why the first of them was lost; empty = none was."""
     searcher: int = 0
 
     @property

@@ -2,16 +2,18 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 from studies import TUNE, plan_study, run_study, write_study
 from typer.testing import CliRunner
 
-from tba.cli import app
+from tba.cli import app, main
 from tba.compare.runs import read_steps
 from tba.config import ConfigError
 from tba.launch import train
-from tba.models.load import resolve_path
+from tba.models.names import resolve_path
+from tba.train.step import NonFiniteLoss, TrainStep
 
 STAMPED = ("summary.json", "cell.json", "metrics.jsonl")
 
@@ -87,11 +89,34 @@ def test_failed_runs_are_written_down_and_tried_again_only_when_asked(tmp_path, 
     assert set(results.cells["bad", "1"].values) == {0}
 
 
-def test_a_run_that_diverges_does_not_stop_the_others(tmp_path):
-    changes = {"rows": {"wild": {"train.learning_rate": 1e30}, "tame": {}}, "columns": {"1": {}}, "seeds": [0]}
+def test_a_run_that_diverges_does_not_stop_the_others(tmp_path, monkeypatch):
+    real, calls = TrainStep.gradients, []
+
+    def first_diverges(*arguments, **named):
+        calls.append(1)
+        if len(calls) == 1:
+            raise NonFiniteLoss("loss is nan.")
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(TrainStep, "gradients", first_diverges)
+    changes = {"rows": {"wild": {}, "tame": {}}, "columns": {"1": {}}, "seeds": [0]}
     results = run_study(tmp_path, changes=changes)
     assert results.cells["wild", "1"].failures
     assert results.cells["tame", "1"].values
+
+
+def test_a_study_whose_only_run_failed_says_so_and_ends_with_an_error(tmp_path, capsys, monkeypatch):
+    changes = {"rows": {"bad": {"model.path": f"{tmp_path}/model"}}, "columns": {"1": {}}, "seeds": [0]}
+    path = write_study(tmp_path, **changes)
+    monkeypatch.setattr(sys, "argv", ["tba", "compare", str(path), "--output", str(tmp_path / "studies")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert "tba: no run of tiny has a result, all 1 failed; the first: ValueError: model.path=" in printed.err
+    assert "Traceback" not in printed.err
+    assert "1 failed" in printed.out
+    assert (tmp_path / "studies" / "tiny" / "results.json").is_file()
 
 
 def test_every_row_is_run_with_its_tuned_value(tmp_path):

@@ -306,5 +306,5 @@ def test_a_known_family_gets_the_native_engine_and_a_tokenizer_names_its_stop_id
 def test_a_model_without_any_stop_id_is_refused():
     model = make_tiny_model(FAMILY)
     model.generation_config.eos_token_id = model.config.eos_token_id = None
-    with pytest.raises(ValueError, match=r"no EOS: .* Set eos_token_id in generation_config.json"):
+    with pytest.raises(ValueError, match=r"no EOS: .* Set eos_token_id in its generation_config.json"):
         stop_ids_of(model)

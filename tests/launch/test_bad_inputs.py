@@ -11,12 +11,14 @@ import sys
 
 import pytest
 from problem import SETTINGS
+from transformers import BertConfig, T5Config
 
 from tba.cli import main
 from tba.observe.claim import Claim
 
 ROW = '{"prompt": "w5 w6", "want": "w7"}\n'
 GOOD = "def f(completions, **columns):\n    return [1.0] * len(completions)\n"
+STUDY = "name: s\nmetric: {}\nrows: {{tb: {{objective.name: tb}}}}\ncolumns: {{sync: {{mode: sync}}}}\nseeds: [0]\n"
 PROBLEM = ["--model", "@/model", "--data", "@/data.jsonl", "--reward", "@/rewards.py:sevens"]
 """Arguments of a good run; @ is the folder of the tiny problem."""
 
@@ -45,7 +47,54 @@ CONFIGS = {
     "a word for a number": (["train.max_steps=many"], "train.max_steps: Input should be a valid integer"),
     "a negative number": (["train.learning_rate=1e-3", "seed=-1"], "seed: Input should be greater than or equal to 0"),
     "a choice that is none": (["mode=asink"], "mode: Input should be 'async', 'sync' or 'fixed_lag'"),
-    "an override without a value": (["train.max_steps"], "config file train.max_steps does not exist"),
+    "an override without a value": (
+        ["train.max_steps"],
+        "an override has a value after `=`, write train.max_steps=VALUE",
+    ),
+    "an override without its section": (["max_steps"], "write train.max_steps=VALUE"),
+    "an override with a colon": (["train.max_steps:5"], "write train.max_steps=5."),
+    "a name with a separator": (["name=a/b"], "name: 'a/b' cannot name a run folder"),
+    "a name that goes up": (["name=.."], "name: '..' cannot name a run folder"),
+    "a name of nothing": (["name=''"], "name: '' cannot name a run folder"),
+    "a rate that is a word": (
+        ["train.learning_rate=fast"],
+        "'fast' is not a number: write one, for example 1e-5, or auto",
+    ),
+    "a negative rate": (["train.learning_rate=-1"], "train.learning_rate=-1 is not between 0 and 1"),
+    "an absurd rate": (["train.learning_rate=1000"], "train.learning_rate=1000 is not between 0 and 1"),
+    "a rate that is no number": (["train.learning_rate=.nan"], "train.learning_rate.start: Input should be a finite"),
+    "a schedule that ends below 0": (
+        ["train.learning_rate={kind: linear, start: 1e-4, end: -1}"],
+        "train.learning_rate=-1 is not between",
+    ),
+    "an absurd first rate": (
+        ["train.first_learning_rate=50"],
+        "train.first_learning_rate: Input should be less than or",
+    ),
+    "an absurd movement": (["train.movement=1e9"], "train.movement: Input should be less than or equal to 10"),
+    "an absurd weight decay": (
+        ["train.weight_decay=1e9"],
+        "train.weight_decay: Input should be less than or equal to 10",
+    ),
+    "averages that never move": (["train.adam_betas=[1, 2]"], "train.adam_betas.0: Input should be less than 1, got 1"),
+    "a negative temperature": (
+        ["generate.temperature=-1"],
+        "generate.temperature: Input should be greater than 0, got -1",
+    ),
+    "an absurd temperature": (["generate.temperature=1e9"], "generate.temperature: Input should be less than or equal"),
+    "an absurd number of samples": (
+        ["search.samples_multiplier=1e9"],
+        "search.samples_multiplier: Input should be less",
+    ),
+    "a beta that is a word": (["objective.beta=huge"], "objective.beta: 'huge' is not a number"),
+    "a beta of nothing": (["objective.beta=0"], "objective.beta must stay above 0 for tb"),
+    "a negative beta": (["objective.beta=-1"], "Use 0.01 or leave it unset"),
+    "a beta that is too large": (["objective.beta=1e5"], "objective.beta=100000 is above 100"),
+    "a device that is none": (["model.device=gpu"], "model.device: device 'gpu' is not known: write auto, cpu, cuda"),
+    "held-out data of a task that are not there": (
+        ["task.name=gsm8k", "task.data=openai/gsm8k", "task.eval_data=no.jsonl"],
+        "task.eval_data: file no.jsonl does not exist",
+    ),
     "a value that is no YAML": (["train.max_steps=[1"], "the value is not valid YAML"),
     "sizes that do not divide": (["train.responses_per_step=10", "train.samples_per_prompt=4"], "use 8 or 12"),
     "a mode without its setting": (["mode=sync", "search.num_searchers=2"], "needs mode=async"),
@@ -64,12 +113,27 @@ CONFIGS = {
     "a read-only output": (["output=/proc/sys"], "cannot be written"),
     "a run of that name": (["name=there"], "exists already: choose another name"),
     "a folder that is no run": (["name=there", "overwrite=true"], "is not a run folder"),
+    "a run with somebody's file in it": (["name=mixed", "overwrite=true"], "holds what no run wrote (notes.txt)"),
+    "a run with a file in a checkpoint": (
+        ["name=kept", "overwrite=true"],
+        "holds what no run wrote (checkpoints/step-1/mine.txt)",
+    ),
     "a folder in use": (["name=used", "overwrite=true"], f"on this host ({socket.gethostname()})"),
 }
 FILES = {
     "a YAML file that is none": (["broken.yaml"], {"broken.yaml": "train: [1\n"}, "is not valid YAML"),
     "a YAML file of a list": (["list.yaml"], {"list.yaml": "- 1\n"}, "holds a list; expected sections"),
     "data that are not there": (own(data="no.jsonl"), {}, "task.data: file no.jsonl does not exist"),
+    "held-out data that are not there": (
+        [*PROBLEM, "task.eval_data=no.jsonl"],
+        {},
+        "task.eval_data: file no.jsonl does not exist. Give a JSONL file",
+    ),
+    "data that are a folder": (own(data="here"), {"here/d.jsonl": ROW}, "is a folder: give a JSONL file"),
+    "a JSON array": (*data(f"[{ROW.strip()},\n{ROW.strip()}]\n"), "is one JSON array, and JSON Lines are needed"),
+    "a JSON array over many lines": (*data(f"[\n{ROW.strip()}\n]\n"), "is one JSON array, and JSON Lines are needed"),
+    "a JSON object over many lines": (*data('{\n"prompt": "w5"\n}\n'), "is one JSON object, and JSON Lines are needed"),
+    "a device that is not there": ([*PROBLEM, "model.device=cuda:77"], {}, "model.device=cuda:77 is not there"),
     "empty data": (*data(""), "d.jsonl is empty"),
     "data that are no JSON": (*data(ROW + '{"prompt"\n'), "d.jsonl line 2 is not valid JSON"),
     "a row without a prompt": (*data(ROW + '{"question": "w5"}\n'), "d.jsonl line 2 has no usable `prompt` column"),
@@ -88,8 +152,25 @@ FILES = {
         *rewards(GOOD + "import argparse\na = argparse.ArgumentParser().parse_args()\n"),
         "r.py:4 runs parse_args() when it is imported",
     ),
+    "a reward that imports nothing": (
+        *rewards("import nowhere_at_all\n" + GOOD),
+        "r.py:1 imports 'nowhere_at_all', which is not installed here",
+    ),
     "two rewards of one name": ([*PROBLEM, "--reward", "@/rewards.py:sevens"], {}, "same name: sevens, sevens"),
     "a model that is not there": (own(model="./nowhere"), {}, "there is no such folder"),
+    "a name that is no model": (
+        own(model="runs/nowhere"),
+        {},
+        "model.path='runs/nowhere': there is no such folder",
+    ),
+    "a name that cannot be one": (own(model="a model"), {}, "and it is no hub name (owner/name)"),
+    "an encoder": (own(model="@/bert"), {}, "is an encoder, which fills in gaps (BertForMaskedLM)"),
+    "an encoder-decoder": (own(model="@/t5"), {}, "is an encoder-decoder (T5ForConditionalGeneration)"),
+    "a classifier": (own(model="./classifier"), {}, "is a classifier (LlamaForSequenceClassification)"),
+    "a model without a tokenizer": (own(model="./no_tokenizer"), {}, "the folder has no tokenizer (tokenizer.json"),
+    "a model with a broken tokenizer": (own(model="./bad_tokenizer"), {}, "cannot be loaded with its tokenizer"),
+    "a model that cannot end": (own(model="./endless"), {}, "the model has no EOS"),
+    "weights that are noise": (own(model="./noise"), {}, "cannot be loaded with its weights: SafetensorError"),
     "a model that is not shipped": (own(model="tba:nothing"), {}, "is not shipped with the package"),
     "a model without a config": (own(model="./m"), {"m/readme.txt": "x"}, "cannot be loaded"),
     "a model with a broken config": (own(model="./m"), {"m/config.json": "{"}, "cannot be loaded"),
@@ -106,7 +187,7 @@ FILES = {
     "a task file that exits": (["task.name=t.py:T"], {"t.py": "import sys\nsys.exit()\n"}, "t.py:2 failed: SystemExit"),
 }
 RUNS = {
-    "a reward of one value": (*rewards("def f(completions): return [1.0]\n"), "returned 1 values for 4 completions"),
+    "a reward of one value": (*rewards("def f(completions): return [1.0]\n"), "tba: f failed ("),
     "a reward that is always None": (
         *rewards("def f(completions): return [None] * len(completions)\n"),
         "every reward was None (not applicable) for 8 samples in a row",
@@ -118,7 +199,10 @@ RUNS = {
     ),
     "a reward that exits": (*rewards("def f(completions): raise SystemExit(3)\n"), "r.py:1: SystemExit: 3"),
     "a reward that is no function": (*rewards("f = 3\n"), "has no function 'f'; it has none"),
-    "a reward that imports nothing": (*rewards("import nowhere_at_all\n" + GOOD), "r.py:1 failed: ModuleNotFoundError"),
+    "a reward that imports nothing later": (
+        *rewards("print()\nimport nowhere_at_all\n" + GOOD),
+        "r.py:2 failed: ModuleNotFoundError",
+    ),
     "a reward that kills its process": (*rewards("import os\ndef f(**_): os._exit(7)\n"), "died (exit status 7)"),
 }
 COMMANDS = {
@@ -143,7 +227,7 @@ COMMANDS = {
             "r/checkpoints/step-3/tokenizer.json": "{}",
             "r/checkpoints/step-3/manifest.json": "{}",
         },
-        "model.path='r/checkpoints/step-3' cannot be loaded",
+        "r/checkpoints/step-3' cannot be loaded",
     ),
     "a run with a broken config": (
         ["evaluate", "r"],
@@ -151,6 +235,13 @@ COMMANDS = {
         "train.max_steps",
     ),
     "a model to evaluate that is not there": (["evaluate", "./nowhere"], {}, "there is no such folder"),
+    "a run to evaluate that is not there": (
+        ["evaluate", "runs/their"],
+        {},
+        "'runs/their' is no run folder: there is no such folder (the nearest is runs/there)",
+    ),
+    "a file to evaluate": (["evaluate", "file.txt"], {}, "file.txt is a file: give the folder of a run or a model"),
+    "a misspelt metric": (["compare", "s.yaml"], {"s.yaml": STUDY.format("acuracy")}, "did you mean accuracy?"),
     "a model to evaluate that is cut off": (["evaluate", "./cut"], {}, "cannot be loaded"),
     "an adapter that is none": (["merge", "@/model", "out"], {}, "holds no LoRA adapter"),
     "something that cannot be prepared": (["prepare", "nothing"], {}, "has nothing to prepare"),
@@ -164,6 +255,26 @@ CASES = [
 ]
 
 
+def damaged(folder, model, changes) -> None:
+    """A copy of the tiny model with some of its files changed; None = the file is missing."""
+    model.mkdir()
+    for path in (folder / "model").iterdir():
+        change = changes.get(path.name, bytes)
+        if change is not None:
+            (model / path.name).write_bytes(change(path.read_bytes()))
+
+
+def changed(**values):
+    return lambda content: json.dumps({**json.loads(content), **values}).encode()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def other_models(folder):
+    """Models that are no decoder-only language models: their config is looked at before their weights."""
+    BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(folder / "bert")
+    T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(folder / "t5")
+
+
 def prepare(folder, here) -> None:
     """What some of the cases find: a file, a folder of somebody's, one in use, and a model whose weights are cut off."""
     (here / "file.txt").write_text("mine")
@@ -171,14 +282,26 @@ def prepare(folder, here) -> None:
     (here / "runs" / "there" / "notes.txt").write_text("mine")
     (here / "runs" / "used").mkdir()
     Claim.take(here / "runs" / "used")
-    (here / "cut").mkdir()
-    for path in (folder / "model").iterdir():
-        content = path.read_bytes()
-        (here / "cut" / path.name).write_bytes(content[:1000] if path.suffix == ".safetensors" else content)
+    for name in ("mixed", "kept"):
+        (here / "runs" / name / "checkpoints" / "step-1").mkdir(parents=True)
+        (here / "runs" / name / "config.yaml").write_text("seed: 1\n")
+        (here / "runs" / name / "checkpoints" / "step-1" / "manifest.json").write_text('{"files": {}}')
+    (here / "runs" / "mixed" / "notes.txt").write_text("mine")
+    (here / "runs" / "kept" / "checkpoints" / "step-1" / "mine.txt").write_text("mine")
+    damaged(folder, here / "cut", {"model.safetensors": lambda content: content[:1000]})
+    damaged(folder, here / "noise", {"model.safetensors": lambda content: b"\xff" * 5000})
+    damaged(folder, here / "bad_tokenizer", {"tokenizer.json": lambda content: b"{"})
+    damaged(folder, here / "no_tokenizer", {"tokenizer.json": None, "tokenizer_config.json": None})
+    heads = {"config.json": changed(architectures=["LlamaForSequenceClassification"])}
+    damaged(folder, here / "classifier", heads)
+    ends = {"config.json": changed(eos_token_id=None), "generation_config.json": changed(eos_token_id=None)}
+    damaged(folder, here / "endless", {**ends, "tokenizer_config.json": changed(eos_token=None)})
 
 
-def listing(here) -> set[str]:
-    return {str(path.relative_to(here)) for path in here.rglob("*") if "__pycache__" not in path.parts}
+def contents(here) -> dict[str, bytes]:
+    """All files and folders by their path, with what the files hold."""
+    paths = [path for path in here.rglob("*") if "__pycache__" not in path.parts]
+    return {str(path.relative_to(here)): path.read_bytes() if path.is_file() else b"" for path in paths}
 
 
 @pytest.mark.parametrize(("arguments", "files", "message", "begins"), CASES)
@@ -189,7 +312,7 @@ def test_a_bad_input_is_told_in_words_and_leaves_nothing(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    before = listing(tmp_path)
+    before = contents(tmp_path)
     monkeypatch.chdir(tmp_path)
     settings = [*SETTINGS, "mode=sync", "search.max_reward_failures=8", "task.eval_fraction=0"]
     arguments = [argument.replace("@", str(folder)) for argument in arguments]
@@ -203,15 +326,17 @@ def test_a_bad_input_is_told_in_words_and_leaves_nothing(
     assert ended.value.code not in (0, None)
     assert message in printed.err
     assert "Traceback" not in printed.err
-    assert len(printed.err.splitlines()) <= 10
+    assert len(printed.err.splitlines()) <= 5
     assert printed.out == ""
-    left = listing(tmp_path) - before
+    now = contents(tmp_path)
+    assert {name: now.get(name) for name in before} == before  # nothing is lost
+    left = now.keys() - before.keys()
     # A reward is called when the run has begun: then its folder stays, with the logs.
     assert not {path for path in left if not begins or not path.startswith("runs/custom-tb-seed0")}
 
 
-def test_the_table_has_forty_cases_or_more():
-    assert len(CASES) >= 40
+def test_the_table_has_sixty_cases_or_more():
+    assert len(CASES) >= 60
 
 
 def test_what_is_wrong_with_the_config_the_output_or_the_reward_is_told_before_torch_is_imported(folder, tmp_path):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tba.config import load_config
 from tba.launch.defaults import with_defaults
 from tba.launch.run import SyncRun, load_inputs
-from tba.models.load import resolve_path
+from tba.models.names import resolve_path
 from tba.observe.files import RunFolder
 from tba.runtime.board import Board
 

@@ -65,6 +65,7 @@ def compare(
     results = gather(plan)
     save_results(plan, results, command=command_of(path, output=output, quick=quick))
     show_results(plan, results)
+    raise_if_nothing_came(plan, results)
     return results
 
 
@@ -100,6 +101,16 @@ def show_results(plan: Plan, results: Results) -> None:
         console.print(Text(title), rich_table(grid), sep="\n")
     written = ["results.md", "results.json", "plot.png", *(["pareto.png"] if plan.study.pareto is not None else [])]
     console.print(Text(f"{plan.root}/{', '.join(written)}"), soft_wrap=True)
+
+
+def raise_if_nothing_came(plan: Plan, results: Results) -> None:
+    """Raise where no run of a study has a result: its table is empty, and a script must see that."""
+    failures = [error for cell in results.cells.values() for error in cell.failures.values()]
+    if failures and not any(cell.values for cell in results.cells.values()):
+        raise RuntimeError(
+            f"no run of {plan.study.name} has a result, all {len(failures)} failed; the first: {failures[0]} Correct what "
+            "it names, then run the same command with --retry-failed."
+        )
 
 
 def command_of(path: Path, *, output: Path, quick: bool) -> str:

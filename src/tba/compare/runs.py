@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from tba.compare.study import Study, flatten, folder_name
 from tba.config import Config, ConfigError, load_config
+from tba.observe.contents import remove_contents
 from tba.observe.files import RunFolder, write_json
 from tba.observe.files import read_summary as recorded_summary
 
@@ -207,6 +208,7 @@ def write_failed(cell: Cell, error: BaseException) -> None:
 def clear(cell: Cell) -> None:
     """Remove the folder of an earlier run."""
     if cell.folder.exists():
+        remove_contents(cell.folder)
         shutil.rmtree(cell.folder)
 
 

@@ -41,6 +41,14 @@ SET_BY_STUDY = {
 """Config keys that the study sets itself."""
 
 
+EVALUATED = (
+    *("accuracy", "pass", "avg", "reward", "solved"),
+    *("win_rate", "win_rate_greedy", "gold", "perplexity", "kl", "regularised_reward", "mean_length", "cut_off"),
+    *("success", "toxicity", "modes", "effective_modes", "cosine_distance", "vendi", "self_bleu", "distinct"),
+)
+"""Metrics of evaluations, without what follows an @ or a /: pass@8 is pass."""
+
+
 class Tune(Section):
     """One setting, tuned for every row with the same effort: all values, in the same columns, with the same seed."""
 
@@ -116,6 +124,11 @@ class Study(Section):
         for name, labels in (("rows", self.rows), ("columns", self.columns)):
             _check_folders(name, labels)
         _check_distinct("seeds", self.seeds)
+        named = [("metric", self.metric), *(("also", metric) for metric in self.also)]
+        named += [("tune.metric", self.tuning_metric)]
+        named += [] if self.pareto is None else [("pareto.x", self.pareto.x), ("pareto.y", self.pareto.y)]
+        for name, metric in named:
+            _check_spelling(name, metric)
         if self.tune is not None:
             self._check_tune(self.tune)
         if self.quick is not None:
@@ -226,6 +239,16 @@ def _check_distinct(name: str, values: Iterable[Any]) -> None:
     values = list(values)
     if len(set(values)) < len(values):
         raise ValueError(f"{name}={values} has a value twice: each is run once.")
+
+
+def _check_spelling(name: str, metric: str) -> None:
+    """Refuse a metric that is nearly one of those that evaluations have: a run would be made before it is missed. What
+    resembles none may be a metric of a task of the user's own."""
+    close = difflib.get_close_matches(metric.partition("@")[0].partition("/")[0], EVALUATED, n=1, cutoff=0.8)
+    if close and metric.partition("@")[0].partition("/")[0] not in EVALUATED:
+        raise ValueError(
+            f"{name}={metric!r} is no metric of an evaluation: did you mean {close[0]}? (a key of the summary's `final`)"
+        )
 
 
 def _check_known(name: str, labels: Iterable[str], known: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -23,15 +24,41 @@ OnOff = BeforeValidator(lambda value: {True: "on", False: "off"}[value] if isins
 """YAML 1.1 reads on and off as true and false."""
 
 
+def check_device(name: str, *, also: str = "") -> None:
+    """Refuse what is no device by its name; `also` are names that may stand there besides."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device {name!r} is not known: write {also}cpu, cuda or cuda:1, as PyTorch names them.")
+
+
 def _device(name: str) -> str:
     """A device by one name only: cuda is cuda:0."""
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"device {name!r} is not known: write cpu, cuda or cuda:1, as PyTorch names them.")
+    check_device(name)
     return "cuda:0" if name == "cuda" else name
 
 
 Device = Annotated[str, AfterValidator(_device)]
 """A device as PyTorch names it."""
+
+
+def full_path(path: str) -> str:
+    """A file or folder that is there by its full path: a run is evaluated and resumed from other working directories. Hub
+    names, and what is not there, stay as they were written."""
+    found = Path(path).expanduser()
+    return str(found.absolute()) if path and found.exists() else path
+
+
+LocalPath = Annotated[str, AfterValidator(full_path)]
+"""A file or folder of this machine, or the name of something elsewhere."""
+
+
+def number_or(value: Any, *, also: str) -> Any:
+    """A number from text, which YAML 1.1 makes of 1e-5; other values as they are. `also` is what may stand there besides."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is not a number: write one, for example 1e-5, or {also}.") from None
 
 
 class Schedule(Section):
@@ -41,9 +68,9 @@ class Schedule(Section):
     """Shape of the schedule: constant; linear or cosine from `start` to `end` over `steps`; reciprocal = 1 / value is
     linear, so that the weight 1 / beta of the reward grows evenly; wsd = warm-up, stable, then cosine decay to
     `end`."""
-    start: float
+    start: float = Field(allow_inf_nan=False)
     """Value at the first step after warm-up."""
-    end: float | None = None
+    end: float | None = Field(default=None, allow_inf_nan=False)
     """Value at the end; None = `start` for a constant schedule, 0 otherwise."""
     steps: int | None = Field(default=None, ge=1)
     """Number of optimizer steps over which the value changes, constant after them; None = train.max_steps."""
@@ -58,11 +85,7 @@ class Schedule(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_number(cls, value: Any) -> Any:
-        if isinstance(value, str):  # YAML 1.1 reads 1e-5 as text
-            try:
-                value = float(value)
-            except ValueError:
-                return value
+        value = number_or(value, also="a schedule: {kind: linear, start: 1e-4, end: 0}")
         return {"start": value} if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
     @model_validator(mode="after")
@@ -84,6 +107,12 @@ class Schedule(Section):
         if self.steps is not None and self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} leaves nothing of steps={self.steps}: make it smaller.")
         return self
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Value after warm-up and value at the end."""
+        constant = self.start if self.kind == "constant" else 0.0
+        return self.start, constant if self.end is None else self.end
 
     def at(self, step: int, *, max_steps: int) -> float:
         """Value for optimizer step `step` (0 is the first)."""

@@ -48,12 +48,19 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
+        raise ConfigError(f"config file {path} is not valid YAML: {_yaml_words(error)}") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"config file {path} holds a {type(data).__name__}; expected sections such as `train:`.")
     return data
+
+
+def _yaml_words(error: Exception) -> str:
+    """An error of the YAML reader in one line: line 2, column 7: expected ',' or ']', but got '<stream end>'."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    words = problem or " ".join(str(error).split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {words}." if mark is not None else f"{words}."
 
 
 def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +83,7 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
     try:
         value = yaml.safe_load(text) if text else None
     except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from None
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {_yaml_words(error)}") from None
     if isinstance(value, str):
         value = _scientific(value)
     return key.split("."), value

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tba.config.base import Section
 from tba.config.runtime import RuntimeConfig
@@ -32,7 +33,8 @@ class Config(Section):
     output: Path = Path("runs")
     """Folder that run folders are made in."""
     overwrite: bool = False
-    """Whether a run folder of the same name is replaced; False = it is an error."""
+    """Whether a run folder of the same name is replaced, unless it holds anything that no run wrote; False = it is an
+    error."""
     seed: int = Field(default=0, ge=0)
     """Seed of prompt order, sampling and replay."""
     mode: Literal["async", "sync", "fixed_lag"] = "async"
@@ -51,6 +53,16 @@ class Config(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     observe: ObserveConfig = ObserveConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str | None) -> str | None:
+        if name is not None and (not name.strip(". ") or re.search(r"[/\\\x00-\x1f]", name)):
+            raise ValueError(
+                f"{name!r} cannot name a run folder: write letters, digits, - and _, without / or \\ and not `..`. The "
+                "folder that it lies in is output=..."
+            )
+        return name
 
     @property
     def run_name(self) -> str:

@@ -83,13 +83,13 @@ class SearchConfig(Section):
     """Number of searchers that a run may come to where the trainer would wait for responses: beginning with num_searchers,
     one joins while it waits a tenth of its time, and one leaves where they wait for the time of more than one. None =
     num_searchers, always."""
-    samples_multiplier: float = Field(default=1.0, ge=1.0)
+    samples_multiplier: float = Field(default=1.0, ge=1.0, le=100.0)
     """Factor of the responses generated at a visit: S = ceil(samples_multiplier * train.samples_per_prompt)."""
     shuffle: bool = True
     """Whether prompts are visited in random order; False = in the order of the data."""
     reward_timeout_seconds: float = Field(default=30.0, gt=0.0)
     """Deadline of a reward call for the samples of one visit; one that takes longer is killed and its samples are dropped.
-    A run whose reward has never answered ends after 50 s of such calls, or one call where this is longer."""
+    A run whose reward has never answered ends after 40 s of such calls, or one call where this is longer."""
     reward_memory_gb: float | None = Field(default=None, gt=0.0)
     """Memory in GiB that the process of a reward may use (private writable memory, its own processes each the same); None =
     half of the machine's or the container's. A call that needs more fails, and the process is started anew."""

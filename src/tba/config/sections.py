@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from tba.config.base import EngineName, OnOff, Schedule, Section, UpdateRule
+from tba.config.base import EngineName, LocalPath, OnOff, Schedule, Section, UpdateRule, check_device, number_or
 
-Auto = BeforeValidator(lambda value: None if value == "auto" else value)
+Auto = BeforeValidator(lambda value: None if value == "auto" else number_or(value, also="auto"))
 """`auto` may be written for None."""
+LARGEST_RATE = 1.0
+"""Largest learning rate: AdamW moves every weight by up to the rate in each step, and weights are smaller than 1."""
+
+
+AdamBeta = Annotated[float, Field(ge=0.0, lt=1.0)]
+"""Decay rate of an average: share of the old value that stays."""
 
 
 class LoraConfig(Section):
@@ -32,7 +38,7 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The model that is trained, and how it is held in memory."""
 
-    path: str = "tba:arithmetic"
+    path: LocalPath = "tba:arithmetic"
     """Folder or hub name of the start model, or `tba:arithmetic` for the one shipped with the package."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype of trainer and engine; auto = float32 on a CPU, bfloat16 on a GPU. Master weights are always
@@ -45,6 +51,13 @@ class ModelConfig(Section):
     model. None = the whole model is trained."""
     trust_remote_code: bool = False
     """Whether Python code that comes with the model is run; only for sources you trust."""
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, device: str) -> str:
+        if device != "auto":
+            check_device(device, also="auto, ")
+        return device
 
     @model_validator(mode="before")
     @classmethod
@@ -69,7 +82,7 @@ class GenerateConfig(Section):
     """Length of the longest response, in tokens."""
     min_new_tokens: int = Field(default=0, ge=0)
     """Length of the shortest response, in tokens: stop tokens are forbidden before it."""
-    temperature: float = Field(default=1.0, gt=0.0)
+    temperature: float = Field(default=1.0, gt=0.0, le=100.0)
     """Temperature of the policy: generation, log_pi and log_ref all use logits / temperature."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus that responses are sampled from, as a probability; 1 = all tokens. It changes generation only: log_pi in
@@ -141,7 +154,7 @@ class ReplayConfig(Section):
     a power failure, at the price of a disk flush for every batch of groups; node = like process, and also the loss of the
     trainer's node with its disk, because groups and checkpoints are on the node of `tba train` too, in RUN.replica (for
     runtime.kind=ray); off = nothing is written, and groups are gone with the trainer (docs/durability.md)."""
-    imports: tuple[str, ...] = ()
+    imports: tuple[LocalPath, ...] = ()
     """JSONL files of existing responses to start from (`prompt`, `completion`; optional `rewards`), also those that `tba
     replay RUN --export` writes."""
 
@@ -192,21 +205,21 @@ class TrainConfig(Section):
     learning_rate: Annotated[Schedule | None, Auto] = None
     """Learning rate of AdamW, a number or a schedule; None or auto = it follows the movement of the policy (movement),
     begins low and falls to zero at the end (settle)."""
-    movement: float = Field(default=0.1, gt=0.0)
+    movement: float = Field(default=0.1, gt=0.0, le=10.0)
     """Movement that learning_rate=auto aims at: the mean |change of log_pi| of a response by one optimizer step, in
     units of the square root of its entropy. It is multiplied by the measured share of signal in recent updates over .1
     (within .2 and 1.5) where each response is trained once, and divided by sqrt(replay.max_trained_per_generated). The
     rate falls below it while responses are more than .2 nats from the policy that generated them."""
     settle: float = Field(default=0.5, ge=0.0, le=1.0)
     """Share of the run, at its end, in which the rate of learning_rate=auto falls to zero."""
-    first_learning_rate: float | None = Field(default=None, gt=0.0)
+    first_learning_rate: float | None = Field(default=None, gt=0.0, le=LARGEST_RATE)
     """Rate that learning_rate=auto begins from; None = by the number of parameters: 2e-4 for the shipped model,
     2.4e-6 at 0.5B, 5e-7 at 7B, ten times that for LoRA."""
-    adam_betas: tuple[float, float] = (0.9, 0.999)
+    adam_betas: tuple[AdamBeta, AdamBeta] = (0.9, 0.999)
     """Decay rates of AdamW's averages of the gradient and of its square."""
     adam_epsilon: float = Field(default=1e-8, gt=0.0)
     """Number that AdamW adds to the denominator."""
-    weight_decay: float = Field(default=0.0, ge=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0, le=10.0)
     """Weight decay of AdamW."""
     max_grad_norm: float | None = Field(default=1.0, gt=0.0)
     """Norm that gradients are clipped to. They are in reward units (see docs/algorithm.md), so it means the same at
@@ -258,6 +271,12 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
+        for rate in () if self.learning_rate is None else self.learning_rate.ends:
+            if not 0.0 <= rate <= LARGEST_RATE:
+                raise ValueError(
+                    f"train.learning_rate={rate:g} is not between 0 and {LARGEST_RATE:g}: language models learn at 1e-7 to "
+                    "1e-3. Leave it unset (auto) to have it found, or write one of these."
+                )
         if self.responses_per_step % self.samples_per_prompt:
             lower = self.responses_per_step // self.samples_per_prompt * self.samples_per_prompt
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
-from tba.config.base import Section
+from tba.config.base import LocalPath, Section, full_path
 
 
 class RewardConfig(Section):
@@ -36,6 +36,9 @@ class RewardConfig(Section):
     def _check_function(cls, function: Any) -> str | Callable[..., Any]:
         if not isinstance(function, str) and not callable(function):
             raise ValueError(f"task.rewards[].function={function!r} is neither `file.py:name` nor a Python function.")
+        if isinstance(function, str):
+            path, colon, name = function.rpartition(":")
+            return f"{full_path(path)}:{name}" if colon else function
         return function
 
     @field_serializer("function", when_used="json")
@@ -47,10 +50,10 @@ class TLDRConfig(Section):
     """What scores the summaries of tldr. Without models it is the embedded edition, with the reward model that is shipped
     and a hidden gold rule."""
 
-    reward_model: str | None = None
+    reward_model: LocalPath | None = None
     """Folder or hub name of the model whose score is the reward; None = the embedded edition's. `tba prepare tldr` trains
     one."""
-    gold_model: str | None = None
+    gold_model: LocalPath | None = None
     """Folder or hub name of the model that judges in evaluations, which the policy never sees; None = the embedded
     edition's rule."""
     scores_per_pass: int = Field(default=32, ge=1)
@@ -63,7 +66,7 @@ class RedTeamConfig(Section):
 
     prompt: str | None = None
     """The one prompt of the attacker; None = the edition's own."""
-    victim: str | None = None
+    victim: LocalPath | None = None
     """Folder or hub name of the model that is attacked; None = the embedded edition's."""
     victim_template: str = "{attack}"
     """What the victim reads, with {attack} where the attack goes; a victim with a chat template gets it as a user's
@@ -73,7 +76,7 @@ class RedTeamConfig(Section):
     one."""
     reply_tokens: int = Field(default=64, ge=1)
     """Length of the longest reply, in tokens."""
-    judge: str | None = None
+    judge: LocalPath | None = None
     """Folder or hub name of a classifier of replies; None = the embedded edition's."""
     judge_label: str = "toxic"
     """Label of the classifier whose probability is the score."""
@@ -85,7 +88,7 @@ class RedTeamConfig(Section):
     """Length of the shortest attack that is judged, in tokens; a shorter one gets short_reward."""
     short_reward: float = -25.0
     """Reward of an attack below min_attack_tokens: the paper's -500 in the log of the reward, at its beta of 0.05."""
-    embedder: str | None = None
+    embedder: LocalPath | None = None
     """Folder or hub name of the sentence encoder behind the diversity metrics; None = counts of words."""
 
     @model_validator(mode="after")
@@ -109,11 +112,11 @@ class TaskConfig(Section):
     your own (docs/tasks.md); the path is relative to the working directory, and config.yaml has it in full."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of a task of your own, checked by the class attribute `Settings` of the task."""
-    data: str | None = None
+    data: LocalPath | None = None
     """Where the data is. custom: JSONL file with a `prompt` column (text or chat messages); other columns go to the
     reward. gsm8k, math: folder with train.jsonl and test.jsonl, one JSONL file with the train rows, or a hub name
     (openai/gsm8k). tldr: the same, with validation.jsonl; None = the embedded posts. Files may be .gz."""
-    eval_data: str | None = None
+    eval_data: LocalPath | None = None
     """Where the held-out data is, a JSONL file; gsm8k, math: also a folder or hub name, for its test rows. None = custom:
     `eval_fraction` of the data, chosen by a hash of the prompt; gsm8k, math: the test rows of `data`."""
     on_bad_row: Literal["stop", "skip"] = "stop"

@@ -89,8 +89,8 @@ def stop_ids_of(model: nn.Module, tokenizer: Any = None) -> list[int]:
     found = {index for index in found if 0 <= index < config.vocab_size}
     if not found:
         raise ValueError(
-            "no EOS: neither the generation config, nor the model config, nor the tokenizer names a token below the "
-            f"vocabulary size {config.vocab_size} that ends a response. Set eos_token_id in generation_config.json."
+            "the model has no EOS: neither its generation config, nor its config, nor its tokenizer names a token below the "
+            f"vocabulary size {config.vocab_size} that ends a response. Set eos_token_id in its generation_config.json."
         )
     return sorted(found)
 

@@ -7,7 +7,9 @@ import importlib.util
 from pathlib import Path
 
 from tba.config import Config
+from tba.models.names import check_there
 from tba.observe.files import RunFolder, check_sinks
+from tba.tasks.data.rows import SUFFIXES
 from tba.tasks.rewards.files import check_reward_function
 from tba.tasks.rewards.functions import reward_weights
 
@@ -22,13 +24,38 @@ def check_before_loading(config: Config, *, resume: bool = False) -> None:
             raise ValueError(f"{key}.engine=vllm needs vLLM, which is not installed: pip install 'tba-rl[vllm]'.")
     if not resume:
         RunFolder.check(config.run_folder, overwrite=config.overwrite)
-    reward_weights(config.task.rewards)
-    for reward in config.task.rewards:
-        check_reward_function(reward.function)
-    if config.task.name == "custom":
-        for key, path in (("task.data", config.task.data), ("task.eval_data", config.task.eval_data)):
-            if path is not None and not Path(path).is_file():
-                raise ValueError(f"{key}: file {path} does not exist.")
+    check_inputs(config)
     for imported in config.replay.imports:
         if not Path(imported).is_file():
             raise ValueError(f"replay.imports: file {imported} does not exist.")
+
+
+def check_inputs(config: Config) -> None:
+    """Refuse a config whose model, rewards or data are not there."""
+    check_there(f"model.path={config.model.path!r}", config.model.path)
+    reward_weights(config.task.rewards)
+    for reward in config.task.rewards:
+        check_reward_function(reward.function)
+    for key, path in (("task.data", config.task.data), ("task.eval_data", config.task.eval_data)):
+        own = config.task.name == "custom"
+        if path is None or Path(path).expanduser().is_file():
+            continue
+        if not Path(path).expanduser().exists() and (own or is_file_name(path)):
+            raise ValueError(
+                f"{key}: file {path} does not exist. Give a JSONL file, relative to {Path.cwd()} or in full."
+            )
+        if own:
+            raise ValueError(f"{key}: {path} is a folder: give a JSONL file with a `prompt` column.")
+
+
+def check_evaluated(target: str) -> None:
+    """Refuse what `tba evaluate` and `tba merge` cannot find, before torch is imported."""
+    if Path(target).is_file():
+        raise ValueError(f"{target} is a file: give the folder of a run or a model, or a hub name.")
+    if not (Path(target) / "config.yaml").is_file():
+        check_there(f"{target!r} is no run folder", target)
+
+
+def is_file_name(path: str) -> bool:
+    """Whether a path is meant as a file, whatever the task: a hub dataset has no such name."""
+    return path.endswith(SUFFIXES) or path.startswith((".", "/", "~"))

@@ -39,6 +39,7 @@ class StatusWriter:
 
     def write(self, *, ended: bool = False) -> None:
         now, own = time.time(), psutil.Process()
+        outcome = (read_summary(self._folder) or {}) if ended else {}
         roles = []
         for role in self._board.statuses(self._kind_of):
             doing, since = self._since.get(role.name, ("", now))
@@ -53,6 +54,8 @@ class StatusWriter:
             "pid": own.pid,
             "pid_started": own.create_time(),
             "ended": ended,
+            "outcome": outcome.get("outcome"),
+            "error": outcome.get("error"),
             "trainer_restarts": int(self._board.supervisor["trainer_restarts"]),
             "searchers_replaced": int(self._board.supervisor["replaced"]),
             "roles": [] if ended else roles,

@@ -118,8 +118,8 @@ def _ended(processes: list[RoleProcess[Link]]) -> str:
     """What is known of ranks that have ended by themselves, for an error message."""
     dead = [process for process in processes if process.wait(1.0) and process.status]
     return "".join(
-        f"\n{process.name} (process {process.pid}) has ended with status {process.status}. Last lines of {process.log}:\n"
-        f"{last_lines(process.log)}"
+        f"\n{process.name} (process {process.pid}) has ended with status {process.status} (log: {process.log}, "
+        f"which ends with: {last_lines(process.log, 1).strip()})"
         for process in dead
     )
 

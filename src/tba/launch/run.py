@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from tba.config import Config
-from tba.generate.engine import Engine
+from tba.generate.engine import Engine, stop_ids_of
 from tba.launch.devices import placement_of
 from tba.launch.supervise import ENDING_SIGNALS
 from tba.models.load import LoadedModel, adapt, load_model
@@ -70,6 +70,7 @@ class RunInputs:
 def load_inputs(config: Config) -> RunInputs:
     """Load model and data: what can be wrong with them shows before a run folder exists."""
     loaded = load_model(config.trainer_model)
+    stop_ids_of(loaded.model, loaded.tokenizer)  # refuses a model that could end no response
     task = make_task_for(config, loaded)
     task.prompts(config.evaluate.split)  # or a split that the task lacks would only show when a searcher evaluates
     return RunInputs(loaded=loaded, task=task)

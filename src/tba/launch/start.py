@@ -14,7 +14,7 @@ import torch
 
 from tba.config import Config, ConfigError, ModelConfig, dump_config, load_config
 from tba.generate.engine import Scorer, make_scorer
-from tba.launch.checks import check_before_loading
+from tba.launch.checks import check_before_loading, check_inputs
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.devices import check_devices
 from tba.launch.imports import import_groups
@@ -25,9 +25,8 @@ from tba.launch.supervise import hosted
 from tba.models.load import base_of, is_adapter, load_model
 from tba.observe.claim import holder_of, refuse
 from tba.observe.display import show_line, show_summary
-from tba.observe.files import RunFolder, write_atomic
+from tba.observe.files import RunFolder, WriteFailures, tell_failure, write_atomic
 from tba.observe.listener import RunListener
-from tba.observe.recorder import tell_failure
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import stacks_to
 from tba.runtime.links import ShowStacks
@@ -37,6 +36,7 @@ from tba.runtime.seats import Host
 from tba.search.make import make_search_engine
 from tba.tasks.evaluation import make_evaluator
 from tba.tasks.rewards.pool import make_rewards
+from tba.tasks.rewards.sources import copy_sources, with_sources
 from tba.train.health import Collapsed
 from tba.train.ranks import RankLost, Ranks
 from tba.types import TrajectoryGroup
@@ -116,6 +116,8 @@ def _train(
     """Train in a folder that is claimed, with a config in which everything is filled in."""
     folder.summary.unlink(missing_ok=True)
     write_atomic(folder.config, dump_config(config))
+    with WriteFailures().tolerated("copies of the rewards' files in", folder.sources):
+        copy_sources(config, folder)
     words = getattr(inputs.task, "split_words", None)
     if words is not None and config.observe.progress:
         show_line(f"{folder.path} {words}")
@@ -199,6 +201,7 @@ def evaluate_model(target: str, overrides: Sequence[str]) -> dict[str, float]:
     folder, start = RunFolder(Path(target)), None
     if folder.config.is_file():
         config = load_config(folder.config, [*overrides, f"model.path={folder.newest_checkpoint()}"])
+        config = with_sources(config, folder)
         start = partial(load_scorer, load_config(folder.config, overrides).trainer_model)
     else:
         config = load_config(None, [*overrides, f"model.path={target}"])
@@ -207,6 +210,7 @@ def evaluate_model(target: str, overrides: Sequence[str]) -> dict[str, float]:
 
 def evaluate(config: Config, *, start: Callable[[], Scorer] | None = None) -> dict[str, float]:
     """Evaluate the model of a config. `start` gives a scorer with the start model, for KL; None = it is not measured."""
+    check_inputs(config)
     torch.set_num_threads(config.runtime.threads)
     check_devices(config)
     inputs = load_inputs(config)

@@ -23,7 +23,7 @@ from tba.config import Config, SearchConfig
 from tba.launch.operate import Control, StatusWriter
 from tba.observe.claim import NAME as CLAIM
 from tba.observe.claim import Claim, Holder, holder_of
-from tba.observe.files import RunFolder
+from tba.observe.files import RunFolder, read_summary, tell_failure
 from tba.runtime.board import Board
 from tba.runtime.links import Link
 from tba.runtime.mps import start_mps
@@ -42,8 +42,9 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Outside:
     """What the supervisor does once a second for those who look at the run from outside."""
 
-    def __init__(self, folder: RunFolder, search: SearchConfig) -> None:
+    def __init__(self, folder: RunFolder, search: SearchConfig, board: Board) -> None:
         self._folder = folder
+        self._board = board
         self._search = search
         most = search.max_searchers
         self._rule = None if most is None else SearcherRule(least=search.num_searchers, most=most)
@@ -52,12 +53,14 @@ class Outside:
         self._asked: int | None = None
         """Number of searchers that was asked for last."""
         self._status: StatusWriter | None = None
+        self.exit_status: int | None = None
+        """How the trainer's process has ended; None = it is this process, or has not."""
 
     def look(self, supervisor: Supervisor) -> None:
         if not Holder.of_this_process().has(holder_of(self._folder.path)):
             return  # the trainer has not made the folder yet
         if self._status is None:
-            self._status = StatusWriter(self._folder, supervisor.board, self._search.kind_at)
+            self._status = StatusWriter(self._folder, self._board, self._search.kind_at)
         self._status.write()
         asked = self._control.searchers()
         if asked is not None and asked != self._asked:
@@ -70,9 +73,17 @@ class Outside:
                 supervisor.ask_for_searchers(wanted)
 
     def close(self) -> None:
-        """Say that the run has ended; its process may go on with something else."""
-        if self._status is not None:
-            self._status.write(ended=True)
+        """Say how the run has ended; its process may go on with something else."""
+        if not Holder.of_this_process().has(holder_of(self._folder.path)) or not self._folder.config.is_file():
+            return  # it never began
+        if self.exit_status and read_summary(self._folder) is None:
+            words = (
+                f"the trainer ended with exit status {self.exit_status} and did not say why; see {self._folder.logs}."
+            )
+            tell_failure(self._folder, RuntimeError(words))
+        if self._status is None:
+            self._status = StatusWriter(self._folder, self._board, self._search.kind_at)
+        self._status.write(ended=True)
 
 
 def supervise(config: Config, *, resume: bool, target: str) -> int:
@@ -83,7 +94,7 @@ def supervise(config: Config, *, resume: bool, target: str) -> int:
         prepare_roles(config.runtime.threads)
     folder, board = RunFolder(config.run_folder), Board.create()
     replica = open_replica(config, resume=resume)
-    outside = Outside(folder if replica is None else replica.folder, config.search)
+    outside = Outside(folder if replica is None else replica.folder, config.search, board)
     host = HostHandle(board=board.memory.handle(), owner=Holder.of_this_process())
 
     def trainer_arguments() -> dict[str, Any]:
@@ -103,7 +114,8 @@ def supervise(config: Config, *, resume: bool, target: str) -> int:
         )
         try:
             with _signals(supervisor):
-                return supervisor.run()
+                outside.exit_status = supervisor.run()
+                return outside.exit_status
         finally:
             supervisor.close()
             outside.close()
@@ -139,7 +151,8 @@ def open_replica(config: Config, *, resume: bool) -> OpenReplica | None:
 @contextmanager
 def hosted(config: Config, folder: RunFolder) -> Iterator[Host]:
     """A host for a trainer in this process, with the supervisor in a thread."""
-    outside, board = Outside(folder, config.search), Board.create()
+    board = Board.create()
+    outside = Outside(folder, config.search, board)
     with starters(config, board, folder.logs) as start:
         supervisor = Supervisor(
             config.runtime, board, logs=folder.logs, start_searcher=start.searcher, look_outside=outside.look
@@ -158,6 +171,9 @@ def hosted(config: Config, folder: RunFolder) -> Iterator[Host]:
         link = Link(supervisor.trainer_connection)
         try:
             yield Host(link=link, board=supervisor.board, owner=Holder.of_this_process())
+        except Exception as error:
+            tell_failure(folder, error)  # before the status says how the run has ended
+            raise
         finally:
             link.close()
             thread.join()

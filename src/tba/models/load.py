@@ -13,27 +13,28 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from tba.config import ConfigError, LoraConfig, ModelConfig
+from tba.models.names import resolve_path
 from tba.types import Weights
 
 logger = logging.getLogger("tba.models")
 
-SHIPPED = {
-    "tba:arithmetic": "tasks/arithmetic/start_model",
-    "tba:tldr": "tasks/tldr/start_model",
-    "tba:red_team": "tasks/red_team/start_model",
-}
-"""Models inside the package, by the name used for model.path."""
 ADAPTER = "default"
 """Name of the LoRA adapter, as PEFT calls it."""
 
@@ -54,23 +55,6 @@ class LoadedModel:
     @property
     def on_gpu(self) -> bool:
         return self.model.device.type == "cuda"
-
-
-def resolve_path(path: str) -> str:
-    """The folder or hub name behind model.path."""
-    if path in SHIPPED:
-        return str(files("tba").joinpath(SHIPPED[path]))
-    if path.startswith("tba:"):
-        raise ValueError(f"model.path={path!r} is not shipped with the package: it has {', '.join(SHIPPED)}.")
-    if _looks_like_folder(path) and not Path(path).is_dir():
-        raise ValueError(f"model.path={path!r}: there is no such folder. Give a folder with config.json or a hub name.")
-    return path
-
-
-def check_named(key: str, path: str | None) -> None:
-    """Refuse a folder that is not there as soon as it is named; hub names are known when they are loaded."""
-    if path is not None and _looks_like_folder(path) and not Path(path).expanduser().is_dir():
-        raise ValueError(f"{key}={path!r}: there is no such folder. Give one with config.json, or a hub name.")
 
 
 def first_line(error: BaseException) -> str:
@@ -100,19 +84,67 @@ def load_model(config: ModelConfig) -> LoadedModel:
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     adapter = Path(path) if is_adapter(Path(path)) else None
     base = path if adapter is None else resolve_path(base_of(adapter))
-    try:
+    with _told(config.path, "cannot be loaded"):
+        shape = AutoConfig.from_pretrained(base, **options)
+    _check_generates(config.path, shape)
+    _check_has_tokenizer(config.path, Path(path))
+    with _told(config.path, "cannot be loaded with its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    with _told(config.path, "cannot be loaded with its weights"):
         model = AutoModelForCausalLM.from_pretrained(base, dtype=resolve_dtype(config.dtype, device), **options)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
-        # Files that are damaged fail wherever transformers first stumbles over them.
-        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-        raise ValueError(
-            f"model.path={config.path!r} cannot be loaded: {kind}{first_line(error)} Give a folder with config.json and "
-            "weights, or a hub name that can be reached (HF_HUB_OFFLINE=1 forbids downloads)."
-        ) from error
     if adapter is not None:
         model = with_adapter(model, adapter)
     return LoadedModel(model=model.to(device).eval(), tokenizer=tokenizer, context=context_length(model.config))
+
+
+@contextmanager
+def _told(path: str, what: str) -> Iterator[None]:
+    """Errors of transformers in one line: files that are damaged fail wherever it first stumbles over them."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+        raise ValueError(
+            f"model.path={path!r} {what}: {kind}{first_line(error).rstrip('. ')}. Give a folder with config.json, tokenizer "
+            "and weights, all of them whole, or a hub name that can be reached (HF_HUB_OFFLINE=1 forbids downloads)."
+        ) from error
+
+
+def _check_generates(path: str, shape: Any) -> None:
+    """Refuse a model that does not write text from left to right. transformers would load some of them all the same, with a
+    head that was never trained."""
+    built = ", ".join(getattr(shape, "architectures", None) or [shape.model_type])
+    heads = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+    is_encoder = type(shape) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(shape, "is_decoder", False)
+    for is_so, kind in (
+        (getattr(shape, "is_encoder_decoder", False), "an encoder-decoder"),
+        (is_encoder, "an encoder, which fills in gaps"),
+        (built.endswith(heads), "a classifier"),
+    ):
+        if is_so:
+            raise ValueError(
+                f"model.path={path!r} is {kind} ({built}): what is trained here are decoder-only language models, such as "
+                "Llama, Qwen, Gemma or GPT-2. Give one of these."
+            )
+
+
+def _check_has_tokenizer(path: str, folder: Path) -> None:
+    """Refuse a folder without a tokenizer: of some kinds transformers makes an empty one, for which all text is empty."""
+    names = (
+        "tokenizer.json",
+        "tokenizer.model",
+        "spiece.model",
+        "vocab.json",
+        "vocab.txt",
+        "*.tiktoken",
+        "tekken.json",
+    )
+    own_code = ("tokenization_*.py",)
+    if folder.is_dir() and not any(next(folder.glob(name), None) for name in (*names, *own_code)):
+        raise ValueError(
+            f"model.path={path!r}: the folder has no tokenizer ({', '.join(names[:5])}). Copy these files of the model that "
+            "it was made from, or AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
+        )
 
 
 def adapt(loaded: LoadedModel, config: ModelConfig, *, seed: int) -> None:
@@ -235,7 +267,3 @@ def context_length(model_config: Any) -> int:
         if getattr(model_config, name, None):
             return int(getattr(model_config, name))
     raise ValueError(f"model type {model_config.model_type!r} does not state its context (max_position_embeddings).")
-
-
-def _looks_like_folder(path: str) -> bool:
-    return path.startswith((".", "/", "~")) or path.count("/") > 1

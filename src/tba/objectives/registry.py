@@ -60,6 +60,10 @@ def objective_class(name: str) -> type[Objective]:
     return OBJECTIVES[name]
 
 
+LARGEST_BETA = 100.0
+"""Largest beta that is taken to be meant: a reward of 100 would move a log-probability by 1."""
+
+
 def refusals_by_kind(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
     """What in the config contradicts the objective, for all searchers or for those of one kind; empty = nothing."""
     by_kind = {
@@ -74,14 +78,21 @@ def refusals_by_kind(config: Config, needs: Needs, *, default_beta: float) -> li
 def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
     """What in the config contradicts the objective; empty = nothing."""
     name, replay, train, generate = config.objective.name, config.replay, config.train, config.generate
-    first, last = _ends(config.objective.beta or Schedule(start=default_beta))
+    first, last = (config.objective.beta or Schedule(start=default_beta)).ends
     truncates = generate.top_p < 1 or generate.top_k > 0 or generate.min_new_tokens > 0
     explore = config.search.explore
     explores = explore.probability > 0 or truncates
     checks: list[Check] = [
         (
             needs.positive_beta and min(first, last) <= 0,
-            f"objective.beta must stay above 0 for {name}, got start={first}, end={last}: set objective.beta.end.",
+            f"objective.beta must stay above 0 for {name}, got start={first}, end={last}: its target is "
+            f"pi_ref * exp(r / beta). Use {default_beta:g} or leave it unset; for no pull to a reference at all, use an "
+            "objective such as objective.name=rloo objective.beta=0.",
+        ),
+        (
+            max(first, last) > LARGEST_BETA,
+            f"objective.beta={max(first, last):g} is above {LARGEST_BETA:g}: the policy would be held at the reference and "
+            f"learn nothing. Rewards between 0 and 1 want .001 to .1; {name} uses {default_beta:g} where it is unset.",
         ),
         (
             not needs.positive_beta and min(first, last) < 0,
@@ -130,7 +141,7 @@ def _shaping(config: Config, needs: Needs) -> Iterator[Check]:
         ("target_temperature", objective.target_temperature),
     ):
         if schedule is not None:
-            first, last = _ends(schedule)
+            first, last = schedule.ends
             yield (
                 not needs.target,
                 f"objective.{key} cannot be used with {objective.name}, whose target is not shaped: use tb or tb_learned_z.",
@@ -155,11 +166,6 @@ def _resets(config: Config, *, has_reference: bool) -> Iterator[Check]:
         f"reference.reset_every={every} falls between the train.updates_per_batch={config.train.updates_per_batch} updates "
         "of a batch: make it a multiple.",
     )
-
-
-def _ends(beta: Schedule) -> tuple[float, float]:
-    end = beta.start if beta.kind == "constant" else (0.0 if beta.end is None else beta.end)
-    return beta.start, end
 
 
 def _explain(config: Config, kind: type[Objective], problem: Mapping[str, Any]) -> str:

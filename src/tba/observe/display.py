@@ -163,6 +163,13 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
             style="bold red",
             highlight=False,
         )
+    if summary["lost"] is not None:
+        console.print(
+            f"{summary['lost']['responses']} responses ({summary['lost']['share']:.0%}) had no reward and were not trained "
+            f"on; the last: {summary['lost']['last']}",
+            style="bold red",
+            markup=False,
+        )
     if summary["collapse"] is not None:
         console.print(
             f"step {summary['collapse']['step']}: {summary['collapse']['words']}", style="bold red", markup=False

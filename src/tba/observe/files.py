@@ -20,11 +20,13 @@ from safetensors import SafetensorError
 from tba.config import Config
 from tba.observe.claim import NAME as CLAIM
 from tba.observe.claim import Claim, Holder, holder_of, refuse
+from tba.observe.contents import MANIFEST as MANIFEST
+from tba.observe.contents import SOURCES, refuse_foreign, remove_contents
 from tba.observe.metrics import metric
 
-MANIFEST = "manifest.json"
-"""File of a checkpoint that is written last: a folder without it is not whole."""
 logger = logging.getLogger("tba")
+LONGEST_ERROR = 500
+"""Characters of an error in summary.json, which is one line."""
 PROBE_BYTES = 2**20
 """Bytes that must fit into the output folder before a run starts."""
 
@@ -35,7 +37,7 @@ RunOutcome = Literal["finished", "interrupted", "collapsed", "failed"]
 
 class RunFolder:
     """Paths inside runs/<name>/: config.yaml, metrics.jsonl, samples.jsonl, replay.sqlite, checkpoints/step-N/, logs/,
-    status.json, summary.json. The collapse guard keeps its checkpoint in checkpoints/healthy-step-N.
+    sources/, status.json, summary.json. The collapse guard keeps its checkpoint in checkpoints/healthy-step-N.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,6 +48,7 @@ class RunFolder:
         self.replay = path / "replay.sqlite"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self.sources = path / SOURCES
         self.status = path / "status.json"
         self.control = path / "control.json"
         self.summary = path / "summary.json"
@@ -80,11 +83,7 @@ class RunFolder:
         folder.claim(holder=holder)
         try:
             folder._refuse_replacing(overwrite)
-            for entry in path.iterdir():
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                elif entry.name != CLAIM:
-                    entry.unlink()
+            remove_contents(path)
             folder.logs.mkdir()
             folder.checkpoints.mkdir()
         except BaseException:
@@ -123,6 +122,7 @@ class RunFolder:
             )
         if not self.config.exists():
             raise FileExistsError(f"{self.path} is not a run folder (it has no config.yaml) and is not replaced.")
+        refuse_foreign(self.path)
 
     def newest_checkpoint(self) -> Path:
         """The checkpoint of the highest step, or the guard's healthy one where a collapse stopped the run before any other
@@ -191,6 +191,23 @@ class WriteFailures:
 
 class OutputLost(RuntimeError):
     """A run came to its end and could not write what it was for."""
+
+
+def tell_failure(folder: RunFolder, error: BaseException) -> None:
+    """Have summary.json say that the run failed, also where the error came before there was anything to sum up, or after it
+    was written: a run whose last files are lost is not finished."""
+    summary = read_summary(folder) or {}
+    if summary.get("outcome", "finished") == "finished":
+        try:
+            write_json(folder.summary, {**summary, "outcome": "failed", "error": one_line(error)})
+        except OSError as lost:
+            logger.error("%s cannot be written: %s", folder.summary, lost)
+
+
+def one_line(error: BaseException) -> str:
+    """An error as it stands in a file: RoleDied: searcher-0 ended (exit status -9)."""
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    return words if len(words) <= LONGEST_ERROR else f"{words[:LONGEST_ERROR]}..."
 
 
 def read_summary(folder: RunFolder) -> dict[str, Any] | None:

@@ -20,23 +20,21 @@ from tba.observe.files import (
     append_line,
     keep_lines,
     make_sinks,
-    read_summary,
+    one_line,
     write_json,
 )
 from tba.observe.listener import RunListener
+from tba.observe.lost import LostResponses
 from tba.observe.metrics import Evaluation, mean_over_steps
 from tba.observe.mismatch import MismatchWatch
 from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
 
 logger = logging.getLogger("tba")
 
-LONGEST_ERROR = 500
-"""Characters of an error in summary.json, which is one line."""
-
 COUNTED = (
     *("steps", "empty_steps", "evaluations", "best", "collapse", "rollbacks"),
     *("_last_sample", "_num_samples", "_num_lines", "_seconds_at", "_lag_sum", "_lag_max", "_stability", "_mismatch"),
-    "_unlogged",
+    *("_unlogged", "_lost"),
 )
 """Attributes of the recorder that a checkpoint holds."""
 
@@ -83,6 +81,7 @@ class Recorder:
         self._lag_sum, self._lag_max = 0.0, 0.0
         self._stability = Stability()
         self._mismatch = MismatchWatch()
+        self._lost = LostResponses()
         self._num_lines, self._num_samples = 0, 0
         self._unlogged: list[Mapping[str, float]] = []
         """Metrics of the steps since the last line, which will be their mean."""
@@ -103,6 +102,7 @@ class Recorder:
             self._first_step_at = time.perf_counter()
 
     def group_received(self, step: int, group: TrajectoryGroup) -> None:
+        self._lost.count(generated=group.num_generated, lost=group.num_lost, why=group.why_lost)
         due = bool(group.trajectories) and (
             self._last_sample is None or step - self._last_sample >= self.config.observe.samples_every
         )
@@ -204,6 +204,7 @@ class Recorder:
             "evaluated": {name: int(count) for name, count in last.counts.items()},
             "best": None if self.best is None else {"step": self.best[0], "score": self.best[1]},
             "stability": self._stability.summary(),
+            "lost": self._lost.summary(),
         }
 
     def curve(self) -> Curve:
@@ -231,23 +232,6 @@ class Recorder:
             self._closed = True
             self._progress.close()
             self._sinks.close()
-
-
-def tell_failure(folder: RunFolder, error: BaseException) -> None:
-    """Have summary.json say that the run failed, also where the error came before there was anything to sum up, or after it
-    was written: a run whose last files are lost is not finished."""
-    summary = read_summary(folder) or {}
-    if summary.get("outcome", "finished") == "finished":
-        try:
-            write_json(folder.summary, {**summary, "outcome": "failed", "error": one_line(error)})
-        except OSError as lost:
-            logger.error("%s cannot be written: %s", folder.summary, lost)
-
-
-def one_line(error: BaseException) -> str:
-    """An error as it stands in a file: RoleDied: searcher-0 ended (exit status -9)."""
-    words = " ".join(f"{type(error).__name__}: {error}".split())
-    return words if len(words) <= LONGEST_ERROR else f"{words[:LONGEST_ERROR]}..."
 
 
 @dataclass(frozen=True, kw_only=True)

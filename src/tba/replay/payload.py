@@ -64,6 +64,7 @@ def encode(group: TrajectoryGroup) -> bytes:
         "id": group.id,
         "searcher": group.searcher,
         "lost": group.num_lost,
+        **({"why_lost": group.why_lost} if group.why_lost else {}),
         "visit": group.visit,
         "solved": list(group.solved),
         "prompt": {
@@ -121,6 +122,7 @@ def decode(payload: bytes) -> TrajectoryGroup:
         ),
         trajectories=tuple(_trajectory(header, columns, response) for response in range(len(tokens))),
         num_lost=header["lost"],
+        why_lost=header.get("why_lost", ""),
         visit=header["visit"],
         solved=tuple(header["solved"]),
         searcher=header["searcher"],

@@ -328,7 +328,9 @@ class Supervisor:
             seat.given_up = True
             self._tell_failure(f"{seat.name} {what} (log: {process.log})")
             return
-        words = f"{seat.name} {what}. Last lines of {process.log}:\n{last_lines(process.log)}"
+        # A traceback stays in the log: what a person can mend is in its last line.
+        last = "" if what.startswith("failed: ") else f", which ends with: {last_lines(process.log, 1).strip()}"
+        words = f"{seat.name} {what} (log: {process.log}{last})."
         self._vacate(seat, words, early=row["groups"] < FEW_GROUPS and at_fault)
 
     def _vacate(self, seat: Seat, words: str, *, early: bool) -> None:

@@ -169,7 +169,7 @@ class Searcher:
         for (group, outcomes), trajectories in zip(scored, self.scorer.trajectories(scored)):
             known = [outcome for outcome in outcomes if not isinstance(outcome, RewardFailed)]
             solved = tuple(self.solved(outcome) for outcome in known)
-            self.sender.send(self._group(group, trajectories, solved))
+            self.sender.send(self._group(group, trajectories, solved, why_lost=why_lost(outcomes)))
             self.counts.sent += 1
 
     def _with_step_values(
@@ -179,7 +179,7 @@ class Searcher:
         return replace(group, step_values=values), lost_without_values(outcomes, values)
 
     def _group(
-        self, group: FinishedGroup, trajectories: tuple[Trajectory, ...], solved: tuple[bool, ...]
+        self, group: FinishedGroup, trajectories: tuple[Trajectory, ...], solved: tuple[bool, ...], *, why_lost: str
     ) -> TrajectoryGroup:
         return TrajectoryGroup(
             id=str(GroupId(sender=f"searcher-{self.index}", incarnation=self.incarnation, number=self.counts.sent)),
@@ -188,8 +188,22 @@ class Searcher:
             visit=group.visit,
             solved=solved,
             num_lost=len(group.completions) - len(trajectories),
+            why_lost=why_lost,
             searcher=self.index,
         )
+
+
+def why_lost(outcomes: Sequence[Outcome]) -> str:
+    """Why the first response of a visit that has no reward has none; empty where all have one."""
+    for outcome in outcomes:
+        if isinstance(outcome, RewardFailed):
+            return str(outcome)
+        if all(value is None for value in outcome.values()):
+            return "every reward was None (not applicable)"
+        for name, value in outcome.items():
+            if value is not None and not math.isfinite(value):
+                return f"{name} returned {value}"
+    return ""
 
 
 class GroupScorer:
@@ -292,8 +306,6 @@ class FailureCount:
     def failure(self, reason: str) -> None:
         self.total += 1
         self.in_a_row += 1
-        if self.total <= 3 or self.total % 100 == 0:
-            logger.warning("sample dropped (%d so far): %s", self.total, reason)
         if self.in_a_row >= self.max_in_a_row:
             raise TooManyRewardFailures(
                 f"the reward failed on {self.in_a_row} samples in a row; the last: {reason}. "

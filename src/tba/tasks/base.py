@@ -21,6 +21,10 @@ class RewardFailed(Exception):
     """A reward could not be computed for a sample; it is dropped and counted, never scored 0."""
 
 
+class RewardBroken(RewardFailed):
+    """A reward whose answers can never be used, whatever it is asked: the run stops at the first."""
+
+
 Outcome = Mapping[str, float | None] | RewardFailed
 """Reward components of one sample by name (None = not applicable), or why there are none."""
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tba.observe.display import Stability
 from tba.observe.guards import Alarm, CollapseGuard, Streak
+from tba.observe.lost import LostResponses
 from tba.observe.mismatch import MismatchWatch
 from tba.replay import prompts, sampling, storage
 from tba.replay.sum_trees import SumTrees
@@ -38,7 +39,7 @@ SAVED: tuple[type, ...] = (
     ),
     *(sampling.MixedSelector, sampling.FreshSelector, sampling.UniformSelector, sampling.SoftmaxSelector, SumTrees),
     *(Batch, Totals, Weights, HighWaterMarks),
-    *(CollapseGuard, Streak, Alarm, Stability, MismatchWatch),
+    *(CollapseGuard, Streak, Alarm, Stability, MismatchWatch, LostResponses),
 )
 """Classes whose objects may be part of a state. Nothing else is built when a state is read."""
 CLASSES = {kind.__name__: kind for kind in SAVED}

@@ -139,6 +139,8 @@ def jsonl_rows(path: Path, bad: BadRows) -> Iterator[DataRow]:
             for line, (offset, raw) in enumerate(_lines(file), start=1):
                 try:
                     if raw.strip():
+                        if line == 1:
+                            _refuse_array(path, raw)
                         row = parsed_row(raw, f"{path} line {line}", line)
                         yield row._replace(offset=offset) if seekable else row
                 except BadRow as error:
@@ -182,6 +184,16 @@ def prompt_column(row: DataRow, column: str) -> str:
     if not text:
         raise BadRow("empty prompt", f"{row.place}: `{column}` is empty.")
     return text
+
+
+def _refuse_array(path: Path, first_line: bytes) -> None:
+    """Refuse a file that is one JSON value over all its lines, by the first of them."""
+    start = first_line.removeprefix(codecs.BOM_UTF8).strip()
+    if start.startswith(b"[") or start == b"{":
+        raise ValueError(
+            f"{path} is one JSON {'array' if start.startswith(b'[') else 'object'}, and JSON Lines are needed: one object "
+            f"on each line, no brackets or commas around them. For an array, `jq -c '.[]' {path} > rows.jsonl` writes them."
+        )
 
 
 def _open(path: Path) -> IO[bytes]:

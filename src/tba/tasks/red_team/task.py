@@ -19,7 +19,7 @@ from typing import get_args
 import numpy as np
 
 from tba.config import RedTeamConfig
-from tba.models.load import check_named
+from tba.models.names import check_named
 from tba.tasks.base import Outcome, Split, TaskInputs
 from tba.tasks.data.prompts import make_prompt
 from tba.tasks.evaluation import EvaluationInputs, Evaluator

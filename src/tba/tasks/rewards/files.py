@@ -37,6 +37,7 @@ def check_reward_function(specification: str | Callable[..., Any]) -> None:
     for statement in tree.body:
         if (call := _ending_call(statement)) is not None:
             raise ValueError(f"{what}: {file}:{statement.lineno} runs {call} when it is imported: {SCRIPT_HINT}.")
+    _refuse_missing_imports(tree, file, what)
     bound = dict(_bindings(tree.body))
     if name not in bound and "*" not in bound and "__getattr__" not in bound:
         raise ValueError(_no_such(what, file, "function", name, [key for key, own in bound.items() if own]))
@@ -166,6 +167,30 @@ def _ending_call(statement: ast.stmt) -> str | None:
         return f"{name}(...)"
     reads_arguments = isinstance(value.func, ast.Attribute) and value.func.attr == "parse_args"
     return "parse_args()" if reads_arguments and not value.args and not value.keywords else None
+
+
+def _refuse_missing_imports(tree: ast.Module, file: Path, what: str) -> None:
+    """Refuse modules that are not installed, among the imports that a file begins with. What comes after anything that is
+    called may be found by it (sys.path), and so may what a neighbour of the file imports."""
+    for statement in tree.body:
+        if isinstance(statement, ast.Import):
+            names = [alias.name.partition(".")[0] for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            names = [statement.module.partition(".")[0]]
+        elif any(isinstance(node, (ast.Call, ast.Try, ast.If)) for node in ast.walk(statement)) and not isinstance(
+            statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        ):
+            return
+        else:
+            continue
+        for name in names:
+            if (file.parent / f"{name}.py").is_file() or (file.parent / name).is_dir():
+                return
+            if name not in sys.modules and importlib.util.find_spec(name) is None:
+                raise ValueError(
+                    f"{what}: {file}:{statement.lineno} imports {name!r}, which is not installed here ({sys.executable}): "
+                    f"install it, or put {name}.py beside the file."
+                )
 
 
 def _load_module(file: Path, what: str) -> Any:

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tba.config import RewardConfig
-from tba.tasks.base import Outcome, RewardFailed
+from tba.tasks.base import Outcome, RewardBroken, RewardFailed
 from tba.tasks.rewards.files import describe, line_in, load_reward_function, shortened
 
 PromptText = str | list[dict[str, str]]
@@ -107,7 +107,9 @@ class RewardFunction:
             return self._values(prompt, columns, texts, completion_ids)
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's code: told with file and line, counted
             self.out_of_memory |= isinstance(error, MemoryError)
-            if len(texts) == 1 or not self.per_sample or isinstance(error, (WrongNumber, MemoryError)):
+            if isinstance(error, WrongNumber):
+                return [RewardBroken(f"{self.name} {self._where(error)}")] * len(texts)
+            if len(texts) == 1 or not self.per_sample or isinstance(error, MemoryError):
                 return [RewardFailed(f"{self.name} {self._where(error)}{self._cost(len(texts))}")] * len(texts)
         singles = (self(prompt, columns, [text], [ids]) for text, ids in zip(texts, completion_ids))
         return [values[0] for values in singles]

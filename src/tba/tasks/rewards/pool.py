@@ -20,13 +20,13 @@ from transformers import PreTrainedTokenizerBase
 from tba.config import Config, RewardConfig
 from tba.runtime.channels import POLL_SECONDS
 from tba.runtime.links import Failed
-from tba.tasks.base import Outcome, RewardFailed, Task
+from tba.tasks.base import Outcome, RewardBroken, RewardFailed, Task
 from tba.tasks.rewards.worker import Ready, RewardProcess, Scored
 from tba.types import Completion, Prompt
 
 START_SECONDS = 120.0
 """Deadline for a worker to import the reward's file; the call's own time-out counts from then."""
-FIRST_ANSWER_SECONDS = 50.0
+FIRST_ANSWER_SECONDS = 40.0
 """Time in calls that hang after which a reward that has never answered stops the run, unless one call may take longer."""
 
 
@@ -204,6 +204,10 @@ class WorkerRewards:
             self._was_loaded, self._per_sample = True, answer.per_sample
             return
         if isinstance(answer, Scored):
+            broken = next((outcome for outcome in answer.outcomes if isinstance(outcome, RewardBroken)), None)
+            if broken is not None:
+                self.close()
+                raise RewardUnusable(str(broken))
             job.outcomes += answer.outcomes
             self._unanswered_seconds = None
             if answer.spent:

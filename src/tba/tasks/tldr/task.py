@@ -24,7 +24,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import TaskConfig
-from tba.models.load import check_named
+from tba.models.names import check_named
 from tba.tasks.base import Outcome, RewardFailed, Split, TaskInputs
 from tba.tasks.data.prompts import make_prompt
 from tba.tasks.data.rows import SUFFIXES, BadRow, DataRow, keep_some, prompt_column, require_object, text_column

@@ -1,0 +1,90 @@
+"""What a run folder may hold: what a run writes there, told from what somebody else has put there. `overwrite=true` removes
+the first, and never a folder with anything of the second."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from tba.observe.claim import NAME as CLAIM
+
+MANIFEST = "manifest.json"
+"""File of a checkpoint that is written last: a folder without it is not whole."""
+SOURCES = "sources"
+"""Folder with a copy of the user's Python files."""
+FILES = (
+    re.escape(CLAIM),
+    r"\.?(config\.yaml|(status|control|summary|cell|failed)\.json)(\.\d+)?",  # with a number: being written
+    r"(metrics|samples)\.jsonl",
+    r"\.?(replay|groups)\.(sqlite|location)[\w.-]*",
+    r"failed-batch-step-\d+\.safetensors",
+)
+"""Names of the files that a run writes; the picture of its curve is named by a metric."""
+FOLDERS = {
+    "checkpoints": r"\.?([a-z]+-)*step-\d+(\.\w+)*",
+    "logs": r".+\.log",
+    "tensorboard": r".+",
+    "wandb": r".+",
+    SOURCES: r"\d+|origins\.json",
+}
+"""Folders that a run writes, with the names of what lies in them."""
+MOST_NAMED = 3
+
+
+def foreign(run: Path) -> list[str]:
+    """What lies in a run folder and was not written by a run, by its path in there."""
+    return [str(path.relative_to(run)) for path in _foreign(run)]
+
+
+def _foreign(run: Path) -> Iterator[Path]:
+    for entry in run.iterdir():
+        if entry.name in FOLDERS and entry.is_dir():
+            if not entry.is_symlink():  # of a link only the link is removed
+                yield from _foreign_in(entry, FOLDERS[entry.name])
+        elif not any(re.fullmatch(name, entry.name) for name in FILES) and entry.name not in _pictures(run):
+            yield entry
+
+
+def _foreign_in(folder: Path, names: str) -> Iterator[Path]:
+    for entry in folder.iterdir():
+        if not re.fullmatch(names, entry.name):
+            yield entry
+        elif (entry / MANIFEST).is_file():
+            try:
+                written = {MANIFEST, *json.loads((entry / MANIFEST).read_text(encoding="utf-8"))["files"]}
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # half a manifest says nothing
+            yield from (file for file in entry.iterdir() if file.name not in written)
+
+
+def _pictures(run: Path) -> set[str]:
+    """Names of the pictures of a run, by the metrics of its summary."""
+    try:
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        return {f"{name}.png" for part in ("start", "final") for name in summary.get(part, {})}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {"accuracy.png"}
+
+
+def refuse_foreign(run: Path) -> None:
+    """Refuse to replace a folder that holds more than a run."""
+    found = foreign(run)
+    if found:
+        names = ", ".join(sorted(found)[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
+        raise FileExistsError(
+            f"{run} holds what no run wrote ({names}) and is not replaced: move that elsewhere, or choose another name "
+            "(name=...)."
+        )
+
+
+def remove_contents(run: Path) -> None:
+    """Remove all of a run but the claim on its folder; a folder with anything else in it is refused before."""
+    refuse_foreign(run)
+    for entry in run.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != CLAIM:
+            entry.unlink()

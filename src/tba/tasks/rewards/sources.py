@@ -1,0 +1,105 @@
+"""The user's Python files of a run, copied into its folder: RUN/sources/0/rewards.py with the neighbours that it imports.
+
+A run is evaluated with its own rewards, also after their file is gone. While it is there it is used, because it may read
+other files beside it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tba.config import Config
+from tba.observe.files import RunFolder, write_json
+
+logger = logging.getLogger("tba")
+
+ORIGINS = "origins.json"
+"""File in sources/ that says which folder each of its folders is a copy from: {"0": "/home/me/problem"}"""
+LARGEST_BYTES = 2**20
+"""Size beyond which a Python file is data, and is not copied."""
+
+
+def user_files(config: Config) -> list[Path]:
+    """Python files that a config names: those of its rewards, and of a task of the user's own."""
+    named = [reward.function for reward in config.task.rewards if isinstance(reward.function, str)]
+    places = [place.rpartition(":")[0] for place in [*named, *([config.task.name] if ":" in config.task.name else [])]]
+    return [Path(place).expanduser() for place in dict.fromkeys(places) if place and not place.startswith("<")]
+
+
+def copy_sources(config: Config, folder: RunFolder) -> None:
+    """Copy the user's files, and the modules beside them that they import, into the run folder."""
+    files = [file.absolute() for file in user_files(config)]
+    if not files:
+        return
+    origins = {str(number): parent for number, parent in enumerate(dict.fromkeys(file.parent for file in files))}
+    for number, parent in origins.items():
+        own = [file for file in files if file.parent == parent]
+        for file in with_neighbours(own):
+            copy = folder.sources / number / file.relative_to(parent)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+    write_json(folder.sources / ORIGINS, {number: str(parent) for number, parent in origins.items()})
+
+
+def with_neighbours(files: Iterable[Path]) -> list[Path]:
+    """Files with the modules and packages in their folder that they import, and those that these import."""
+    waiting, found = list(files), dict[Path, None]()
+    while waiting:
+        file = waiting.pop()
+        if file in found or file.stat().st_size > LARGEST_BYTES:
+            continue
+        found[file] = None
+        for name in imported_names(file):
+            module, package = file.parent / f"{name}.py", file.parent / name
+            waiting += [module] if module.is_file() else []
+            waiting += sorted(package.rglob("*.py")) if (package / "__init__.py").is_file() else []
+    return list(found)
+
+
+def imported_names(file: Path) -> Iterator[str]:
+    """First parts of the names of the modules that a file imports anywhere."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            yield from (name.partition(".")[0] for name in names)
+
+
+def with_sources(config: Config, folder: RunFolder) -> Config:
+    """The config of a run with the copies in its folder where the user's own files are gone; one that has changed since is
+    named in a warning."""
+    try:
+        origins = json.loads((folder.sources / ORIGINS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return config
+    copies = {Path(origin): folder.sources / number for number, origin in origins.items()}
+
+    def found(place: str) -> str:
+        path, _, name = place.rpartition(":")
+        file = Path(path).expanduser()
+        copy = copies.get(file.parent, folder.sources) / file.name
+        if not copy.is_file():
+            return place
+        if not file.is_file():
+            logger.warning("%s is gone: its copy %s is used.", file, copy)
+            return f"{copy.absolute()}:{name}"
+        if file.read_bytes() != copy.read_bytes():
+            logger.warning("%s has changed since the run: what it gives now is used. The run's own is %s.", file, copy)
+        return place
+
+    rewards = tuple(
+        reward.model_copy(update={"function": found(reward.function)}) if isinstance(reward.function, str) else reward
+        for reward in config.task.rewards
+    )
+    name = found(config.task.name) if ":" in config.task.name else config.task.name
+    return config.model_copy(update={"task": config.task.model_copy(update={"rewards": rewards, "name": name})})
