@@ -56,6 +56,9 @@ def test_without_restarts_a_killed_trainer_ends_the_run_with_advice(folder):
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
     assert "--resume" in errors
+    for written in (run.summary, run.status):
+        told = json.loads(written.read_text())
+        assert (told["outcome"], "exit status 137" in told["error"]) == ("failed", True)
 
 
 def test_a_run_saves_when_every_process_of_it_is_asked_to_end(folder):

@@ -78,7 +78,7 @@ def test_an_earlier_run_is_replaced_as_a_whole(tmp_path):
     first = RunFolder.create(tmp_path / "run", overwrite=False)
     first.config.write_text("seed: 0")
     (first.logs / "old.log").write_text("old")
-    (first.path / "old.jsonl").write_text("old")
+    first.metrics.write_text("old")
     with pytest.raises(FolderInUse):
         RunFolder.create(tmp_path / "run", overwrite=True)
     first.release()

@@ -339,7 +339,7 @@ def test_bad_reward_specifications_are_named(write, find):
 def test_names_that_a_file_defines_imports_or_assigns_are_accepted_without_importing_it(write):
     lines = """
         import os.path as paths, json
-        from somewhere import graded as imported, other
+        from textwrap import graded as imported, other
         first, (second, *third) = make(), (1, 2)
         annotated: object = make()
         if torch := find("torch"):
@@ -363,7 +363,7 @@ def test_names_that_a_file_defines_imports_or_assigns_are_accepted_without_impor
     for name in ("inner", "local", "graded", "make"):
         with pytest.raises(ValueError, match=f"has no function '{name}'; it has"):
             check_reward_function(f"{file}:{name}")
-    check_reward_function(f"{write('star.py', 'from x import *')}:anything")
+    check_reward_function(f"{write('star.py', 'from textwrap import *')}:anything")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def check_inputs(config: Config) -> None:
 
 
 def check_evaluated(target: str) -> None:
-    """Refuse what `tba evaluate` and `tba merge` cannot find, before torch is imported."""
+    """Refuse what `tba evaluate` cannot find, before torch is imported."""
     if Path(target).is_file():
         raise ValueError(f"{target} is a file: give the folder of a run or a model, or a hub name.")
     if not (Path(target) / "config.yaml").is_file():

@@ -85,9 +85,13 @@ def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
     checks: list[Check] = [
         (
             needs.positive_beta and min(first, last) <= 0,
-            f"objective.beta must stay above 0 for {name}, got start={first}, end={last}: its target is "
-            f"pi_ref * exp(r / beta). Use {default_beta:g} or leave it unset; for no pull to a reference at all, use an "
-            "objective such as objective.name=rloo objective.beta=0.",
+            f"objective.beta must stay above 0 for {name}, got start={first}, end={last}: "
+            + (
+                "set objective.beta.end."
+                if first > 0
+                else f"it divides the reward. Use {default_beta:g} or leave it unset; for no pull to a reference, use "
+                "an objective such as objective.name=rloo objective.beta=0."
+            ),
         ),
         (
             max(first, last) > LARGEST_BETA,

@@ -187,12 +187,20 @@ def prompt_column(row: DataRow, column: str) -> str:
 
 
 def _refuse_array(path: Path, first_line: bytes) -> None:
-    """Refuse a file that is one JSON value over all its lines, by the first of them."""
+    """Refuse a file that is one JSON value over all its lines; `first_line` tells whether it may be one."""
     start = first_line.removeprefix(codecs.BOM_UTF8).strip()
-    if start.startswith(b"[") or start == b"{":
+    if not start.startswith(b"[") and start != b"{":
+        return
+    with _open(path) as file:
+        text = file.read(LONGEST_LINE)
+    try:
+        whole = json.loads(text.removeprefix(codecs.BOM_UTF8))
+    except ValueError:
+        return  # its lines are told one by one
+    if isinstance(whole, dict) or (isinstance(whole, list) and all(isinstance(row, dict) for row in whole)):
         raise ValueError(
-            f"{path} is one JSON {'array' if start.startswith(b'[') else 'object'}, and JSON Lines are needed: one object "
-            f"on each line, no brackets or commas around them. For an array, `jq -c '.[]' {path} > rows.jsonl` writes them."
+            f"{path} is one JSON {'object' if isinstance(whole, dict) else 'array'}, and JSON Lines are needed: one object "
+            f"on each line, no brackets or commas around them. `jq -c '.[]' {path} > rows.jsonl` makes them of an array."
         )
 
 
