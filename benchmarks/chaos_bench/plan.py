@@ -22,6 +22,9 @@ Kind = Literal[
     "kill_supervisor",
     "corrupt_checkpoint",
     "fill_disk",
+    "kill_searcher_node",
+    "kill_trainer_node",
+    "interrupt_run",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -33,8 +36,20 @@ SECONDS: dict[Kind, tuple[float, float]] = {
     "slow_searcher": (3.0, 10.0),
     "stop_trainer": (0.5, 5.0),
     "fill_disk": (1.0, 4.0),
+    "kill_searcher_node": (2.0, 15.0),
+    "kill_trainer_node": (2.0, 15.0),
 }
-"""How long a fault lasts, at least and at most; one that is not here is a moment."""
+"""How long a fault lasts, at least and at most; one that is not here is a moment. A lost node is replaced after it."""
+
+CLUSTER_FREQUENT: dict[Kind, int] = {"kill_searcher": 6, "stop_searcher": 6, "stop_trainer": 5}
+CLUSTER_RARE: dict[Kind, int] = {
+    "kill_trainer": 2,
+    "kill_searcher_node": 2,
+    "kill_trainer_node": 2,
+    "kill_supervisor": 1,
+    "interrupt_run": 1,
+}
+"""Faults in ten minutes on a cluster, where a node that is lost takes a quarter of a minute to be missed."""
 
 LEAST_FAULTS = 100
 LEAST_BY_KIND: dict[Kind, int] = {"kill_searcher": 15, "kill_trainer": 5}
@@ -54,10 +69,11 @@ class Fault:
     """A number in [0, 1) that decides what else is open: which searcher, which byte."""
 
 
-def make_plan(*, seed: int, minutes: float) -> tuple[Fault, ...]:
+def make_plan(*, seed: int, minutes: float, cluster: bool = False) -> tuple[Fault, ...]:
     """The faults of a run in the order of their times."""
     rng = random.Random(seed)
-    faults = [*_stream(FREQUENT, rng, minutes), *_stream(RARE, rng, minutes)]
+    streams = (CLUSTER_FREQUENT, CLUSTER_RARE) if cluster else (FREQUENT, RARE)
+    faults = [fault for stream in streams for fault in _stream(stream, rng, minutes)]
     return tuple(sorted(faults, key=lambda fault: fault.at))
 
 
