@@ -143,7 +143,7 @@ def run_cluster(arguments: argparse.Namespace, folder: Path) -> int:
         wrong += report(chaos, folder, minutes=arguments.minutes, quick=arguments.quick)
         if not stop and target.finished(steps):
             nodes.close()  # the quiet run has the machine for itself
-            local = [*SETTINGS, f"train.max_steps={steps}"]
+            local = [*CLUSTER_SETTINGS, "runtime.kind=local", "replay.durability=process", f"train.max_steps={steps}"]
             quiet = Target(
                 folder / "quiet", local, acknowledged=folder / "quiet_acknowledged", log=folder / "quiet.log"
             )

@@ -32,12 +32,12 @@ SETTINGS = [
         "evaluate.num_prompts=200",
         "observe.healthy_checkpoint_every=50",
     ),
-    "runtime.kind=ray",
+    *("runtime.kind=ray", "train.responses_per_step=32"),
 ]
 LATEST_SECONDS = 300.0
 """How long a fault waits until the run has got over the one before."""
 USE_SECONDS = 300.0
-"""How long it is waited for that a node that was added is used."""
+"""How long it is waited for that a node that was added is used, and that a searcher is back."""
 LOOK_SECONDS = 0.5
 DELETE_SECONDS = 10.0
 
@@ -130,6 +130,13 @@ class ClusterInjector(Injector):
 
     @property
     def busy(self) -> bool:
+        """Also while a searcher has not come back, but not for ever."""
+        away = [one for one in self.notes.recoveries(self.done) if one.seconds is None]
+        return self.recovers or any(time.time() - one.killed < USE_SECONDS for one in away)
+
+    @property
+    def recovers(self) -> bool:
+        """Whether the run has made no step yet since something ended, or a node that was added is not used yet."""
         waits = self.target.nodes.unused(within_seconds=USE_SECONDS)
         return super().busy or self._ended is not None or bool(waits)
 
@@ -144,7 +151,7 @@ class ClusterInjector(Injector):
             self.target.nodes.look([process for name, process in self.target.roles().items() if name != "supervisor"])
 
     def attempt(self, fault: Fault, *, late: float) -> bool:
-        if fault.kind in CLUSTER_RARE and self.busy and late <= self.latest_seconds:
+        if fault.kind in CLUSTER_RARE and self.recovers and late <= self.latest_seconds:
             return False
         settled = super().attempt(fault, late=late)
         if self.done and self.done[-1].fault is fault:
@@ -175,8 +182,8 @@ class ClusterInjector(Injector):
         return self._end_run("supervisor", signal.SIGKILL)
 
     def _interrupt_run(self, fault: Fault) -> str | None:
-        """Ctrl-C: the run saves and ends, and is resumed."""
-        return self._end_run("interrupted run", signal.SIGINT)
+        """As `tba stop` does: the run saves and ends, and is resumed. (SIGINT is ignored in the background of a script.)"""
+        return self._end_run("interrupted run", signal.SIGTERM)
 
     def _end_run(self, what: str, number: signal.Signals) -> str | None:
         roles, tree = self.target.roles(), self.target.tree()

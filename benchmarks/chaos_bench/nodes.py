@@ -10,6 +10,7 @@ import math
 import os
 import secrets
 import shutil
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -22,6 +23,7 @@ import psutil
 from chaos_bench.target import is_alive
 
 SHUTDOWN_SECONDS = 30.0
+RAY_ADDRESS = ("ray", "ray_current_cluster")
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Nodes:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_worker_niceness": "0"}
         os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for: every node is 127.0.0.1, on Linux too
-        from ray.cluster_utils import Cluster  # reads them
+        from ray.cluster_utils import Cluster  # reads them when it is imported
 
         # No hooks for the end: they would take SIGTERM away from the benchmark, and `close` ends all nodes.
         self._cluster: Any = Cluster(shutdown_at_exit=False)
@@ -119,6 +121,10 @@ class Nodes:
         while any(is_alive(process) for process in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
         shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):  # where Ray notes the newest cluster of this machine, which would be looked for in vain
+            noted = Path(tempfile.gettempdir(), *RAY_ADDRESS)
+            if noted.read_text() == self.address:
+                noted.unlink()
 
     def _add(self, added: AddedNode) -> None:
         try:
