@@ -15,8 +15,8 @@ user would.
 
 With `--cluster` the roles are on the nodes of a Ray cluster on this machine, under replay.durability=node (docs/scaling.md):
 processes are killed and suspended, a searcher's node is killed, the trainer's node is killed and the run folder deleted with
-it, and each lost node is replaced by a new one some seconds later. The disk is not filled. With `--steps` the run comes to
-its end and is compared with a quiet run on the local runtime; otherwise it is asked to save and end after the faults.
+it, and a lost node is replaced by a new one some seconds later. The disk is not filled. Without `--steps` the run is asked
+to save and end after the faults. The quiet run is on the local runtime.
 """
 
 from __future__ import annotations
@@ -141,14 +141,15 @@ def run_cluster(arguments: argparse.Namespace, folder: Path) -> int:
             target.end()
         injector.end()
         wrong += report(chaos, folder, minutes=arguments.minutes, quick=arguments.quick)
-        if not stop and target.finished(steps):
+        made = steps if not stop else watch.step
+        if not arguments.quick and target.finished(made):
             nodes.close()  # the quiet run has the machine for itself
             local = [*CLUSTER_SETTINGS, "runtime.kind=local", "replay.durability=process", f"train.max_steps={steps}"]
             quiet = Target(
                 folder / "quiet", local, acknowledged=folder / "quiet_acknowledged", log=folder / "quiet.log"
             )
             targets.append(quiet)
-            wrong += compare_with_quiet_run(target, quiet, steps=steps)
+            wrong += compare_with_quiet_run(target, quiet, steps=made, stop=stop)
     except Stuck as error:
         wrong.append(str(error))
     finally:

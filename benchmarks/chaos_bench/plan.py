@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -41,13 +41,13 @@ SECONDS: dict[Kind, tuple[float, float]] = {
 }
 """How long a fault lasts, at least and at most; one that is not here is a moment. A lost node is replaced after it."""
 
-CLUSTER_FREQUENT: dict[Kind, int] = {"kill_searcher": 6, "stop_searcher": 6, "stop_trainer": 5}
-CLUSTER_RARE: dict[Kind, int] = {
-    "kill_trainer": 2,
-    "kill_searcher_node": 2,
-    "kill_trainer_node": 2,
-    "kill_supervisor": 1,
-    "interrupt_run": 1,
+CLUSTER_FREQUENT: dict[Kind, float] = {"kill_searcher": 4, "stop_searcher": 4, "stop_trainer": 3}
+CLUSTER_RARE: dict[Kind, float] = {
+    "kill_trainer": 5 / 3,
+    "kill_searcher_node": 4 / 3,
+    "kill_trainer_node": 4 / 3,
+    "kill_supervisor": 2 / 3,
+    "interrupt_run": 2 / 3,
 }
 """Faults in ten minutes on a cluster, where a node that is lost takes a quarter of a minute to be missed."""
 
@@ -72,12 +72,12 @@ class Fault:
 def make_plan(*, seed: int, minutes: float, cluster: bool = False) -> tuple[Fault, ...]:
     """The faults of a run in the order of their times."""
     rng = random.Random(seed)
-    streams = (CLUSTER_FREQUENT, CLUSTER_RARE) if cluster else (FREQUENT, RARE)
+    streams: tuple[Mapping[Kind, float], ...] = (CLUSTER_FREQUENT, CLUSTER_RARE) if cluster else (FREQUENT, RARE)
     faults = [fault for stream in streams for fault in _stream(stream, rng, minutes)]
     return tuple(sorted(faults, key=lambda fault: fault.at))
 
 
-def _stream(per_ten_minutes: dict[Kind, int], rng: random.Random, minutes: float) -> list[Fault]:
+def _stream(per_ten_minutes: Mapping[Kind, float], rng: random.Random, minutes: float) -> list[Fault]:
     kinds = [kind for kind, count in per_ten_minutes.items() for _ in range(max(1, round(count * minutes / 10.0)))]
     rng.shuffle(kinds)
     window = 60.0 * minutes / len(kinds)
