@@ -44,7 +44,8 @@ class Injector:
 
     target: Target
     watch: StepWatch
-    disk: Disk
+    disk: Disk | None
+    """None = it is not filled."""
     done: list[Done] = field(default_factory=list)
     left_out: list[Fault] = field(default_factory=list)
     """Faults for which there was nothing to do them to."""
@@ -54,6 +55,7 @@ class Injector:
     """Processes of the run when its first one was killed here; empty = it was not."""
     full: bool = False
     """Whether the disk is full now."""
+    latest_seconds: float = LATEST_SECONDS
     _unrecovered: list[tuple[str, float]] = field(default_factory=list)
     """Roles that were killed and have not worked since, with the times of their kills in seconds since 1970."""
     _later: list[tuple[float, int, Callable[[], Any]]] = field(default_factory=list)
@@ -80,9 +82,9 @@ class Injector:
         who = getattr(self, f"_{fault.kind}")(fault)
         if who is not None:
             self.done.append(Done(fault=fault, who=who, time=now))
-        elif late > LATEST_SECONDS:
+        elif late > self.latest_seconds:
             self.left_out.append(fault)
-        return who is not None or late > LATEST_SECONDS
+        return who is not None or late > self.latest_seconds
 
     def end(self) -> None:
         """Undo what lasts; recoveries that have not come are none."""
@@ -139,7 +141,7 @@ class Injector:
     def _fill_disk(self, fault: Fault) -> str | None:
         roles = self.target.roles()
         writers = [process for name, process in roles.items() if name in ("supervisor", "trainer")]
-        if not writers:
+        if not writers or self.disk is None:
             return None
         self.disk.fill(writers)
         self.full = True
@@ -147,6 +149,7 @@ class Injector:
         return "disk"
 
     def _free_disk(self) -> None:
+        assert self.disk is not None
         self.disk.free(self.target.tree())
         self.full = False
 

@@ -26,17 +26,20 @@ def accuracy(run: Path) -> float:
     return float(json.loads(output.splitlines()[-1])["accuracy"])
 
 
-def compare_with_quiet_run(chaotic: Target, quiet: Target, *, steps: int) -> list[str]:
-    """Train as many steps undisturbed and compare accuracies; returns what must not be."""
+def compare_with_quiet_run(chaotic: Target, quiet: Target, *, steps: int, stop: bool = False) -> list[str]:
+    """Train as many steps undisturbed and compare accuracies; returns what must not be. `stop`: the run would go on, and is
+    asked to save and end then."""
     started = time.monotonic()
     quiet.start()
     watch = StepWatch(quiet.folder / "metrics.jsonl")
     while quiet.exit_status is None:
         watch.look()
-        if time.monotonic() - watch.moved > NO_STEP_SECONDS:
+        if stop and watch.step >= steps:
+            quiet.stop(NO_STEP_SECONDS)
+        elif time.monotonic() - watch.moved > NO_STEP_SECONDS:
             raise Stuck(f"the quiet run made no optimizer step within {NO_STEP_SECONDS:g} s\n{quiet.last_words()}")
         time.sleep(LOOK_SECONDS)
-    if quiet.exit_status or not quiet.finished(steps):
+    if (quiet.exit_status and not stop) or not quiet.finished(steps):
         raise Stuck(f"the quiet run ended with status {quiet.exit_status}\n{quiet.last_words()}")
     print(f"the quiet run took {time.monotonic() - started:.0f} s", flush=True)
     found, wanted = accuracy(chaotic.folder), accuracy(quiet.folder)

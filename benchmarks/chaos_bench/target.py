@@ -40,21 +40,27 @@ class Target:
     """File for the output of all its processes, one after the other."""
     left_running: list[str] = field(default_factory=list)
     """Processes that outlived the run they belonged to; they were ended here."""
+    gone_seconds: float = GONE_SECONDS
+    no_step_seconds: float = NO_STEP_SECONDS
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self, *, resume: bool = False) -> None:
-        what = [str(self.folder), "--resume"] if resume else ["configs/quickstart.yaml", *self.settings]
-        where = [] if resume else [f"output={self.folder.parent}", f"name={self.folder.name}"]
         environment = {**os.environ, "TBA_ACKNOWLEDGED_LOG": str(self.acknowledged)}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tba", "train", *what, *where],
+                [sys.executable, "-m", "tba", "train", *self.arguments(resume=resume)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
+
+    def arguments(self, *, resume: bool) -> list[str]:
+        """Of `tba train`."""
+        if resume:
+            return [str(self.folder), "--resume"]
+        return ["configs/quickstart.yaml", *self.settings, f"output={self.folder.parent}", f"name={self.folder.name}"]
 
     @property
     def pid(self) -> int:
@@ -115,9 +121,9 @@ class Target:
 
     def wait_until_gone(self, tree: Sequence[psutil.Process]) -> None:
         """The first process of a tree is gone: the others must end by themselves; those that do not are noted and ended."""
-        deadline = time.monotonic() + GONE_SECONDS
+        deadline = time.monotonic() + self.gone_seconds
         if self._process is not None:
-            self._process.wait(GONE_SECONDS)
+            self._process.wait(self.gone_seconds)
         while any(is_alive(process) for process in tree) and time.monotonic() < deadline:
             time.sleep(0.01)
         for process in [process for process in tree if is_alive(process)]:

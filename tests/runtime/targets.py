@@ -221,3 +221,8 @@ def tells_what_it_was_told(link, **_) -> None:
 
     link.send(link.receive(timeout_seconds=30.0), to=TRAINER)
     link.receive(timeout_seconds=None)
+
+
+def waits(link, **_) -> None:
+    while not link.closed:
+        link.receive(timeout_seconds=0.1)

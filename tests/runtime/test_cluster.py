@@ -17,11 +17,12 @@ import torch
 from tba.config import ConfigError, RuntimeConfig, load_config
 from tba.models.weights import make_weights
 from tba.observe.claim import Holder
+from tba.observe.files import RunFolder
 from tba.runtime.board import Board
 from tba.runtime.leases import VisitLedger
-from tba.runtime.links import EndsHandle, Link, frame, pickled, split_frame
+from tba.runtime.links import EndsHandle, Link, RelayedLink, frame, pickled, split_frame
 from tba.runtime.local import LocalRuntime
-from tba.runtime.seats import Host
+from tba.runtime.seats import Host, HostHandle
 from tba.runtime.slot_memory import Header, data_bytes
 from tba.runtime.supervisor import Supervisor
 from tba.runtime.weight_slots import WeightSlots
@@ -137,6 +138,33 @@ def test_what_a_searcher_is_told_before_its_first_weights_are_there_reaches_it(t
         found = host.exchange(Board.create().values.tobytes(), 0.1).frames
     host.signal(signal.SIGKILL)
     assert [split_frame(each) for each in found] == [("trainer", pickled("an early word"))]
+
+
+def test_a_trainer_lacks_groups_until_one_on_its_node_has_said_that_they_are_stored(nodes, tmp_path):
+    """One that is killed while it gets them leaves a part, and the next one on this node must get them again."""
+    from tba.runtime.cluster.copies import RunCopy
+    from tba.runtime.cluster.roles import ClusterRoles
+
+    node, board = nodes.add_node(num_cpus=1), Board.create()
+    copy = RunCopy(RunFolder.create(tmp_path / "run.replica", overwrite=False))
+    roles = ClusterRoles(
+        RuntimeConfig(kind="ray", trainer_cpus=1), board, logs=tmp_path / "logs", gpus_each=0.0, copy=copy
+    )
+    host = HostHandle(board=board.memory.handle(), owner=Holder.of_this_process())
+    config = load_config(None, [f"output={tmp_path}", "name=run"])
+    lacking = []
+    for stored in (False, True, True):
+        arguments = {"config": config, "resume": False, "host": host}
+        role = roles.trainer("targets:waits", arguments, lambda ours: RelayedLink(ours, deliver=lambda *event: None))
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while role.pid == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        lacking.append(role.lacks_groups)
+        if stored:
+            role.lacks_groups = False
+        role.kill()
+    nodes.remove_node(node, allow_graceful=False)
+    assert lacking == [True, True, False]
 
 
 def test_a_cluster_is_not_joined_without_a_token(monkeypatch, tmp_path):

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from itertools import takewhile
 
 import pytest
 
@@ -85,6 +86,10 @@ def test_a_copy_follows_its_run_and_becomes_the_run_folder_of_another_node(clust
     (there.logs / "searcher-0.log").write_text("words")
     other = host_of(there)
     assert ray.get(other.begun_at.remote(OWNER, False)) is None
+    for block in takewhile(lambda block: block[0] != "config.yaml", copy._blocks()):  # cut off before its end
+        ray.get(other.write_block.remote(*block))
+    assert there.metrics.is_file()
+    assert ray.get(other.begun_at.remote(OWNER, True)) is None
     assert copy.hand_over(other, None, OWNER, False)
     assert ray.get(other.begun_at.remote(OWNER, True)) == 10
     assert (there.checkpoints / "healthy-step-9" / "weights").read_bytes() == b"0123456789"

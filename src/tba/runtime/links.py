@@ -129,6 +129,16 @@ class Holding:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplicaSent:
+    """Supervisor to trainer, under the address REPLICA: these were all groups that the trainer before had stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaStored:
+    """Trainer to supervisor: all of them are committed, so that the next trainer on this node finds them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StartSearchers:
     """Trainer to supervisor: from now on there is a trainer to work for."""
 

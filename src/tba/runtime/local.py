@@ -36,6 +36,8 @@ from tba.runtime.links import (
     Holding,
     LeaseVisits,
     ReplaceSearchers,
+    ReplicaSent,
+    ReplicaStored,
     SearcherEnded,
     SearchersFailed,
     SearcherStarted,
@@ -98,6 +100,10 @@ class LocalRuntime:
         """Whether what comes is still of searchers that were to be replaced."""
         self._senders: dict[str, str] = {}
         """By group: who has sent it and waits for its acknowledgement."""
+        self._unstored: set[str] = set()
+        """Groups that came from the replica and are not committed yet."""
+        self._replica_sent = False
+        """Whether all of the replica has come, and the supervisor does not know yet that it is stored."""
         self._evaluations: list[Evaluated] = []
         self._wanted_evaluations: list[int] = []
         """Versions whose evaluation was asked for and has not come."""
@@ -149,6 +155,8 @@ class LocalRuntime:
                 continue
             elif sender == PARENT:
                 self._heed(message)
+            elif sender == REPLICA and isinstance(message, ReplicaSent):
+                self._replica_sent = True
             elif sender == REPLICA:
                 groups.append(self._from_replica(message))
             elif sender in self._searchers and (group := self._message(sender, message)) is not None:
@@ -210,6 +218,7 @@ class LocalRuntime:
         """A group that the trainer before had stored, on a disk that is gone: nobody waits for its acknowledgement."""
         if not isinstance(message, TrajectoryGroup):
             raise RoleDied(f"the replica holds something that is no group: {message!r:.500}")
+        self._unstored.add(message.id)
         self.ledger.complete(message.visit, solved=message.solved)
         return message
 
@@ -237,6 +246,10 @@ class LocalRuntime:
                 self._link.send(LeaseVisits(visits=tuple(self.ledger.lease(other, share))), to=other)
 
     def acknowledge(self, group_ids: Sequence[str]) -> None:
+        self._unstored.difference_update(group_ids)
+        if self._replica_sent and not self._unstored:
+            self._replica_sent = False
+            self._link.send(ReplicaStored())
         by_sender: dict[str, list[str]] = defaultdict(list)
         for group_id in group_ids:
             sender = self._senders.pop(group_id, None)  # none for imports, and for what was sent twice

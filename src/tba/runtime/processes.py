@@ -50,6 +50,9 @@ class Role(Protocol[L_co]):
     """A role that runs somewhere, as the one who started it sees it: a process of this machine, or of another one."""
 
     name: str
+    lacks_groups: bool
+    """Whether a trainer may lack groups that the one before had stored: it runs on another disk, and has not said yet that
+    it has stored them too."""
 
     @property
     def link(self) -> L_co: ...
@@ -66,11 +69,6 @@ class Role(Protocol[L_co]):
 
     @property
     def alive(self) -> bool: ...
-
-    @property
-    def lacks_groups(self) -> bool:
-        """Whether a trainer may lack groups that the one before had stored, because it runs on another disk."""
-        ...
 
     @property
     def status(self) -> int | None:

@@ -37,6 +37,8 @@ from tba.runtime.links import (
     EndRun,
     RelayedLink,
     ReplaceSearchers,
+    ReplicaSent,
+    ReplicaStored,
     SearcherEnded,
     SearchersFailed,
     SearcherStarted,
@@ -44,6 +46,7 @@ from tba.runtime.links import (
     StartSearchers,
     Stop,
     group_of,
+    pickled,
 )
 from tba.runtime.processes import Role, last_lines, stop_all
 from tba.runtime.replica import Replica
@@ -229,6 +232,7 @@ class Supervisor:
                     # Before searchers send again what the trainer before had not acknowledged, which came later.
                     for body in self._replica.rows():
                         self._trainer.send_frame(REPLICA, body)
+                    self._trainer.send_frame(REPLICA, pickled(ReplicaSent()))
             for seat in self.seats:
                 seat.given_up = False  # what has ended others may have been the trainer before
                 if seat.process is not None:
@@ -237,6 +241,8 @@ class Supervisor:
                     self._trainer.send(SearcherStarted(holder=seat.holder, survived=True))
                     seat.process.new_trainer(message)
             self.set_searchers(self._wanted or message.count)
+        if isinstance(message, ReplicaStored) and self._trainer_process is not None:
+            self._trainer_process.lacks_groups = False
         if isinstance(message, ReplaceSearchers):
             for seat in self.seats:
                 if seat.process is not None and (message.holders is None or seat.holder in message.holders):

@@ -146,7 +146,8 @@ class RunCopy:
         # The manifest last: a folder without one does not count.
         paths = [path for folder in checkpoints for path in sorted(folder.iterdir()) if path.name != MANIFEST]
         paths += [folder / MANIFEST for folder in checkpoints]
-        paths += [self.folder.path / name for name in FILES if name != self.folder.summary.name]
+        # And the config last of all: without one the run has not begun there, also where this is cut off.
+        paths += [self.folder.path / name for name in reversed(FILES) if name != self.folder.summary.name]
         for path in paths:
             name, offset = str(path.relative_to(self.folder.path)), 0
             while block := read_block(self.folder, name, offset):

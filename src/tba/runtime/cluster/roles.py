@@ -68,7 +68,9 @@ class ClusterRole:
         self.log = log
         self.pid = 0
         self.status: int | None = None
-        self.lacks_groups = False
+        self.node = ""
+        """Node of a trainer whose run is copied, once that is known."""
+        self.lacks_groups = copy is not None
         self._new_trainer = new_trainer
         self._serve_weights = serve_weights
         self._actor = actor
@@ -185,8 +187,8 @@ class ClusterRoles:
         self._board = board
         self._logs = logs
         self._copy = copy
-        self._trainer_node = ""
-        """Node of the trainer that was started last."""
+        self._role: ClusterRole | None = None
+        """The trainer that was started last."""
         self._trainer: Any = None
         """The trainer's actor; None = the trainer is in this process."""
         self._trainer_name = ""
@@ -216,14 +218,21 @@ class ClusterRoles:
             serve_weights=self._serve_weights,
             copy=self._copy,
         )
+        before, self._role = self._role, role
         if self._copy is not None:
             # In the background: it takes as long as a checkpoint takes to travel, and a node may have to be waited for.
-            begin = partial(self._begin_copied, self._copy, role, actor, target, dict(arguments))
+            begin = partial(self._begin_copied, self._copy, role, before, actor, target, dict(arguments))
             threading.Thread(target=begin, daemon=True, name="trainer-begin").start()
         return role
 
     def _begin_copied(
-        self, copy: RunCopy, role: ClusterRole, actor: Any, target: str, arguments: dict[str, Any]
+        self,
+        copy: RunCopy,
+        role: ClusterRole,
+        before: ClusterRole | None,
+        actor: Any,
+        target: str,
+        arguments: dict[str, Any],
     ) -> None:
         """Start a trainer, with the run folder of the one before where that is not on its node."""
         try:
@@ -238,14 +247,14 @@ class ClusterRoles:
             handed_over = copy.hand_over(actor, begun, owner, resume)
             if handed_over:
                 logger.warning("the trainer's node has no such run folder: it gets the copy in %s.", copy.folder.path)
-            node = ray.get(actor.node.remote())
-            if node == ray.get_runtime_context().get_node_id():
+            role.node = ray.get(actor.node.remote())
+            if role.node == ray.get_runtime_context().get_node_id():
                 logger.warning(
                     "replay.durability=node: the trainer runs on this node, where the second copy of its groups is too. "
                     "Join the cluster from a node that has no room for the trainer."
                 )
-            role.lacks_groups = handed_over or node != self._trainer_node
-            self._trainer_node = node
+            # All of them are on this node where the trainer before was here too, and had been given those that it lacked.
+            role.lacks_groups = handed_over or before is None or before.lacks_groups or before.node != role.node
             arguments["resume"] = resume or handed_over or begun is not None
             ray.get(actor.start.remote(target, arguments, log=None, threads=self._config.threads))
         except ray.exceptions.RayActorError:  # told by the exchange
