@@ -20,6 +20,7 @@ from transformers import (
 from tba import TBAConfig, TBATrainer
 from tba.config import dump_config, load_config
 from tba.launch.defaults import learning_rate_for
+from tba.observe.contents import foreign
 from tba.observe.files import RunFolder
 from tba.tasks.rewards.functions import RewardSet
 
@@ -173,6 +174,9 @@ def test_what_a_script_asks_of_a_trainer_before_during_and_after_the_run(folder,
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(saved.lm_head.weight, given.lm_head.weight)
     assert "objective\n`tb`, 4 optimizer steps" in (tmp_path / "saved" / "README.md").read_text()
+    trainer.save_model()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run").config.hidden_size == given.config.hidden_size
+    assert foreign(tmp_path / "run") == []  # overwrite_output_dir may replace it
     trainer.log({"own": 1.0})
     assert trainer.state.log_history[-1]["own"] == 1.0
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

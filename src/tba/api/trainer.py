@@ -16,7 +16,8 @@ from tba.api.inputs import dataset_file, lora_config, model_folder, num_rows, re
 from tba.api.model_card import model_card
 from tba.api.names import TRAINER_ARGUMENTS
 from tba.config import Config, ConfigError
-from tba.observe.files import RunFolder
+from tba.observe.contents import CARD, SAVED_MODEL
+from tba.observe.files import RunFolder, write_json
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.md", "*.py")
 NOT_OF_THE_MODEL = {"optimizer.safetensors", "state.safetensors", "state.json", "trainer.json", "manifest.json"}
@@ -171,10 +172,11 @@ class TBATrainer:
         if source is None:
             raise ConfigError("there is no trained model yet: call train() first.")
         target.mkdir(parents=True, exist_ok=True)
-        for pattern in MODEL_FILES:
-            for file in source.glob(pattern):
-                if file.name not in NOT_OF_THE_MODEL:
-                    shutil.copy2(file, target / file.name)
+        files = {file for pattern in MODEL_FILES for file in source.glob(pattern) if file.name not in NOT_OF_THE_MODEL}
+        if target.resolve() == self.run_folder.resolve():  # so that overwrite=true knows them as the run's
+            write_json(target / SAVED_MODEL, sorted(file.name for file in files))
+        for file in files:
+            shutil.copy2(file, target / file.name)
 
     def push_to_hub(self, commit_message: str = "End of training", **options: Any) -> str:
         """Upload the trained model to the hub, through huggingface_hub; returns the address of the commit."""
@@ -225,7 +227,7 @@ class TBATrainer:
     def _write_model_cards(self, summary: Mapping[str, Any]) -> None:
         path = self._trained_path()
         if path is not None:
-            (path / "README.md").write_text(model_card(self.config, summary), encoding="utf-8")
+            (path / CARD).write_text(model_card(self.config, summary), encoding="utf-8")
 
     def _new_state(self) -> Any:
         from transformers import TrainerState

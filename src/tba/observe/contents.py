@@ -15,7 +15,12 @@ MANIFEST = "manifest.json"
 """File of a checkpoint that is written last: a folder without it is not whole."""
 SOURCES = "sources"
 """Folder with a copy of the user's Python files."""
+SAVED_MODEL = ".saved-model.json"
+"""File with the names of those that `TBATrainer.save_model` has written into the run folder itself."""
+CARD = "README.md"
+"""The model's card, which is added to a checkpoint when the run is over."""
 FILES = (
+    re.escape(SAVED_MODEL),
     re.escape(CLAIM),
     r"\.?(config\.yaml|(status|control|summary|cell|failed)\.json)(\.\d+)?",  # with a number: being written
     r"(metrics|samples)\.jsonl",
@@ -40,7 +45,10 @@ def foreign(run: Path) -> list[str]:
 
 
 def _foreign(run: Path) -> Iterator[Path]:
+    saved = _saved_model(run)
     for entry in run.iterdir():
+        if entry.name in saved:
+            continue
         if entry.name in FOLDERS and entry.is_dir():
             if not entry.is_symlink():  # of a link only the link is removed
                 yield from _foreign_in(entry, FOLDERS[entry.name])
@@ -54,10 +62,17 @@ def _foreign_in(folder: Path, names: str) -> Iterator[Path]:
             yield entry
         elif (entry / MANIFEST).is_file():
             try:
-                written = {MANIFEST, *json.loads((entry / MANIFEST).read_text(encoding="utf-8"))["files"]}
+                written = {MANIFEST, CARD, *json.loads((entry / MANIFEST).read_text(encoding="utf-8"))["files"]}
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # half a manifest says nothing
             yield from (file for file in entry.iterdir() if file.name not in written)
+
+
+def _saved_model(run: Path) -> set[str]:
+    try:
+        return set(json.loads((run / SAVED_MODEL).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return set()
 
 
 def _pictures(run: Path) -> set[str]:
