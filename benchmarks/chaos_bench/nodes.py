@@ -53,8 +53,8 @@ class Nodes:
     def start(self) -> None:
         """Start the cluster; every process of it inherits the environment."""
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_worker_niceness": "0"}
-        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
-        os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # the memory of this machine is not one node's
+        # No monitor: the memory of this machine, which others use too, is not one node's.
+        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_memory_monitor_refresh_ms": "0"}
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for: every node is 127.0.0.1, on Linux too
         from ray.cluster_utils import Cluster  # reads them when it is imported
 
