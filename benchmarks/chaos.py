@@ -143,7 +143,8 @@ def run_cluster(arguments: argparse.Namespace, folder: Path) -> int:
         wrong += report(chaos, folder, minutes=arguments.minutes, quick=arguments.quick)
         made = steps if not stop else watch.step
         if not arguments.quick and target.finished(made):
-            nodes.close()  # the quiet run has the machine for itself
+            print(f"so far {'something' if wrong else 'nothing'} is wrong; the quiet run follows", flush=True)
+            nodes.close()  # it has the machine for itself
             local = [*CLUSTER_SETTINGS, "runtime.kind=local", "replay.durability=process", f"train.max_steps={steps}"]
             quiet = Target(
                 folder / "quiet", local, acknowledged=folder / "quiet_acknowledged", log=folder / "quiet.log"
