@@ -248,7 +248,7 @@ def test_what_is_missing_is_said(folder):
         TBATrainer(model="x", reward_funcs=sevens)
     with pytest.raises(ValueError, match="reward_weights has 2 numbers for 1 reward_funcs"):
         TBATrainer(model="x", reward_funcs=sevens, train_dataset=[], reward_weights=[1, 2])
-    with pytest.raises(ValueError, match="processing_class is missing"):
+    with pytest.raises(ValueError, match="model is a object: give a folder"):
         TBATrainer(model=object(), reward_funcs=sevens, train_dataset=[{"prompt": "x"}], args=make_config(folder))
 
 

@@ -25,7 +25,7 @@ def at(config, place: str):
     ("given", "place", "value"),
     [
         ({"output_dir": "out/run1"}, "run_folder.name", "run1"),
-        ({"output_dir": "out/run1", "run_name": "label"}, "observe.run_name", "label"),
+        ({"output_dir": "out/run1", "run_name": "label"}, "observe.label", "label"),
         ({"run_name": "label"}, "name", "label"),
         ({"max_steps": 7}, "train.max_steps", 7),
         ({"max_steps": -1}, "train.max_steps", 200),

@@ -31,10 +31,10 @@ def test_a_sync_run_writes_its_folder(folder):
     run = RunFolder(config.run_folder)
     assert json.loads(run.summary.read_text()) == summary
     assert list(summary) == [
-        "outcome", "error", "task", "objective", "seed", "steps", "seconds", "responses_generated", "responses_trained",
-        "start", "final", "final_step", "lag", "empty_steps", "collapse", "rollbacks",
-        "start_standard_error",
-        "final_standard_error", "evaluated", "best", "stability",
+        "outcome", "error", "task", "objective", "seed", "steps", "seconds", "responses_generated",
+        "responses_trained", "start", "final", "final_step", "lag", "empty_steps", "collapse", "rollbacks",
+        "start_standard_error", "final_standard_error", "evaluated", "best", "stability", "lost",
+       
     ]  # fmt: skip
     assert (summary["steps"], summary["responses_trained"], summary["lag"]) == (6, 96, {"mean": 0.0, "max": 0})
     assert (summary["outcome"], summary["error"], summary["final_step"]) == ("finished", None, 6)
@@ -83,7 +83,7 @@ def test_imported_responses_are_trained_on_from_the_first_step(folder):
     train(config)
     first = next(record for record in metrics_of(config) if "loss" in record)
     assert first["buffer/responses"] >= 20
-    assert max(record["reward"] for record in metrics_of(config) if "loss" in record) > 0.2
+    assert max(record["batch/reward"] for record in metrics_of(config) if "loss" in record) > 0.2
 
 
 def test_the_embedded_task_as_an_own_problem_learns_without_tuning(folder):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
-from tba import __version__
 from tba.config import Config
 
 
@@ -25,7 +25,7 @@ tags: [tba, reinforcement-learning, trajectory-balance]
 
 # {config.run_name}
 
-Trained from `{config.model.path}` with [tba](https://pypi.org/project/tba-rl/) {__version__}: objective
+Trained from `{config.model.path}` with [tba](https://pypi.org/project/tba-rl/) {version("tba-rl")}: objective
 `{config.objective.name}`, {summary["steps"]} optimizer steps of {config.train.responses_per_step} responses,
 rewards {rewards or "of the task"}, seed {config.seed}, {summary["seconds"]:.0f} s.
 {table}

@@ -94,7 +94,7 @@ def _folder(given: Mapping[str, Any]) -> dict[str, Any]:
         return {} if name is None else {"name": name}
     path = Path(folder)
     found: dict[str, Any] = {"output": str(path.parent), "name": path.name}
-    return found if name is None else {**found, "observe": {"run_name": name}}
+    return found if name is None else {**found, "observe": {"label": name}}
 
 
 def _model(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:

@@ -315,7 +315,7 @@ class ObserveConfig(Section):
 
     log_every: int = Field(default=1, ge=1)
     """Number of optimizer steps between two lines of metrics.jsonl, each of which is the mean over them."""
-    run_name: str | None = None
+    label: str | None = None
     """Name of the run in W&B; None = that of the run folder."""
     samples_every: int = Field(default=20, ge=1)
     """Number of optimizer steps between two entries of samples.jsonl."""

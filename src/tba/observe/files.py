@@ -349,7 +349,7 @@ class WandbSink:
 
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "tba"),
-            name=config.observe.run_name or config.run_name,
+            name=config.observe.label or config.run_name,
             dir=str(folder),
             config=config.model_dump(mode="json"),
         )

@@ -237,6 +237,8 @@ class Trainer:
             "counts": vars(self.counts),
             "received": self.received,
             "lost": self.lost,
+            "fresh_rewards": self.fresh_rewards,
+            "fresh_reward": self.fresh_reward,
             "batch": None if self.needs_batch else self.batch,
             "log_z_started": log_z is not None and log_z.started,
             "last_row": None if self.durable is None else self.durable.last_arrival,
@@ -247,6 +249,7 @@ class Trainer:
         self.step_index, self.batch = state["step"], state["batch"]
         self.received, self.lost = state["received"], state["lost"]
         self.last_row = state.get("last_row")
+        self.fresh_rewards, self.fresh_reward = state.get("fresh_rewards", []), state.get("fresh_reward", math.nan)
         vars(self.counts).update(state["counts"])
         if self.train_step.policy.log_z is not None:
             self.train_step.policy.log_z.started = state["log_z_started"]
