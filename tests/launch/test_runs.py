@@ -34,7 +34,6 @@ def test_a_sync_run_writes_its_folder(folder):
         "outcome", "error", "task", "objective", "seed", "steps", "seconds", "responses_generated",
         "responses_trained", "start", "final", "final_step", "lag", "empty_steps", "collapse", "rollbacks",
         "start_standard_error", "final_standard_error", "evaluated", "best", "stability", "lost",
-       
     ]  # fmt: skip
     assert (summary["steps"], summary["responses_trained"], summary["lag"]) == (6, 96, {"mean": 0.0, "max": 0})
     assert (summary["outcome"], summary["error"], summary["final_step"]) == ("finished", None, 6)
