@@ -145,10 +145,10 @@ def test_a_trainer_lacks_groups_until_one_on_its_node_has_said_that_they_are_sto
     from tba.runtime.cluster.copies import RunCopy
     from tba.runtime.cluster.roles import ClusterRoles
 
-    node, board = nodes.add_node(num_cpus=1), Board.create()
+    node, board = nodes.add_node(num_cpus=4), Board.create()  # other tests leave nodes with one
     copy = RunCopy(RunFolder.create(tmp_path / "run.replica", overwrite=False))
     roles = ClusterRoles(
-        RuntimeConfig(kind="ray", trainer_cpus=1), board, logs=tmp_path / "logs", gpus_each=0.0, copy=copy
+        RuntimeConfig(kind="ray", trainer_cpus=4), board, logs=tmp_path / "logs", gpus_each=0.0, copy=copy
     )
     host = HostHandle(board=board.memory.handle(), owner=Holder.of_this_process())
     config = load_config(None, [f"output={tmp_path}", "name=run"])
