@@ -22,7 +22,7 @@ OWNER = Holder.of_this_process()
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
