@@ -177,6 +177,8 @@ def test_what_a_script_asks_of_a_trainer_before_during_and_after_the_run(folder,
     trainer.save_model()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run").config.hidden_size == given.config.hidden_size
     assert foreign(tmp_path / "run") == []  # overwrite_output_dir may replace it
+    again = TBATrainer(str(folder / "model"), [sevens, late], trainer.args, [{"prompt": "w5"}])
+    assert torch.equal(again.model.lm_head.weight, before)  # not the weights of the run that had this folder before
     trainer.log({"own": 1.0})
     assert trainer.state.log_history[-1]["own"] == 1.0
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

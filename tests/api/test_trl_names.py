@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from trl_fields import FIELDS as COMMITTED
 
-from tba import GRPOConfig, TBAConfig
+from tba import GRPOConfig, TBAConfig, api
 from tba.api.names import FIELDS, TRAINER_ARGUMENTS
 from tba.api.reference import document
 from tba.config import ConfigError
@@ -89,6 +89,7 @@ def at(config, place: str):
             {"surrogate": "sapo", "sapo_temperature_neg": 1.1},
         ),
         ({"loss_type": "luspo"}, "objective.name", "dr_grpo"),
+        ({"loss_type": "dr_grpo", "scale_rewards": "group"}, "objective.settings", {"scale_rewards": True}),
         ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, "objective.settings", {"ratio": "sequence"}),
         ({"mask_truncated_completions": True}, "train.truncated", "drop"),
         ({"sync_ref_model": True, "ref_model_sync_steps": 64}, "reference.reset_every", 64),
@@ -175,6 +176,12 @@ def test_values_that_ask_for_nothing_are_accepted_for_every_name(caplog):
 def test_four_of_five_committed_fields_keep_their_meaning_and_all_are_answered():
     kinds = [FIELDS[name].kind for name in COMMITTED]
     assert sum(kind in ("setting", "implied") for kind in kinds) / len(kinds) >= 0.8
+
+
+def test_every_name_that_is_said_to_set_something_is_looked_at():
+    folder = Path(api.__file__).parent
+    code = "".join((folder / file).read_text() for file in ("translate.py", "trainer.py"))
+    assert [name for name, found in FIELDS.items() if found.kind == "setting" and f'"{name}"' not in code] == []
 
 
 def test_the_document_is_what_the_table_says_now():

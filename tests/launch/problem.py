@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 from builders import tiny_llama, tiny_tokenizer
 
 from tba.config import Config, load_config
@@ -133,3 +134,16 @@ def steps_of(config: Config) -> list[int]:
     path = RunFolder(config.run_folder).metrics
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [record["step"] for record in records if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("problem")
+    write_problem(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_running():
+    yield
+    assert not children()

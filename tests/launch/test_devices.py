@@ -7,7 +7,7 @@ from tba.launch import devices
 from tba.launch.defaults import slots_for, with_defaults
 from tba.launch.devices import KV_BYTES, activation_bytes, check_devices, kv_bytes
 from tba.launch.run import load_inputs
-from tba.runtime.placement import Placement
+from tba.runtime.placement import RolePlacement
 
 GIB = 2**30
 
@@ -20,8 +20,8 @@ def gpus(monkeypatch):
     return memory
 
 
-def placement(*overrides: str) -> Placement:
-    return Placement.of(load_config(None, overrides))
+def placement(*overrides: str) -> RolePlacement:
+    return RolePlacement.of(load_config(None, overrides))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_slots_are_filled_in_by_the_device_of_each_kind(gpus):
         "search.kinds={large: {count: 1, device: cuda:0}, small: {count: 1, device: cuda:1}, set: {count: 1, slots: 3}}"
     )
     config = load_config(None, [kinds, "model.device=cpu", "task.num_train_prompts=3"])
-    loaded, found = load_inputs(config).loaded, Placement.of(config)
+    loaded, found = load_inputs(config).loaded, RolePlacement.of(config)
     filled = with_defaults(config, loaded)
     assert filled.search.kinds["set"].slots == 3
     for name, device in (("large", "cuda:0"), ("small", "cuda:1")):

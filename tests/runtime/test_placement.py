@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tba.config import load_config
-from tba.runtime.placement import VISIBLE, Placement, must_hide, see_only, slots_device
+from tba.runtime.placement import VISIBLE, RolePlacement, must_hide, see_only, slots_device
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,8 @@ def test_weight_slots_lie_on_the_gpu_that_all_roles_use_or_in_host_memory(traine
     assert slots_device(trainer, searchers) == lie_on
 
 
-def placement(*overrides: str, auto: str = "cuda:0") -> Placement:
-    return Placement.of(load_config(None, overrides), auto=auto)
+def placement(*overrides: str, auto: str = "cuda:0") -> RolePlacement:
+    return RolePlacement.of(load_config(None, overrides), auto=auto)
 
 
 def test_a_searcher_that_may_join_on_another_gpu_keeps_the_slots_in_host_memory():
@@ -63,7 +63,7 @@ def test_vllm_sees_its_own_gpu_only_and_then_gets_weights_through_host_memory():
     everywhere = "runtime.placement={trainer: cuda:1, searchers: cuda:1}"
     config = load_config(None, [everywhere, "search.kinds={a: {count: 1}, b: {count: 1, engine: vllm}}"])
     assert [must_hide(config.for_searcher(index)) for index in range(2)] == [False, True]
-    assert Placement.of(config).slots_device == "cpu"
+    assert RolePlacement.of(config).slots_device == "cpu"
     assert placement(everywhere).slots_device == "cuda:1"
     assert placement("generate.engine=vllm").slots_device == "cuda:0"
 

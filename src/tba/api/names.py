@@ -79,7 +79,6 @@ FIELDS: dict[str, Name] = {
         load_best_model_at_end          trainer.model holds the best evaluation's weights after train()
         logging_steps                   observe.log_every; lines are means over the steps between
         logging_strategy                observe.log_every: no = at the end only
-        logging_first_step              observe.log_every=1, with a warning where logging_steps is more
         log_completions                 observe.samples_every=logging_steps: samples.jsonl
         disable_tqdm                    observe.progress
         report_to                       observe.sinks: tensorboard, wandb
@@ -114,7 +113,7 @@ FIELDS: dict[str, Name] = {
         vespo_lambda_neg                objective.vespo_lambda_neg, with loss_type="vespo"
         off_policy_mask_threshold       objective.off_policy_mask of grpo and dr_grpo
         top_entropy_quantile            objective.top_entropy of grpo and dr_grpo
-        scale_rewards                   objective.scale_rewards of grpo: group or none; batch is refused
+        scale_rewards                   objective.scale_rewards of grpo and dr_grpo: group or none; batch is refused
         reward_weights                  task.rewards[].weight
         mask_truncated_completions      train.truncated=drop
         sync_ref_model                  reference.reset_every=ref_model_sync_steps
@@ -174,6 +173,7 @@ FIELDS: dict[str, Name] = {
         vllm_server_timeout             vLLM runs in the searcher, not as a server
         vllm_group_port                 vLLM runs in the searcher, not as a server
         log_multimodal                  prompts are text
+        logging_first_step              lines are means over logging_steps, the first one too
         log_completions_hub_repo        samples stay in samples.jsonl; upload the run folder if you want
         router_aux_loss_coef            the loss is the objective's alone
         use_bias_correction_kl          the KL term has no ratio: TRL's False

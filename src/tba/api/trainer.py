@@ -15,7 +15,7 @@ from tba.api.config import TBAConfig
 from tba.api.inputs import dataset_file, lora_config, model_folder, num_rows, reward_configs
 from tba.api.model_card import model_card
 from tba.api.names import TRAINER_ARGUMENTS
-from tba.config import Config, ConfigError
+from tba.config import Config, ConfigError, load_config
 from tba.observe.contents import CARD, SAVED_MODEL
 from tba.observe.files import RunFolder, write_json
 
@@ -73,11 +73,11 @@ class TBATrainer:
         settings = config.model_dump(mode="json")
         settings["task"], settings["model"]["path"] = task, model_folder(model, processing_class, inputs / "model")
         settings["model"]["lora"] = lora_config(peft_config) or settings["model"]["lora"]
-        from tba.config import load_config
-
         self.config: Config = load_config(None, (), **settings)
         """The config of the run, in our names."""
         self._model: Any = None
+        self._has_trained = False
+        """Whether the checkpoints of the run folder are of this trainer, and not of an earlier run of that name."""
         self._handler = Callbacks(callbacks or (), args=self.args, state=self._new_state(), context=self._context)
 
     # Training
@@ -91,7 +91,8 @@ class TBATrainer:
             resume_from_checkpoint = self.args.get("resume_from_checkpoint")
         self._model = None
         summary = train(self.config, resume=resume_from_checkpoint or False, listener=self._handler)
-        self._write_model_cards(summary)
+        self._has_trained = True
+        self._write_model_card(summary)
         self._return_weights()
         if self.args.get("push_to_hub"):
             self.push_to_hub()
@@ -197,10 +198,12 @@ class TBATrainer:
             )
 
     def create_model_card(self, *arguments: Any, **options: Any) -> None:
-        """Nothing to do: train() writes a card into every checkpoint."""
+        """Nothing to do: train() writes a card beside the trained model, and save_model() copies it."""
 
     def _trained_path(self) -> Path | None:
         """The checkpoint whose weights count: the newest, or the best with load_best_model_at_end; None before train()."""
+        if not self._has_trained:
+            return None
         folder = RunFolder(self.run_folder)
         newest = folder.checkpoints_by_step()
         best = folder.checkpoints_by_step("best-step-")
@@ -224,7 +227,7 @@ class TBATrainer:
             return
         self._given_model.load_state_dict(_load(str(path), self.config).state_dict())
 
-    def _write_model_cards(self, summary: Mapping[str, Any]) -> None:
+    def _write_model_card(self, summary: Mapping[str, Any]) -> None:
         path = self._trained_path()
         if path is not None:
             (path / CARD).write_text(model_card(self.config, summary), encoding="utf-8")

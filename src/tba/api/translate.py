@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tba.config import Config, ConfigError, merge
+from tba.config import Config, ConfigError, TrainConfig, merge
 
 Tell = Callable[[str], None]
+
+DEFAULTS = TrainConfig()
 
 SETTINGS = {
     "seed": "seed",
@@ -164,7 +166,7 @@ def _objective(given: Mapping[str, Any], own: Mapping[str, Any], tell: Tell) -> 
     used["scale_rewards"] = "scale_rewards" if name in ("grpo", "dr_grpo") else None
     if scale == "batch":
         raise ConfigError('scale_rewards="batch" cannot be kept: use "group" or "none".')
-    if scale is not None and name == "grpo":
+    if scale is not None and name in ("grpo", "dr_grpo"):
         objective["scale_rewards"] = scale in (True, "group")
     for trl in [trl for trl, ours in used.items() if ours is None and given.get(trl, OFF.get(trl)) != OFF.get(trl)]:
         tell(
@@ -200,7 +202,7 @@ class Steps:
     def __init__(self, given: Mapping[str, Any], own: Mapping[str, Any], num_rows: int | None) -> None:
         train = own.get("train") or {}
         self._given = given
-        self.samples = int(train.get("samples_per_prompt", given.get("num_generations", 8)))
+        self.samples = int(train.get("samples_per_prompt", given.get("num_generations", DEFAULTS.samples_per_prompt)))
         self.responses = self._responses(given, ranks=int(train.get("ranks", 1)))
         responses = int(train.get("responses_per_step", self.responses or self._default(self.samples)))
         prompts = max(1, responses // self.samples)
@@ -213,8 +215,8 @@ class Steps:
 
     @staticmethod
     def _default(samples: int) -> int:
-        """Our 128 responses, or the nearest number that holds whole groups."""
-        return samples * max(1, round(128 / samples))
+        """Our default, or the nearest number that holds whole groups."""
+        return samples * max(1, round(DEFAULTS.responses_per_step / samples))
 
     def _responses(self, given: Mapping[str, Any], *, ranks: int) -> int | None:
         batch, accumulated = given.get("per_device_train_batch_size"), given.get("gradient_accumulation_steps")
@@ -232,11 +234,11 @@ class Steps:
         """A number of steps; below 1 it is a share of the run."""
         if value >= 1:
             return int(value)
-        return max(1, math.ceil(value * (self.max_steps or 200)))
+        return max(1, math.ceil(value * (self.max_steps or DEFAULTS.max_steps)))
 
     def every(self, strategy: Any, steps: Any, *, default: int) -> int | None:
         """Steps between two events: `no` = None, `epoch` or `steps`."""
-        strategy = str(getattr(strategy, "value", strategy))
+        strategy = _word(strategy)
         if strategy == "no":
             return None
         if strategy == "epoch":
@@ -256,14 +258,14 @@ class Steps:
 
 def _optimizer(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, Any]:
     train: dict[str, Any] = {}
-    name = str(getattr(given.get("optim", "adamw"), "value", given.get("optim", "adamw")))
+    name = _word(given.get("optim", "adamw"))
     if name not in ADAMW:
         raise ConfigError(f"optim={name!r} cannot be kept: the optimizer is AdamW. Use one of {', '.join(ADAMW)}.")
     if "adam_beta1" in given or "adam_beta2" in given:
         train["adam_betas"] = (given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999))
     if "max_grad_norm" in given:
         train["max_grad_norm"] = given["max_grad_norm"] or None
-    kind = str(getattr(given.get("lr_scheduler_type", "constant"), "value", given.get("lr_scheduler_type", "constant")))
+    kind = _word(given.get("lr_scheduler_type", "constant"))
     warmup = given.get("warmup_steps") or given.get("warmup_ratio") or 0
     rate = given.get("learning_rate")
     if kind not in SCHEDULES:
@@ -295,7 +297,7 @@ def _reports(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, An
     evaluate: dict[str, Any] = {}
     train: dict[str, Any] = {}
     if "save_strategy" in given or "save_steps" in given:
-        strategy = given.get("save_strategy", "steps")
+        strategy = _word(given.get("save_strategy", "steps"))
         train["checkpoint_every"] = (
             None if strategy == "best" else steps.every(strategy, given.get("save_steps"), default=500)
         )
@@ -312,8 +314,8 @@ def _reports(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, An
         evaluate["lower_is_better"] = True
     if "logging_steps" in given:
         observe["log_every"] = steps.of(given["logging_steps"])
-    if str(getattr(given.get("logging_strategy"), "value", given.get("logging_strategy"))) == "no":
-        observe["log_every"] = steps.max_steps or 10**9
+    if _word(given.get("logging_strategy")) == "no":
+        observe["log_every"] = steps.max_steps or DEFAULTS.max_steps
     if given.get("log_completions"):
         observe["samples_every"] = observe.get("log_every", 20)
     if given.get("disable_tqdm") is not None:
@@ -331,6 +333,11 @@ def _sinks(report_to: Any, tell: Tell) -> list[str]:
         if name not in (*found, "none", "all"):
             tell(f"report_to={name!r} has no meaning here: metrics go to metrics.jsonl, tensorboard or wandb.")
     return found
+
+
+def _word(value: Any) -> str:
+    """One of transformers' enumerations, or the text that stands for it."""
+    return str(getattr(value, "value", value))
 
 
 def _nested(place: str, value: Any) -> dict[str, Any]:

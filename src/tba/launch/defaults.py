@@ -26,7 +26,7 @@ from tba.config import Config, Schedule
 from tba.launch.devices import activation_bytes, kv_bytes, placement_of
 from tba.models.load import LoadedModel
 from tba.objectives.registry import make_objective
-from tba.runtime.placement import Placement
+from tba.runtime.placement import RolePlacement
 
 ANCHOR_PARAMETERS, ANCHOR_RATE = 0.314e6, 2e-4
 """The shipped model's size and a rate that it learns at."""
@@ -65,7 +65,7 @@ def with_defaults(config: Config, loaded: LoadedModel) -> Config:
     return with_slots(config.model_copy(update={"train": train}), loaded, placement)
 
 
-def with_slots(config: Config, loaded: LoadedModel, placement: Placement) -> Config:
+def with_slots(config: Config, loaded: LoadedModel, placement: RolePlacement) -> Config:
     """The config with generate.slots and those of all kinds filled in, each by the devices that it is for. Where one number
     is for several, the device with the least memory for it decides."""
     generate, search, planned = config.generate, config.search, placement.searchers
@@ -147,7 +147,7 @@ def with_room(config: Config, *, num_prompts: int) -> Config:
     return config.model_copy(update={"replay": config.replay.model_copy(update={"capacity_per_prompt": room})})
 
 
-def slots_for(loaded: LoadedModel, max_new_tokens: int, placement: Placement, device: str) -> int:
+def slots_for(loaded: LoadedModel, max_new_tokens: int, placement: RolePlacement, device: str) -> int:
     """Number of responses, each with a prompt of the same length, that a searcher on this device has memory for, at most
     MOST_SLOTS."""
     shape, most = loaded.model.config.get_text_config(), MOST_SLOTS[device.partition(":")[0]]
@@ -157,7 +157,7 @@ def slots_for(loaded: LoadedModel, max_new_tokens: int, placement: Placement, de
     return max(1, min(most, kv_bytes(placement, device) // bytes_per_slot))
 
 
-def tokens_for(loaded: LoadedModel, placement: Placement) -> int:
+def tokens_for(loaded: LoadedModel, placement: RolePlacement) -> int:
     """Number of tokens that the memory for activations holds, between one context and MOST_TOKENS."""
     shape, device = loaded.model.config.get_text_config(), loaded.model.device
     inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size

@@ -9,7 +9,7 @@ import torch
 
 from tba.config import Config, ConfigError, PlacementConfig
 from tba.models.load import resolve_device
-from tba.runtime.placement import Placement
+from tba.runtime.placement import RolePlacement
 
 logger = logging.getLogger("tba")
 
@@ -22,9 +22,9 @@ SHARED_PART, OWN_PART = 0.35, 0.5
 trainer and searchers share it, weights and optimizer want the rest; a role that has it alone leaves that room too."""
 
 
-def placement_of(config: Config) -> Placement:
+def placement_of(config: Config) -> RolePlacement:
     """The placement of a run on this machine."""
-    return Placement.of(config, auto="cuda:0" if resolve_device("auto").type == "cuda" else "cpu")
+    return RolePlacement.of(config, auto="cuda:0" if resolve_device("auto").type == "cuda" else "cpu")
 
 
 def check_devices(config: Config) -> None:
@@ -61,7 +61,7 @@ def _warn_of_idle(config: Config) -> None:
         )
 
 
-def activation_bytes(placement: Placement) -> int:
+def activation_bytes(placement: RolePlacement) -> int:
     """Memory for the activations of one micro-batch on the trainer's device."""
     device = placement.trainer[0]
     if device == "cpu":
@@ -69,7 +69,7 @@ def activation_bytes(placement: Placement) -> int:
     return int(part_of_gpu(placement, device) * gpu_bytes(device))
 
 
-def kv_bytes(placement: Placement, device: str) -> int:
+def kv_bytes(placement: RolePlacement, device: str) -> int:
     """Memory for the keys and values of one searcher on this device."""
     if device == "cpu":
         return KV_BYTES["cpu"]
@@ -77,7 +77,7 @@ def kv_bytes(placement: Placement, device: str) -> int:
     return min(KV_BYTES["cuda"], int(part_of_gpu(placement, device) * gpu_bytes(device)) // searchers)
 
 
-def part_of_gpu(placement: Placement, device: str) -> float:
+def part_of_gpu(placement: RolePlacement, device: str) -> float:
     """Part of a GPU's memory for what grows with the work: more where it is the trainer's alone, or the searchers'."""
     is_shared = device in placement.trainer and placement.num_searchers_on(device) > 0
     return SHARED_PART if is_shared else OWN_PART

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from tba.config import Config
-from tba.runtime.placement import Placement
+from tba.runtime.placement import RolePlacement
 
 logger = logging.getLogger("tba.runtime")
 
@@ -32,7 +32,7 @@ def why_no_mps(config: Config) -> str | None:
         return "runtime.mps=off"
     if config.takes_turns:
         return f"in {config.mode} mode one process uses the GPU"
-    placement = Placement.of(config)  # what speaks for auto being cuda here is looked at next
+    placement = RolePlacement.of(config)  # what speaks for auto being cuda here is looked at next
     if set(placement.trainer) | set(placement.searchers) == {"cpu"} or not Path("/dev/nvidia0").exists():
         return "there is no NVIDIA GPU to share"
     if not placement.shared_gpus:

@@ -17,8 +17,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Devices by name, all of them real: Placement(trainer=("cuda:0",), searchers=("cuda:1", "cuda:2"), ...)"""
+class RolePlacement:
+    """Devices by name, all of them real: RolePlacement(trainer=("cuda:0",), searchers=("cuda:1", "cuda:2"), ...)"""
 
     trainer: tuple[str, ...]
     """Those of the trainer, one per rank."""
@@ -32,7 +32,7 @@ class Placement:
     """Whether Ray places the roles: a device is then one of a role's own node, and nobody here knows who else uses it."""
 
     @classmethod
-    def of(cls, config: Config, *, auto: str = "cuda:0") -> Placement:
+    def of(cls, config: Config, *, auto: str = "cuda:0") -> RolePlacement:
         """The placement of a run; `auto` is the device that model.device=auto stands for."""
 
         def real(device: str) -> str:
