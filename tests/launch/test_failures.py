@@ -63,7 +63,7 @@ def test_killed_searchers_are_replaced_and_the_run_goes_on(folder, caplog):
     assert caplog.text.count("searcher-0 ended (exit status -9)") == 2
     assert caplog.text.count("It is replaced") == 2
     assert [record["searchers/replaced"] for record in records(config) if "loss" in record][-1] == 2
-    assert max(record["step"] for record in records(config) if "eval/custom/accuracy" in record) == 40
+    assert max(record["step"] for record in records(config) if "eval/custom/solved" in record) == 40
 
 
 def test_a_hung_searcher_is_replaced(folder, caplog):
@@ -186,7 +186,7 @@ def test_a_channel_of_one_group_slows_a_run_but_does_not_stop_it(folder):
     config = make_config(folder, "name=narrow", "runtime.channel_groups=1", "evaluate.every=2")
     summary = train(config)
     assert summary["steps"] == 6
-    assert [r["step"] for r in records(config) if "eval/custom/accuracy" in r][-1] == 6
+    assert [r["step"] for r in records(config) if "eval/custom/solved" in r][-1] == 6
     waited = [record["searcher/0/wait_seconds"] for record in records(config) if "loss" in record]
     assert waited[-1] > 0
 

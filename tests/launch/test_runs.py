@@ -33,7 +33,7 @@ def test_a_sync_run_writes_its_folder(folder):
     assert list(summary) == [
         "outcome", "error", "task", "objective", "seed", "steps", "seconds", "responses_generated",
         "responses_trained", "start", "final", "final_step", "lag", "empty_steps", "collapse", "rollbacks",
-        "start_standard_error", "final_standard_error", "evaluated", "best", "stability", "lost",
+        "start_standard_error", "final_standard_error", "evaluated", "best", "stability", "lost", "target",
     ]  # fmt: skip
     assert (summary["steps"], summary["responses_trained"], summary["lag"]) == (6, 96, {"mean": 0.0, "max": 0})
     assert (summary["outcome"], summary["error"], summary["final_step"]) == ("finished", None, 6)
@@ -142,7 +142,7 @@ def test_two_searchers_and_a_trainer_for_twenty_steps(folder):
     assert summary["responses_trained"] == 320
     reuse = load_config(RunFolder(config.run_folder).config).replay.max_trained_per_generated
     assert summary["responses_generated"] * reuse >= summary["responses_trained"]
-    evaluated = [record["step"] for record in metrics_of(config) if "eval/custom/accuracy" in record]
+    evaluated = [record["step"] for record in metrics_of(config) if "eval/custom/solved" in record]
     assert evaluated[0] == 0
     assert evaluated[-1] == 20
     steps = [record for record in metrics_of(config) if "loss" in record]

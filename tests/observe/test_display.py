@@ -2,7 +2,16 @@
 
 import pytest
 
-from tba.observe.display import Curve, Stability, advice, shown, stability_line, text_plot, went_badly
+from tba.observe.display import (
+    Curve,
+    Stability,
+    advice,
+    shown,
+    stability_line,
+    table_names,
+    text_plot,
+    went_badly,
+)
 
 
 def summary(**changes):
@@ -75,3 +84,11 @@ def test_the_line_on_stability_tells_of_rollbacks():
         "stability: collapse alarm at step 31, rolled back to step 20; collapse alarm at step 44"
     )
     assert not went_badly(summary(rollbacks=[back]))
+
+
+def test_a_share_that_is_an_accuracy_is_shown_once():
+    binary = {"reward": 0.5, "accuracy": 0.5, "solved": 0.5}
+    assert table_names(binary, binary) == ["reward", "accuracy"]
+    dense = {"reward": 0.5, "solved": 0.1}
+    assert table_names(binary, dense) == table_names(dense, binary) == ["reward", "solved"]
+    assert table_names({"accuracy": 0.1}, {"accuracy": 0.2}) == ["accuracy"]

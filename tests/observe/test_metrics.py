@@ -6,7 +6,7 @@ import pytest
 
 from tba.observe.display import shown
 from tba.observe.files import Sinks, WriteFailures
-from tba.observe.metrics import Evaluation, mean_metrics, metric, reduce_metrics, standard_error
+from tba.observe.metrics import Evaluation, mean_metrics, metric, moving_metric, reduce_metrics, standard_error
 
 
 def test_parts_of_a_step_are_put_together_by_each_metrics_rule():
@@ -38,3 +38,12 @@ def test_a_metric_that_is_not_listed_is_refused():
         metric("surprise")
     with pytest.raises(KeyError, match="not listed"):
         Sinks([], Path("."), WriteFailures()).write(0, {"surprise": 1.0})
+
+
+def test_the_metric_that_moved_is_the_first_beyond_its_noise():
+    start = {"accuracy": 0.0, "accuracy_standard_error": 0.01, "reward": 0.08, "reward_standard_error": 0.01}
+    end = {"accuracy": 0.005, "accuracy_standard_error": 0.01, "reward": 0.59, "reward_standard_error": 0.01}
+    assert moving_metric([start, end]) == "reward"
+    assert moving_metric([start, {**end, "accuracy": 0.1}]) == "accuracy"
+    assert moving_metric([start, start]) == "accuracy"
+    assert moving_metric([]) == moving_metric([{}]) == ""

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 
+from tba.runtime import channels
 from tba.runtime.board import Board
 from tba.runtime.channels import POLL_SECONDS, WaitedTooLong, wait_until
 from tba.runtime.deadlines import Idleness, Waiting
@@ -132,6 +133,18 @@ def test_an_error_names_waiter_awaited_their_last_heartbeats_and_the_setting():
     assert re.search(r"searcher-1 more than 0\.1 s ago", words)
     assert "searcher-2 none yet" in words
     assert "searcher-0 0.0 s ago" in words
+
+
+def test_a_wait_in_which_nothing_moves_is_told_once_long_before_its_deadline(monkeypatch, caplog):
+    monkeypatch.setattr(channels, "TOLD_AFTER_SECONDS", 0.01)
+    row, looks = Board.create().searcher(0), []
+
+    def ready() -> bool:
+        looks.append(caplog.text)
+        return len([text for text in looks if text]) > 5  # five looks after it was told
+
+    wait_until(ready, name="pace", row=row, deadline_seconds=60.0, waiting=NOBODY, explain=lambda: "16 prompts lack")
+    assert [record.getMessage() for record in caplog.records] == ["nothing has moved for 0 s: 16 prompts lack."]
 
 
 def prompts() -> PromptStream:

@@ -90,7 +90,7 @@ def test_an_evaluation_of_own_data_has_the_mean_of_a_dense_reward(tmp_path):
     engine = make_search_engine(config, inputs.loaded)
     found = evaluator(engine)
     values = [name for name in found if not name.endswith("_standard_error")]
-    assert values == ["reward", "accuracy", "pass@3", "avg@3", "reward@3", "num_prompts"]
+    assert values == ["reward", "solved", "pass@3", "avg@3", "reward@3", "num_prompts"]
     texts = [
         inputs.loaded.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True).split()
         for completion in engine.generate(

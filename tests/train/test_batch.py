@@ -9,7 +9,7 @@ from builders import ragged_batch
 from tba.config import ConfigError, load_config
 from tba.objectives.registry import make_objective
 from tba.objectives.trajectory_balance import log_z_estimates
-from tba.train.batch import batch_metrics, shape_target
+from tba.train.batch import batch_metrics, shape_target, target_metrics
 
 
 def config(**objective):
@@ -61,3 +61,28 @@ def test_lag_is_that_of_the_policys_own_responses():
     metrics = batch_metrics(batch, batch.log_ref_N, step=10)
     assert metrics["off_policy/lag_mean"] == pytest.approx(1.0)
     assert metrics["off_policy/lag_max"] == 2.0
+
+
+def at_target(batch, *, beta: float, share: float) -> torch.Tensor:
+    """Log-probs of a policy that has gone this share of the way from the reference to the target, a constant aside."""
+    lengths = batch.lengths
+    per_token = (share * (batch.reward_PK + 7.0) / beta).flatten() / lengths
+    return batch.log_ref_N + torch.repeat_interleave(per_token, lengths)
+
+
+def test_the_share_of_the_way_to_the_target_is_0_at_the_reference_and_1_at_the_target():
+    rewards = torch.tensor([[0.0, 1.0, 0.5, 0.5], [3.0, 3.0, 3.0, 3.0]])
+    batch = ragged_batch(P=2, K=4)
+    batch = replace(batch, reward_PK=rewards, weight_PK=torch.ones(2, 4))
+    for share in (0.0, 0.3, 1.0):
+        found = target_metrics(batch, at_target(batch, beta=0.1, share=share), beta=0.1)
+        assert found["tb/target_reached"] == pytest.approx(share, abs=1e-4)
+        # Of the first prompt only: sqrt((.25 + .25) / 4).
+        assert found["tb/reward_spread"] == pytest.approx(0.125**0.5)
+
+
+def test_a_response_without_weight_says_nothing_of_the_target():
+    batch = ragged_batch(P=1, K=3)
+    weights = torch.tensor([[1.0, 1.0, 0.0]])
+    batch = replace(batch, reward_PK=torch.tensor([[1.0, 1.0, 5.0]]), weight_PK=weights)
+    assert target_metrics(batch, batch.log_ref_N, beta=0.1) == {}

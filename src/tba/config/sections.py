@@ -304,7 +304,7 @@ class EvaluateConfig(Section):
     num_prompts: int = Field(default=500, ge=1)
     """Number of prompts of the split to evaluate on; arithmetic and tldr have 2000 held-out and 1000 validation
     problems, gsm8k 1319 and 500, math 5000 and 500; red_team has one prompt."""
-    samples_per_prompt: int = Field(default=0, ge=0)
+    samples_per_prompt: int = Field(default=0, ge=0, le=10_000)
     """Number of samples of each prompt, at the training temperature. For tasks with right answers it is the k of pass@k
     and avg@k (own data: also the mean reward, reward@k); 0 = greedy responses only. For red_team it is the number of
     attacks; 0 = 1,024. tldr always judges one sample and the greedy response."""

@@ -24,7 +24,7 @@ REFRESH_PER_SECOND = 4
 LINE_SECONDS = 10.0
 """Time between two lines where there is no terminal."""
 PLOT_WIDTH, PLOT_HEIGHT = 60, 10
-SHARES = ("accuracy", "pass@", "avg@", "win_rate", "success", "cut_off", "distinct")
+SHARES = ("accuracy", "solved", "pass@", "avg@", "win_rate", "success", "cut_off", "distinct")
 """Beginnings of the names of metrics that are shares, which are shown in percent."""
 MEANS = {"drift_nats": "off_policy/kl", "held_back": "tb/held_back"}
 """Metrics whose mean over the steps goes into the summary, by their name there."""
@@ -85,8 +85,14 @@ class Progress:
         self._evaluations.append((step, metrics))
         if self._enabled and self._live is None:
             found = Evaluation.of(metrics)
-            figures = "  ".join(f"{name} {shown(name, v, found.errors.get(name))}" for name, v in found.values.items())
+            names = table_names(found.values, found.values)
+            figures = "  ".join(f"{name} {shown(name, found.values[name], found.errors.get(name))}" for name in names)
             self._console.print(f"evaluation at step {step}: {figures}", highlight=False)
+
+    def note(self, words: str) -> None:
+        """A line that stays on the screen."""
+        if self._enabled:
+            self._console.print(words, markup=False, highlight=False, soft_wrap=True)
 
     def resume(self, step: int, evaluations: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         """Show what an earlier process of the run has done."""
@@ -144,9 +150,9 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
     table = Table(title=f"{summary['task']}, {summary['objective']}, seed {summary['seed']}", title_justify="left")
     for column in ("", "before", "after"):
         table.add_column(column)
-    for name, after in summary["final"].items():
+    for name in table_names(summary["start"], summary["final"]):
         before = shown(name, summary["start"].get(name, float("nan")), summary["start_standard_error"].get(name))
-        table.add_row(name, before, shown(name, after, summary["final_standard_error"].get(name)))
+        table.add_row(name, before, shown(name, summary["final"][name], summary["final_standard_error"].get(name)))
     console.print(table)
     if summary["evaluated"]:
         counts = ", ".join(f"{count} {name.removeprefix('num_')}" for name, count in summary["evaluated"].items())
@@ -175,6 +181,8 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
             f"step {summary['collapse']['step']}: {summary['collapse']['words']}", style="bold red", markup=False
         )
     console.print(stability_line(summary), highlight=False)
+    if summary["target"] is not None and summary["target"]["words"] is not None:
+        console.print(f"beta: {summary['target']['words']}", style="bold", highlight=False)
     if went_badly(summary):
         words = advice(summary, auto_rate=config.train.learning_rate is None, movement=config.train.movement)
         console.print(words, style="bold", highlight=False)
@@ -191,6 +199,13 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
         with suppress(OSError):  # a full disk must not hide the figures, which are also in summary.json
             save_plot(curve, folder / f"{curve.name}.png", title=f"{summary['task']}: {curve.name}")
     console.print(f"run folder: {folder}", highlight=False)
+
+
+def table_names(start: Mapping[str, float], final: Mapping[str, float]) -> list[str]:
+    """The metrics to show. A user's rewards that are 0 or 1 now and were something else before, or the other way round, have
+    no `accuracy` on both sides: then it is `solved`, which is the same number."""
+    repeated = "solved" if "accuracy" in start and "accuracy" in final else "accuracy"
+    return [name for name in final if name != repeated or "solved" not in final]
 
 
 def shown(name: str, value: float, error: float | None = None) -> str:

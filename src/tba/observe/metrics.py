@@ -70,6 +70,16 @@ METRICS = (
     Metric(name="tb/max_abs_residual", unit="nats", reduction="max", meaning="Largest |log Z estimate - prompt mean|."),
     Metric(name="tb/held_back", unit="share", meaning="Share of the gradient that objective.off_policy holds back."),
     Metric(
+        name="tb/target_reached",
+        unit="share",
+        meaning="Slope, within prompts, of beta x (log_pi - log_ref) on the reward: 0 at the reference, 1 at the target.",
+    ),
+    Metric(
+        name="tb/reward_spread",
+        unit="reward",
+        meaning="Standard deviation of the rewards within prompts, of those whose responses differ in it.",
+    ),
+    Metric(
         name="movement",
         unit="sqrt(nats)",
         reduction="last",
@@ -194,6 +204,25 @@ class Evaluation:
         counts = {name: count for name, count in metrics.items() if name.startswith(COUNT)}
         rest = {name: v for name, v in metrics.items() if name not in counts and not name.endswith(STANDARD_ERROR)}
         return cls(values=rest, errors=errors, counts=counts)
+
+
+MOVED_ERRORS = 2.0
+"""Number of standard errors between two evaluations from which on a metric has moved."""
+
+
+def moving_metric(evaluations: Sequence[Mapping[str, float]]) -> str:
+    """The first metric that has moved since the first evaluation by more than its noise; where none has, the first one.
+    Empty without evaluations."""
+    parts = [Evaluation.of(metrics) for metrics in evaluations]
+    if not parts:
+        return ""
+    first = parts[0]
+    for name, start in first.values.items():
+        for part in parts[1:]:
+            error = math.hypot(first.errors.get(name, 0.0), part.errors.get(name, 0.0))
+            if abs(part.values.get(name, start) - start) > MOVED_ERRORS * error:
+                return name
+    return next(iter(first.values), "")
 
 
 @lru_cache(maxsize=4096)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config
+from tba.observe.beta import BetaWatch
 from tba.observe.display import Curve, Progress, RoleStatus, Stability
 from tba.observe.files import (
     RunFolder,
@@ -25,7 +26,7 @@ from tba.observe.files import (
 )
 from tba.observe.listener import RunListener
 from tba.observe.lost import LostResponses
-from tba.observe.metrics import Evaluation, mean_over_steps
+from tba.observe.metrics import Evaluation, mean_over_steps, moving_metric
 from tba.observe.mismatch import MismatchWatch
 from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
 
@@ -34,7 +35,7 @@ logger = logging.getLogger("tba")
 COUNTED = (
     *("steps", "empty_steps", "evaluations", "best", "collapse", "rollbacks"),
     *("_last_sample", "_num_samples", "_num_lines", "_seconds_at", "_lag_sum", "_lag_max", "_stability", "_mismatch"),
-    *("_unlogged", "_lost"),
+    *("_unlogged", "_lost", "_beta"),
 )
 """Attributes of the recorder that a checkpoint holds."""
 
@@ -82,6 +83,7 @@ class Recorder:
         self._stability = Stability()
         self._mismatch = MismatchWatch()
         self._lost = LostResponses()
+        self._beta = BetaWatch()
         self._num_lines, self._num_samples = 0, 0
         self._unlogged: list[Mapping[str, float]] = []
         """Metrics of the steps since the last line, which will be their mean."""
@@ -118,6 +120,9 @@ class Recorder:
         self.steps = step
         self.empty_steps += metrics.get("empty_step", 0.0) > 0
         self._stability.step(metrics)
+        note = self._beta.step(step, metrics)
+        if note is not None:
+            self._progress.note(note)
         self._lag_sum += metrics.get("off_policy/lag_mean", 0.0)
         self._lag_max = max(self._lag_max, metrics.get("off_policy/lag_max", 0.0))
         rate = self._counts.trained / max(self.seconds, 1e-9)
@@ -205,11 +210,12 @@ class Recorder:
             "best": None if self.best is None else {"step": self.best[0], "score": self.best[1]},
             "stability": self._stability.summary(),
             "lost": self._lost.summary(),
+            "target": self._beta.summary(),
         }
 
     def curve(self) -> Curve:
-        """The evaluations' first metric over the steps."""
-        name = next(iter(self.evaluations[0][1]), "") if self.evaluations else ""
+        """The metric that moved over the steps: the evaluations' first one, unless only another did."""
+        name = moving_metric([metrics for _, metrics in self.evaluations])
         return Curve(name, [(step, metrics[name]) for step, metrics in self.evaluations if name in metrics])
 
     def finish(self, outcome: RunOutcome = "finished", error: BaseException | None = None) -> dict[str, Any]:

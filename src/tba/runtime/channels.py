@@ -7,6 +7,7 @@ machine is in local.py and ends.py.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tba.runtime.deadlines import HeartbeatAges, Idleness, Waiting, overdue
+
+logger = logging.getLogger("tba")
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +32,8 @@ WAITS: tuple[Wait, ...] = ("none", "first_fill", "replay_ratio", "pace", "channe
 """The named places where a role may wait, and no others."""
 POLL_SECONDS = 0.002
 """Time between two looks of a role that waits."""
+TOLD_AFTER_SECONDS = 45.0
+"""Time without any movement after which a wait is told."""
 
 
 class GroupSender(Protocol):
@@ -234,17 +239,22 @@ def wait_until(
     and what `waiting` says of who waits for whom.
 
     The deadline counts only while `progress`, a number that changes while the awaited role works, stays the same, and while
-    this process runs: a run that was suspended (Ctrl-Z, a batch system) goes on as if nothing had been.
+    this process runs: a run that was suspended (Ctrl-Z, a batch system) goes on as if nothing had been. A wait in which
+    nothing has moved for TOLD_AFTER_SECONDS is told once, long before its deadline.
     """
     if ready():
         return 0.0
     started, outer = time.monotonic(), row["wait"]
-    idleness, ages = Idleness(), HeartbeatAges(waiting)
+    idleness, ages, told = Idleness(), HeartbeatAges(waiting), False
     row["wait"] = WAITS.index(name)
     try:
         while not ready():
             ages.look()
-            if idleness.look(progress()) > deadline_seconds:
+            idle = idleness.look(progress())
+            if idle > TOLD_AFTER_SECONDS and not told:
+                told = True
+                logger.warning("nothing has moved for %d s: %s.", idle, explain())
+            if idle > deadline_seconds:
                 words = overdue(explain(), name=name, waiting=waiting, seconds=deadline_seconds, ages=ages)
                 raise WaitedTooLong(words)
             time.sleep(POLL_SECONDS)

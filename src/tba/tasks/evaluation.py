@@ -90,7 +90,11 @@ def make_evaluator(
 @dataclass(frozen=True, kw_only=True)
 class AnswerEvaluator:
     """`accuracy`, and with samples `pass@k` and `avg@k`, with standard errors over prompts. `rewards` is its own, not shared
-    with a running search."""
+    with a running search.
+
+    Where rewards may be anything (`mean_rewards`), `reward` comes first and `solved` is the share that reaches 1; it is
+    called `accuracy` too where every reward of the evaluation was 0 or 1.
+    """
 
     task: Task
     rewards: Rewards
@@ -104,12 +108,14 @@ class AnswerEvaluator:
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
         outcomes = self._outcomes(engine, greedy(self.sampling), 1, between_steps)
+        samples = self.samples_per_prompt
+        sampled = self._outcomes(engine, self.sampling, samples, between_steps) if samples else []
         metrics = dict(self._mean_rewards(outcomes, "reward"))  # first, hence the headline
-        metrics |= mean_metrics({"accuracy": [samples[0] for samples in self._solved(outcomes)]})
-        if self.samples_per_prompt:
-            outcomes = self._outcomes(engine, self.sampling, self.samples_per_prompt, between_steps)
-            metrics |= sampled_metrics(self._solved(outcomes), self.samples_per_prompt)
-            metrics |= self._mean_rewards(outcomes, f"reward@{self.samples_per_prompt}")
+        solved = [own[0] for own in self._solved(outcomes)]
+        metrics |= mean_metrics(dict.fromkeys(self._shares([*outcomes, *sampled]), solved))
+        if samples:
+            metrics |= sampled_metrics(self._solved(sampled), samples)
+            metrics |= self._mean_rewards(sampled, f"reward@{samples}")
         return {**metrics, "num_prompts": float(len(self.prompts))}
 
     def _outcomes(
@@ -128,6 +134,16 @@ class AnswerEvaluator:
 
     def _solved(self, outcomes: Sequence[Sequence[Outcome]]) -> list[list[bool]]:
         return [[self.task.solved(outcome) for outcome in own] for own in outcomes]
+
+    def _shares(self, outcomes: Sequence[Sequence[Outcome]]) -> list[str]:
+        """Names for the share of greedy responses that are solved."""
+        if not self.mean_rewards:
+            return ["accuracy"]
+        weights = self.task.reward_weights
+        found = [outcome for own in outcomes for outcome in own if not isinstance(outcome, RewardFailed)]
+        rewards = [combined_reward(components, weights) for components in found]
+        binary = all(min(abs(reward), abs(reward - 1.0)) < 1e-6 for reward in rewards)
+        return ["accuracy", "solved"] if binary else ["solved"]
 
     def _mean_rewards(self, outcomes: Sequence[Sequence[Outcome]], name: str) -> Mapping[str, float]:
         if not self.mean_rewards:

@@ -9,6 +9,7 @@ is spread over several micro-batches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -276,3 +277,26 @@ def agreement(reward_PK: Tensor, drift_PK: Tensor, known_PK: Tensor) -> float | 
     better_PK = centred(reward_PK.to(drift_PK.dtype), weight_PK)
     size = float((moved_PK.square().sum() * better_PK.square().sum()).sqrt())
     return float((moved_PK * better_PK).sum()) / size if size > LEAST_SIZE else None
+
+
+def target_metrics(batch: Batch, log_pi_N: Tensor, *, beta: float) -> dict[str, float]:
+    """How far the policy is on its way from the reference to the target pi_ref exp(r / beta), on the CPU:
+    `tb/target_reached` and `tb/reward_spread`; nothing where no prompt's responses differ in their rewards.
+
+    At the target beta x (log_pi - log_ref) and the reward differ by a constant for each prompt; at the reference the former
+    is 0. So the slope of the one on the other, within prompts, goes from 0 to 1.
+    """
+    kept_PK = batch.weight_PK > 0
+    weight_PK = kept_PK.double()
+    log_ratio_PK = batch.sum_per_response(log_pi_N.cpu() - batch.log_ref_N).double()
+    moved_PK = centred(torch.where(kept_PK, log_ratio_PK, 0.0), weight_PK)
+    better_PK = centred(batch.reward_PK.double(), weight_PK)
+    highest_P = batch.reward_PK.masked_fill(~kept_PK, -math.inf).amax(dim=1)
+    differ_P = highest_P > batch.reward_PK.masked_fill(~kept_PK, math.inf).amin(dim=1)
+    squares = float(better_PK[differ_P].square().sum())
+    if squares == 0.0:
+        return {}
+    return {
+        "tb/target_reached": beta * float((moved_PK * better_PK)[differ_P].sum()) / squares,
+        "tb/reward_spread": math.sqrt(squares / float(weight_PK[differ_P].sum())),
+    }

@@ -110,5 +110,11 @@ class Gate:
             )
         return (
             f"the trainer waited for {' and for '.join(lacking)} from {self.config.search.num_searchers} searchers; look at "
-            "logs/searcher-*.log, or raise the deadline for large models and slow rewards"
+            f"logs/searcher-*.log, or raise the deadline for large models and slow rewards{self._reward_words()}"
         )
+
+    def _reward_words(self) -> str:
+        """What rewards of a user's may be the reason."""
+        names = ", ".join(repr(reward.label) for reward in self.config.task.rewards)
+        seconds = self.config.search.reward_timeout_seconds
+        return f" (a call of {names} may take search.reward_timeout_seconds={seconds:g})" if names else ""

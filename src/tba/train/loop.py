@@ -19,7 +19,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.replay.durable import GroupStore
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.runtime.leases import VisitLedger
-from tba.train.batch import batch_metrics, combine, shape_target, watched_metrics
+from tba.train.batch import batch_metrics, combine, shape_target, target_metrics, watched_metrics
 from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
 from tba.train.health import Health
@@ -205,7 +205,9 @@ class Trainer:
                 f"step {step} stopped before the optimizer moved: {error} The batch is saved in {path}. "
                 "Lower train.learning_rate, raise objective.beta, or look for extreme rewards in it."
             ) from None
-        return result
+        if not self.train_step.objective.needs.target:
+            return result
+        return replace(result, metrics={**result.metrics, **target_metrics(shaped, result.outputs.log_pi_N, beta=beta)})
 
     def publish_if_due(self) -> float:
         """Publish weights every k steps and at the end, and a new reference on schedule. Returns the seconds it took."""

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tba.observe.beta import BetaWatch
 from tba.observe.display import Stability
 from tba.observe.guards import Alarm, CollapseGuard, Streak
 from tba.observe.lost import LostResponses
@@ -39,7 +40,7 @@ SAVED: tuple[type, ...] = (
     ),
     *(sampling.MixedSelector, sampling.FreshSelector, sampling.UniformSelector, sampling.SoftmaxSelector, SumTrees),
     *(Batch, Totals, Weights, HighWaterMarks),
-    *(CollapseGuard, Streak, Alarm, Stability, MismatchWatch, LostResponses),
+    *(CollapseGuard, Streak, Alarm, Stability, MismatchWatch, LostResponses, BetaWatch),
 )
 """Classes whose objects may be part of a state. Nothing else is built when a state is read."""
 CLASSES = {kind.__name__: kind for kind in SAVED}
