@@ -19,8 +19,8 @@ from tiny_models import (
 )
 
 from tba.generate.native.engine import NativeEngine
+from tba.models.build_decoder import make_decoder
 from tba.models.decoder import UnsupportedModel
-from tba.models.families import make_decoder
 from tba.types import Sampling
 
 CPU = torch.device("cpu")

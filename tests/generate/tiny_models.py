@@ -37,6 +37,8 @@ GEMMA = {**GROUPED, "head_dim": 16}
 WINDOWED = {"sliding_window": 5, "query_pre_attn_scalar": 20}
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "bos_token_id": 1}
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
+
 FAMILIES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**GROUPED),
     # Heads as vLLM's kernels for CPUs want them: 32 numbers or more.
@@ -70,6 +72,35 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **GEMMA, **WINDOWED, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
+    "phi3": lambda: transformers.Phi3Config(
+        **GROUPED,
+        sliding_window=5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(**GROUPED, no_rope_layers=[1, 0, 1]),
+    "granite": lambda: transformers.GraniteConfig(
+        **GROUPED, embedding_multiplier=12.0, attention_multiplier=0.3, residual_multiplier=0.22, logits_scaling=3.0
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**GROUPED),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **GROUPED, num_local_experts=6, num_experts_per_tok=2, sliding_window=5
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **GROUPED, **EXPERTS, head_dim=16, moe_intermediate_size=24, mlp_only_layers=[1], norm_topk_prob=True
+    ),
+    "qwen3-moe-plain-weights": lambda: transformers.Qwen3MoeConfig(
+        **GROUPED, **EXPERTS, head_dim=16, moe_intermediate_size=24, norm_topk_prob=False
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(**GROUPED, **EXPERTS),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **GROUPED,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        head_dim=16,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
 }
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tba.generate.sampling import token_log_probs
+from tba.models.build_decoder import make_decoder
 from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention, SharedPrefixAttention
 from tba.models.decoder_spec import DecoderSpec
-from tba.models.families import make_decoder
 from tba.models.load import adapter_off
 from tba.models.packed_attention import PackedLayout, attend_packed
 from tba.models.packing import length_batches, pack, padded, split_by_budget
@@ -53,7 +53,8 @@ class ReferenceScorer:
         else:
             self.decoder = make_decoder(model, max_length=max_length, dtype=dtype, device=torch.device(device))
         self.token_budget = token_budget
-        self._packed = self.decoder.device.type == "cuda" if packed is None else packed
+        packs = self.decoder.device.type == "cuda" if packed is None else packed
+        self._packed = packs and not self.decoder.spec.sinks  # the kernels for packed sequences know none
 
     def load(self, weights: Weights) -> None:
         """Replace the frozen model by another of the same shape (a reference reset)."""
@@ -181,7 +182,8 @@ class PackedAttention:
         # Of this layer only: all tokens are in one pass, so nothing comes back to an earlier layer's.
         self.key_NKD, self.value_NKD = key_NKD.to(self.dtype), value_NKD.to(self.dtype)
 
-    def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
+    def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
+        assert sinks_H is None, "a model with sinks is not scored packed"
         attended = attend_packed(
             query_NHD.to(self.dtype),
             self.key_NKD,

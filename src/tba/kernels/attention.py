@@ -16,9 +16,10 @@ from torch import Tensor
 
 @triton.jit
 def _attend(
-    query, keys, values, positions, out, position_stride, scale, cap, L, window,
+    query, keys, values, positions, sinks, out, position_stride, scale, cap, L, window,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     slot, kv_head = tl.program_id(0), tl.program_id(1)
     end = tl.load(positions + slot * position_stride) + 1
@@ -32,6 +33,9 @@ def _attend(
     base = (slot * K + kv_head).to(tl.int64) * L * D
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
+    if HAS_SINKS:  # a score of which nothing is read
+        largest = tl.load(sinks + heads, mask=row < GROUP, other=0.0)
+        total = tl.full((ROWS,), 1.0, tl.float32)
     mixed = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for start in range(first, end, BLOCK_L):
         place = start + step
@@ -66,17 +70,20 @@ def attend(
     scale: float,
     cap: float | None = None,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Each slot's query over its own keys up to its position -> [N, H * D]. Heads that share keys share their reading."""
+    """Each slot's query over its own keys up to its position -> [N, H * D]. Heads that share keys share their reading.
+    `sinks_H` are scores in fp32 that take part in the soft-max."""
     count, num_heads, dim = query_NHD.shape
     num_kv, length = keys_SKLD.shape[1], keys_SKLD.shape[2]
     group = num_heads // num_kv
     out = torch.empty_like(query_NHD)
     _attend[(count, num_kv)](
-        query_NHD, keys_SKLD, values_SKLD, positions_N, out, positions_N.stride(0), scale, cap or 0.0, length, window or 0,
+        query_NHD, keys_SKLD, values_SKLD, positions_N, query_NHD if sinks_H is None else sinks_H, out,
+        positions_N.stride(0), scale, cap or 0.0, length, window or 0,
         H=num_heads, K=num_kv, D=dim, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
         BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_L=64 if dim <= 128 else 32,
-        HAS_CAP=cap is not None, HAS_WINDOW=window is not None, num_warps=2,
+        HAS_CAP=cap is not None, HAS_WINDOW=window is not None, HAS_SINKS=sinks_H is not None, num_warps=2,
         num_stages=3 if keys_SKLD.element_size() == 2 else 2,  # fp32 tiles of three stages do not fit everywhere
     )  # fmt: skip
     return out.view(count, num_heads * dim)

@@ -1,7 +1,7 @@
 """Our own decoder-only transformer for inference: one forward for every family, on static tensors.
 
-`families.make_decoder` makes one from a transformers model. Tokens are one flat axis N, and attention is given from outside
-(`Attend`): the same layers serve prefill, decoding in slots and scoring. The residual stream, norms and rotations are fp32;
+`build_decoder.make_decoder` makes one from a transformers model. Tokens are one flat axis N, and attention is given from
+outside (`Attend`): the same layers serve prefill, decoding in slots and scoring. The residual stream, norms and rotations are fp32;
 the matrices have the engine's dtype.
 
 `Decoder` holds the plain pass, which is the specification. On CUDA most families run the same layers with `FusedPass`: one
@@ -16,13 +16,15 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tba.models.decoder_attention import Attend, AttendInPlace, CausalAttention
-from tba.models.decoder_spec import DecoderSpec, DecoderWeights, Layer, Linear, Norm
+from tba.models.decoder_spec import DecoderSpec, DecoderWeights, DenseMlp, Experts, Layer, Linear, Norm
+from tba.models.experts import apply_experts, clamped_gate
 
 logger = logging.getLogger("tba.models")
 
@@ -46,7 +48,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class Decoder:
-    """The forward pass. Make one with `families.make_decoder(model)`."""
+    """The forward pass. Make one with `build_decoder.make_decoder(model)`."""
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights, rotations: Mapping[str, Tensor]) -> None:
         self.spec = spec
@@ -85,7 +87,7 @@ class Decoder:
         for index in range(last):
             x = self._layer(index, x, rotations[self.spec.rotary_kinds[index]], attend)
         layer = self.weights.layers[last]
-        self._query(last, layer.attention_norm(x), rotations[self.spec.rotary_kinds[last]], attend)
+        self._query(last, _normed(layer.attention_norm, x), rotations[self.spec.rotary_kinds[last]], attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V], fp32."""
@@ -103,27 +105,31 @@ class Decoder:
         return x.float()
 
     def _rotations_at(self, positions_N: Tensor) -> dict[str, Tensor | None]:
-        found: dict[str, Tensor | None] = {
-            kind: table.index_select(0, positions_N)[:, None] for kind, table in self.rotations.items()
-        }
-        return found or {"": None}
+        found = {kind: table.index_select(0, positions_N)[:, None] for kind, table in self.rotations.items()}
+        return {"": None, **found}
 
     def _layer(self, index: int, x: Tensor, rotation: Tensor | None, attend: Attend) -> Tensor:
         layer = self.weights.layers[index]
-        query = self._query(index, layer.attention_norm(x), rotation, attend)
-        attended = attend.attend(index, query).to(self.dtype)
+        query = self._query(index, _normed(layer.attention_norm, x), rotation, attend)
+        attended = attend.attend(index, query, layer.sinks).to(self.dtype)
         # x is changed in place below: a parallel MLP reads it as it came into the layer.
-        mlp_input = layer.mlp_norm(x) if self.spec.parallel_residual else None
+        mlp_input = _normed(layer.mlp_norm, x) if self.spec.parallel_residual else None
         self._add(x, layer.output, attended, layer.attention_post_norm)
-        inner = self._inner(layer, layer.mlp_norm(x) if mlp_input is None else mlp_input)
-        self._add(x, layer.down, inner, layer.mlp_post_norm)
+        mlp_input = _normed(layer.mlp_norm, x) if mlp_input is None else mlp_input
+        if isinstance(layer.mlp, DenseMlp):
+            self._add(x, layer.mlp.down, self._gated(layer.mlp.up(mlp_input.to(self.dtype))), layer.mlp_post_norm)
+        else:
+            self._add_output(x, self._experts(layer.mlp, mlp_input), layer.mlp_post_norm)
         return x
 
     def _add(self, x: Tensor, linear: Linear, inner: Tensor, post_norm: Norm | None) -> None:
-        if post_norm is None:
+        if post_norm is None and self.spec.residual_scale == 1.0:
             linear.add_to(x, inner)
         else:
-            x.add_(post_norm(linear(inner).float()))
+            self._add_output(x, linear(inner).float(), post_norm)
+
+    def _add_output(self, x: Tensor, output: Tensor, post_norm: Norm | None) -> None:
+        x.add_(_normed(post_norm, output), alpha=self.spec.residual_scale)
 
     def _query(self, index: int, x: Tensor, rotation: Tensor | None, attend: Attend) -> Tensor:
         """Project, rotate, store keys and values -> query [N, H, D] in fp32."""
@@ -132,22 +138,38 @@ class Decoder:
         query_key = heads[:, : spec.num_heads + spec.num_kv_heads].float()
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = query_key.split((spec.num_heads, spec.num_kv_heads), dim=1)
-            query_key = torch.cat((layer.query_norm(query), layer.key_norm(key)), dim=1)
+            query_key = torch.cat(
+                (self._head_norm(layer.query_norm, query), self._head_norm(layer.key_norm, key)), dim=1
+            )
         if rotation is not None:
             query_key = rotate(query_key, rotation)
         attend.store(index, query_key[:, spec.num_heads :], heads[:, spec.num_heads + spec.num_kv_heads :].float())
         return query_key[:, : spec.num_heads]
 
-    def _inner(self, layer: Layer, x: Tensor) -> Tensor:
-        inner = layer.up(x.to(self.dtype))
+    def _head_norm(self, norm: Norm, heads_NHD: Tensor) -> Tensor:
+        """Each head normed, or all of them together."""
+        return norm(heads_NHD) if self.spec.query_key_norm == "head" else norm(heads_NHD.flatten(1)).view_as(heads_NHD)
+
+    def _gated(self, inner: Tensor) -> Tensor:
+        """The activation of a dense MLP: of gate over up where it is gated."""
         if not self.spec.gated:
             return self.activation(inner)
-        size = self.spec.mlp_size
+        size = inner.shape[-1] // 2
         return self.activation(inner[:, :size]).mul_(inner[:, size:])
+
+    def _experts(self, experts: Experts, x: Tensor) -> Tensor:
+        spec = self.spec.experts
+        assert spec is not None
+        gated = self._gated if spec.gate_limit is None else partial(clamped_gate, spec=spec)
+        return apply_experts(x.to(self.dtype), experts, spec, gated)
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def rotate(heads_NHD: Tensor, rotation: Tensor) -> Tensor:
-    """Rotary embedding as one complex product: `families` stores the two numbers of a pair side by side."""
+    """Rotary embedding as one complex product: `build_decoder` stores the two numbers of a pair side by side."""
     size = 2 * rotation.shape[-1]
     pairs = torch.view_as_complex(heads_NHD[..., :size].unflatten(-1, (-1, 2)))
     rotated = torch.view_as_real(pairs * rotation).flatten(-2)
@@ -163,7 +185,7 @@ def why_not_fused(spec: DecoderSpec) -> str | None:
         return "Triton is not installed (pip install triton)"
     if spec.norm != "rms":
         return "it has layer norms"
-    if spec.post_norms or spec.parallel_residual:
+    if spec.post_norms or not spec.pre_norms or spec.parallel_residual:
         return "it norms the output of its blocks, or runs them side by side"
     if not spec.gated or spec.activation not in ("silu", "swish", *GELUS):
         return f"its MLP is not gated by SiLU or GELU (it has {spec.activation})"
@@ -207,11 +229,15 @@ class FusedPass:
         """Adds `delta` to the residual stream x, and returns what this layer's MLP would add."""
         from tba.kernels.layer import gated
 
-        layer = self.weights.layers[index]
+        layer, gelu, spec = self.weights.layers[index], self.spec.activation in GELUS, self.spec.experts
         query = self._query(index, x, delta, positions, attend)
-        attended = attend.attend(index, query).to(self.dtype)
-        inner = layer.up(self._add_norm(x, layer.output(attended), layer.mlp_norm))
-        return layer.down(gated(inner, gelu=self.spec.activation in GELUS))
+        attended = attend.attend(index, query, layer.sinks).to(self.dtype)
+        mlp_input = self._add_norm(x, layer.output(attended), layer.mlp_norm)
+        if isinstance(layer.mlp, DenseMlp):
+            return layer.mlp.down(gated(layer.mlp.up(mlp_input), gelu=gelu))
+        assert spec is not None
+        activate = partial(gated, gelu=gelu) if spec.gate_limit is None else partial(clamped_gate, spec=spec)
+        return apply_experts(mlp_input, layer.mlp, spec, activate)
 
     def _query(
         self, index: int, x: Tensor, delta: Tensor | None, positions: Tensor, attend: Attend | AttendInPlace
@@ -221,6 +247,9 @@ class FusedPass:
 
         spec, layer = self.spec, self.weights.layers[index]
         qkv = layer.qkv(self._add_norm(x, delta, layer.attention_norm))
+        by_head = spec.query_key_norm == "head"
+        if spec.query_key_norm == "all":
+            self._norm_all_heads(qkv, layer)
         if isinstance(attend, AttendInPlace):
             keys, values = attend.storage(index, x.device)
         else:
@@ -232,18 +261,29 @@ class FusedPass:
             keys,
             values,
             num_heads=spec.num_heads,
-            query_norm=None if layer.query_norm is None else layer.query_norm.weight,
-            key_norm=None if layer.key_norm is None else layer.key_norm.weight,
+            query_norm=layer.query_norm.weight if by_head and layer.query_norm is not None else None,
+            key_norm=layer.key_norm.weight if by_head and layer.key_norm is not None else None,
             epsilon=spec.norm_epsilon,
         )
         if not isinstance(attend, AttendInPlace):
             attend.store(index, keys, values)
         return query
 
-    def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
+    def _norm_all_heads(self, qkv: Tensor, layer: Layer) -> None:
+        """Norm all query heads together, and all key heads, in place."""
+        sizes = (self.spec.num_heads * self.spec.head_dim, self.spec.num_kv_heads * self.spec.head_dim)
+        start = 0
+        for norm, size in zip((layer.query_norm, layer.key_norm), sizes):
+            assert norm is not None
+            part = qkv[:, start : start + size]
+            part.copy_(norm(part.float()))
+            start += size
+
+    def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor:
         from tba.kernels.layer import add_norm
 
-        return add_norm(x, delta, norm.weight, norm.epsilon, self.dtype)
+        assert norm is not None, "why_not_fused asks for norms of the inputs"
+        return add_norm(x, delta, norm.weight, norm.epsilon, self.dtype, delta_scale=self.spec.residual_scale)
 
 
 # --- the check -------------------------------------------------------------------------------------------------------

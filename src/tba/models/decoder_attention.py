@@ -25,8 +25,8 @@ class Attend(Protocol):
     def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
         """Keep the keys and values of these tokens."""
 
-    def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
-        """Attention over what is stored -> [N, H * D]."""
+    def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
+        """Attention over what is stored -> [N, H * D]; `sinks_H` are scores that take part in the soft-max."""
 
 
 @runtime_checkable
@@ -36,14 +36,27 @@ class AttendInPlace(Protocol):
     def storage(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The tensors that this layer's keys and values are written to: [N, K, D], or slots [S, K, L, D], both alike."""
 
-    def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
+    def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         """Attention over what is stored -> [N, H * D]."""
 
 
-def attention(spec: DecoderSpec, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def attention(
+    spec: DecoderSpec,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """Attention [B, H, T, D] of query [B, H, T, D] over key and value [B, K, L, D]; the mask is added to the scores, None =
     causal."""
     scale, cap = spec.query_scales[layer], spec.attention_cap
+    if sinks_H is not None:
+        if spec.group > 1:
+            key, value = key.repeat_interleave(spec.group, dim=1), value.repeat_interleave(spec.group, dim=1)
+        mask = _causal(query, key) if mask is None else mask
+        return attention_with_sinks(query, key, value, mask, sinks_H[:, None, None], scale=scale)
     if cap is None:
         return _fused_attention(query, key, value, mask, scale=scale, group=spec.group)
     return softcapped_attention(query, key, value, mask, scale=scale, cap=cap)
@@ -57,14 +70,30 @@ def softcapped_attention(
     The mask is added to the capped scores, so that -inf stays -inf; None = causal. No fused kernel of PyTorch caps scores,
     so prefill, decoding and training all come here.
     """
-    if mask is None:
-        mask = additive(torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril())
+    mask = _causal(query, key) if mask is None else mask
     group = query.shape[-3] // key.shape[-3]
     if group > 1:
         key, value = key.repeat_interleave(group, dim=-3), value.repeat_interleave(group, dim=-3)
     scores = torch.tanh(torch.matmul(query, key.transpose(-1, -2)) * (scale / cap)) * cap + mask
     # The soft-max is fp32 whatever the model's dtype: sums over many keys lose their small terms in half precision.
     return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), value)
+
+
+def attention_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor, *, scale: float
+) -> Tensor:
+    """Attention whose soft-max has one more score for each query, of which nothing is read: weights sum to less than 1.
+    `sinks` has the shape of scores with one key, or broadcasts to it."""
+    scores = (torch.matmul(query, key.transpose(-1, -2)) * scale + mask).float()
+    largest = torch.maximum(scores.amax(dim=-1, keepdim=True), sinks)
+    weights = torch.exp(scores - largest)
+    weights = weights / (weights.sum(dim=-1, keepdim=True) + torch.exp(sinks - largest))
+    return torch.matmul(weights.to(value.dtype), value)
+
+
+def _causal(query: Tensor, key: Tensor) -> Tensor:
+    seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    return additive(seen, query.dtype)
 
 
 def _fused_attention(
@@ -143,11 +172,11 @@ class CausalAttention:
         keys.copy_(key_NKD)
         values.copy_(value_NKD)
 
-    def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
+    def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         query = _as_block(query_NHD, self.shape, self.dtype)
         mask = self._mask(self.spec.windows[layer], query.device)
         kept = layer if self.keep else 0
-        attended = attention(self.spec, layer, query, self.keys[kept], self.values[kept], mask)
+        attended = attention(self.spec, layer, query, self.keys[kept], self.values[kept], mask, sinks_H)
         return attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _mask(self, window: int | None, device: torch.device) -> Tensor | None:
@@ -183,9 +212,10 @@ class SharedPrefixAttention:
         self.key = torch.cat((self.prefix.keys[layer][self.rows_B], own_key), dim=2)
         self.value = torch.cat((self.prefix.values[layer][self.rows_B], own_value), dim=2)
 
-    def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
+    def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         query = _as_block(query_NHD, self.shape, self.prefix.dtype)
-        attended = attention(self.spec, layer, query, self.key, self.value, self.masks[self.spec.windows[layer]])
+        mask = self.masks[self.spec.windows[layer]]
+        attended = attention(self.spec, layer, query, self.key, self.value, mask, sinks_H)
         return attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _mask(self, window: int | None) -> Tensor:

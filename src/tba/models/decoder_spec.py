@@ -10,10 +10,28 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts: ExpertsSpec(num_experts=128, num_chosen=8, mlp_size=768, layers=(True,) * 48)"""
+
+    num_experts: int
+    num_chosen: int
+    """Experts that a token goes through."""
+    mlp_size: int
+    layers: tuple[bool, ...]
+    """Whether a layer has experts; the others have a dense MLP."""
+    normalised: bool = True
+    """Whether the weights of the chosen experts sum to 1: a soft-max of their scores alone. Otherwise it is one of all."""
+    gate_limit: float | None = None
+    """Largest gate and |up| of GPT-OSS, whose gated activation is (up + 1) gate sigmoid(1.702 gate); None = the family's."""
+    gate_alpha: float = 1.702
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +65,28 @@ class DecoderSpec:
     activation: str = "silu"
     gated: bool = True
     """Whether the MLP is down(act(gate) * up) instead of down(act(up))."""
+    pre_norms: bool = True
+    """Whether the input of attention and MLP is normed; OLMo 2 norms their output only."""
     post_norms: bool = False
     """Whether the output of attention and MLP is normed too, as in Gemma 2 and 3."""
-    query_key_norm: bool = False
+    query_key_norm: Literal["none", "head", "all"] = "none"
+    """What queries and keys are normed over: nothing, each head (Qwen3), or all heads together (OLMo)."""
     parallel_residual: bool = False
     """Whether attention and MLP both read the layer's input, as in GPT-NeoX."""
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add, as in Granite."""
+    final_scale: float = 1.0
+    """Factor of the final norm's weights when they are loaded, which is one of the logits: Granite divides them."""
     attention_cap: float | None = None
     """Cap of attention scores, which become cap * tanh(score / cap); None = off."""
     logit_cap: float | None = None
     tied: bool = False
     """Whether the head is the embedding matrix."""
+    sinks: bool = False
+    """Whether each query head has a learned score that takes part in the soft-max and adds nothing, as in GPT-OSS."""
+    experts: ExpertsSpec | None = None
+    """How the MLP of some layers is divided among experts; None = all are one dense MLP."""
 
     @property
     def num_layers(self) -> int:
@@ -102,15 +131,37 @@ class Norm:
 
 
 @dataclass(kw_only=True, eq=False)
-class Layer:
-    """Weights of one layer: `qkv` stacks query, key and value heads; `up` is gate over up where the MLP is gated."""
+class DenseMlp:
+    """An MLP; `up` is gate over up where it is gated."""
 
-    attention_norm: Norm
-    qkv: Linear
-    output: Linear
-    mlp_norm: Norm
     up: Linear
     down: Linear
+
+
+@dataclass(kw_only=True, eq=False)
+class Experts:
+    """The MLPs of a layer's experts, and what chooses among them."""
+
+    router: Linear
+    up: Tensor
+    """Gate over up of each expert [X, 2 F, E]."""
+    down: Tensor
+    """[X, E, F]"""
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class Layer:
+    """Weights of one layer: `qkv` stacks query, key and value heads."""
+
+    attention_norm: Norm | None
+    qkv: Linear
+    output: Linear
+    mlp_norm: Norm | None
+    mlp: DenseMlp | Experts
+    sinks: Tensor | None = None
+    """Scores [H] that take part in the soft-max of every query, fp32."""
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     attention_post_norm: Norm | None = None

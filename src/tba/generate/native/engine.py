@@ -33,8 +33,8 @@ from tba.generate.native.prefill import READ_AHEAD, Admission, Prefill, PrefillQ
 from tba.generate.native.slots import FinishedSlots, SlotSnapshot, SlotState, SlotTable
 from tba.generate.sampling import SamplingNeeds, checked_requests, sample
 from tba.generate.scoring import ReferenceScorer
+from tba.models.build_decoder import make_decoder
 from tba.models.decoder import Decoder, why_not_fused
-from tba.models.families import make_decoder
 from tba.models.packing import on_device
 from tba.types import Completion, Request, Sampling, Weights
 

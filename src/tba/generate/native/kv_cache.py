@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tba.models.decoder_attention import softcapped_attention
+from tba.models.decoder_attention import attention_with_sinks, softcapped_attention
 from tba.models.decoder_spec import DecoderSpec
 
 KEY_MULTIPLE = 16
@@ -104,7 +104,7 @@ class SlotAttention:
         keys[self.slots, :, :, self.positions] = key_NKD.to(dtype)
         self.cache.values[layer][self.slots, :, self.positions] = value_NKD.to(dtype)
 
-    def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
+    def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         """Query heads that share a key head are rows of one small matrix product."""
         spec, count, length = self.spec, self.num_slots, self.num_keys
         keys = self.cache.keys[layer, :count].flatten(0, 1)
@@ -112,7 +112,10 @@ class SlotAttention:
         values = self.cache.values[layer, :count].flatten(0, 1)[:, :length]
         query = query_NHD.reshape(-1, spec.group, spec.head_dim).to(keys.dtype)
         mask, scale, cap = self.masks[spec.windows[layer]], spec.query_scales[layer], spec.attention_cap
-        if cap is None:
+        if sinks_H is not None:
+            sinks = sinks_H.view(spec.num_kv_heads, spec.group, 1).repeat(count, 1, 1)
+            attended = attention_with_sinks(query, keys.transpose(-1, -2), values, mask, sinks, scale=scale)
+        elif cap is None:
             scores = torch.baddbmm(mask, query, keys, alpha=scale)
             # fp32 whatever the cache's dtype: sums over many keys lose their small terms in half precision.
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
@@ -143,7 +146,7 @@ class FusedSlotAttention:
     def storage(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
         return self.cache.keys[layer], self.cache.values[layer]
 
-    def attend(self, layer: int, query_NHD: Tensor) -> Tensor:
+    def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         from tba.kernels.attention import attend
 
         return attend(
@@ -154,6 +157,7 @@ class FusedSlotAttention:
             scale=self.spec.query_scales[layer],
             cap=self.spec.attention_cap,
             window=self.spec.windows[layer],
+            sinks_H=sinks_H,
         )
 
 
