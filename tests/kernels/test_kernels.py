@@ -43,7 +43,7 @@ def responses(engine: NativeEngine, sampling: Sampling) -> dict:
     return {(c.prompt_id, c.sample_index): c for c in found}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "smollm3", "granite", "qwen3-moe", "olmoe", "gpt-oss"])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"greedy": True}, {"temperature": 1.3, "policy_temperature": 0.9}],

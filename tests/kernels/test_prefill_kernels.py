@@ -21,7 +21,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("kernels need a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-SERVED = ["llama", "llama-tied-biased", "mistral-window", "qwen2", "qwen3", "gemma"]
+SERVED = [
+    *("llama", "llama-tied-biased", "mistral-window", "qwen2", "qwen3", "gemma", "phi3", "smollm3", "granite"),
+    *("mixtral", "qwen3-moe", "olmoe", "gpt-oss"),
+]
 LENGTHS = [7, 1, 4]
 
 
@@ -160,7 +163,7 @@ def test_heads_that_are_no_power_of_two_and_partly_rotated(cached):
     assert_equal(values, heads[:, 5:])
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "gemma2"])
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "gemma2", "olmo2"])
 def test_families_that_compute_otherwise_keep_the_plain_pass(family):
     decoder = make_decoder(make_tiny_model(family).to(DEVICE), max_length=16, dtype=torch.float32, device=DEVICE)
     assert why_not_fused(decoder.spec) is not None

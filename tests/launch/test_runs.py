@@ -106,7 +106,7 @@ def test_the_embedded_task_as_an_own_problem_learns_without_tuning(folder):
     assert summary["final"]["accuracy"] > summary["start"]["accuracy"] + 0.15
 
 
-@pytest.mark.parametrize("model_type", ["granite", "olmo2"])
+@pytest.mark.parametrize("model_type", ["stablelm", "cohere"])
 def test_a_model_that_no_fast_path_knows_trains_the_slow_way(folder, model_type, caplog):
     from builders import tiny_tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,8 +1,8 @@
 """Our own decoder-only transformer for inference: one forward for every family, on static tensors.
 
 `build_decoder.make_decoder` makes one from a transformers model. Tokens are one flat axis N, and attention is given from
-outside (`Attend`): the same layers serve prefill, decoding in slots and scoring. The residual stream, norms and rotations are fp32;
-the matrices have the engine's dtype.
+outside (`Attend`): the same layers serve prefill, decoding in slots and scoring. The residual stream, norms and rotations
+are fp32; the matrices have the engine's dtype.
 
 `Decoder` holds the plain pass, which is the specification. On CUDA most families run the same layers with `FusedPass`: one
 Triton kernel each for residual + norm, rotation + storing and the gated activation, nine kernels a layer, not nineteen.
