@@ -141,6 +141,7 @@ def make_engine(
         stop_ids=stop_ids,
         seed=seed,
         max_length=max_length,
+        slots=config.slots or DEFAULT_SLOTS,
         update=config.update,
         version=version,
     )

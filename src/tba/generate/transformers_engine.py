@@ -1,32 +1,34 @@
-"""The engine for models the native one does not know: transformers' own forward pass and cache, one prompt at a time.
+"""The engine for models the native one does not know: transformers' own forward pass and cache.
 
-Same contract, same random numbers, same log-probs as the native engine; only slower. The samples of one request are a
-batch of equal length, so nothing is padded; the batch runs until its last response finished.
+Same contract, same random numbers, same log-probs as the native engine; only slower. Requests are decoded in batches, each
+until its last response has finished. Prompts of different lengths share a batch where a trial at the start shows that the
+model's padding is exact; where it is not, those of one length do.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tba.generate.sampling import (
     Response,
-    SamplingNeeds,
-    SamplingState,
     checked_requests,
     finished_at_once,
-    response_key,
     responses_of,
     sample,
-    sampling_needs,
     sequence_of,
     token_log_probs,
 )
+from tba.generate.transformers_batch import ResponseBatch, left_padded
 from tba.types import Completion, Request, Sampling, Weights
+
+logger = logging.getLogger("tba.generate")
 
 
 class TransformersEngine:
@@ -39,15 +41,20 @@ class TransformersEngine:
         stop_ids: Sequence[int],
         seed: int,
         max_length: int,
+        slots: int = 128,
         update: Literal["in_flight", "drain"] = "in_flight",
         version: int = 0,
     ) -> None:
+        """`slots` is the number of responses that are decoded together, unless one request asks for more."""
         self.model: Any = model.eval()
         self.device = next(model.parameters()).device
         self.stop_ids = frozenset(stop_ids)
         self._stop_ids = torch.tensor(sorted(self.stop_ids), device=self.device)
         self.seed, self.max_length, self.update, self.version = seed, max_length, update, version
-        self._running: _Group | None = None
+        self.slots = slots
+        self._pads: bool | None = None
+        """Whether prompts of different lengths may share a batch; None = it has not been tried."""
+        self._running: ResponseBatch | None = None
         self._pending: Weights | None = None
         self._generating = False
 
@@ -62,6 +69,7 @@ class TransformersEngine:
             stop_ids=sorted(self.stop_ids),
             seed=self.seed,
             max_length=self.max_length,
+            slots=self.slots,
             version=self.version,
         )
 
@@ -72,7 +80,7 @@ class TransformersEngine:
         return TransformersScorer(self.model).score(prompt_ids, response_ids, temperature)
 
     def load(self, weights: Weights) -> None:
-        """Take new weights: now, or under `drain` when the running prompt has finished."""
+        """Take new weights: now, or under `drain` when the running batch has finished."""
         if self.update == "drain" and self._running is not None:
             self._pending = weights
             return
@@ -88,43 +96,67 @@ class TransformersEngine:
         sampling: Sampling,
         between_steps: Callable[[], None] | None = None,
     ) -> Iterator[Completion]:
-        """Yield responses as they finish, prompt after prompt."""
+        """Yield responses as they finish, batch after batch."""
         if self._generating:
             raise RuntimeError("this engine is already generating: exhaust or close the other iterator first.")
         self._generating = True
         try:
-            for request in checked_requests(requests, sampling, self.max_length):
-                if request is None:
-                    continue
-                yield from self._generate_group(responses_of(request, samples_per_prompt, sampling), between_steps)
+            for chosen in self._batches(checked_requests(requests, sampling, self.max_length), samples_per_prompt):
+                responses = [r for request in chosen for r in responses_of(request, samples_per_prompt, sampling)]
+                yield from self._generate_batch(responses, between_steps)
         finally:
-            self._finish_group()
+            self._finish_batch()
             self._generating = False
 
-    def _generate_group(
+    def _batches(self, requests: Iterator[Request | None], samples_per_prompt: int) -> Iterator[list[Request]]:
+        """Requests that are decoded together: as many as there are now, up to `slots` responses."""
+        most, waiting = max(1, self.slots // max(1, samples_per_prompt)), deque[Request]()
+        for request in requests:
+            if request is not None:
+                waiting.append(request)
+            while waiting and (request is None or len(waiting) >= most):
+                yield self._next_batch(waiting, most)
+        while waiting:
+            yield self._next_batch(waiting, most)
+
+    def _next_batch(self, waiting: deque[Request], most: int) -> list[Request]:
+        length, chosen, left = len(sequence_of(waiting[0])), list[Request](), list[Request]()
+        for request in waiting:
+            fits = len(sequence_of(request)) == length or self._pads_exactly()
+            (chosen if fits and len(chosen) < most else left).append(request)
+        waiting.clear()
+        waiting.extend(left)
+        return chosen
+
+    def _generate_batch(
         self, responses: list[Response], between_steps: Callable[[], None] | None
     ) -> Iterator[Completion]:
-        at_once = [finished_at_once(response, self.stop_ids, self.version) for response in responses]
-        # The samples of one request share prefix and limit, so either all are finished or none is.
-        if at_once and at_once[0] is not None:
-            yield from (completion for completion in at_once if completion is not None)
+        at_once = {id(r): finished_at_once(r, self.stop_ids, self.version) for r in responses}
+        yield from (completion for completion in at_once.values() if completion is not None)
+        responses = [response for response in responses if at_once[id(response)] is None]
+        if not responses:
             return
-        group = self._running = _Group(responses, self.seed, self.version, self.device)
-        while group.open_rows:
+        batch = self._running = ResponseBatch(responses, seed=self.seed, version=self.version, device=self.device)
+        while batch.open_rows:
             if between_steps is not None:
                 between_steps()
-            yield from self._decode_step(group)
-        self._finish_group()
+            yield from self._decode_step(batch)
+        self._finish_batch()
 
     @torch.no_grad()
-    def _decode_step(self, group: _Group) -> list[Completion]:
-        output = self.model(input_ids=group.next_ids, past_key_values=group.cache, use_cache=True, logits_to_keep=1)
-        group.cache = output.past_key_values
-        sampled = sample(output.logits[:, -1].float(), group.sampling_state(), self._stop_ids, group.needs())
-        group.append(sampled.tokens, sampled.behaviour, sampled.policy)
-        return group.take_finished(self.stop_ids)
+    def _decode_step(self, batch: ResponseBatch) -> list[Completion]:
+        logits = None
+        while logits is None:
+            logits = batch.take_outputs(self.model(**batch.inputs(), use_cache=True, logits_to_keep=1))
+        batch.append(sample(logits, batch.state(), self._stop_ids, batch.needs()))
+        return batch.take_finished(self.stop_ids)
 
-    def _finish_group(self) -> None:
+    def _pads_exactly(self) -> bool:
+        if self._pads is None:
+            self._pads = pads_exactly(self.model)
+        return self._pads
+
+    def _finish_batch(self) -> None:
         self._running = None
         if self._pending is not None:
             weights, self._pending = self._pending, None
@@ -141,61 +173,36 @@ class TransformersEngine:
         self.version = weights.version
 
 
-class _Group:
-    """The samples of one request, decoded together. Axes: B samples."""
+PADDING_TOLERANCE = {torch.float32: 1e-4}
+"""Largest mean total variation distance between a padded and a plain pass, by dtype; COARSE_TOLERANCE for all others."""
+COARSE_TOLERANCE = 0.03
 
-    def __init__(self, responses: list[Response], seed: int, version: int, device: torch.device) -> None:
-        self.responses = responses
-        self.open_rows = set(range(len(responses)))
-        self.sampling = responses[0].sampling
-        sequence = torch.from_numpy(sequence_of(responses[0].request)).to(device)
-        self.next_ids: Tensor = sequence.expand(len(responses), -1)
-        self.cache: Any = None
-        prefix = torch.from_numpy(responses[0].request.prefix_ids.astype(np.int64)).to(device)
-        unknown = torch.full((len(responses),), float("nan"), device=device)
-        self.columns = [(token.expand(len(responses)), unknown, unknown) for token in prefix]
-        keys = [response_key(seed, response.request.prompt.id, response.sample_index) for response in responses]
-        self.keys = torch.tensor(keys, device=device)
-        self.open_spans(version)
 
-    def open_spans(self, version: int) -> None:
-        for row in self.open_rows:
-            self.responses[row].open_span(len(self.columns), version)
-
-    def needs(self) -> SamplingNeeds:
-        return sampling_needs(self.sampling)._replace(forbidden=len(self.columns) < self.sampling.min_new_tokens)
-
-    def sampling_state(self) -> SamplingState:
-        sampling, like = self.sampling, self.keys
-        real = lambda value: torch.full(like.shape, value, dtype=torch.float32, device=like.device)  # noqa: E731
-        return SamplingState(
-            key=self.keys,
-            position=torch.full_like(like, len(self.columns)),
-            temperature=real(sampling.temperature),
-            policy_temperature=real(sampling.training_temperature),
-            top_p=real(sampling.top_p),
-            top_k=torch.full_like(like, sampling.top_k),
-            greedy=torch.full_like(like, int(sampling.greedy)),
-            min_new_tokens=torch.full_like(like, sampling.min_new_tokens),
-        )
-
-    def append(self, tokens: Tensor, behaviour: Tensor, policy: Tensor) -> None:
-        self.columns.append((tokens, behaviour, policy))
-        self.next_ids = tokens[:, None]
-
-    def take_finished(self, stop_ids: frozenset[int]) -> list[Completion]:
-        last = self.columns[-1][0].tolist()
-        full = len(self.columns) >= self.sampling.max_new_tokens
-        # Rows that have finished go on being decoded with the others, so that the batch keeps its shape; nobody reads them.
-        finished = [row for row in sorted(self.open_rows) if full or last[row] in stop_ids]
-        self.open_rows.difference_update(finished)
-        return [self._completion(row, stop_ids) for row in finished]
-
-    def _completion(self, row: int, stop_ids: frozenset[int]) -> Completion:
-        tokens, behaviour, policy = (
-            torch.stack([column[part][row] for column in self.columns]).cpu().numpy() for part in range(3)
-        )
-        return self.responses[row].completion(tokens.astype(np.int32), behaviour, policy, stop_ids)
+@torch.no_grad()
+def pads_exactly(model: Any) -> bool:
+    """Whether sequences that are left-padded to a common length get the next-token distributions that each has alone, also
+    after one more token with the cache. Models that keep states instead of keys may see their padding."""
+    device, size = next(model.parameters()).device, int(model.config.get_text_config().vocab_size)
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(size, (length,), generator=generator).numpy() for length in (4, 11, 7)]
+    ids, mask = left_padded([sequence[:-1] for sequence in sequences], device)
+    last = torch.tensor([[int(sequence[-1])] for sequence in sequences], device=device)
+    try:
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        first = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True)
+        mask = torch.nn.functional.pad(mask, (0, 1), value=True)
+        more = {"attention_mask": mask, "position_ids": positions[:, -1:] + 1, "past_key_values": first.past_key_values}
+        second = model(input_ids=last, **more, use_cache=True)
+    except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError) as error:
+        logger.info("prompts of one length are decoded together: padding failed with %s", type(error).__name__)
+        return False
+    gaps = []
+    for row, sequence in enumerate(sequences):
+        alone = model(input_ids=torch.from_numpy(sequence).to(device)[None], use_cache=False).logits[0].float()
+        padded = torch.stack((first.logits[row, -1], second.logits[row, -1])).float()
+        gaps.append((padded.softmax(-1) - alone[-2:].softmax(-1)).abs().sum(-1).mean() / 2)
+    gap = float(torch.stack(gaps).mean())
+    return gap <= PADDING_TOLERANCE.get(first.logits.dtype, COARSE_TOLERANCE)
 
 
 class TransformersScorer:
