@@ -58,7 +58,8 @@ def softcapped_attention(
     so prefill, decoding and training all come here.
     """
     if mask is None:
-        mask = additive(torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril())
+        seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        mask = additive(seen, query.dtype)
     group = query.shape[-3] // key.shape[-3]
     if group > 1:
         key, value = key.repeat_interleave(group, dim=-3), value.repeat_interleave(group, dim=-3)

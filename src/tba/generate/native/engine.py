@@ -29,6 +29,7 @@ from tba.generate.native.cuda_graphs import (
     InPlaceLoader,
 )
 from tba.generate.native.kv_cache import Prefilled, SlotAttention, SlotCache
+from tba.generate.native.load_check import check_engine
 from tba.generate.native.prefill import READ_AHEAD, Admission, Prefill, PrefillQueue
 from tba.generate.native.slots import FinishedSlots, SlotSnapshot, SlotState, SlotTable
 from tba.generate.sampling import SamplingNeeds, checked_requests, sample
@@ -66,9 +67,7 @@ class NativeEngine:
             self.decoder = make_decoder(model, max_length=max_length, dtype=dtype, device=self.device)
         self._load_in_place = InPlaceLoader(self.decoder)
         self._dtype = dtype
-        # Small batched products are slow in bf16 on a CPU, and the cache of fp32 is the more exact one.
-        cache_dtype = torch.float32 if self.device.type == "cpu" else dtype
-        self.cache = SlotCache(self.decoder.spec, slots, cache_dtype, self.device)
+        self.cache = SlotCache(self.decoder.spec, slots, self.decoder.attention_dtype, self.device)
         self.state = SlotState(slots, self.device)
         self.stop_ids = frozenset(stop_ids)
         self._stop_ids = torch.tensor(sorted(self.stop_ids), device=self.device)
@@ -83,6 +82,21 @@ class NativeEngine:
         self._pending: Weights | None = None
         self._sibling: NativeEngine | None = None
         self._generating = False
+        if not isinstance(model, Decoder):
+            self._check(model)
+
+    def _check(self, model: nn.Module) -> None:
+        """Check what this engine generates; fused decode steps that fail, or are wrong, are not used, with a warning."""
+        try:
+            check_engine(model, self)
+        except Exception as error:  # a kernel may fail to compile in as many ways as there are drivers
+            if self._fused is None:
+                raise
+            logger.warning(
+                "decoding without fused kernels and CUDA graphs, slower: %s: %.300s", type(error).__name__, error
+            )
+            self._fused = None
+            check_engine(model, self)
 
     def _make_fused(self) -> FusedDecode | None:
         """The fused decode step on CUDA, where the family allows it; otherwise None, with a warning."""
