@@ -5,10 +5,12 @@ the turn before finished: on a GPU the caller and the decode steps work side by 
 and values are forked into the slots of its samples as they fall free.
 
 `load` may be called whenever the caller has control: between two completions, or from `between_steps`.
-    in_flight   new weights act from the next token on; the keys and values of earlier tokens, and of prompts that wait,
-                stay as the old weights made them. Spans say which version chose which token.
-    drain       running responses finish first, then the weights are copied, waiting prompts are prefilled again, and
-                slots fill up: every response is of one version. The tensors given to `load` must not change until then.
+    in_flight   new weights act from the next token on; the keys and values of earlier tokens stay as the old weights made
+                them. Spans say which version chose which token.
+    drain       running responses finish first, then the weights are copied, and slots fill up: every response is of one
+                version. The tensors given to `load` must not change until then.
+A prompt none of whose tokens is chosen yet, waiting or in its slot, is prefilled again: a response whose spans name one version
+was computed by that version, keys and values included.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from tba.generate.native.kv_cache import Prefilled, SlotAttention, SlotCache
 from tba.generate.native.load_check import check_engine
 from tba.generate.native.prefill import READ_AHEAD, Admission, Prefill, PrefillQueue
 from tba.generate.native.slots import FinishedSlots, SlotSnapshot, SlotState, SlotTable
-from tba.generate.sampling import SamplingNeeds, checked_requests, sample
+from tba.generate.sampling import SamplingNeeds, checked_requests, sample, sequence_of
 from tba.generate.scoring import ReferenceScorer
 from tba.models.decoder import Decoder, why_not_fused
 from tba.models.families import make_decoder
@@ -146,6 +148,7 @@ class NativeEngine:
         self._load_now(weights)
         for slot, response in self._slots.items():
             response.open_span(int(self._slots.num_tokens[slot]), weights.version)
+        self._prefill_started_again()
 
     def generate(
         self,
@@ -207,24 +210,39 @@ class NativeEngine:
         free = self._slots.free_slots()
         if free and self._pending is None:
             queue.read_for(len(free), self.version)
-            # Reading may have loaded weights: under drain no response may start from keys and values of older ones.
-            if self.update == "drain" and queue.is_older_than(self.version):
-                queue.prefill_again()
+            # Weights were loaded while prompts waited: no response may start from keys and values of older ones.
+            queue.prefill_again(self.version)
             admissions = queue.take(len(free))
             if admissions:
                 self._admit(free[: len(admissions)], admissions)
         if not self._snapshots:  # a snapshot under way knows responses by their slots
             self._move(*self._slots.compact())
 
+    def _prefill_started_again(self) -> None:
+        """Compute the prompts in slots with the weights in use, where no token was chosen yet."""
+        started = [
+            (slot, response)
+            for slot, response in self._slots.items()
+            if self._slots.num_tokens[slot] == response.num_prefix_tokens
+        ]
+        if started:
+            sequences = [sequence_of(response.request) for _, response in started]
+            self._fork([slot for slot, _ in started], self._prefill_now(sequences))
+
+    @torch.inference_mode()
+    def _fork(self, slots: Sequence[int], prompts: Sequence[tuple[Prefilled, int]]) -> None:
+        """Copy keys and values into slots; a prompt is a batch of a prefill and its row there."""
+        for prefilled in {id(batch): batch for batch, _ in prompts}.values():
+            chosen = [(slot, row) for slot, (batch, row) in zip(slots, prompts) if batch is prefilled]
+            targets, rows = on_device(torch.tensor(chosen), self.device).unbind(1)
+            self.cache.fork(targets, prefilled, rows)
+
     @torch.inference_mode()
     def _admit(self, slots: list[int], admissions: Sequence[Admission]) -> None:
         responses = [admission.response for admission in admissions]
         self.cache.reserve(max(response.max_length for response in responses))
         self.state.reserve(max(response.sampling.max_new_tokens for response in responses))
-        for prefilled in {id(admission.prefilled): admission.prefilled for admission in admissions}.values():
-            chosen = [(s, a.row) for s, a in zip(slots, admissions) if a.prefilled is prefilled]
-            targets, rows = on_device(torch.tensor(chosen), self.device).unbind(1)
-            self.cache.fork(targets, prefilled, rows)
+        self._fork(slots, [(admission.prefilled, admission.row) for admission in admissions])
         self.state.place(slots, responses, self.seed)
         for slot, response in zip(slots, responses):
             response.open_span(response.num_prefix_tokens, self.version)
