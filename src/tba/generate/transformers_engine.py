@@ -187,7 +187,8 @@ class _Group:
         last = self.columns[-1][0].tolist()
         full = len(self.columns) >= self.sampling.max_new_tokens
         # Rows that have finished go on being decoded with the others, so that the batch keeps its shape; nobody reads them.
-        finished = [row for row in sorted(self.open_rows) if full or last[row] in stop_ids]
+        broken = self.columns[-1][2].isnan().tolist()  # nothing can follow: `Response.completion` raises
+        finished = [row for row in sorted(self.open_rows) if full or last[row] in stop_ids or broken[row]]
         self.open_rows.difference_update(finished)
         return [self._completion(row, stop_ids) for row in finished]
 

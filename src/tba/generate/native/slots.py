@@ -223,6 +223,7 @@ class SlotState:
         # Positions and num_tokens are neighbours in INTEGERS: one kernel moves both on.
         self.integers[:num_slots, INTEGERS.index("positions") : INTEGERS.index("num_tokens") + 1] += 1
         ended = is_stop_V[sampled.tokens] | (self.column("num_tokens", num_slots) >= self.column("limits", num_slots))
+        ended |= sampled.policy.isnan()  # nothing can follow: `Response.completion` raises when it is taken out
         self.column("done", num_slots).copy_(ended)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
