@@ -83,9 +83,6 @@ def test_a_fused_step_that_fails_the_check_is_replaced_by_the_plain_one_with_a_w
         def __init__(self, *tables):
             pass
 
-        def serves(self, needs):
-            return True
-
         def run(self, count, *, decode_steps):
             raise RuntimeError("no such instruction")
 

@@ -248,7 +248,6 @@ class Response:
             num_prefix_tokens=self.num_prefix_tokens,
         )
 
-
     def _check_numbers(self, policy: np.ndarray) -> None:
         """Raise BrokenLogits where the log-prob of a generated token is NaN: softmax makes it of any NaN or +inf among the
         logits. Engines end such a response at that token."""
@@ -259,8 +258,8 @@ class Response:
         version = next((version for first, version in reversed(self.spans) if first <= token), None)
         raise BrokenLogits(
             f"the model's logits are NaN or infinite at token {token} of response {self.sample_index} to prompt "
-            f"{self.request.prompt.id!r}, with weights of version {version}: no token can be chosen from them. Either the weights "
-            "themselves are broken (training diverged: lower train.learning_rate or train.max_grad_norm, or go back to an "
+            f"{self.request.prompt.id!r}, with weights of version {version}: no token can be chosen from them. Either the "
+            "weights themselves are broken (training diverged: lower train.learning_rate or train.max_grad_norm, or go back to an "
             "earlier checkpoint), or the model overflows in its dtype (try model.dtype=float32)."
         )
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tba.generate.native.kv_cache import FusedSlotAttention, SlotCache
 from tba.generate.native.slots import SlotState
-from tba.generate.sampling import SamplingNeeds
 from tba.models.decoder import Decoder, FusedPass
 
 logger = logging.getLogger("tba.generate")
@@ -39,11 +38,6 @@ class FusedDecode:
         """Numbers of slots that have run once: kernels are compiled and libraries are ready, so a capture may follow."""
         self._addresses: tuple[tuple[int, torch.Size], ...] = ()
         self._captures = decoder.device.type == "cuda"
-
-    @staticmethod
-    def serves(needs: SamplingNeeds) -> bool:
-        """Whether the kernels can choose these tokens; truncation and forbidden tokens take the plain decode step."""
-        return not (needs.truncation or needs.forbidden)
 
     @torch.inference_mode()
     def run(self, count: int, *, decode_steps: int) -> None:
@@ -92,7 +86,7 @@ class FusedDecode:
 
     def _decode_step(self, slots: int) -> None:
         """One decode step: work on static tensors only, so that it can be captured."""
-        from tba.kernels.logits import choose_tokens
+        from tba.kernels.sampling import choose_tokens
 
         decoder, positions = self.decoder, self.state.column("positions", slots)
         x = decoder.embed(self.state.column("ids", slots), positions)

@@ -9,8 +9,8 @@ and values are forked into the slots of its samples as they fall free.
                 them. Spans say which version chose which token.
     drain       running responses finish first, then the weights are copied, and slots fill up: every response is of one
                 version. The tensors given to `load` must not change until then.
-A prompt none of whose tokens is chosen yet, waiting or in its slot, is prefilled again: a response whose spans name one version
-was computed by that version, keys and values included.
+A prompt without a token yet, waiting or in its slot, is prefilled again: a response whose spans name one version was computed
+by that version, keys and values included.
 """
 
 from __future__ import annotations
@@ -262,14 +262,11 @@ class NativeEngine:
         -> snapshots that may stay under way: 1 = the next decode steps need not wait for what these ones finish.
         """
         slots, ahead = self._slots, 0
-        needs = slots.needs()
-        if self._fused is not None and self._fused.serves(needs):
+        if self._fused is not None:
             ahead = int(may_run_ahead)
             self._fused.run(slots.count, decode_steps=DECODE_STEPS_AHEAD if ahead else DECODE_STEPS_PER_SNAPSHOT)
-        elif self._snapshots:
-            return ahead  # the plain decode step would run over slots that are done: the host must take them out first
         else:
-            self._decode_step(slots.count, slots.num_keys(), needs)
+            self._decode_step(slots.count, slots.num_keys(), slots.needs())
         self._snapshots.append((self._num_snapshots, self.state.snapshot(slots.count)))
         self._num_snapshots += 1
         return ahead

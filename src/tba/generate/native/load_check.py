@@ -1,7 +1,7 @@
 """The check of an engine when it is made: what it generates must have the log-probs of the model that it was made from.
 
-`check_decoder` compares one pass over whole sequences. Here the engine itself works: it prefills, forks into slots and decodes,
-in its own dtype, with its own layout of the cache and with the kernels that will choose the tokens, CUDA graphs included.
+`check_decoder` compares one pass over whole sequences. Here the engine itself works: it prefills, forks into slots and
+decodes, in its own dtype and layout of the cache, with the kernels that will choose the tokens, CUDA graphs included.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def check_engine(model: nn.Module, engine: Checked) -> None:
     allowed = 2 * tolerance(model, engine.decoder)
     if not difference <= allowed:
         raise UnsupportedModel(
-            f"probabilities of tokens that the native engine generates differ by {difference:.2g} (allowed {allowed:g}) from "
-            f"those of this {engine.decoder.spec.family} model's forward pass: its prefill or decode step computes otherwise"
+            f"probabilities of tokens that the native engine generates differ by {difference:.2g} (allowed {allowed:g}) "
+            f"from those of this {engine.decoder.spec.family} model's forward pass: its prefill or decode step computes otherwise"
         )
 
 

@@ -25,7 +25,7 @@ from tba.models.packing import on_device, padded
 from tba.types import Completion
 
 if TYPE_CHECKING:  # Triton is there only where CUDA is
-    from tba.kernels.logits import Columns
+    from tba.kernels.sampling import Columns
 
 NO_SNAPSHOT = np.iinfo(np.int64).max
 """Number that no snapshot reaches: of a slot without a response no snapshot tells anything."""
@@ -164,20 +164,9 @@ class SlotState:
 
     def columns(self, num_slots: int) -> Columns:
         """Views of the first slots for the kernels that choose tokens."""
-        from tba.kernels.logits import Columns
+        from tba.kernels.sampling import Columns
 
-        names = (
-            "ids",
-            "positions",
-            "num_tokens",
-            "limits",
-            "keys",
-            "greedy",
-            "done",
-            "temperature",
-            "policy_temperature",
-        )
-        views = {name: self.column(name, num_slots) for name in names}
+        views = {name: self.column(name, num_slots) for name in (*INTEGERS, *FLOATS)}
         return Columns(**views, tokens=self.tokens, behaviour=self.behaviour, policy=self.policy)
 
     def sampling(self, num_slots: int) -> SamplingState:
