@@ -259,8 +259,8 @@ class Response:
         raise BrokenLogits(
             f"the model's logits are NaN or infinite at token {token} of response {self.sample_index} to prompt "
             f"{self.request.prompt.id!r}, with weights of version {version}: no token can be chosen from them. Either the "
-            "weights themselves are broken (training diverged: lower train.learning_rate or train.max_grad_norm, or go back to an "
-            "earlier checkpoint), or the model overflows in its dtype (try model.dtype=float32)."
+            "weights themselves are broken (training diverged: lower train.learning_rate or train.max_grad_norm, or go back "
+            "to an earlier checkpoint), or the model overflows in its dtype (try model.dtype=float32)."
         )
 
 

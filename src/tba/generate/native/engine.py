@@ -9,8 +9,8 @@ and values are forked into the slots of its samples as they fall free.
                 them. Spans say which version chose which token.
     drain       running responses finish first, then the weights are copied, and slots fill up: every response is of one
                 version. The tensors given to `load` must not change until then.
-A prompt without a token yet, waiting or in its slot, is prefilled again: a response whose spans name one version was computed
-by that version, keys and values included.
+A prompt without a token yet, waiting or in its slot, is prefilled again: a response whose spans name one version was
+computed by that version, keys and values included.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ def check_engine(model: nn.Module, engine: Checked) -> None:
     if not difference <= allowed:
         raise UnsupportedModel(
             f"probabilities of tokens that the native engine generates differ by {difference:.2g} (allowed {allowed:g}) "
-            f"from those of this {engine.decoder.spec.family} model's forward pass: its prefill or decode step computes otherwise"
+            f"from those of this {engine.decoder.spec.family} model's forward pass: its prefill or decode step computes "
+            "otherwise"
         )
 
 
