@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,16 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class Adapter(Protocol):
+    """What is loaded beside the weights (models/adapter.py)."""
+
+    def is_of(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether these tensors are an adapter's."""
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy them in place."""
+
+
 class Decoder:
     """The forward pass. Make one with `families.make_decoder(model)`."""
 
@@ -60,6 +71,8 @@ class Decoder:
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype, device=self.device)
         self.fused_pass = make_fused_pass(spec, weights, rotations)
         """The pass that serves instead of the plain one; None = the plain one serves."""
+        self.adapter: Adapter | None = None
+        """LoRA beside the matrices; None = there is none, or it is merged into them."""
 
     @property
     def attention_dtype(self) -> torch.dtype:
@@ -68,8 +81,11 @@ class Decoder:
         return torch.float32 if self.device.type == "cpu" else self.dtype
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy named tensors of a transformers state dict over the weights, in place."""
-        self.weights.load(tensors)
+        """Copy named tensors of a transformers state dict over the weights, or those of an adapter over the adapter."""
+        if self.adapter is not None and self.adapter.is_of(tensors):
+            self.adapter.load(tensors)
+        else:
+            self.weights.load(tensors)
 
     def hidden(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Final hidden states, normed, ready for `logits` -> [N, hidden]."""

@@ -55,6 +55,10 @@ class FusedDecode:
                 self._decode_step(slots)
                 self._warm.add(slots)
 
+    def forget(self) -> None:
+        """Drop all graphs: the decoder computes otherwise from now on."""
+        self._addresses = ()
+
     def _bucket(self, count: int) -> int:
         """Number of slots that a graph runs over: powers of two up to 64, then multiples of 64: few graphs, little waste."""
         rounded = 1 << (count - 1).bit_length() if count <= 64 else -(-count // 64) * 64

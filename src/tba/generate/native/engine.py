@@ -23,6 +23,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from tba.generate.native.cuda_graphs import (
     DECODE_STEPS_AHEAD,
@@ -36,6 +37,7 @@ from tba.generate.native.prefill import READ_AHEAD, Admission, Prefill, PrefillQ
 from tba.generate.native.slots import FinishedSlots, SlotSnapshot, SlotState, SlotTable
 from tba.generate.sampling import SamplingNeeds, checked_requests, sample, sequence_of
 from tba.generate.scoring import ReferenceScorer
+from tba.models.adapter import DecoderAdapter
 from tba.models.decoder import Decoder, why_not_fused
 from tba.models.families import make_decoder
 from tba.models.packing import on_device
@@ -149,6 +151,14 @@ class NativeEngine:
         for slot, response in self._slots.items():
             response.open_span(int(self._slots.num_tokens[slot]), weights.version)
         self._prefill_started_again()
+
+    def keep_adapter_apart(self, model: PreTrainedModel) -> None:
+        """From now on take adapters like the one in `model`, without merging them; raises UnsupportedModel where it changes
+        something else than matrices of layers."""
+        self.decoder.adapter = DecoderAdapter(self.decoder, model)
+        for engine in (self, self._sibling):
+            if engine is not None and engine._fused is not None:
+                engine._fused.forget()
 
     def generate(
         self,
