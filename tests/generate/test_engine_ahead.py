@@ -28,9 +28,6 @@ class StepsAhead:
         self.engine = engine
         self.numbers: list[int] = []
 
-    def serves(self, needs: SamplingNeeds) -> bool:
-        return not (needs.truncation or needs.forbidden)
-
     @torch.inference_mode()
     def run(self, count: int, *, decode_steps: int) -> None:
         self.numbers.append(decode_steps)
@@ -40,7 +37,9 @@ class StepsAhead:
             tables = (state.integers, state.tokens, state.behaviour, state.policy)
             before = [table[done].clone() for table in tables]
             state.integers[done, INTEGERS.index("num_tokens")] = 0  # whatever it writes is taken back
-            engine._decode_step(count, engine.cache.values.shape[3], SamplingNeeds(policy=True, greedy=True))
+            engine._decode_step(
+                count, engine.cache.values.shape[3], SamplingNeeds(*[True] * len(SamplingNeeds._fields))
+            )
             for table, rows in zip(tables, before):
                 table[done] = rows
 
@@ -99,6 +98,28 @@ def test_steps_run_ahead_as_long_as_responses_wait_for_slots(slots):
     assert_same(found, list(make(slots=4, ahead=False).generate(requests, samples_per_prompt=2, sampling=SAMPLING)))
     ran_ahead = DECODE_STEPS_AHEAD in engine._fused.numbers
     assert ran_ahead == (slots < 60)
+
+
+def test_truncation_and_forbidden_tokens_never_take_a_batch_off_the_fused_steps():
+    """One response among many that asks for top-p, top-k or a least length: with graphs all run on, and run ahead."""
+    engine = make(slots=4)
+    outside, decode = [], engine._decode_step
+    run = engine._fused.run
+
+    def fused_run(count, *, decode_steps):
+        engine._decode_step = decode
+        run(count, decode_steps=decode_steps)
+        engine._decode_step = outside.append
+
+    engine._decode_step, engine._fused.run = outside.append, fused_run
+    settings = [{"top_p": 0.9}, {"min_new_tokens": 1}, {"top_k": 3}, {"min_new_tokens": 9}, {}, {}, {}]
+    requests = [
+        Request(prompt=make_prompt(f"p{i}", 5), sampling=Sampling(max_new_tokens=16, **settings[i % len(settings)]))
+        for i in range(28)
+    ]
+    assert len(list(engine.generate(requests, samples_per_prompt=1, sampling=SAMPLING))) == 28
+    assert not outside
+    assert DECODE_STEPS_AHEAD in engine._fused.numbers
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -27,6 +27,7 @@ from tiny_models import (
 from tba.config import GenerateConfig
 from tba.generate.engine import make_engine, make_scorer, stop_ids_of
 from tba.generate.native.engine import NativeEngine
+from tba.generate.sampling import BrokenLogits
 from tba.generate.transformers_engine import TransformersEngine, TransformersScorer
 from tba.types import Request, Sampling
 
@@ -154,6 +155,31 @@ def test_an_empty_prompt_is_refused(kind):
     request = Request(prompt=make_prompt("empty", 0))
     with pytest.raises(ValueError, match="prompt 'empty' has no tokens"):
         list(make(kind).generate([request], samples_per_prompt=1, sampling=Sampling(max_new_tokens=8)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=9, greedy=True), Sampling(max_new_tokens=9, top_p=0.9)])
+@pytest.mark.parametrize("broken", ["one logit", "all logits", "infinite"])
+def test_logits_that_are_no_numbers_are_an_error_that_says_where(engine, sampling, broken):
+    """Not a token: that would lie outside the vocabulary, or be one that nobody sampled."""
+    model, found = make_tiny_model(FAMILY), []
+    row = slice(None) if broken == "all logits" else 5
+    model.lm_head.weight.data[row] = float("inf") if broken == "infinite" else float("nan")
+    running = make(engine, stop_ids=[2])
+
+    def between_steps():
+        found.append(None)
+        if len(found) == 3:
+            running.load(make_weights_of(model, 7))
+
+    requests = [Request(prompt=request.prompt, prefix_ids=np.array([7], np.int32)) for request in make_requests(4)]
+    stream = running.generate(requests, samples_per_prompt=1, sampling=sampling, between_steps=between_steps)
+    # one token of the prefix, two of version 0, and the fourth breaks: it ends there, not at the ninth
+    with pytest.raises(BrokenLogits, match=r"at token 3 of response 0 to prompt 'p0', with weights of version 7"):
+        list(stream)
+    assert len(found) == 3
+    running.load(make_weights_of(make_tiny_model(FAMILY), 8))
+    assert len(list(running.generate(requests, samples_per_prompt=2, sampling=sampling))) == 2
 
 
 def test_requests_are_read_lazily_from_an_endless_stream(kind):

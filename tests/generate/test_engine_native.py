@@ -112,6 +112,58 @@ def test_responses_that_start_after_a_load_in_flight_carry_only_the_new_version(
     assert found["p0", 1].version_spans == ((0, 6),)
 
 
+@pytest.mark.parametrize("call", [1, 2, 4, 9])
+def test_a_response_of_one_version_has_the_log_probs_of_that_versions_forward_pass(call):
+    """Also where its prompt waited, prefilled or even in its slot, while other weights were loaded in flight."""
+    models = {0: make_tiny_model("llama", seed=0), 6: make_tiny_model("llama", seed=1)}
+    engine, calls = make(models[0], slots=4), []
+
+    def between_steps():
+        calls.append(None)
+        if len(calls) == call:
+            engine.load(make_weights_of(models[6], 6))
+
+    lengths = (3, 6, 9, 12, 5, 5, 5, 5, 5, 5, 5, 5)
+    requests = [
+        Request(prompt=request.prompt, sampling=Sampling(max_new_tokens=length, min_new_tokens=length))
+        for request, length in zip(make_requests(*[9] * 12), lengths)
+    ]
+    stream = engine.generate(requests, samples_per_prompt=1, sampling=requests[0].sampling, between_steps=between_steps)
+    versions = []
+    for found in stream:
+        if len(found.version_spans) == 1:
+            ((_, version),) = found.version_spans
+            prompt = requests[int(found.prompt_id[1:])].prompt
+            expected = plain_log_probs(models[version], prompt.token_ids, found.token_ids)
+            np.testing.assert_allclose(found.policy_log_probs, expected, atol=1e-4)
+            versions.append(version)
+    assert versions.count(6) >= 6
+
+
+def test_prompts_without_a_token_yet_are_prefilled_again_once_when_weights_are_loaded():
+    engine, rows = make(slots=4), []
+    batch = engine._prefill.batch
+
+    def noting(found, version):
+        rows.extend((len(row) + 1, version) for row in found)
+        return batch(found, version)
+
+    def between_steps():
+        if len(rows) == 8 and engine.version == 0:
+            engine.load(make_weights_of(make_tiny_model("llama", seed=1), 1))
+
+    engine._prefill.batch = noting
+    lengths = (2, 9, 9, 9, 3, 3, 3, 3)
+    requests = [
+        Request(prompt=request.prompt, sampling=Sampling(max_new_tokens=length, min_new_tokens=length))
+        for request, length in zip(make_requests(*range(3, 11)), lengths)
+    ]
+    stream = engine.generate(requests, samples_per_prompt=1, sampling=requests[0].sampling, between_steps=between_steps)
+    assert len(list(stream)) == 8
+    # The second four prompts are read when the first response has ended: one is in its slot and three wait at the load.
+    assert sorted(rows) == sorted([(length, 0) for length in range(3, 11)] + [(length, 1) for length in range(7, 11)])
+
+
 def test_draining_starts_nothing_new_until_the_weights_are_in():
     engine, started = make(slots=3, update="drain"), []
 

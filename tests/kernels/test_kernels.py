@@ -46,8 +46,13 @@ def responses(engine: NativeEngine, sampling: Sampling) -> dict:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "smollm3", "granite", "qwen3-moe", "olmoe", "gpt-oss"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"greedy": True}, {"temperature": 1.3, "policy_temperature": 0.9}],
-    ids=["plain", "greedy", "tempered"],
+    [
+        {},
+        {"greedy": True},
+        {"temperature": 1.3, "policy_temperature": 0.9},
+        {"top_p": 0.8, "top_k": 9, "min_new_tokens": 4},
+    ],
+    ids=["plain", "greedy", "tempered", "truncated"],
 )
 def test_fused_decoding_gives_the_tokens_and_log_probs_of_the_plain_step(family, settings):
     model = tiny_llama() if family == "llama" else make_tiny_model(family)

@@ -1,6 +1,11 @@
 """Devices that are named are there, and each role takes memory of its own device."""
 
+import logging
+from types import SimpleNamespace
+
 import pytest
+import torch
+from transformers import LlamaConfig, Qwen2Config
 
 from tba.config import ConfigError, load_config
 from tba.launch import devices
@@ -8,6 +13,7 @@ from tba.launch.defaults import slots_for, with_defaults
 from tba.launch.devices import KV_BYTES, activation_bytes, check_devices, kv_bytes
 from tba.launch.run import load_inputs
 from tba.runtime.placement import RolePlacement
+from tba.tasks.registry import max_prompt_tokens
 
 GIB = 2**30
 
@@ -75,9 +81,100 @@ def test_slots_are_filled_in_by_the_device_of_each_kind(gpus):
     filled = with_defaults(config, loaded)
     assert filled.search.kinds["set"].slots == 3
     for name, device in (("large", "cuda:0"), ("small", "cuda:1")):
-        assert filled.search.kinds[name].slots == slots_for(loaded, config.generate.max_new_tokens, found, device)
+        allowed = max_prompt_tokens(config, loaded.context)
+        budget = slots_for(config, loaded, found, device, longest_prompt=allowed)
+        assert filled.search.kinds[name].slots == budget.slots
     assert filled.search.kinds["large"].slots == 256
     assert filled.generate.slots == 128, "the least, that of a searcher on the CPU"
     gpus["cuda:1"] = GIB // 16
     assert with_defaults(config, loaded).search.kinds["small"].slots < 256
     assert with_defaults(load_config(None, [kinds, "generate.slots=7"]), loaded).search.kinds["small"].slots == 7
+
+
+def shaped(config) -> SimpleNamespace:
+    """A model of this shape without weights."""
+    return SimpleNamespace(model=SimpleNamespace(config=config), context=config.max_position_embeddings)
+
+
+QWEN_7B = shaped(
+    Qwen2Config(
+        hidden_size=3584,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+    )
+)
+LLAMA_7B = shaped(
+    LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, max_position_embeddings=4096)
+)
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(
+    ("loaded", "prompt", "response", "slots", "tokens", "bytes_per_token"),
+    [
+        # 2 x 28 layers x 4 heads x 128 x 2 bytes = 57,344 a token, so 16 GiB hold 299,593. A slot takes 8192 + 256 = 8448,
+        # and one prompt of 8192 waits for every 8 slots: 31 x 8448 + 3 x 8192 = 286,464 (15.3 GiB), 32 would be 303,104.
+        (QWEN_7B, 8192, 256, 31, 286_464, 57_344),
+        # 200 + 4096 is rounded up to 4304: 69 x 4304 + 8 x 200 = 298,576; 70 would be 302,880.
+        (QWEN_7B, 200, 4096, 69, 298_576, 57_344),
+        # 2 x 32 x 32 x 128 x 2 = 524,288 a token: 32,768 of them. 512 + 53 is rounded up to 576: 51 x 576 + 6 x 512.
+        (LLAMA_7B, 512, 53, 51, 32_448, 524_288),
+        # never more than 256, though 16 GiB would hold more: 256 x 80 + 32 x 16
+        (QWEN_7B, 16, 64, 256, 20_992, 57_344),
+    ],
+)
+def test_slots_fill_16_gib_with_the_longest_prompt_in_the_dtype_of_the_cache(
+    loaded, prompt, response, slots, tokens, bytes_per_token
+):
+    config = load_config(
+        None, ["model.device=cuda", f"generate.max_new_tokens={response}", "train.samples_per_prompt=8"]
+    )
+    budget = slots_for(config, loaded, RolePlacement.of(config), "cuda:0", longest_prompt=prompt)
+    assert (budget.slots, budget.bytes_per_token) == (slots, bytes_per_token)
+    assert budget.used == tokens * bytes_per_token <= 16 * GIB
+
+
+def test_a_cache_on_a_cpu_is_fp32_and_has_one_gib():
+    config = load_config(None, ["model.device=cpu", "model.dtype=bfloat16", "generate.max_new_tokens=256"])
+    # 114,688 bytes a token: 9362 tokens in 1 GiB. 2 x (1024 + 256) + 1 x 1024 = 3584; 6 x 1280 + 1024 = 8704 fits, 7 not
+    budget = slots_for(config, QWEN_7B, RolePlacement.of(config), "cpu", longest_prompt=1024)
+    assert (budget.slots, budget.bytes_per_token, budget.memory) == (6, 114_688, GIB)
+
+
+def test_a_response_that_does_not_fit_alone_is_told_and_tried(caplog):
+    config = load_config(None, ["model.device=cpu", "generate.max_new_tokens=256"])
+    assert slots_for(config, QWEN_7B, RolePlacement.of(config), "cpu", longest_prompt=8192).slots == 1
+    assert "one response on cpu needs 1 slots of 8448 tokens" in caplog.text
+    assert "task.max_prompt_tokens" in caplog.text
+
+
+def test_searchers_beside_a_trainer_divide_the_memory_that_is_free(gpus, monkeypatch):
+    """20 GiB are free for all, and of the 3 GiB that this process keeps it uses 1: 35% of 22 GiB."""
+    for name, value in (
+        ("is_available", True),
+        ("mem_get_info", (20 * GIB, 140 * GIB)),
+        ("memory_reserved", 3 * GIB),
+        ("memory_allocated", GIB),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+    assert kv_bytes(placement("model.device=cuda"), "cuda:0") == int(0.35 * 22 * GIB)
+    assert kv_bytes(placement("model.device=cuda", "search.num_searchers=2"), "cuda:0") == int(0.35 * 22 * GIB) // 2
+    apart = "runtime.placement={trainer: cuda, searchers: cuda:1}"
+    assert kv_bytes(placement(apart), "cuda:1") == 12 * GIB, "nothing of this run is there to be asked"
+
+
+def test_the_chosen_slots_are_logged_with_what_they_take(caplog):
+    config = load_config(None, ["model.device=cpu", "task.num_train_prompts=3"])
+    inputs = load_inputs(config)
+    longest = inputs.longest_prompt("train", config.evaluate.split)
+    assert longest == max(len(p.token_ids) for split in ("train", "held_out") for p in inputs.task.prompts(split))
+    with caplog.at_level(logging.INFO, logger="tba"):
+        filled = with_defaults(config, inputs.loaded, longest_prompt=longest)
+    assert f"generate.slots on cpu: {filled.generate.slots} slots of " in caplog.text
+    assert f"({longest} of the longest prompt)" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="tba"):
+        with_defaults(load_config(None, ["model.device=cpu", "generate.slots=9"]), inputs.loaded)
+    assert "slots" not in caplog.text

@@ -22,7 +22,6 @@ def generate(
     """Texts for each prompt, in their order."""
     torch.set_num_threads(config.runtime.threads)
     loaded = load_model(config.trainer_model)
-    config = with_defaults(config, loaded)
     room = loaded.context - config.generate.max_new_tokens
     template = config.task.chat_template_kwargs
     made = [
@@ -31,6 +30,8 @@ def generate(
         )
         for index, text in enumerate(prompts)
     ]
+    longest = max((len(prompt.token_ids) for prompt in made), default=1)
+    config = with_defaults(config, loaded, longest_prompt=longest)
     sampling = replace(training_sampling(config), greedy=greedy)
     found: dict[tuple[int, int], str] = {}
     requests = (Request(prompt=prompt) for prompt in made)

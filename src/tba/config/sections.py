@@ -76,8 +76,9 @@ class GenerateConfig(Section):
     transformers = the forward pass and cache of transformers, one prompt at a time, slower, for models that neither
     knows (the native engine falls back to it with a warning)."""
     slots: int | None = Field(default=None, ge=1)
-    """Number of responses decoded side by side; None = as many as 1 GiB holds the keys and values of, at most 128; on a
-    GPU as many as 16 GiB, or the searcher's part of a third of its memory (half where no trainer uses it), at most 256."""
+    """Number of responses decoded side by side; None = as many as 1 GiB holds the keys and values of, each with the longest
+    prompt of the run, at most 128; on a GPU as many as 16 GiB, or the searcher's part of a third of the memory that is free
+    (half where no trainer uses it), at most 256."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Length of the longest response, in tokens."""
     min_new_tokens: int = Field(default=0, ge=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import LoraReferenceScorer, ReferenceScorer
 from tba.generate.transformers_engine import TransformersEngine, TransformersScorer
 from tba.models.decoder import UnsupportedModel
-from tba.models.load import has_lora, merged
+from tba.models.load import ADAPTER, has_lora, merged
 from tba.types import Completion, Request, Sampling, Weights
 
 logger = logging.getLogger("tba.generate")
@@ -185,14 +186,18 @@ def make_scorer(
 
 
 class LoraEngine:
-    """An engine that merges each adapter into the weights it decodes with, so decoding costs no more than without LoRA.
+    """An engine that takes adapters. In fp32 it merges each into the weights it decodes with, so that decoding costs no more
+    than without LoRA; in half precision, where merging loses small changes, the adapter is kept beside them.
 
-    `model` is the base with an adapter in it: its weights and its scale are what an arriving adapter is merged with.
+    `model` is the base with an adapter in it, at the latest when the first adapter is loaded: its weights, shapes and scale
+    are what an arriving adapter goes with.
     """
 
     def __init__(self, engine: Engine, model: PreTrainedModel) -> None:
         self._engine = engine
         self._model = model
+        self._prepare: Callable[[Weights], Weights] | None = None
+        """From a published adapter to what the engine loads; decided at the first."""
 
     @property
     def version(self) -> int:
@@ -203,7 +208,24 @@ class LoraEngine:
         return self._engine.vocabulary
 
     def load(self, weights: Weights) -> None:
-        self._engine.load(merged(self._model, weights))
+        if self._prepare is None:
+            self._prepare = self._way_in()
+        self._engine.load(self._prepare(weights))
+
+    def _way_in(self) -> Callable[[Weights], Weights]:
+        """How adapters reach the engine: merged, or as they are, once there is a place for them."""
+        engine, model = self._engine, self._model
+        if isinstance(engine, NativeEngine) and engine.decoder.dtype != torch.float32:
+            try:
+                engine.keep_adapter_apart(model)
+            except UnsupportedModel as reason:
+                logger.warning("LoRA is merged in %s, which loses small changes: %s.", engine.decoder.dtype, reason)
+            else:
+                return lambda weights: weights
+        if isinstance(engine, TransformersEngine) and model.dtype != torch.float32:
+            engine.model.add_adapter(model.peft_config[ADAPTER], ADAPTER)
+            return partial(_with_base, model)
+        return partial(merged, model)
 
     def generate(
         self,
@@ -224,3 +246,9 @@ class LoraEngine:
 
     def sibling(self) -> Engine:
         return self._engine.sibling()
+
+
+def _with_base(model: PreTrainedModel, weights: Weights) -> Weights:
+    """A published adapter together with the base weights, under the names that both have in the model."""
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return Weights(version=weights.version, tensors={**own, **weights.tensors})

@@ -47,6 +47,10 @@ MIX_1 = _signed(0xBF58476D1CE4E5B9)
 MIX_2 = _signed(0x94D049BB133111EB)
 
 
+class BrokenLogits(RuntimeError):
+    """A model's logits are NaN, so that no token can be chosen."""
+
+
 def training_sampling(config: Config) -> Sampling:
     """How searchers sample: the tempered policy, truncated only where generate.top_p or generate.top_k asks for it."""
     generate = config.generate
@@ -227,7 +231,8 @@ class Response:
     def completion(
         self, token_ids: np.ndarray, behaviour: np.ndarray, policy: np.ndarray, stop_ids: Collection[int]
     ) -> Completion:
-        """The finished record; the arrays hold the whole response, log-probs of the prefix are NaN."""
+        """The finished record; the arrays hold the whole response, log-probs of the prefix are NaN, and only those."""
+        self._check_numbers(policy)
         stopped = len(token_ids) > 0 and int(token_ids[-1]) in stop_ids
         finish: Finish = "stop" if stopped else "length"
         # Weights that arrived after the last token chose nothing; a response without tokens keeps its last span.
@@ -241,6 +246,21 @@ class Response:
             version_spans=tuple(spans),
             finish=finish,
             num_prefix_tokens=self.num_prefix_tokens,
+        )
+
+    def _check_numbers(self, policy: np.ndarray) -> None:
+        """Raise BrokenLogits where the log-prob of a generated token is NaN: softmax makes it of any NaN or +inf among the
+        logits. Engines end such a response at that token."""
+        broken = np.flatnonzero(np.isnan(policy[self.num_prefix_tokens :]))
+        if len(broken) == 0:
+            return
+        token = self.num_prefix_tokens + int(broken[0])
+        version = next((version for first, version in reversed(self.spans) if first <= token), None)
+        raise BrokenLogits(
+            f"the model's logits are NaN or infinite at token {token} of response {self.sample_index} to prompt "
+            f"{self.request.prompt.id!r}, with weights of version {version}: no token can be chosen from them. Either the "
+            "weights themselves are broken (training diverged: lower train.learning_rate or train.max_grad_norm, or go back "
+            "to an earlier checkpoint), or the model overflows in its dtype (try model.dtype=float32)."
         )
 
 

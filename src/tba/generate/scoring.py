@@ -81,11 +81,6 @@ class ReferenceScorer:
             self._score_prompts([prompts[prompt] for prompt in batch], owners, response_ids, temperature, scores)
         return scores
 
-    @property
-    def _attention_dtype(self) -> torch.dtype:
-        """Dtype of queries, keys and values: on CUDA the decoder's own, which the fast kernels want."""
-        return torch.float32 if self.decoder.device.type == "cpu" else self.decoder.dtype
-
     def _score_packed(
         self,
         batch: Mapping[int, list[int]],
@@ -101,7 +96,7 @@ class ReferenceScorer:
         packed = pack(
             [torch.tensor(prompts[row]) for row in batch], own, share_prompts=True, device=self.decoder.device
         )
-        attend = PackedAttention(self.decoder.spec, packed.layout, self._attention_dtype)
+        attend = PackedAttention(self.decoder.spec, packed.layout, self.decoder.attention_dtype)
         hidden = self.decoder.hidden(packed.input_ids_T, packed.positions_T, attend)
         flat = packed.expand(self._log_probs(hidden[packed.predict_M], packed.targets_M, temperature)).cpu().numpy()
         members = [index for own_members in batch.values() for index in own_members]
@@ -124,7 +119,7 @@ class ReferenceScorer:
         columns = max([1, *(len(prompt) - 1 for prompt in prompts)])
         ids = padded([prompt[:-1] for prompt in prompts], columns=columns, device=device)
         positions = torch.arange(columns, device=device).expand_as(ids)
-        prefix = CausalAttention(self.decoder.spec, *ids.shape, keep=True, dtype=self._attention_dtype)
+        prefix = CausalAttention(self.decoder.spec, *ids.shape, keep=True, dtype=self.decoder.attention_dtype)
         self.decoder.store_only(ids.flatten(), positions.flatten(), prefix)
         lengths_P = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
         lengths = [len(response_ids[index]) for _, index in owners]

@@ -22,11 +22,21 @@ what the paper uses instead stands in its config files.
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
+
+import torch
+
 from tba.config import Config, Schedule
+from tba.generate.native.kv_cache import KEY_MULTIPLE
+from tba.generate.native.prefill import READ_AHEAD
 from tba.launch.devices import activation_bytes, kv_bytes, placement_of
-from tba.models.load import LoadedModel
+from tba.models.load import LoadedModel, resolve_dtype
 from tba.objectives.registry import make_objective
 from tba.runtime.placement import RolePlacement
+from tba.tasks.registry import max_prompt_tokens
+
+logger = logging.getLogger("tba")
 
 ANCHOR_PARAMETERS, ANCHOR_RATE = 0.314e6, 2e-4
 """The shipped model's size and a rate that it learns at."""
@@ -51,8 +61,9 @@ def learning_rate_for(num_parameters: int, *, lora: bool = False) -> float:
     return float(f"{(LORA_FACTOR if lora else 1.0) * rate:.1e}")
 
 
-def with_defaults(config: Config, loaded: LoadedModel) -> Config:
-    """The config with every None that means `by the model and machine` replaced."""
+def with_defaults(config: Config, loaded: LoadedModel, *, longest_prompt: int | None = None) -> Config:
+    """The config with every None that means `by the model and machine` replaced. `longest_prompt` is that of the run, in
+    tokens; None = as long as the settings allow."""
     config = with_objective_defaults(config)  # changes nothing where it was done before
     train, placement = config.train, placement_of(config)
     train = train.model_copy(
@@ -62,16 +73,22 @@ def with_defaults(config: Config, loaded: LoadedModel) -> Config:
             "tokens_per_micro_batch": train.tokens_per_micro_batch or tokens_for(loaded, placement),
         }
     )
-    return with_slots(config.model_copy(update={"train": train}), loaded, placement)
+    config = config.model_copy(update={"train": train})
+    allowed = max_prompt_tokens(config, loaded.context) if longest_prompt is None else longest_prompt
+    return with_slots(config, loaded, placement, longest_prompt=allowed)
 
 
-def with_slots(config: Config, loaded: LoadedModel, placement: RolePlacement) -> Config:
+def with_slots(config: Config, loaded: LoadedModel, placement: RolePlacement, *, longest_prompt: int) -> Config:
     """The config with generate.slots and those of all kinds filled in, each by the devices that it is for. Where one number
-    is for several, the device with the least memory for it decides."""
+    is for several, the device with the least memory for it decides. What was chosen is logged."""
     generate, search, planned = config.generate, config.search, placement.searchers
     by_kind: dict[str | None, int] = {}
-    for index, device in enumerate(planned):
-        kind, slots = search.kind_at(index), slots_for(loaded, generate.max_new_tokens, placement, device)
+    budgets: dict[str, SlotBudget] = {}
+    for index, device in enumerate(planned if generate.slots is None else ()):
+        if device not in budgets:
+            budgets[device] = slots_for(config, loaded, placement, device, longest_prompt=longest_prompt)
+            logger.info("generate.slots on %s: %s.", device, budgets[device])
+        kind, slots = search.kind_at(index), budgets[device].slots
         by_kind[kind] = min(slots, by_kind.get(kind, slots))
     kinds = {
         name: kind.model_copy(update={"slots": kind.slots or generate.slots or by_kind[name]})
@@ -147,14 +164,71 @@ def with_room(config: Config, *, num_prompts: int) -> Config:
     return config.model_copy(update={"replay": config.replay.model_copy(update={"capacity_per_prompt": room})})
 
 
-def slots_for(loaded: LoadedModel, max_new_tokens: int, placement: RolePlacement, device: str) -> int:
-    """Number of responses, each with a prompt of the same length, that a searcher on this device has memory for, at most
-    MOST_SLOTS."""
-    shape, most = loaded.model.config.get_text_config(), MOST_SLOTS[device.partition(":")[0]]
+@dataclass(frozen=True, kw_only=True)
+class SlotBudget:
+    """How many slots a searcher gets, and what that costs.
+
+    SlotBudget(slots=31, positions=8448, prompt_tokens=8192, bytes_per_token=57_344, waiting=3, memory=16 * 2**30)
+    """
+
+    slots: int
+    positions: int
+    """Number of tokens of the longest prompt with the longest response, as the cache rounds it."""
+    prompt_tokens: int
+    """Number of tokens of the longest prompt."""
+    bytes_per_token: int
+    """Size of one token's keys and values in all layers."""
+    waiting: int
+    """Number of prompts that are prefilled and wait for slots, at most."""
+    memory: int
+    """Bytes for the keys and values of one searcher."""
+
+    @property
+    def used(self) -> int:
+        """Bytes of all keys and values: slots x positions x bytes + waiting x prompt x bytes."""
+        return (self.slots * self.positions + self.waiting * self.prompt_tokens) * self.bytes_per_token
+
+    def __str__(self) -> str:
+        return (
+            f"{self.slots} slots of {self.positions} tokens ({self.prompt_tokens} of the longest prompt) with "
+            f"{self.bytes_per_token:,} bytes of keys and values each, and {self.waiting} prompts that wait: "
+            f"{self.used / 2**30:.3g} GiB of {self.memory / 2**30:.3g}"
+        )
+
+
+def slots_for(
+    config: Config, loaded: LoadedModel, placement: RolePlacement, device: str, *, longest_prompt: int
+) -> SlotBudget:
+    """As many responses as a searcher on this device has memory for, at most MOST_SLOTS: each with the longest prompt and
+    the longest response, in the dtype that the cache has there."""
+    shape, kind = loaded.model.config.get_text_config(), device.partition(":")[0]
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    bytes_per_slot = 2 * shape.num_hidden_layers * heads * head_dim * 4 * min(loaded.context, 2 * max_new_tokens)
-    return max(1, min(most, kv_bytes(placement, device) // bytes_per_slot))
+    dtype = torch.float32 if kind == "cpu" else resolve_dtype(config.model.dtype, torch.device(kind))
+    prompt = min(longest_prompt, loaded.context)
+    positions = -(-min(loaded.context, prompt + config.generate.max_new_tokens) // KEY_MULTIPLE) * KEY_MULTIPLE
+
+    def budget(slots: int) -> SlotBudget:
+        waiting = max(1, min(READ_AHEAD[kind], slots // config.samples_generated_per_prompt))
+        return SlotBudget(
+            slots=slots,
+            positions=positions,
+            prompt_tokens=prompt,
+            bytes_per_token=2 * shape.num_hidden_layers * heads * head_dim * dtype.itemsize,
+            waiting=waiting,
+            memory=memory,
+        )
+
+    memory = kv_bytes(placement, device)
+    fitting = [found for found in map(budget, range(1, MOST_SLOTS[kind] + 1)) if found.used <= memory]
+    if not fitting:
+        logger.warning(
+            "one response on %s needs %s. It is tried with one; shorter prompts (task.max_prompt_tokens) or responses "
+            "(generate.max_new_tokens) need less.",
+            device,
+            budget(1),
+        )
+    return fitting[-1] if fitting else budget(1)
 
 
 def tokens_for(loaded: LoadedModel, placement: RolePlacement) -> int:

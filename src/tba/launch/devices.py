@@ -74,13 +74,23 @@ def kv_bytes(placement: RolePlacement, device: str) -> int:
     if device == "cpu":
         return KV_BYTES["cpu"]
     searchers = max(1, placement.num_searchers_on(device))
-    return min(KV_BYTES["cuda"], int(part_of_gpu(placement, device) * gpu_bytes(device)) // searchers)
+    return min(KV_BYTES["cuda"], int(part_of_gpu(placement, device) * free_gpu_bytes(placement, device)) // searchers)
 
 
 def part_of_gpu(placement: RolePlacement, device: str) -> float:
     """Part of a GPU's memory for what grows with the work: more where it is the trainer's alone, or the searchers'."""
     is_shared = device in placement.trainer and placement.num_searchers_on(device) > 0
     return SHARED_PART if is_shared else OWN_PART
+
+
+def free_gpu_bytes(placement: RolePlacement, device: str) -> int:
+    """Memory of a GPU that nothing uses, as far as can be asked without using some: of a GPU that is the searchers' alone it
+    is all, for asking would leave this process's own half a gigabyte there for the whole run."""
+    if device not in placement.trainer or not torch.cuda.is_available():
+        return gpu_bytes(device)
+    # What this process has freed and keeps for itself is free too: a second run in one process gets the slots of the first.
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def gpu_bytes(device: str) -> int:

@@ -43,7 +43,7 @@ from tba.search.make import (
     make_step_values,
 )
 from tba.search.role import run_searcher
-from tba.tasks.base import Task
+from tba.tasks.base import Split, Task
 from tba.tasks.evaluation import Evaluator, make_evaluator
 from tba.tasks.registry import make_task_for
 from tba.tasks.rewards.pool import make_rewards
@@ -65,6 +65,10 @@ class RunInputs:
 
     loaded: LoadedModel
     task: Task
+
+    def longest_prompt(self, *splits: Split) -> int:
+        """Number of tokens of the longest prompt of these splits."""
+        return max((len(prompt.token_ids) for split in splits for prompt in self.task.prompts(split)), default=1)
 
 
 def load_inputs(config: Config) -> RunInputs:

@@ -17,6 +17,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,16 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class Adapter(Protocol):
+    """What is loaded beside the weights (models/adapter.py)."""
+
+    def is_of(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether these tensors are an adapter's."""
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy them in place."""
+
+
 class Decoder:
     """The forward pass. Make one with `build_decoder.make_decoder(model)`."""
 
@@ -62,10 +73,21 @@ class Decoder:
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype, device=self.device)
         self.fused_pass = make_fused_pass(spec, weights, rotations)
         """The pass that serves instead of the plain one; None = the plain one serves."""
+        self.adapter: Adapter | None = None
+        """LoRA beside the matrices; None = there is none, or it is merged into them."""
+
+    @property
+    def attention_dtype(self) -> torch.dtype:
+        """Dtype of queries, keys and values, also in a cache: the decoder's own, which the fast kernels want, but fp32 on a
+        CPU, where small batched products are slow in bf16 and fp32 is the more exact."""
+        return torch.float32 if self.device.type == "cpu" else self.dtype
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy named tensors of a transformers state dict over the weights, in place."""
-        self.weights.load(tensors)
+        """Copy named tensors of a transformers state dict over the weights, or those of an adapter over the adapter."""
+        if self.adapter is not None and self.adapter.is_of(tensors):
+            self.adapter.load(tensors)
+        else:
+            self.weights.load(tensors)
 
     def hidden(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Final hidden states, normed, ready for `logits` -> [N, hidden]."""
@@ -301,6 +323,12 @@ def check_decoder(model: nn.Module, decoder: Decoder, max_length: int) -> None:
         _check_against(model, decoder, max_length)
 
 
+def tolerance(model: nn.Module, decoder: Decoder) -> float:
+    """Largest mean total variation distance that rounding explains."""
+    is_coarse = torch.bfloat16 in (decoder.dtype, next(model.parameters()).dtype)
+    return TOLERANCE[torch.bfloat16 if is_coarse else torch.float32]
+
+
 @torch.no_grad()
 def _check_against(model: nn.Module, decoder: Decoder, max_length: int) -> None:
     """Log-probs of a few random tokens must be those of the model's own forward pass."""
@@ -311,14 +339,16 @@ def _check_against(model: nn.Module, decoder: Decoder, max_length: int) -> None:
     expected = model(input_ids=ids.to(device), use_cache=False).logits.float().log_softmax(-1).cpu()
     model.train(was_training)
     positions = torch.arange(length).expand(2, -1).reshape(-1).to(decoder.device)
-    hidden = decoder.hidden(ids.reshape(-1).to(decoder.device), positions, CausalAttention(decoder.spec, 2, length))
+    # In the dtype that serves: a mask or a kernel that fails, or loses too much, in half precision must fail here.
+    attend = CausalAttention(decoder.spec, 2, length, dtype=decoder.attention_dtype)
+    hidden = decoder.hidden(ids.reshape(-1).to(decoder.device), positions, attend)
     found = decoder.logits(hidden).log_softmax(-1).cpu().view_as(expected)
-    coarse = next((dtype for dtype in (torch.bfloat16,) if dtype in (decoder.dtype, model.dtype)), torch.float32)
+    allowed = tolerance(model, decoder)
     # Not the largest gap of log-probs: in bf16 those of tokens that never come are off by whole nats in both. And not the
     # worst position: two bf16 passes of a small chat model differ by 0.16 at one of 24, by 0.04 on average.
     difference = float((found.exp() - expected.exp()).abs().sum(-1).mean()) / 2
-    if not difference <= TOLERANCE[coarse]:
+    if not difference <= allowed:
         raise UnsupportedModel(
             f"the native decoder's next-token distribution differs from this {decoder.spec.family} model's forward pass by "
-            f"{difference:.2g} (allowed {TOLERANCE[coarse]:g}): its config uses something the decoder does not know"
+            f"{difference:.2g} (allowed {allowed:g}): its config uses something the decoder does not know"
         )

@@ -98,19 +98,33 @@ class DecoderSpec:
         return self.num_heads // self.num_kv_heads
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LowRank:
+    """A change of a matrix, up x down, that is kept beside it (models/adapter.py)."""
+
+    down: Tensor
+    """[R, in]"""
+    up: Tensor
+    """[out, R]"""
+
+
 @dataclass(kw_only=True, eq=False)
 class Linear:
     """A linear map with weight [out, in] and bias [out] or None."""
 
     weight: Tensor
     bias: Tensor | None = None
+    low_rank: LowRank | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.weight, self.bias)
+        if self.low_rank is not None:
+            y.addmm_(F.linear(x, self.low_rank.down), self.low_rank.up.t())
+        return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """Add linear(x) to the residual in place; in one kernel where the types allow it."""
-        if self.bias is None and residual.dtype == self.weight.dtype:
+        if self.bias is None and self.low_rank is None and residual.dtype == self.weight.dtype:
             residual.addmm_(x, self.weight.t())
         else:
             residual.add_(self(x))

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tba.generate.native.kv_cache import FusedSlotAttention, SlotCache
 from tba.generate.native.slots import SlotState
-from tba.generate.sampling import SamplingNeeds
 from tba.models.decoder import Decoder, FusedPass
 
 logger = logging.getLogger("tba.generate")
@@ -40,11 +39,6 @@ class FusedDecode:
         self._addresses: tuple[tuple[int, torch.Size], ...] = ()
         self._captures = decoder.device.type == "cuda"
 
-    @staticmethod
-    def serves(needs: SamplingNeeds) -> bool:
-        """Whether the kernels can choose these tokens; truncation and forbidden tokens take the plain decode step."""
-        return not (needs.truncation or needs.forbidden)
-
     @torch.inference_mode()
     def run(self, count: int, *, decode_steps: int) -> None:
         """`decode_steps` tokens for each of the first `count` slots that is not done."""
@@ -60,6 +54,10 @@ class FusedDecode:
                 # Kernel by kernel at first: this compiles what is missing, which a capture must not.
                 self._decode_step(slots)
                 self._warm.add(slots)
+
+    def forget(self) -> None:
+        """Drop all graphs: the decoder computes otherwise from now on."""
+        self._addresses = ()
 
     def _bucket(self, count: int) -> int:
         """Number of slots that a graph runs over: powers of two up to 64, then multiples of 64: few graphs, little waste."""
@@ -92,7 +90,7 @@ class FusedDecode:
 
     def _decode_step(self, slots: int) -> None:
         """One decode step: work on static tensors only, so that it can be captured."""
-        from tba.kernels.logits import choose_tokens
+        from tba.kernels.sampling import choose_tokens
 
         decoder, positions = self.decoder, self.state.column("positions", slots)
         x = decoder.embed(self.state.column("ids", slots), positions)

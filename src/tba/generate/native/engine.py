@@ -5,10 +5,12 @@ the turn before finished: on a GPU the caller and the decode steps work side by 
 and values are forked into the slots of its samples as they fall free.
 
 `load` may be called whenever the caller has control: between two completions, or from `between_steps`.
-    in_flight   new weights act from the next token on; the keys and values of earlier tokens, and of prompts that wait,
-                stay as the old weights made them. Spans say which version chose which token.
-    drain       running responses finish first, then the weights are copied, waiting prompts are prefilled again, and
-                slots fill up: every response is of one version. The tensors given to `load` must not change until then.
+    in_flight   new weights act from the next token on; the keys and values of earlier tokens stay as the old weights made
+                them. Spans say which version chose which token.
+    drain       running responses finish first, then the weights are copied, and slots fill up: every response is of one
+                version. The tensors given to `load` must not change until then.
+A prompt without a token yet, waiting or in its slot, is prefilled again: a response whose spans name one version was
+computed by that version, keys and values included.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from tba.generate.native.cuda_graphs import (
     DECODE_STEPS_AHEAD,
@@ -29,10 +32,12 @@ from tba.generate.native.cuda_graphs import (
     InPlaceLoader,
 )
 from tba.generate.native.kv_cache import Prefilled, SlotAttention, SlotCache
+from tba.generate.native.load_check import check_engine
 from tba.generate.native.prefill import READ_AHEAD, Admission, Prefill, PrefillQueue
 from tba.generate.native.slots import FinishedSlots, SlotSnapshot, SlotState, SlotTable
-from tba.generate.sampling import SamplingNeeds, checked_requests, sample
+from tba.generate.sampling import SamplingNeeds, checked_requests, sample, sequence_of
 from tba.generate.scoring import ReferenceScorer
+from tba.models.adapter import DecoderAdapter
 from tba.models.build_decoder import make_decoder
 from tba.models.decoder import Decoder, why_not_fused
 from tba.models.packing import on_device
@@ -66,9 +71,7 @@ class NativeEngine:
             self.decoder = make_decoder(model, max_length=max_length, dtype=dtype, device=self.device)
         self._load_in_place = InPlaceLoader(self.decoder)
         self._dtype = dtype
-        # Small batched products are slow in bf16 on a CPU, and the cache of fp32 is the more exact one.
-        cache_dtype = torch.float32 if self.device.type == "cpu" else dtype
-        self.cache = SlotCache(self.decoder.spec, slots, cache_dtype, self.device)
+        self.cache = SlotCache(self.decoder.spec, slots, self.decoder.attention_dtype, self.device)
         self.state = SlotState(slots, self.device)
         self.stop_ids = frozenset(stop_ids)
         self._stop_ids = torch.tensor(sorted(self.stop_ids), device=self.device)
@@ -83,6 +86,21 @@ class NativeEngine:
         self._pending: Weights | None = None
         self._sibling: NativeEngine | None = None
         self._generating = False
+        if not isinstance(model, Decoder):
+            self._check(model)
+
+    def _check(self, model: nn.Module) -> None:
+        """Check what this engine generates; fused decode steps that fail, or are wrong, are not used, with a warning."""
+        try:
+            check_engine(model, self)
+        except Exception as error:  # a kernel may fail to compile in as many ways as there are drivers
+            if self._fused is None:
+                raise
+            logger.warning(
+                "decoding without fused kernels and CUDA graphs, slower: %s: %.300s", type(error).__name__, error
+            )
+            self._fused = None
+            check_engine(model, self)
 
     def _make_fused(self) -> FusedDecode | None:
         """The fused decode step on CUDA, where the family allows it; otherwise None, with a warning."""
@@ -132,6 +150,15 @@ class NativeEngine:
         self._load_now(weights)
         for slot, response in self._slots.items():
             response.open_span(int(self._slots.num_tokens[slot]), weights.version)
+        self._prefill_started_again()
+
+    def keep_adapter_apart(self, model: PreTrainedModel) -> None:
+        """From now on take adapters like the one in `model`, without merging them; raises UnsupportedModel where it changes
+        something else than matrices of layers."""
+        self.decoder.adapter = DecoderAdapter(self.decoder, model)
+        for engine in (self, self._sibling):
+            if engine is not None and engine._fused is not None:
+                engine._fused.forget()
 
     def generate(
         self,
@@ -193,24 +220,39 @@ class NativeEngine:
         free = self._slots.free_slots()
         if free and self._pending is None:
             queue.read_for(len(free), self.version)
-            # Reading may have loaded weights: under drain no response may start from keys and values of older ones.
-            if self.update == "drain" and queue.is_older_than(self.version):
-                queue.prefill_again()
+            # Weights were loaded while prompts waited: no response may start from keys and values of older ones.
+            queue.prefill_again(self.version)
             admissions = queue.take(len(free))
             if admissions:
                 self._admit(free[: len(admissions)], admissions)
         if not self._snapshots:  # a snapshot under way knows responses by their slots
             self._move(*self._slots.compact())
 
+    def _prefill_started_again(self) -> None:
+        """Compute the prompts in slots with the weights in use, where no token was chosen yet."""
+        started = [
+            (slot, response)
+            for slot, response in self._slots.items()
+            if self._slots.num_tokens[slot] == response.num_prefix_tokens
+        ]
+        if started:
+            sequences = [sequence_of(response.request) for _, response in started]
+            self._fork([slot for slot, _ in started], self._prefill_now(sequences))
+
+    @torch.inference_mode()
+    def _fork(self, slots: Sequence[int], prompts: Sequence[tuple[Prefilled, int]]) -> None:
+        """Copy keys and values into slots; a prompt is a batch of a prefill and its row there."""
+        for prefilled in {id(batch): batch for batch, _ in prompts}.values():
+            chosen = [(slot, row) for slot, (batch, row) in zip(slots, prompts) if batch is prefilled]
+            targets, rows = on_device(torch.tensor(chosen), self.device).unbind(1)
+            self.cache.fork(targets, prefilled, rows)
+
     @torch.inference_mode()
     def _admit(self, slots: list[int], admissions: Sequence[Admission]) -> None:
         responses = [admission.response for admission in admissions]
         self.cache.reserve(max(response.max_length for response in responses))
         self.state.reserve(max(response.sampling.max_new_tokens for response in responses))
-        for prefilled in {id(admission.prefilled): admission.prefilled for admission in admissions}.values():
-            chosen = [(s, a.row) for s, a in zip(slots, admissions) if a.prefilled is prefilled]
-            targets, rows = on_device(torch.tensor(chosen), self.device).unbind(1)
-            self.cache.fork(targets, prefilled, rows)
+        self._fork(slots, [(admission.prefilled, admission.row) for admission in admissions])
         self.state.place(slots, responses, self.seed)
         for slot, response in zip(slots, responses):
             response.open_span(response.num_prefix_tokens, self.version)
@@ -230,14 +272,11 @@ class NativeEngine:
         -> snapshots that may stay under way: 1 = the next decode steps need not wait for what these ones finish.
         """
         slots, ahead = self._slots, 0
-        needs = slots.needs()
-        if self._fused is not None and self._fused.serves(needs):
+        if self._fused is not None:
             ahead = int(may_run_ahead)
             self._fused.run(slots.count, decode_steps=DECODE_STEPS_AHEAD if ahead else DECODE_STEPS_PER_SNAPSHOT)
-        elif self._snapshots:
-            return ahead  # the plain decode step would run over slots that are done: the host must take them out first
         else:
-            self._decode_step(slots.count, slots.num_keys(), needs)
+            self._decode_step(slots.count, slots.num_keys(), slots.needs())
         self._snapshots.append((self._num_snapshots, self.state.snapshot(slots.count)))
         self._num_snapshots += 1
         return ahead

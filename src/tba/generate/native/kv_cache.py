@@ -21,6 +21,9 @@ from tba.models.decoder_spec import DecoderSpec
 KEY_MULTIPLE = 16
 """Attention runs over a multiple of this many keys: few distinct shapes, and faster matrix kernels."""
 
+POSITIONS_LAST = {"cpu": True, "cuda": False}
+"""Whether keys lie with positions last, by device."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prefilled:
@@ -47,7 +50,7 @@ class SlotCache:
 
     def __init__(self, spec: DecoderSpec, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (spec.num_layers, num_slots, spec.num_kv_heads)
-        self.positions_last = device.type == "cpu"
+        self.positions_last = POSITIONS_LAST[device.type]
         """Whether keys are [M, S, K, D, L] instead of [M, S, K, L, D]."""
         self.values = torch.zeros(*shape, 0, spec.head_dim, dtype=dtype, device=device)
         self.keys = self.arrange(self.values)

@@ -90,15 +90,11 @@ class PrefillQueue:
                 self.waiting.popleft()
         return admissions
 
-    def is_older_than(self, version: int) -> bool:
-        """Whether something that waits was prefilled with other weights."""
-        return any(entry.prefilled.version != version for entry in self.waiting)
-
-    def prefill_again(self) -> None:
-        """Recompute the keys and values of all waiting prompts with the weights in use."""
-        waiting = list(self.waiting)
-        sequences = [sequence_of(entry.responses[0].request) for entry in waiting]
-        for entry, (prefilled, row) in zip(waiting, self.prefill(sequences)):
+    def prefill_again(self, version: int) -> None:
+        """Recompute the keys and values of waiting prompts that other weights than those in use, of `version`, computed."""
+        older = [entry for entry in self.waiting if entry.prefilled.version != version]
+        sequences = [sequence_of(entry.responses[0].request) for entry in older]
+        for entry, (prefilled, row) in zip(older, self.prefill(sequences)):
             entry.prefilled, entry.row = prefilled, row
 
     def _read(self, num_prompts: int, version: int) -> None:

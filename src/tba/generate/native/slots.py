@@ -25,7 +25,7 @@ from tba.models.packing import on_device, padded
 from tba.types import Completion
 
 if TYPE_CHECKING:  # Triton is there only where CUDA is
-    from tba.kernels.logits import Columns
+    from tba.kernels.sampling import Columns
 
 NO_SNAPSHOT = np.iinfo(np.int64).max
 """Number that no snapshot reaches: of a slot without a response no snapshot tells anything."""
@@ -164,20 +164,9 @@ class SlotState:
 
     def columns(self, num_slots: int) -> Columns:
         """Views of the first slots for the kernels that choose tokens."""
-        from tba.kernels.logits import Columns
+        from tba.kernels.sampling import Columns
 
-        names = (
-            "ids",
-            "positions",
-            "num_tokens",
-            "limits",
-            "keys",
-            "greedy",
-            "done",
-            "temperature",
-            "policy_temperature",
-        )
-        views = {name: self.column(name, num_slots) for name in names}
+        views = {name: self.column(name, num_slots) for name in (*INTEGERS, *FLOATS)}
         return Columns(**views, tokens=self.tokens, behaviour=self.behaviour, policy=self.policy)
 
     def sampling(self, num_slots: int) -> SamplingState:
@@ -223,6 +212,7 @@ class SlotState:
         # Positions and num_tokens are neighbours in INTEGERS: one kernel moves both on.
         self.integers[:num_slots, INTEGERS.index("positions") : INTEGERS.index("num_tokens") + 1] += 1
         ended = is_stop_V[sampled.tokens] | (self.column("num_tokens", num_slots) >= self.column("limits", num_slots))
+        ended |= sampled.policy.isnan()  # nothing can follow: `Response.completion` raises when it is taken out
         self.column("done", num_slots).copy_(ended)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
