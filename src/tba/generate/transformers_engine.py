@@ -6,7 +6,7 @@ batch of equal length, so nothing is padded; the batch runs until its last respo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +26,7 @@ from tba.generate.sampling import (
     sequence_of,
     token_log_probs,
 )
+from tba.models.decoder_spec import name_problem
 from tba.types import Completion, Request, Sampling, Weights
 
 
@@ -131,14 +132,29 @@ class TransformersEngine:
             self._load_now(weights)
 
     def _load_now(self, weights: Weights) -> None:
-        # Published names: tied tensors come once, so the second name of one is not missing.
-        missing, unknown = self.model.load_state_dict(dict(weights.tensors), strict=False)
-        tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        tied -= {name for name, _ in self.model.named_parameters()}
-        missing = [name for name in missing if name not in tied]
-        if missing or unknown:
-            raise KeyError(f"weights do not fit the engine's model: missing {missing[:1]}, unknown {unknown[:1]}.")
+        load_weights(self.model, weights.tensors)
         self.version = weights.version
+
+
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy published tensors over a model's parameters; nothing is copied when a name or a shape is wrong.
+
+    Published are parameters, tied ones once. Buffers (the correction bias of DeepSeek's router) are not: no optimizer moves
+    them, so those that the model was loaded with stay right.
+    """
+    parameters = dict(model.named_parameters())
+    known = model.state_dict()
+    unknown = [name for name in tensors if name not in known]
+    missing = [name for name in parameters if name not in tensors]
+    if unknown or missing:
+        raise KeyError(name_problem(unknown, missing, parameters))
+    for name, tensor in tensors.items():
+        if tensor.shape != known[name].shape:
+            raise ValueError(
+                f"weights: {name} has shape {tuple(tensor.shape)}, the engine's model has {tuple(known[name].shape)}: "
+                "load weights of the same model."
+            )
+    model.load_state_dict(dict(tensors), strict=False)
 
 
 class _Group:
@@ -207,7 +223,7 @@ class TransformersScorer:
 
     def load(self, weights: Weights) -> None:
         """Replace the frozen model by another of the same shape (a reference reset)."""
-        self.model.load_state_dict(dict(weights.tensors), strict=False)
+        load_weights(self.model, weights.tensors)
 
     @torch.no_grad()
     def score(
