@@ -38,7 +38,7 @@ def test_without_branches_there_is_one_part():
 
 
 def test_it_is_for_half_precision_on_cuda():
-    assert not can_use_flash(torch.zeros(1, 1, 64), softcap=None)
+    assert not can_use_flash(torch.zeros(1, 1, 64), torch.zeros(1, 1, 64), softcap=None)
 
 
 def test_a_window_fits_the_longest_sequence_with_its_root():
@@ -115,6 +115,25 @@ def test_parts_make_up_the_whole_attention_and_its_gradients(lengths):
     ):
         leaves = [part.clone().requires_grad_() for part in states]
         out = attend(*leaves)
+        out.backward(out_gradient)
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for got, want in zip(*results):
+        assert (got - want).abs().max() < 1e-12
+
+
+@pytest.mark.usefixtures("kernels_written_out")
+@pytest.mark.parametrize("lengths", [SHARED, WHOLE], ids=["shared", "whole"])
+def test_values_may_be_smaller_than_keys(lengths, monkeypatch):
+    """DeepSeek's heads: FlashAttention, which has one head size, against the gathered blocks."""
+    layout = PackedLayout(**lengths, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(20, H, size, dtype=torch.float64, generator=generator) for size in (24, 24, 16)]
+    out_gradient = torch.randn(20, H, 16, dtype=torch.float64, generator=generator)
+    results = []
+    for by_flash in (True, False):
+        monkeypatch.setattr("tba.models.packed_attention.can_use_flash", lambda *_, found=by_flash, **__: found)
+        leaves = [part.clone().requires_grad_() for part in states]
+        out = attend_packed(*leaves, layout, scaling=0.3, window=None, softcap=None)
         out.backward(out_gradient)
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
     for got, want in zip(*results):

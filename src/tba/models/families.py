@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tba.models.decoder import ACTIVATIONS, Decoder, UnsupportedModel, check_decoder
 from tba.models.decoder_spec import DecoderSpec, DecoderWeights, Layer, Linear, Norm, Placement
+from tba.models.load import is_tied
 
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 """Rotary types whose angles change with the length of the sequence: keys in a cache would go stale."""
@@ -83,7 +84,7 @@ def make_decoder(model: nn.Module, *, max_length: int, dtype: torch.dtype, devic
     if config.model_type not in FAMILIES:
         raise UnsupportedModel(f"model type {config.model_type!r} is not one of {', '.join(FAMILIES)}")
     make_spec, names = FAMILIES[config.model_type]
-    spec = make_spec(config, tied=_is_tied(model))
+    spec = make_spec(config, tied=is_tied(model))
     if spec.activation not in ACTIVATIONS:
         raise UnsupportedModel(f"activation {spec.activation!r} is not one of {', '.join(ACTIVATIONS)}")
     rotations = _rotations(model, spec, max_length, device)
@@ -97,11 +98,6 @@ def make_decoder(model: nn.Module, *, max_length: int, dtype: torch.dtype, devic
     decoder.load(model.state_dict())
     check_decoder(model, decoder, max_length)
     return decoder
-
-
-def _is_tied(model: nn.Module) -> bool:
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-    return head is not None and head.weight is embedding.weight
 
 
 # --- what the families are -------------------------------------------------------------------------------------------

@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from tba.models.decoder_attention import additive, softcapped_attention
 from tba.models.flash_attention import FlashPlan, can_use_flash, flash_attention
 
 NAME = "tba_packed"
+MAY_BE_IGNORED = frozenset({"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states"})
+"""Arguments of transformers' attention functions that change nothing here: dropout is off, positions are in the keys."""
 
 
 @dataclass(
@@ -151,14 +153,18 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     packed_layout: PackedLayout | None = None,
-    **_: Any,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention function of the transformers interface; query [1, H, T, D] -> output [1, T, H, D]."""
     if packed_layout is None:
-        raise ValueError(f"attention {NAME!r} needs packed_layout: this model does not pass keyword arguments through.")
+        raise ValueError("the model does not hand keyword arguments on to its attention")
+    unknown = [name for name, value in others.items() if value is not None and name not in MAY_BE_IGNORED]
+    if unknown or is_causal is False:
+        raise ValueError(f"its attention takes {unknown[0] if unknown else 'is_causal=False'}, which is not known here")
     q_THD, k_THD, v_THD = (states[0].transpose(0, 1) for states in (query, key, value))
     # FlashAttention computes root and branch apart, and a window that cuts across both has no place in either part.
-    if packed_layout.fits(sliding_window) and can_use_flash(q_THD, softcap=softcap):
+    if packed_layout.fits(sliding_window) and can_use_flash(q_THD, v_THD, softcap=softcap):
         attended = _attend_flash(q_THD, k_THD, v_THD, packed_layout, scaling)
     else:
         attended = _attend_outside(
@@ -178,7 +184,7 @@ def attend_packed(
     softcap: float | None,
 ) -> Tensor:
     """Attention inside the layout's sequences; keys and values may have fewer heads -> [T, H, D]."""
-    if layout.fits(window) and can_use_flash(q_THD, softcap=softcap):
+    if layout.fits(window) and can_use_flash(q_THD, v_THD, softcap=softcap):
         return _attend_flash(q_THD, k_THD, v_THD, layout, scaling)
     # Roots and branches are two blocks, each padded to its own longest: one block would pad prompts to whole responses.
     root_mask = layout.root_mask(window)
@@ -200,7 +206,11 @@ goes on after."""
 
 def _attend_flash(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
     scale = scaling if scaling is not None else q_THD.shape[-1] ** -0.5
-    return flash_attention(q_THD, k_THD, v_THD, layout.flash_plan, scale)
+    # FlashAttention has one head size. Columns of zeros in the values give columns of zeros in the output.
+    size, missing = v_THD.shape[-1], q_THD.shape[-1] - v_THD.shape[-1]
+    values = v_THD if missing == 0 else pad(v_THD, (0, missing))
+    attended = flash_attention(q_THD, k_THD, values, layout.flash_plan, scale)
+    return attended if missing == 0 else attended[..., :size]
 
 
 def _attend(
