@@ -4,8 +4,8 @@ A new family needs an entry in `FAMILIES`: a function from its config to the spe
 `DecoderSpec` can say how it computes; what it cannot say needs a field there, and code in the decoder's passes.
 
 A model that the decoder cannot run is refused with `UnsupportedModel` and served by transformers instead: an unknown model
-type, activation or tensor, a rotary type whose angles depend on the length, or a next-token distribution other than that of
-the model's own forward pass. That last check is over 12 tokens: what a model does only further on (a window longer than
+type, activation or tensor, rotary angles that change within the lengths asked for, or a next-token distribution other than
+that of the model's own forward pass. That last check is over 12 tokens: what a model does only further on (a window beyond
 that) rests on its config being read rightly here, and on tests/generate/test_engine_families.py.
 """
 
@@ -20,10 +20,7 @@ from torch import Tensor, nn
 
 from tba.models.decoder import ACTIVATIONS, Decoder, UnsupportedModel, check_decoder
 from tba.models.decoder_spec import DecoderSpec, DecoderWeights, Layer, Linear, Norm, Placement
-from tba.models.load import is_tied
-
-LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
-"""Rotary types whose angles change with the length of the sequence: keys in a cache would go stale."""
+from tba.models.load import switch_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +81,7 @@ def make_decoder(model: nn.Module, *, max_length: int, dtype: torch.dtype, devic
     if config.model_type not in FAMILIES:
         raise UnsupportedModel(f"model type {config.model_type!r} is not one of {', '.join(FAMILIES)}")
     make_spec, names = FAMILIES[config.model_type]
-    spec = make_spec(config, tied=is_tied(model))
+    spec = make_spec(config, tied=_is_tied(model))
     if spec.activation not in ACTIVATIONS:
         raise UnsupportedModel(f"activation {spec.activation!r} is not one of {', '.join(ACTIVATIONS)}")
     rotations = _rotations(model, spec, max_length, device)
@@ -98,6 +95,11 @@ def make_decoder(model: nn.Module, *, max_length: int, dtype: torch.dtype, devic
     decoder.load(model.state_dict())
     check_decoder(model, decoder, max_length)
     return decoder
+
+
+def _is_tied(model: nn.Module) -> bool:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    return head is not None and head.weight is embedding.weight
 
 
 # --- what the families are -------------------------------------------------------------------------------------------
@@ -226,10 +228,12 @@ def _rotations(model: nn.Module, spec: DecoderSpec, max_length: int, device: tor
     rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
     if rotary is None:
         raise UnsupportedModel(f"model type {spec.family!r} has no rotary_emb module to take its angles from")
-    types = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
-    for kind in types:
-        if kind in LENGTH_DEPENDENT_ROTARY:
-            raise UnsupportedModel(f"rotary type {kind!r} changes its angles with the length of the sequence")
+    limit = switch_length(model.config)
+    if limit is not None and max_length > limit:
+        # Keys in a cache would go stale.
+        raise UnsupportedModel(
+            f"its rotary angles change for sequences of more than {limit} tokens, and these may have {max_length}"
+        )
     return {kind: _rotation_table(rotary, kind, max_length).to(device) for kind in kinds}
 
 

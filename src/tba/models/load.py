@@ -333,9 +333,15 @@ def stated_context(model_config: Any) -> int | None:
 
 
 def switch_length(model_config: Any) -> int | None:
-    """Longest sequence in tokens that is computed with the rotary angles of short sequences, where longer ones have others
-    (longrope: Phi-3.5, Phi-4-mini); None = the angles do not depend on the length."""
-    rope = getattr(model_config.get_text_config(), "rope_parameters", None) or {}
-    by_kind = list(rope.values()) if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
-    lengths = [kind["original_max_position_embeddings"] for kind in by_kind if kind.get("rope_type") == "longrope"]
-    return min(lengths) if lengths else None
+    """Longest sequence in tokens that has the rotary angles of short sequences, where longer ones have others (longrope:
+    Phi-3.5, Phi-4-mini; dynamic: beyond the context); None = the angles do not depend on the length."""
+    text = model_config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    by_layer_type = bool(rope) and all(isinstance(value, dict) for value in rope.values())
+    lengths = []
+    for parameters in rope.values() if by_layer_type else [rope]:
+        if parameters.get("rope_type") == "longrope":
+            lengths.append(int(parameters["original_max_position_embeddings"]))
+        if parameters.get("rope_type") == "dynamic":
+            lengths.append(int(text.max_position_embeddings))
+    return min(lengths, default=None)

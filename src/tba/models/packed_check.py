@@ -33,7 +33,7 @@ FEWEST_LAYERS = 2
 """Least number of layers tried: what leaks in the first shows in what the second makes of it."""
 SHORT_TOKENS = 24
 """Length of the longest sequence tried where no window asks for more."""
-SCORED_TOKENS = 16
+SCORED_TOKENS = 8
 """Number of tokens of the longest response tried; a longer sequence has a longer prompt, whose logits nobody needs."""
 LARGEST_SHARE = 2e-5
 """Largest difference of log-probs that is rounding in fp32, as a share of the largest one (at least 1 nat)."""
@@ -69,20 +69,23 @@ def _find_problem(model: PreTrainedModel, outputs: Outputs, max_length: int | No
     count = None if layers is None else _layers_of_every_kind(layers[2])
     try:
         with _abridged(layers, count):
-            _Trial.make(model, lengths[0])
+            in_own_dtype = _Trial.make(model, lengths[0])
     except Exception:  # some models count their layers elsewhere too
         count = None
+        in_own_dtype = _trial_of_the_whole(model, lengths[0])
     with _abridged(layers, count) as num_layers:
-        in_own_dtype = _plain_trial(model, lengths[0])
         try:
-            with _in_fp32(model):
-                trials = [_Trial.make(model, length) for length in lengths]
+            with _in_fp32(model) as is_changed:
+                trials = [in_own_dtype] if not is_changed else [_Trial.make(model, lengths[0])]
+                trials += [_Trial.make(model, length) for length in lengths[1:]]
                 called = _use_counted_attention(model)
                 problem = next((found for trial in trials if (found := trial.problem(outputs, LARGEST_SHARE))), None)
             if problem is None and num_layers not in (None, len(called)):
-                problem = f"{len(called)} of {num_layers} kinds of layers are attention that can be packed"
-            # In half precision the rounding is large: this shows only that the kernels of that dtype run.
-            return problem or in_own_dtype.problem(outputs, 0.25)
+                problem = f"{len(called)} of {num_layers} layers are attention that can be packed"
+            if problem is None and is_changed:
+                # Rounding is large in half precision: this shows only that the kernels of that dtype run.
+                problem = in_own_dtype.problem(outputs, 0.25)
+            return problem
         except Exception as error:  # a model's code fails in its own ways when it is given what it was not written for
             return first_line(error).rstrip(".")
 
@@ -127,7 +130,7 @@ class _Trial:
         return None
 
 
-def _plain_trial(model: PreTrainedModel, length: int) -> _Trial:
+def _trial_of_the_whole(model: PreTrainedModel, length: int) -> _Trial:
     try:
         return _Trial.make(model, length)
     except Exception as error:
@@ -199,8 +202,9 @@ def _abridged(layers: tuple[nn.Module, str, nn.ModuleList] | None, count: int | 
 
 
 @contextmanager
-def _in_fp32(model: PreTrainedModel) -> Iterator[None]:
-    """The model in fp32 while the context lasts. Its own numbers are put aside and come back as they were."""
+def _in_fp32(model: PreTrainedModel) -> Iterator[bool]:
+    """The model in fp32 while the context lasts; gives whether it was in another dtype. Its own numbers are put aside and
+    come back as they were."""
     kept = [
         (tensor, tensor.data)
         for tensor in chain(model.parameters(), model.buffers())
@@ -209,7 +213,7 @@ def _in_fp32(model: PreTrainedModel) -> Iterator[None]:
     for tensor, own in kept:
         tensor.data = own.float()
     try:
-        yield
+        yield bool(kept)
     finally:
         for tensor, own in kept:
             tensor.data = own
