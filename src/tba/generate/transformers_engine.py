@@ -27,7 +27,12 @@ from tba.generate.sampling import (
     token_log_probs,
 )
 from tba.models.decoder_spec import name_problem
+from tba.models.load import switch_length
+from tba.models.packed_check import own_logits
 from tba.types import Completion, Request, Sampling, Weights
+
+CACHES = ("past_key_values", "cache_params")
+"""Names under which models give back, and take, what they keep of the tokens they have read: keys and values, or states."""
 
 
 class TransformersEngine:
@@ -110,7 +115,8 @@ class TransformersEngine:
         if at_once and at_once[0] is not None:
             yield from (completion for completion in at_once if completion is not None)
             return
-        group = self._running = _Group(responses, self.seed, self.version, self.device)
+        switch = switch_length(self.model.config)
+        group = self._running = _Group(responses, self.seed, self.version, self.device, switch)
         while group.open_rows:
             if between_steps is not None:
                 between_steps()
@@ -119,8 +125,8 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _decode_step(self, group: _Group) -> list[Completion]:
-        output = self.model(input_ids=group.next_ids, past_key_values=group.cache, use_cache=True, logits_to_keep=1)
-        group.cache = output.past_key_values
+        output = self.model(input_ids=group.next_ids, **group.cache, use_cache=True, logits_to_keep=1)
+        group.keep_cache(output)
         sampled = sample(output.logits[:, -1].float(), group.sampling_state(), self._stop_ids, group.needs())
         group.append(sampled.tokens, sampled.behaviour, sampled.policy)
         return group.take_finished(self.stop_ids)
@@ -158,15 +164,23 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 class _Group:
-    """The samples of one request, decoded together. Axes: B samples."""
+    """The samples of one request, decoded together. Axes: B samples.
 
-    def __init__(self, responses: list[Response], seed: int, version: int, device: torch.device) -> None:
-        self.responses = responses
+    `switch` is the length in tokens beyond which the model's rotary angles change (longrope): there the cached keys, which
+    have the old ones, are thrown away, and everything is read again, as in transformers' `generate`.
+    """
+
+    def __init__(
+        self, responses: list[Response], seed: int, version: int, device: torch.device, switch: int | None
+    ) -> None:
+        self.responses, self.switch = responses, switch
         self.open_rows = set(range(len(responses)))
         self.sampling = responses[0].sampling
         sequence = torch.from_numpy(sequence_of(responses[0].request)).to(device)
         self.next_ids: Tensor = sequence.expand(len(responses), -1)
-        self.cache: Any = None
+        self.prompt = sequence[: len(responses[0].request.prompt.token_ids)]
+        self.cache: dict[str, Any] = {}
+        """What the model keeps of the tokens it has read, by the name of the argument; empty = nothing."""
         prefix = torch.from_numpy(responses[0].request.prefix_ids.astype(np.int64)).to(device)
         unknown = torch.full((len(responses),), float("nan"), device=device)
         self.columns = [(token.expand(len(responses)), unknown, unknown) for token in prefix]
@@ -195,9 +209,20 @@ class _Group:
             min_new_tokens=torch.full_like(like, sampling.min_new_tokens),
         )
 
+    def keep_cache(self, output: Any) -> None:
+        kept = ((name, getattr(output, name, None)) for name in CACHES)
+        self.cache = {name: cache for name, cache in kept if cache is not None}
+
     def append(self, tokens: Tensor, behaviour: Tensor, policy: Tensor) -> None:
         self.columns.append((tokens, behaviour, policy))
-        self.next_ids = tokens[:, None]
+        if self.switch is not None and len(self.prompt) + len(self.columns) == self.switch + 1:
+            self.cache = {}
+        self.next_ids = tokens[:, None] if self.cache else self._everything()
+
+    def _everything(self) -> Tensor:
+        """Prompt and response so far [B, T]."""
+        response = torch.stack([tokens for tokens, _, _ in self.columns], dim=1)
+        return torch.cat([self.prompt.expand(len(response), -1), response], dim=1)
 
     def take_finished(self, stop_ids: frozenset[int]) -> list[Completion]:
         last = self.columns[-1][0].tolist()
@@ -233,7 +258,9 @@ class TransformersScorer:
         return [self._score(prompt, response, temperature) for prompt, response in zip(prompt_ids, response_ids)]
 
     def _score(self, prompt: np.ndarray, response: np.ndarray, temperature: float) -> np.ndarray:
+        if len(response) == 0:
+            return np.zeros(0, np.float32)
         ids = torch.from_numpy(np.concatenate((prompt, response)).astype(np.int64)).to(self.device)
-        logits = self.model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        tokens = ids[len(prompt) :]
+        # The last token predicts nothing. Where the angles change with the length, reading it could change the others.
+        logits, tokens = own_logits(self.model, ids[:-1], len(response)), ids[len(prompt) :]
         return token_log_probs(logits, tokens, torch.full(tokens.shape, temperature, device=ids.device)).cpu().numpy()
