@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tba.generate.sampling import (
     Response,
@@ -27,8 +28,8 @@ from tba.generate.sampling import (
     token_log_probs,
 )
 from tba.models.decoder_spec import name_problem
-from tba.models.load import switch_length
 from tba.models.packed_check import own_logits
+from tba.models.text_part import switch_length, text_parameters
 from tba.types import Completion, Request, Sampling, Weights
 
 CACHES = ("past_key_values", "cache_params")
@@ -142,13 +143,13 @@ class TransformersEngine:
         self.version = weights.version
 
 
-def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
     """Copy published tensors over a model's parameters; nothing is copied when a name or a shape is wrong.
 
-    Published are parameters, tied ones once. Buffers (the correction bias of DeepSeek's router) are not: no optimizer moves
-    them, so those that the model was loaded with stay right.
+    Published are parameters that text goes through, tied ones once. Buffers (the correction bias of DeepSeek's router) are
+    not, nor are parts that see images: nothing moves them, so those that the model was loaded with stay right.
     """
-    parameters = dict(model.named_parameters())
+    parameters = text_parameters(model)
     known = model.state_dict()
     unknown = [name for name in tensors if name not in known]
     missing = [name for name in parameters if name not in tensors]

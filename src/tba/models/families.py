@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tba.models.decoder import ACTIVATIONS, Decoder, UnsupportedModel, check_decoder
 from tba.models.decoder_spec import DecoderSpec, DecoderWeights, Layer, Linear, Norm, Placement
-from tba.models.load import switch_length
+from tba.models.text_part import switch_length
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,12 +31,18 @@ from transformers.utils.logging import disable_progress_bar
 
 from tba.config import ConfigError, LoraConfig, ModelConfig
 from tba.models.names import resolve_path
+from tba.models.text_part import (
+    CONTEXT_NAMES,
+    freeze_beside_text,
+    is_tied,
+    modules_beside_text,
+    name_of,
+    stated_context,
+)
 from tba.types import Weights
 
 logger = logging.getLogger("tba.models")
 
-CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx")
-"""Names that configs have for the longest sequence in tokens."""
 ADAPTER = "default"
 """Name of the LoRA adapter, as PEFT calls it."""
 
@@ -96,6 +102,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=resolve_dtype(config.dtype, device), **options)
     if adapter is not None:
         model = with_adapter(model, adapter)
+    freeze_beside_text(model)
     return LoadedModel(model=model.to(device).eval(), tokenizer=tokenizer, context=context_length(model.config))
 
 
@@ -168,6 +175,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int
         r=config.rank,
         lora_alpha=config.alpha if config.alpha is not None else 2 * config.rank,
         target_modules=config.targets if isinstance(config.targets, str) else list(config.targets),
+        exclude_modules=modules_beside_text(model) or None,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
@@ -188,18 +196,11 @@ def _check_not_on_tied(model: PreTrainedModel, config: LoraConfig) -> None:
     """Refuse an adapter on one end of tied embeddings: it would change one use of a matrix that is published once."""
     for module in (model.get_output_embeddings(), model.get_input_embeddings()):
         if has_adapter(module):
-            name = next(name for name, found in model.named_modules() if found is module)
             raise ConfigError(
-                f"model.lora.targets={config.targets!r} names {name}, whose weights are tied: embedding and head of this "
-                "model are one matrix, and an adapter would change only one of them. Take it out of the targets (all-linear "
-                "leaves it out)."
+                f"model.lora.targets={config.targets!r} names {name_of(model, module)}, whose weights are tied: embedding "
+                "and head of this model are one matrix, and an adapter would change only one of them. Take it out of the "
+                "targets (all-linear leaves it out)."
             )
-
-
-def is_tied(model: nn.Module) -> bool:
-    """Whether embedding and head are one matrix."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-    return head is not None and embedding is not None and head.weight is embedding.weight
 
 
 def has_adapter(module: Any) -> bool:
@@ -307,14 +308,6 @@ def compile_layers(model: PreTrainedModel) -> bool:
     return True
 
 
-def trunk_of(model: PreTrainedModel) -> nn.Module:
-    """The part of a model that makes hidden states of text: without its head, and without a part that sees images."""
-    trunk: Any = model.base_model
-    if trunk is model:  # transformers does not know the name of this one (Llama 4)
-        trunk = getattr(model, "model", model)
-    return getattr(trunk, "language_model", trunk)
-
-
 def context_length(model_config: Any) -> int:
     """Longest sequence in tokens that a model was made for."""
     length = stated_context(model_config)
@@ -324,24 +317,3 @@ def context_length(model_config: Any) -> int:
             f"{', '.join(CONTEXT_NAMES)}. Write max_position_embeddings, the longest sequence in tokens, into config.json."
         )
     return length
-
-
-def stated_context(model_config: Any) -> int | None:
-    """Longest sequence in tokens that the config of a model's text part states; None = none."""
-    text = model_config.get_text_config()
-    return next((int(getattr(text, name)) for name in CONTEXT_NAMES if getattr(text, name, None)), None)
-
-
-def switch_length(model_config: Any) -> int | None:
-    """Longest sequence in tokens that has the rotary angles of short sequences, where longer ones have others (longrope:
-    Phi-3.5, Phi-4-mini; dynamic: beyond the context); None = the angles do not depend on the length."""
-    text = model_config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    by_layer_type = bool(rope) and all(isinstance(value, dict) for value in rope.values())
-    lengths = []
-    for parameters in rope.values() if by_layer_type else [rope]:
-        if parameters.get("rope_type") == "longrope":
-            lengths.append(int(parameters["original_max_position_embeddings"]))
-        if parameters.get("rope_type") == "dynamic":
-            lengths.append(int(text.max_position_embeddings))
-    return min(lengths, default=None)

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from tba.models.load import first_line, switch_length, trunk_of
+from tba.models.load import first_line
 from tba.models.packed_attention import NAME, packed_attention, use_packed_attention
 from tba.models.packing import PackedTokens, pack
+from tba.models.text_part import switch_length, trunk_of
 
 FEWEST_LAYERS = 2
 """Least number of layers tried: what leaks in the first shows in what the second makes of it."""

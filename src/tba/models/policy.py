@@ -23,11 +23,12 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from tba.models.load import ADAPTER, has_adapter, stated_context, switch_length, trunk_of
+from tba.models.load import ADAPTER, has_adapter
 from tba.models.packed_attention import NAME as PACKED
 from tba.models.packed_attention import PackedLayout, use_packed_attention
 from tba.models.packed_check import own_logits, switch_to_packed
 from tba.models.packing import PackedTokens, split_by_length
+from tba.models.text_part import stated_context, switch_length, trunk_of
 from tba.models.weights import CANARY_TOKENS, canary_tokens
 from tba.types import Forward
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tba.config import ConfigError
-from tba.models.load import trunk_of
+from tba.models.text_part import trunk_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
