@@ -27,7 +27,6 @@ FOUR = {**GROUPED, "num_hidden_layers": 4}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ONE_BY_ONE = {
-    "gpt_oss": lambda: transformers.GptOssConfig(**GROUPED, **LOCAL_EXPERTS, head_dim=16),
     "falcon": lambda: transformers.FalconConfig(
         vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
     ),
@@ -57,6 +56,8 @@ PACKED = {
     "cohere": lambda: transformers.CohereConfig(**GROUPED, logit_scale=0.25),
     "olmo3": lambda: transformers.Olmo3Config(**FOUR, sliding_window=30),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**GROUPED, **MOE, head_dim=16),
+    "gpt_oss": lambda: transformers.GptOssConfig(**GROUPED, **LOCAL_EXPERTS, head_dim=16),
+    "gpt_oss-window": lambda: transformers.GptOssConfig(**GROUPED, **LOCAL_EXPERTS, head_dim=16, sliding_window=9),
 }
 
 
@@ -132,7 +133,7 @@ def test_in_bf16_the_same_models_are_found_out(family):
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("family", ["granite", "gpt_oss"])
+@pytest.mark.parametrize("family", ["granite", "lfm2"])
 def test_the_trial_leaves_the_model_as_it_was(family):
     config = {**PACKED, **ONE_BY_ONE}[family]()
     model = make_model(config, dtype=torch.bfloat16)
@@ -145,6 +146,18 @@ def test_the_trial_leaves_the_model_as_it_was(family):
     assert addresses == {name: tensor.data_ptr() for name, tensor in after.items()}
     assert len(model.model.layers) == layers
     assert model.config._attn_implementation == ("tba_packed" if policy.packed else attention)
+
+
+def test_an_argument_of_attention_that_is_not_known_is_refused(caplog):
+    model = make_model(PACKED["granite"]())
+    forward = model.model.layers[0].self_attn.forward
+
+    def with_more(*arguments, **options):
+        return forward(*arguments, **options, temperature_of_heads=torch.ones(4))
+
+    model.model.layers[0].self_attn.forward = with_more
+    assert not PolicyModel(model).packed
+    assert "its attention takes temperature_of_heads, which is not known here" in caplog.text
 
 
 def test_a_window_that_the_run_cannot_reach_does_not_count():

@@ -185,7 +185,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int
     except ValueError as error:  # PEFT's errors about targets are of this kind
         raise ConfigError(
             f"model.lora.targets={config.targets!r} does not fit {type(model).__name__}: {first_line(error).rstrip('. ')}. "
-            "Give names of its linear layers, or all-linear."
+            f"Give names of {'some' if config.targets == 'all-linear' else 'its'} linear layers, such as in_proj or q_proj."
         ) from error
     if tied:
         _check_not_on_tied(model, config)
