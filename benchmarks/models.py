@@ -30,9 +30,9 @@ sequence at a time. Measured by `python benchmarks/models.py > docs/models.md` o
 - *fp32* is the largest gap, in nats per token, between what engine, scorer and trainer say (also after new weights, also
   with a LoRA adapter on all linear layers) and a plain forward pass, or between gradients as a share of their norm; the
   bound is {LARGEST_GAP:.0e}. Greedy tokens must be those of `generate`.
-- *bf16* is the median gap to fp32 of engine and trainer, as a multiple of that of transformers' own forward pass in bf16, and
-  the same of the gradient where there are no experts; the bound is {LARGEST_RATIO:.0f}. Of a mixture of experts it is noted
-  how many tokens transformers' own pass sends to other experts in bf16 than in fp32.
+- *bf16* is the median gap to fp32 of engine and trainer, as a multiple of that of transformers' own forward pass in bf16,
+  and the same of the gradient where there are no experts; the bound is {LARGEST_RATIO:.0f}. Of a mixture of experts it is
+  noted how many tokens transformers' own pass sends to other experts in bf16 than in fp32.
 - Models with rotary angles that change with the length (longrope) are generated as transformers' `generate` does it: where a
   sequence outgrows the short angles everything is read again. Trainer and scorer take a sequence as a plain forward pass
   takes it, with the angles of its whole length: of a response that crosses that length they say something else about the

@@ -204,6 +204,29 @@ def test_values_and_gradients_are_those_of_plain_attention(lengths):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("sinks", [False, True])
+def test_smaller_values_and_sinks_on_cuda(sinks):
+    """DeepSeek's head sizes through FlashAttention, GPT-OSS's sinks through gathered blocks."""
+    device = torch.device("cuda")
+    layout = PackedLayout(**SHARED, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    states = [torch.randn(20, 4, size, device=device, generator=generator).bfloat16() for size in (192, 192, 128)]
+    sinks_H = torch.randn(4, device=device, generator=generator).bfloat16() if sinks else None
+    out_gradient = torch.randn(20, 4, 128, device=device, generator=generator)
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [part.to(dtype).clone().requires_grad_() for part in states]
+        own = None if sinks_H is None else sinks_H.to(dtype).clone().requires_grad_()
+        out = attend_packed(*leaves, layout, scaling=0.07, window=None, softcap=None, sinks_H=own)
+        out.backward(out_gradient.to(out.dtype))
+        found = leaves if own is None else [*leaves, own]
+        results.append([out.detach().float(), *(leaf.grad.float() for leaf in found)])
+    for got, want in zip(*results):
+        assert (got - want).abs().max() < 0.03 * want.abs().max()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_responses_of_one_token_and_prompts_without_a_response():
     """As a collapsed policy writes them: the operator took at most one query for exactly one."""
     device = torch.device("cuda")
