@@ -34,7 +34,9 @@ def make_requests(vocabulary: int) -> list[Request]:
     return requests
 
 
-def run(model: torch.nn.Module, requests: list[Request], *, slots: int) -> tuple[float, dict[tuple[str, int], list[int]]]:
+def run(
+    model: torch.nn.Module, requests: list[Request], *, slots: int
+) -> tuple[float, dict[tuple[str, int], list[int]]]:
     """Seconds, and the tokens of every response."""
     engine = TransformersEngine(model, stop_ids=[2], seed=0, max_length=128, slots=slots)
     started = time.perf_counter()
@@ -62,7 +64,9 @@ def main() -> None:
     dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
     model = CohereForCausalLM(shape).to(arguments.device, dtype).eval()
     requests = make_requests(arguments.vocabulary)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters, {dtype}, {PROMPTS} x {SAMPLES} responses")
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters, {dtype}, {PROMPTS} x {SAMPLES} responses"
+    )
     seconds, tokens = {}, {}
     for way, slots in (("together", PROMPTS * SAMPLES), ("one prompt at a time", 1)) * arguments.repeats:
         taken, tokens[way] = run(model, requests, slots=slots)

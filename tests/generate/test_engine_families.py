@@ -124,11 +124,18 @@ def test_an_unknown_family_is_refused_by_name():
         make_decoder(model, max_length=16, dtype=torch.float32, device=CPU)
 
 
-def test_rotary_angles_that_change_with_length_are_refused():
+def test_rotary_angles_that_change_beyond_the_context_are_exact_within_it():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED, rope_parameters=rope))
-    with pytest.raises(UnsupportedModel, match="rotary type 'dynamic' changes its angles"):
-        make_decoder(model, max_length=16, dtype=torch.float32, device=CPU)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**GROUPED, "max_position_embeddings": 24}, rope_parameters=rope)
+    model = transformers.LlamaForCausalLM(config).eval()
+    (request,) = make_requests(6)
+    sampling = Sampling(max_new_tokens=18, min_new_tokens=18)
+    (found,) = make_engine(model, max_length=24).generate([request], samples_per_prompt=1, sampling=sampling)
+    expected = plain_log_probs(model, request.prompt.token_ids, found.token_ids)
+    np.testing.assert_allclose(found.policy_log_probs, expected, atol=1e-4)
+    with pytest.raises(UnsupportedModel, match="change for sequences of more than 24 tokens, and these may have 25"):
+        make_decoder(model, max_length=25, dtype=torch.float32, device=CPU)
 
 
 def test_a_model_that_computes_otherwise_is_refused_with_the_difference():

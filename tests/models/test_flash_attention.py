@@ -38,7 +38,7 @@ def test_without_branches_there_is_one_part():
 
 
 def test_it_is_for_half_precision_on_cuda():
-    assert not can_use_flash(torch.zeros(1, 1, 64), softcap=None)
+    assert not can_use_flash(torch.zeros(1, 1, 64), torch.zeros(1, 1, 64), softcap=None)
 
 
 def test_a_window_fits_the_longest_sequence_with_its_root():
@@ -121,6 +121,25 @@ def test_parts_make_up_the_whole_attention_and_its_gradients(lengths):
         assert (got - want).abs().max() < 1e-12
 
 
+@pytest.mark.usefixtures("kernels_written_out")
+@pytest.mark.parametrize("lengths", [SHARED, WHOLE], ids=["shared", "whole"])
+def test_values_may_be_smaller_than_keys(lengths, monkeypatch):
+    """DeepSeek's heads: FlashAttention, which has one head size, against the gathered blocks."""
+    layout = PackedLayout(**lengths, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(20, H, size, dtype=torch.float64, generator=generator) for size in (24, 24, 16)]
+    out_gradient = torch.randn(20, H, 16, dtype=torch.float64, generator=generator)
+    results = []
+    for by_flash in (True, False):
+        monkeypatch.setattr("tba.models.packed_attention.can_use_flash", lambda *_, found=by_flash, **__: found)
+        leaves = [part.clone().requires_grad_() for part in states]
+        out = attend_packed(*leaves, layout, scaling=0.3, window=None, softcap=None)
+        out.backward(out_gradient)
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for got, want in zip(*results):
+        assert (got - want).abs().max() < 1e-12
+
+
 def tiny_mistral():
     """Its window is longer than any sequence here."""
     torch.manual_seed(0)
@@ -179,6 +198,29 @@ def test_values_and_gradients_are_those_of_plain_attention(lengths):
         out = attend_packed(*leaves, layout, scaling=0.125, window=None, softcap=None)
         out.backward(out_gradient.to(out.dtype))
         results.append([out.detach().float(), *(leaf.grad.float() for leaf in leaves)])
+    for got, want in zip(*results):
+        assert (got - want).abs().max() < 0.03 * want.abs().max()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("sinks", [False, True])
+def test_smaller_values_and_sinks_on_cuda(sinks):
+    """DeepSeek's head sizes through FlashAttention, GPT-OSS's sinks through gathered blocks."""
+    device = torch.device("cuda")
+    layout = PackedLayout(**SHARED, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    states = [torch.randn(20, 4, size, device=device, generator=generator).bfloat16() for size in (192, 192, 128)]
+    sinks_H = torch.randn(4, device=device, generator=generator).bfloat16() if sinks else None
+    out_gradient = torch.randn(20, 4, 128, device=device, generator=generator)
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [part.to(dtype).clone().requires_grad_() for part in states]
+        own = None if sinks_H is None else sinks_H.to(dtype).clone().requires_grad_()
+        out = attend_packed(*leaves, layout, scaling=0.07, window=None, softcap=None, sinks_H=own)
+        out.backward(out_gradient.to(out.dtype))
+        found = leaves if own is None else [*leaves, own]
+        results.append([out.detach().float(), *(leaf.grad.float() for leaf in found)])
     for got, want in zip(*results):
         assert (got - want).abs().max() < 0.03 * want.abs().max()
 

@@ -124,21 +124,6 @@ def test_chunked_log_probs_have_the_same_gradients(monkeypatch):
     assert torch.allclose(whole[1], chunked[1], atol=1e-6)
 
 
-def test_a_model_that_scales_its_logits_is_trained_the_slow_way_with_a_warning(caplog):
-    from transformers import GraniteConfig
-
-    torch.manual_seed(0)
-    config = GraniteConfig(**SHAPE, num_key_value_heads=2, logits_scaling=4.0, bos_token_id=1, eos_token_id=2)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    prompts, responses = sequences()
-    want = plain_log_probs(model, prompts, responses, 1.0)
-    policy = PolicyModel(model)
-    assert not policy.packed
-    assert "one sequence at a time" in caplog.text
-    packed = pack(prompts, responses, share_prompts=False, device=policy.device)
-    assert (policy.forward(packed, temperature=1.0).log_pi_N - want).abs().max() < 1e-5
-
-
 def test_equal_responses_are_computed_once_with_the_gradient_of_all():
     policy = PolicyModel(tiny_llama())
     response = torch.tensor([7, 8, 2])

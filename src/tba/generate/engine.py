@@ -82,16 +82,17 @@ class Scorer(Protocol):
 def stop_ids_of(model: nn.Module, tokenizer: Any = None) -> list[int]:
     """All ids that end a response: those of the generation config, of the model config and the tokenizer's EOS."""
     config: Any = model.config
-    sources = (getattr(model, "generation_config", None), config, tokenizer)
+    text = config.get_text_config()  # the part of a config that also describes how images are read
+    sources = (getattr(model, "generation_config", None), config, text, tokenizer)
     found: set[int] = set()
     for ids in (getattr(source, "eos_token_id", None) for source in sources):
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
-    found = {index for index in found if 0 <= index < config.vocab_size}
+    found = {index for index in found if 0 <= index < text.vocab_size}
     if not found:
         raise ValueError(
             "the model has no EOS: neither its generation config, nor its config, nor its tokenizer names a token below the "
-            f"vocabulary size {config.vocab_size} that ends a response. Set eos_token_id in its generation_config.json."
+            f"vocabulary size {text.vocab_size} that ends a response. Set eos_token_id in its generation_config.json."
         )
     return sorted(found)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tba.generate.sampling import (
     Response,
@@ -26,6 +27,9 @@ from tba.generate.sampling import (
     token_log_probs,
 )
 from tba.generate.transformers_batch import ResponseBatch, left_padded
+from tba.models.decoder_spec import name_problem
+from tba.models.packed_check import own_logits
+from tba.models.text_part import switch_length, text_parameters
 from tba.types import Completion, Request, Sampling, Weights
 
 logger = logging.getLogger("tba.generate")
@@ -52,6 +56,7 @@ class TransformersEngine:
         self._stop_ids = torch.tensor(sorted(self.stop_ids), device=self.device)
         self.seed, self.max_length, self.update, self.version = seed, max_length, update, version
         self.slots = slots
+        self._switch = switch_length(self.model.config)
         self._pads: bool | None = None
         """Whether prompts of different lengths may share a batch; None = it has not been tried."""
         self._running: ResponseBatch | None = None
@@ -136,7 +141,9 @@ class TransformersEngine:
         responses = [response for response in responses if at_once[id(response)] is None]
         if not responses:
             return
-        batch = self._running = ResponseBatch(responses, seed=self.seed, version=self.version, device=self.device)
+        batch = self._running = ResponseBatch(
+            responses, seed=self.seed, version=self.version, device=self.device, switch=self._switch
+        )
         while batch.open_rows:
             if between_steps is not None:
                 between_steps()
@@ -153,7 +160,8 @@ class TransformersEngine:
 
     def _pads_exactly(self) -> bool:
         if self._pads is None:
-            self._pads = pads_exactly(self.model)
+            # Rows of one length come to the switch together.
+            self._pads = self._switch is None and pads_exactly(self.model)
         return self._pads
 
     def _finish_batch(self) -> None:
@@ -163,14 +171,29 @@ class TransformersEngine:
             self._load_now(weights)
 
     def _load_now(self, weights: Weights) -> None:
-        # Published names: tied tensors come once, so the second name of one is not missing.
-        missing, unknown = self.model.load_state_dict(dict(weights.tensors), strict=False)
-        tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        tied -= {name for name, _ in self.model.named_parameters()}
-        missing = [name for name in missing if name not in tied]
-        if missing or unknown:
-            raise KeyError(f"weights do not fit the engine's model: missing {missing[:1]}, unknown {unknown[:1]}.")
+        load_weights(self.model, weights.tensors)
         self.version = weights.version
+
+
+def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Copy published tensors over a model's parameters; nothing is copied when a name or a shape is wrong.
+
+    Published are parameters that text goes through, tied ones once. Buffers (the correction bias of DeepSeek's router) are
+    not, nor are parts that see images: nothing moves them, so those that the model was loaded with stay right.
+    """
+    parameters = text_parameters(model)
+    known = model.state_dict()
+    unknown = [name for name in tensors if name not in known]
+    missing = [name for name in parameters if name not in tensors]
+    if unknown or missing:
+        raise KeyError(name_problem(unknown, missing, parameters))
+    for name, tensor in tensors.items():
+        if tensor.shape != known[name].shape:
+            raise ValueError(
+                f"weights: {name} has shape {tuple(tensor.shape)}, the engine's model has {tuple(known[name].shape)}: "
+                "load weights of the same model."
+            )
+    model.load_state_dict(dict(tensors), strict=False)
 
 
 PADDING_TOLERANCE = {torch.float32: 1e-4}
@@ -214,7 +237,7 @@ class TransformersScorer:
 
     def load(self, weights: Weights) -> None:
         """Replace the frozen model by another of the same shape (a reference reset)."""
-        self.model.load_state_dict(dict(weights.tensors), strict=False)
+        load_weights(self.model, weights.tensors)
 
     @torch.no_grad()
     def score(
@@ -224,7 +247,9 @@ class TransformersScorer:
         return [self._score(prompt, response, temperature) for prompt, response in zip(prompt_ids, response_ids)]
 
     def _score(self, prompt: np.ndarray, response: np.ndarray, temperature: float) -> np.ndarray:
+        if len(response) == 0:
+            return np.zeros(0, np.float32)
         ids = torch.from_numpy(np.concatenate((prompt, response)).astype(np.int64)).to(self.device)
-        logits = self.model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        tokens = ids[len(prompt) :]
+        # The last token predicts nothing. Where the angles change with the length, reading it could change the others.
+        logits, tokens = own_logits(self.model, ids[:-1], len(response)), ids[len(prompt) :]
         return token_log_probs(logits, tokens, torch.full(tokens.shape, temperature, device=ids.device)).cpu().numpy()

@@ -1,8 +1,8 @@
 """Our decoder made from a transformers model: static tensors, which named tensor fills which part of them, rotation tables.
 
 A model that the decoder cannot run is refused with `UnsupportedModel` and served by transformers instead: an unknown model
-type, activation or tensor, a rotary type whose angles depend on the length, or a next-token distribution other than that of
-the model's own forward pass. That last check is over 12 tokens: what a model does only further on (a window longer than
+type, activation or tensor, rotary angles that change within the lengths asked for, or a next-token distribution other than
+that of the model's own forward pass. That last check is over 12 tokens: what a model does only further on (a window beyond
 that) rests on its config being read rightly in families.py, and on tests/generate/test_engine_families.py.
 """
 
@@ -26,9 +26,7 @@ from tba.models.decoder_spec import (
     Placement,
 )
 from tba.models.families import FAMILIES, Names
-
-LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
-"""Rotary types whose angles change with the length of the sequence: keys in a cache would go stale."""
+from tba.models.text_part import switch_length
 
 
 def make_decoder(model: nn.Module, *, max_length: int, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -66,10 +64,12 @@ def _rotations(model: nn.Module, spec: DecoderSpec, max_length: int, device: tor
     rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
     if rotary is None:
         raise UnsupportedModel(f"model type {spec.family!r} has no rotary_emb module to take its angles from")
-    types = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
-    for kind in types:
-        if kind in LENGTH_DEPENDENT_ROTARY:
-            raise UnsupportedModel(f"rotary type {kind!r} changes its angles with the length of the sequence")
+    limit = switch_length(model.config)
+    if limit is not None and max_length > limit:
+        # Keys in a cache would go stale.
+        raise UnsupportedModel(
+            f"its rotary angles change for sequences of more than {limit} tokens, and these may have {max_length}"
+        )
     return {kind: _rotation_table(rotary, kind, max_length, spec.rotary_dim // 2).to(device) for kind in kinds}
 
 

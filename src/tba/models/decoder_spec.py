@@ -224,7 +224,7 @@ class DecoderWeights:
         unknown = [name for name in tensors if name not in self.placements and name not in self.ignored]
         missing = [name for name in self.placements if name not in tensors]
         if unknown or missing:
-            raise KeyError(_name_problem(unknown, missing, self.placements))
+            raise KeyError(name_problem(unknown, missing, self.placements))
         for name, placement in self.placements.items():
             if tuple(tensors[name].shape) != placement.shape:
                 raise ValueError(
@@ -233,7 +233,8 @@ class DecoderWeights:
                 )
 
 
-def _name_problem(unknown: list[str], missing: list[str], known: Iterable[str]) -> str:
+def name_problem(unknown: list[str], missing: list[str], known: Iterable[str]) -> str:
+    """What is wrong with the names of a bundle of weights, as a sentence."""
     parts = []
     if unknown:
         close = difflib.get_close_matches(unknown[0], list(known), n=1)

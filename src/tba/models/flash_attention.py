@@ -84,7 +84,7 @@ def _cumulated(lengths: Sequence[int], device: torch.device) -> Tensor:
     return ends.to(device, non_blocking=True)
 
 
-def can_use_flash(query: Tensor, *, softcap: float | None) -> bool:
+def can_use_flash(query: Tensor, value: Tensor, *, softcap: float | None) -> bool:
     """Whether FlashAttention serves these states, given that no sliding window is shorter than a sequence."""
     return (
         query.is_cuda
@@ -92,6 +92,7 @@ def can_use_flash(query: Tensor, *, softcap: float | None) -> bool:
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] <= LARGEST_HEAD
         and query.shape[-1] % 8 == 0
+        and value.shape[-1] <= query.shape[-1]  # smaller values are filled up (DeepSeek: 128 of 192)
         and softcap is None
     )
 

@@ -31,6 +31,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from tba.config import ConfigError, LoraConfig, ModelConfig
 from tba.models.names import resolve_path
+from tba.models.text_part import (
+    CONTEXT_NAMES,
+    freeze_beside_text,
+    is_tied,
+    modules_beside_text,
+    name_of,
+    stated_context,
+)
 from tba.types import Weights
 
 logger = logging.getLogger("tba.models")
@@ -94,6 +102,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=resolve_dtype(config.dtype, device), **options)
     if adapter is not None:
         model = with_adapter(model, adapter)
+    freeze_beside_text(model)
     return LoadedModel(model=model.to(device).eval(), tokenizer=tokenizer, context=context_length(model.config))
 
 
@@ -162,44 +171,81 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int
     """Put a fresh adapter into the model, in place: from here on only the adapter trains. It changes nothing at first."""
     peft = _peft()
     torch.manual_seed(seed)
-    model.add_adapter(
-        peft.LoraConfig(
-            r=config.rank,
-            lora_alpha=config.alpha if config.alpha is not None else 2 * config.rank,
-            target_modules=config.targets if isinstance(config.targets, str) else list(config.targets),
-            lora_dropout=0.0,
-            task_type="CAUSAL_LM",
-        ),
-        ADAPTER,
+    adapter = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha if config.alpha is not None else 2 * config.rank,
+        target_modules=config.targets if isinstance(config.targets, str) else list(config.targets),
+        exclude_modules=modules_beside_text(model) or None,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
     )
+    tied = is_tied(model)
+    try:
+        model.add_adapter(adapter, ADAPTER)
+    except ValueError as error:  # PEFT's errors about targets are of this kind
+        raise ConfigError(
+            f"model.lora.targets={config.targets!r} does not fit {type(model).__name__}: {first_line(error).rstrip('. ')}. "
+            f"Give names of {'some' if config.targets == 'all-linear' else 'its'} linear layers, such as in_proj or q_proj."
+        ) from error
+    if tied:
+        _check_not_on_tied(model, config)
     model.peft_config[ADAPTER].base_model_name_or_path = base
+
+
+def _check_not_on_tied(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Refuse an adapter on one end of tied embeddings: it would change one use of a matrix that is published once."""
+    for module in (model.get_output_embeddings(), model.get_input_embeddings()):
+        if has_adapter(module):
+            raise ConfigError(
+                f"model.lora.targets={config.targets!r} names {name_of(model, module)}, whose weights are tied: embedding "
+                "and head of this model are one matrix, and an adapter would change only one of them. Take it out of the "
+                "targets (all-linear leaves it out)."
+            )
+
+
+def has_adapter(module: Any) -> bool:
+    """Whether a layer has a part of the adapter."""
+    return ADAPTER in getattr(module, "lora_alpha", ())
 
 
 def has_lora(model: nn.Module) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
+@torch.no_grad()
 def merged(model: PreTrainedModel, weights: Weights) -> Weights:
-    """A published adapter as weights of the whole model, under the names it had without an adapter."""
+    """A published adapter as weights of the whole model, under the names it had without an adapter. The model's own adapter
+    is left alone: it may be the one that trains."""
+    # A module that wraps several parameters (experts) is wrapped once for each: `experts.base_layer.base_layer.down_proj`.
     tensors = {
-        name.replace(".base_layer.", "."): _with_delta(model, name, parameter.detach(), weights.tensors)
+        name.replace(".base_layer", ""): parameter.detach()
         for name, parameter in model.named_parameters()
         if ".lora_" not in name
     }
+    for name, module in model.named_modules():
+        if has_adapter(module):
+            target = f"{name.replace('.base_layer', '')}.{getattr(module, 'parameter_name', 'weight')}"
+            whole = tensors[target]
+            delta = _delta(module, name, whole.device, weights.tensors)
+            tensors[target] = (whole.float() + delta).to(whole.dtype)
     return Weights(version=weights.version, tensors=tensors)
 
 
-@torch.no_grad()
-def _with_delta(model: PreTrainedModel, name: str, base: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
-    """Weights with the adapter in them, base + scale x B A. The model's own adapter is left alone: it may be the one that
-    trains."""
-    if not name.endswith(".base_layer.weight"):
-        return base
-    layer = name.removesuffix(".base_layer.weight")
-    module: Any = model.get_submodule(layer)
-    a, b = (adapter[f"{layer}.lora_{part}.{ADAPTER}.weight"].to(base.device).float() for part in "AB")
-    delta = module.scaling[ADAPTER] * (b @ a)
-    return (base.float() + (delta.t() if module.fan_in_fan_out else delta)).to(base.dtype)
+def _delta(module: Any, name: str, device: torch.device, adapter: Mapping[str, Tensor]) -> Tensor:
+    """What a published adapter adds to the weights of one module, scale x B A, in fp32 and in their layout."""
+    is_embedding = ADAPTER in getattr(module, "lora_embedding_A", ())
+    pattern = f"{name}.lora_embedding_{{}}.{ADAPTER}" if is_embedding else f"{name}.lora_{{}}.{ADAPTER}.weight"
+    a, b = (adapter[pattern.format(part)].to(device).float() for part in "AB")
+    experts = getattr(module, "num_experts", 1)
+    if experts > 1:
+        # PEFT lays the ranks of all experts in one matrix: A as [expert, rank], B as [rank, expert].
+        a_ERI, b_ORE = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts))
+        delta = torch.einsum("ore,eri->eoi", b_ORE, a_ERI)
+        is_turned = not module._did_swap_in_out_features
+    else:
+        delta = b @ a
+        is_turned = is_embedding or module.fan_in_fan_out
+    return module.scaling[ADAPTER] * (delta.transpose(-2, -1) if is_turned else delta)
 
 
 @contextmanager
@@ -263,7 +309,11 @@ def compile_layers(model: PreTrainedModel) -> bool:
 
 
 def context_length(model_config: Any) -> int:
-    for name in ("max_position_embeddings", "n_positions", "n_ctx"):
-        if getattr(model_config, name, None):
-            return int(getattr(model_config, name))
-    raise ValueError(f"model type {model_config.model_type!r} does not state its context (max_position_embeddings).")
+    """Longest sequence in tokens that a model was made for."""
+    length = stated_context(model_config)
+    if length is None:
+        raise ValueError(
+            f"model type {model_config.model_type!r} does not state its context: its config has none of "
+            f"{', '.join(CONTEXT_NAMES)}. Write max_position_embeddings, the longest sequence in tokens, into config.json."
+        )
+    return length

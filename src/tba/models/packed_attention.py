@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from tba.models.decoder_attention import additive, softcapped_attention
 from tba.models.flash_attention import FlashPlan, can_use_flash, flash_attention
 
 NAME = "tba_packed"
+MAY_BE_IGNORED = frozenset({"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states"})
+"""Arguments of transformers' attention functions that change nothing here: dropout is off, positions are in the keys."""
 
 
 @dataclass(
@@ -150,19 +152,25 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     packed_layout: PackedLayout | None = None,
-    **_: Any,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of the transformers interface; query [1, H, T, D] -> output [1, T, H, D]."""
+    """Attention function of the transformers interface; query [1, H, T, D] -> output [1, T, H, D]. `s_aux` [H] are the
+    logits of attention sinks (GPT-OSS)."""
     if packed_layout is None:
-        raise ValueError(f"attention {NAME!r} needs packed_layout: this model does not pass keyword arguments through.")
+        raise ValueError("the model does not hand keyword arguments on to its attention")
+    unknown = [name for name, value in others.items() if value is not None and name not in MAY_BE_IGNORED]
+    if unknown or is_causal is False:
+        raise ValueError(f"its attention takes {unknown[0] if unknown else 'is_causal=False'}, which is not known here")
     q_THD, k_THD, v_THD = (states[0].transpose(0, 1) for states in (query, key, value))
     # FlashAttention computes root and branch apart, and a window that cuts across both has no place in either part.
-    if packed_layout.fits(sliding_window) and can_use_flash(q_THD, softcap=softcap):
+    if s_aux is None and packed_layout.fits(sliding_window) and can_use_flash(q_THD, v_THD, softcap=softcap):
         attended = _attend_flash(q_THD, k_THD, v_THD, packed_layout, scaling)
     else:
         attended = _attend_outside(
-            q_THD, k_THD, v_THD, packed_layout, scaling=scaling, window=sliding_window, softcap=softcap
+            q_THD, k_THD, v_THD, packed_layout, scaling=scaling, window=sliding_window, softcap=softcap, sinks_H=s_aux
         )
     return attended[None], None
 
@@ -176,18 +184,17 @@ def attend_packed(
     scaling: float | None,
     window: int | None,
     softcap: float | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention inside the layout's sequences; keys and values may have fewer heads -> [T, H, D]."""
-    if layout.fits(window) and can_use_flash(q_THD, softcap=softcap):
+    if sinks_H is None and layout.fits(window) and can_use_flash(q_THD, v_THD, softcap=softcap):
         return _attend_flash(q_THD, k_THD, v_THD, layout, scaling)
     # Roots and branches are two blocks, each padded to its own longest: one block would pad prompts to whole responses.
-    root_mask = layout.root_mask(window)
-    blocks = [_attend(q_THD, k_THD, v_THD, layout.root_index_RL, layout.root_index_RL, root_mask, scaling, softcap)]
+    states, options = (q_THD, k_THD, v_THD), (scaling, softcap, sinks_H)
+    blocks = [_attend(*states, layout.root_index_RL, layout.root_index_RL, layout.root_mask(window), *options)]
     if layout.branch_lengths:
         mask = layout.branch_mask(window)
-        blocks.append(
-            _attend(q_THD, k_THD, v_THD, layout.branch_index_BM, layout.branch_key_index, mask, scaling, softcap)
-        )
+        blocks.append(_attend(*states, layout.branch_index_BM, layout.branch_key_index, mask, *options))
     # Padding is dropped by not being picked.
     rows = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
     return rows.index_select(0, layout.unpack_T)
@@ -200,7 +207,11 @@ goes on after."""
 
 def _attend_flash(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
     scale = scaling if scaling is not None else q_THD.shape[-1] ** -0.5
-    return flash_attention(q_THD, k_THD, v_THD, layout.flash_plan, scale)
+    # FlashAttention has one head size. Columns of zeros in the values give columns of zeros in the output.
+    size, missing = v_THD.shape[-1], q_THD.shape[-1] - v_THD.shape[-1]
+    values = v_THD if missing == 0 else pad(v_THD, (0, missing))
+    attended = flash_attention(q_THD, k_THD, values, layout.flash_plan, scale)
+    return attended if missing == 0 else attended[..., :size]
 
 
 def _attend(
@@ -212,13 +223,22 @@ def _attend(
     mask: Tensor | None,
     scaling: float | None,
     softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     """Gather blocks, attend, and return the rows [blocks * longest query, H, D]."""
     q, k, v = (
         states.index_select(0, index.flatten()).view(*index.shape, *states.shape[1:]).transpose(1, 2)
         for states, index in ((q_THD, query_index), (k_THD, key_index), (v_THD, key_index))
     )
-    if softcap is None:
+    if sinks_H is not None:
+        assert softcap is None, "no model has both"
+        # A sink is one more key, of zeros, whose score is its logit and whose value is nothing.
+        scores = _with_sinks(mask, sinks_H.to(q.dtype), q.shape[2], k.shape[2])
+        k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=scores, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    elif softcap is None:
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -226,6 +246,16 @@ def _attend(
         scale = scaling if scaling is not None else q.shape[-1] ** -0.5
         out = softcapped_attention(q, k, v, None if mask is None else additive(mask), scale=scale, cap=softcap)
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _with_sinks(mask: Tensor | None, sinks_H: Tensor, queries: int, keys: int) -> Tensor:
+    """What is added to the scores: 0 where a key is seen, and the sinks' logits as one more column."""
+    if mask is None:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=sinks_H.device).tril()
+    seen = torch.zeros(mask.shape, dtype=sinks_H.dtype, device=sinks_H.device).masked_fill(~mask, float("-inf"))
+    blocks = 1 if mask.ndim == 2 else mask.shape[0]
+    seen = seen.view(blocks, 1, queries, keys).expand(-1, len(sinks_H), -1, -1)
+    return torch.cat([seen, sinks_H[None, :, None, None].expand(blocks, -1, queries, 1)], dim=-1)
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:

@@ -7,7 +7,7 @@ branches of one pass over the prompt, and equal responses are computed once. Bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeVar
@@ -41,8 +41,19 @@ class PackedTokens:
     """The response tokens, distinct responses in the order they first occur."""
     prompt_spans: tuple[tuple[int, int], ...]
     """Place of each prompt, once: (first index in T, length)."""
+    prompts: tuple[Tensor, ...]
+    """The prompts as they were given."""
+    responses: tuple[tuple[Tensor, ...], ...]
+    """The distinct responses of each prompt; their tokens one after the other are `targets_M`."""
     copies: Tensor | None = None
     """Index into M for each token of all responses in the order given, equal ones included; None = they are distinct."""
+
+    def rows(self) -> Iterator[tuple[Tensor, int]]:
+        """Each distinct response as the model reads it alone: its prompt and its tokens but the last, and its length."""
+        for prompt, own in zip(self.prompts, self.responses):
+            for response in own:
+                row = torch.cat([prompt, response[:-1]])
+                yield row.to(self.input_ids_T.device, non_blocking=True), len(response)
 
     def expand(self, values_M: Tensor) -> Tensor:
         """From distinct responses to all responses as given."""
@@ -58,6 +69,32 @@ def pack(
     distinct, copies = _distinct(responses)
     packed = _pack_shared(prompts, distinct, device)
     return packed if copies is None else replace(packed, copies=copies.to(device, non_blocking=True))
+
+
+def split_by_length(packed: PackedTokens, length: int) -> list[tuple[PackedTokens, Tensor]]:
+    """The responses that the model reads in at most `length` tokens, and those that need more, packed apart; with each part
+    the index into M of its tokens. A part without responses is left out, and what needs no split stays as it is."""
+    device = packed.input_ids_T.device
+    sizes = [[len(response) for response in own] for own in packed.responses]
+    places = list(torch.arange(sum(map(sum, sizes))).split([size for own in sizes for size in own]))
+    parts: list[tuple[list[Tensor], list[list[Tensor]], list[Tensor]]] = [([], [], []), ([], [], [])]
+    for prompt, own in zip(packed.prompts, packed.responses):
+        places_of_own, places = places[: len(own)], places[len(own) :]
+        is_long = [len(prompt) + len(response) - 1 > length for response in own]
+        for wanted, (prompts, responses, indices) in zip((False, True), parts):
+            chosen = [index for index, found in enumerate(is_long) if found == wanted]
+            if chosen:
+                prompts.append(prompt)
+                responses.append([own[index] for index in chosen])
+                indices += [places_of_own[index] for index in chosen]
+    filled = [part for part in parts if part[0]]
+    if len(filled) == 1:
+        return [(packed, torch.cat(filled[0][2]).to(device))]
+    share = bool(packed.layout.branch_lengths)
+    return [
+        (pack(prompts, responses, share_prompts=share, device=device), torch.cat(indices).to(device))
+        for prompts, responses, indices in filled
+    ]
 
 
 def _distinct(responses: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]], Tensor | None]:
@@ -97,6 +134,8 @@ def _pack_whole(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]]
         predict_M=torch.cat(predict).to(device, non_blocking=True),
         targets_M=torch.cat([response for own in responses for response in own]).to(device, non_blocking=True),
         prompt_spans=tuple(spans),
+        prompts=tuple(prompts),
+        responses=tuple(map(tuple, responses)),
     )
 
 
@@ -130,6 +169,8 @@ def _pack_shared(
         layout=layout,
         predict_M=torch.cat(predict).to(device, non_blocking=True),
         targets_M=torch.cat([response for own in responses for response in own]).to(device, non_blocking=True),
+        prompts=tuple(prompts),
+        responses=tuple(map(tuple, responses)),
     )
 
 

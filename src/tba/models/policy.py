@@ -23,9 +23,12 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from tba.models.load import ADAPTER, has_adapter
 from tba.models.packed_attention import NAME as PACKED
 from tba.models.packed_attention import PackedLayout, use_packed_attention
-from tba.models.packing import PackedTokens, pack
+from tba.models.packed_check import own_logits, switch_to_packed
+from tba.models.packing import PackedTokens, split_by_length
+from tba.models.text_part import stated_context, switch_length, trunk_of
 from tba.models.weights import CANARY_TOKENS, canary_tokens
 from tba.types import Forward
 
@@ -45,26 +48,57 @@ SMALLEST_SQUARE = 1e-12
 class PolicyModel:
     """Computes log_pi of packed responses, with gradients where they are enabled.
 
-    Packed attention needs a model that goes through transformers' attention interface. That is checked once, against
-    the model's own plain forward pass; a model that fails it is computed one sequence at a time, with a warning.
+    Packed attention must give what plain passes over each sequence give, which is tried once (packed_check.py); a model
+    for which it does not is computed one sequence at a time, with a warning.
     """
 
-    def __init__(self, model: PreTrainedModel, *, critic: Critic | None = None, log_z: LogZ | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        critic: Critic | None = None,
+        log_z: LogZ | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """`max_length` is the longest sequence of the run in tokens; None = the model's context."""
         self.model = model
+        max_length = max_length or stated_context(model.config)
         self.critic = None
         self.log_z = None
         self._compute: Callable[[PackedTokens, float], tuple[Tensor, Tensor, Tensor | None]] = self._outputs
+        switch = switch_length(model.config)
+        self.switch = None if switch is None or (max_length or switch + 1) <= switch else switch
+        """Length in tokens beyond which a sequence has other rotary angles; None = none of the run has."""
         # A second user of one model finds it switched over already.
-        self.packed = model.config._attn_implementation == PACKED or self._check_packed()
-        if not self.packed and (critic is not None or log_z is not None):
-            raise ValueError(
-                "objectives with a critic or a learned log Z need hidden states of packed responses, which this model does "
-                "not give (see the warning above): use tb, rloo, grpo or another objective without them."
-            )
+        self.packed = model.config._attn_implementation == PACKED or self._try_packed(max_length)
+        if critic is not None or log_z is not None:
+            self._check_gives_hidden_states()
         if critic is not None and critic.trunk is not None:
             use_packed_attention(critic.trunk)
         self.critic = critic
         self.log_z = log_z
+
+    def _try_packed(self, max_length: int | None) -> bool:
+        self.packed = True
+        problem = switch_to_packed(self.model, self._outputs, max_length=max_length)
+        if problem is not None:
+            logger.warning(
+                "training one sequence at a time, which is slow: packed attention does not work here (%s).", problem
+            )
+        return problem is None
+
+    def _check_gives_hidden_states(self) -> None:
+        if not self.packed:
+            raise ValueError(
+                "objectives with a critic or a learned log Z need hidden states of packed responses, which this model does "
+                "not give (see the warning above): use tb, rloo, grpo or another objective without them."
+            )
+        if self.switch is not None:
+            raise ValueError(
+                f"objectives with a critic or a learned log Z need the hidden states of a prompt once, and this model has "
+                f"others where prompt and response are longer than {self.switch} tokens: keep them below that "
+                "(task.max_prompt_tokens, generate.max_new_tokens), or use tb, rloo, grpo or another objective without them."
+            )
 
     @property
     def device(self) -> torch.device:
@@ -74,7 +108,7 @@ class PolicyModel:
         """Log-probs (log_pi) and entropy of all response tokens, in the order the responses were given to `pack`."""
         log_pi, entropy, hidden = self._compute(packed, temperature)
         if hidden is None:
-            return Forward(log_pi_N=log_pi, entropy_N=entropy)
+            return Forward(log_pi_N=packed.expand(log_pi), entropy_N=packed.expand(entropy))
         hidden_TH = hidden[0]
         return Forward(
             log_pi_N=packed.expand(log_pi),
@@ -94,17 +128,31 @@ class PolicyModel:
         """Log-prob and entropy of each distinct response token, and the hidden states [1, T, H] if there are any."""
         if not self.packed:
             return self._outputs_one_by_one(packed, temperature)
+        if self.switch is not None and packed.layout.longest > self.switch:
+            parts = split_by_length(packed, self.switch)
+            if len(parts) > 1:
+                return self._outputs_of_parts(parts, temperature)
         head = self.model.get_output_embeddings()
-        hidden = self._hidden(self.model.base_model, packed)
+        hidden = self._hidden(trunk_of(self.model), packed)
+        hidden_MD, head_VD = _with_adapter(head, hidden[0, packed.predict_M])
+        config = self.model.config.get_text_config()
         log_pi, entropy = chosen_log_probs(
-            hidden[0, packed.predict_M],
-            head.weight,
+            hidden_MD,
+            head_VD,
             packed.targets_M,
-            temperature=temperature,
+            temperature=temperature / _logit_scale(config),
             bias_V=getattr(head, "bias", None),
-            softcap=getattr(self.model.config, "final_logit_softcapping", None),
+            softcap=getattr(config, "final_logit_softcapping", None),
         )
         return log_pi, entropy, hidden
+
+    def _outputs_of_parts(
+        self, parts: list[tuple[PackedTokens, Tensor]], temperature: float
+    ) -> tuple[Tensor, Tensor, None]:
+        """Parts that have rotary angles of their own, one after the other; their outputs in the order of the whole."""
+        found = [self._outputs(part, temperature) for part, _ in parts]
+        order = torch.argsort(torch.cat([index_M for _, index_M in parts]))
+        return torch.cat([log_pi for log_pi, _, _ in found])[order], torch.cat([e for _, e, _ in found])[order], None
 
     def _values(self, critic: Critic, hidden_TH: Tensor, packed: PackedTokens) -> Tensor:
         if critic.trunk is not None:
@@ -126,10 +174,9 @@ class PolicyModel:
         return output.last_hidden_state
 
     def _outputs_one_by_one(self, packed: PackedTokens, temperature: float) -> tuple[Tensor, Tensor, None]:
-        """The model's own logits, whatever it does to them; needs a layout without shared prompts."""
-        rows = packed.input_ids_T.split(list(packed.layout.root_lengths))
-        logits_TV = torch.cat([self.model(row[None], use_cache=False).logits[0].float() for row in rows])
-        log_probs_MV = torch.log_softmax(logits_TV[packed.predict_M] / temperature, dim=-1)
+        """The model's own logits, whatever it does to them."""
+        logits_MV = torch.cat([own_logits(self.model, row, size) for row, size in packed.rows()])
+        log_probs_MV = torch.log_softmax(logits_MV / temperature, dim=-1)
         entropy_M = -(log_probs_MV.detach().exp() * log_probs_MV.detach()).sum(dim=-1)
         return log_probs_MV.gather(1, packed.targets_M[:, None])[:, 0], entropy_M, None
 
@@ -156,39 +203,6 @@ class PolicyModel:
     @property
     def vocabulary(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
-
-    @torch.no_grad()
-    def _check_packed(self) -> bool:
-        """Compare both layouts with the plain forward pass on a few tokens; False = use the slow way."""
-        tokens = torch.arange(12, device=self.device) * 7919 % self.vocabulary
-        plain = torch.log_softmax(self.model(tokens[None]).logits[0].float(), dim=-1)
-        want = torch.cat([plain[3:7].gather(1, tokens[4:8, None]), plain[3:11].gather(1, tokens[4:12, None])])[:, 0]
-        before = self.model.config._attn_implementation
-        try:
-            use_packed_attention(self.model)
-            self.packed = True
-            gaps = [self._gap(tokens, want, share_prompts=share) for share in (False, True)]
-        except (ValueError, TypeError, KeyError) as error:
-            return self._refuse_packed(before, str(error))
-        # In half precision the error grows with the size of the log-prob, and random tokens are unlikely ones.
-        tolerance = 1e-3 if plain.dtype == self.model.dtype else 0.25 + 0.1 * float(want.abs().max())
-        if max(gaps) > tolerance:
-            return self._refuse_packed(before, f"log-probs differ by {max(gaps):.2g} from a plain forward pass")
-        return True
-
-    def _gap(self, tokens: Tensor, want: Tensor, *, share_prompts: bool) -> float:
-        packed = pack([tokens[:4]], [[tokens[4:8], tokens[4:12]]], share_prompts=share_prompts, device=tokens.device)
-        return float((self.forward(packed, temperature=1.0).log_pi_N - want).abs().max())
-
-    def _refuse_packed(self, attention: str, reason: str) -> bool:
-        logger.warning(
-            "training one sequence at a time, which is slow: packed attention does not work here (%s).", reason
-        )
-        self.model.set_attn_implementation(attention)
-        return False
-
-
-# --- learned heads ---------------------------------------------------------------------------------------------------
 
 
 class Critic(nn.Module):
@@ -254,7 +268,7 @@ class LogZ(nn.Module):
 def make_critic(model: PreTrainedModel, *, separate: bool) -> Critic:
     """A critic on the model's trunk, or on a copy of it."""
     parameter = next(model.parameters())
-    trunk = copy.deepcopy(model.base_model) if separate else None
+    trunk = copy.deepcopy(trunk_of(model)) if separate else None
     return Critic(_hidden_size(model), trunk=trunk).to(parameter.device)
 
 
@@ -267,6 +281,23 @@ def _hidden_size(model: PreTrainedModel) -> int:
 
 
 # --- log-probs from hidden states ------------------------------------------------------------------------------------
+
+
+def _logit_scale(config: Any) -> float:
+    """What a model multiplies its logits by: Cohere's logit_scale, one over Granite's logits_scaling."""
+    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+
+
+def _with_adapter(head: Any, hidden_MD: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states and the head's matrix, with the adapter of a head that has one in further columns:
+    W h + s B (A h) = [W B] [h, s A h]. W + s B A in bf16 would round small updates away."""
+    if not has_adapter(head) or head.disable_adapters:
+        return hidden_MD, head.weight
+    low_rank, up = head.lora_A[ADAPTER], head.lora_B[ADAPTER]
+    added = head.scaling[ADAPTER] * low_rank(hidden_MD.to(low_rank.weight.dtype))
+    return torch.cat([hidden_MD, added.to(hidden_MD.dtype)], dim=1), torch.cat(
+        [head.weight, up.weight.to(head.weight.dtype)], dim=1
+    )
 
 
 def chosen_log_probs(

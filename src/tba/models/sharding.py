@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tba.config import ConfigError
+from tba.models.text_part import trunk_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,7 +63,8 @@ def shard(model: PreTrainedModel, compute: Compute, mesh: DeviceMesh) -> Compute
     what this returns, and on all ranks at once."""
     from torch.distributed.fsdp import fully_shard
 
-    layers = getattr(model.base_model, "layers", None) or getattr(model.base_model, "h", None)
+    trunk = trunk_of(model)
+    layers = getattr(trunk, "layers", None) or getattr(trunk, "h", None)
     if layers is None:
         raise ConfigError(
             f"train.ranks: {type(model).__name__} has no list of layers to shard (`layers` or `h`). Train it with "

@@ -11,6 +11,7 @@ from tba.config import Config
 from tba.generate.engine import Scorer, make_scorer
 from tba.models.load import LoadedModel, checkpoint_layers, compile_layers
 from tba.models.policy import PolicyModel, make_critic, make_log_z
+from tba.models.weights import CANARY_TOKENS
 from tba.objectives.base import Objective
 from tba.objectives.registry import make_objective
 from tba.observe.recorder import Recorder
@@ -119,7 +120,7 @@ def make_train_step(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -
     """Every rank makes its own, from the same model."""
     train, objective = config.train, make_objective(config)
     assert train.tokens_per_micro_batch is not None, "filled in by tba.launch.defaults"
-    policy = make_policy(loaded, objective)
+    policy = make_policy(loaded, objective, max_length=longest_sequence(config, loaded.context))
     if train.gradient_checkpointing:
         checkpoint_layers(loaded.model)
     if train.compile:
@@ -147,14 +148,20 @@ def make_probe(train_step: TrainStep, published: Callable[[int], Weights | None]
     return MismatchProbe(train_step.policy, train_step.temperature, published)
 
 
-def make_policy(loaded: LoadedModel, objective: Objective) -> PolicyModel:
-    """The model with the heads its objective needs."""
+def longest_sequence(config: Config, context: int) -> int:
+    """Longest sequence in tokens that the trainer meets: a prompt with its response, or the canary."""
+    prompt = config.task.max_prompt_tokens or context
+    return min(context, max(prompt + config.generate.max_new_tokens, CANARY_TOKENS + 1))
+
+
+def make_policy(loaded: LoadedModel, objective: Objective, *, max_length: int) -> PolicyModel:
+    """The model with the heads its objective needs, for sequences of up to `max_length` tokens."""
     extras, critic, log_z = objective.extras, None, None
     if extras.critic is not None:
         critic = make_critic(loaded.model, separate=extras.critic == "separate")
     if extras.log_z:
         log_z = make_log_z(loaded.model)
-    return PolicyModel(loaded.model, critic=critic, log_z=log_z)
+    return PolicyModel(loaded.model, critic=critic, log_z=log_z, max_length=max_length)
 
 
 def make_replay(config: Config, task: Task) -> ReplayBuffer:

@@ -82,10 +82,11 @@ class TrainStep:
         self.ranks = ranks
         self.objective = objective
         self.optimizer = optimizer
-        if not policy.packed:
-            # One sequence at a time: ranks that compute together must do so equally often, and so each in one micro-batch.
-            one = budget.max_responses if ranks.size == 1 else 1
-            budget = replace(budget, share_prompts=False, max_responses=one)
+        if ranks.size > 1 and (not policy.packed or policy.switch is not None):
+            # A micro-batch may then take several passes, and ranks that compute together must do so equally often.
+            budget = replace(budget, share_prompts=False, max_responses=1)
+        elif not policy.packed:
+            budget = replace(budget, share_prompts=False)
         self.budget = budget
         self.temperature = temperature
         self.moved = False

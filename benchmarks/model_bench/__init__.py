@@ -1,0 +1,1 @@
+"""Every family of models, tiny and random, against transformers."""

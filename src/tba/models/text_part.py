@@ -1,0 +1,81 @@
+"""What is text in a model, and how long it may be: read from the config of its text part, and from its modules.
+
+A model that also sees images (Gemma 3 4B and larger) has a config with one for text inside, and modules that text does not
+go through. They are left as they are: not trained, not published, without an adapter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx")
+"""Names that configs have for the longest sequence in tokens."""
+
+
+def trunk_of(model: PreTrainedModel) -> nn.Module:
+    """The part of a model that makes hidden states of text: without its head, and without a part that sees images."""
+    trunk: Any = model.base_model
+    if trunk is model:  # transformers does not know the name of this one (Llama 4)
+        trunk = getattr(model, "model", model)
+    return getattr(trunk, "language_model", trunk)
+
+
+def text_parameters(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters that text goes through: all but those of parts that see images."""
+    if model.config.get_text_config() is model.config:
+        return {name for name, _ in model.named_parameters()}
+    head = model.get_output_embeddings()
+    text = {id(found) for part in (trunk_of(model), head) if part is not None for found in part.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in text}
+
+
+def freeze_beside_text(model: PreTrainedModel) -> None:
+    """Have only the part of the model that text goes through trained and published."""
+    text = text_parameters(model)
+    for name, parameter in model.named_parameters():
+        if name not in text:
+            parameter.requires_grad_(False)
+
+
+def modules_beside_text(model: PreTrainedModel) -> list[str]:
+    """Names of the layers that text does not go through."""
+    if model.config.get_text_config() is model.config:
+        return []
+    text = {name.rpartition(".")[0] for name in text_parameters(model)}
+    layers = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
+    return sorted(layers - text - {name_of(model, model.get_output_embeddings())})
+
+
+def name_of(model: nn.Module, module: nn.Module | None) -> str | None:
+    """The name of a module in its model."""
+    return next((name for name, found in model.named_modules() if found is module), None)
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Whether embedding and head are one matrix."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    return head is not None and embedding is not None and head.weight is embedding.weight
+
+
+def stated_context(model_config: Any) -> int | None:
+    """Longest sequence in tokens that the config of a model's text part states; None = none."""
+    text = model_config.get_text_config()
+    return next((int(getattr(text, name)) for name in CONTEXT_NAMES if getattr(text, name, None)), None)
+
+
+def switch_length(model_config: Any) -> int | None:
+    """Longest sequence in tokens that has the rotary angles of short sequences, where longer ones have others (longrope:
+    Phi-3.5, Phi-4-mini; dynamic: beyond the context); None = the angles do not depend on the length."""
+    text = model_config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    by_layer_type = bool(rope) and all(isinstance(value, dict) for value in rope.values())
+    lengths = []
+    for parameters in rope.values() if by_layer_type else [rope]:
+        if parameters.get("rope_type") == "longrope":
+            lengths.append(int(parameters["original_max_position_embeddings"]))
+        if parameters.get("rope_type") == "dynamic":
+            lengths.append(int(text.max_position_embeddings))
+    return min(lengths, default=None)
