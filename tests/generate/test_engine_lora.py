@@ -34,7 +34,17 @@ def make_native(model, **changes) -> NativeEngine:
     return NativeEngine(model, **{"stop_ids": [2], "seed": 0, "slots": 3, "max_length": 40, **changes})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+WITH_EXPERTS = [family for family in FAMILIES if family.startswith(("mixtral", "qwen3-moe", "olmoe", "gpt-oss"))]
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_an_adapter_of_experts_has_no_place_beside_the_matrices(family):
+    base = make_tiny_model(family)
+    with pytest.raises(UnsupportedModel, match=r"its adapter changes model\.layers\.0\.mlp\.experts"):
+        make_native(base).keep_adapter_apart(adapted(base, noise=0.0))
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in WITH_EXPERTS])
 def test_an_adapter_beside_the_matrices_computes_what_it_computes_in_the_trainer(family):
     base = make_tiny_model(family, spread=3.0)
     trainer = adapted(base, noise=0.3)

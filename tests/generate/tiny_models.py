@@ -73,6 +73,24 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **GEMMA, **WINDOWED, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
     ),
+    # The text part of a model that sees images, too.
+    "gemma3-inside": lambda: transformers.Gemma3Config(
+        text_config=transformers.Gemma3TextConfig(
+            **GEMMA, **WINDOWED, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+        ),
+        vision_config=transformers.SiglipVisionConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=28,
+            patch_size=14,
+        ),
+        mm_tokens_per_image=4,
+        image_token_index=VOCABULARY - 1,
+        boi_token_index=VOCABULARY - 2,
+        eoi_token_index=VOCABULARY - 3,
+    ),
     "phi3": lambda: transformers.Phi3Config(
         **GROUPED,
         sliding_window=5,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tba.models.decoder import ACTIVATIONS, Decoder, UnsupportedModel, check_decoder
 from tba.models.decoder_spec import (
@@ -26,18 +27,13 @@ from tba.models.decoder_spec import (
     Placement,
 )
 from tba.models.families import FAMILIES, Names
-from tba.models.text_part import switch_length
+from tba.models.text_part import is_tied, name_of, switch_length, text_parameters, trunk_of
 
 
-def make_decoder(model: nn.Module, *, max_length: int, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Copy a transformers model into our decoder, for sequences up to `max_length`, and check it."""
-    config: Any = model.config
-    if config.model_type not in FAMILIES:
-        raise UnsupportedModel(f"model type {config.model_type!r} is not one of {', '.join(FAMILIES)}")
-    make_spec, names = FAMILIES[config.model_type]
-    spec = make_spec(config, tied=_is_tied(model))
-    if spec.activation not in ACTIVATIONS:
-        raise UnsupportedModel(f"activation {spec.activation!r} is not one of {', '.join(ACTIVATIONS)}")
+def make_decoder(model: PreTrainedModel, *, max_length: int, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Copy a transformers model into our decoder, for sequences up to `max_length`, and check it. Of one that also sees
+    images it is the part that text goes through."""
+    spec, names = describe(model)
     rotations = _rotations(model, spec, max_length, device)
     weights = _Builder(model, spec, names, dtype, device).build()
     if weights.positions is not None and max_length > weights.positions.shape[0]:
@@ -51,17 +47,26 @@ def make_decoder(model: nn.Module, *, max_length: int, dtype: torch.dtype, devic
     return decoder
 
 
-def _is_tied(model: nn.Module) -> bool:
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-    return head is not None and head.weight is embedding.weight
+def describe(model: PreTrainedModel) -> tuple[DecoderSpec, Names]:
+    """The spec and the tensor names of a model; neither needs its weights."""
+    config: Any = model.config.get_text_config()
+    if config.model_type not in FAMILIES:
+        raise UnsupportedModel(f"model type {config.model_type!r} is not one of {', '.join(FAMILIES)}")
+    make_spec, names = FAMILIES[config.model_type]
+    spec = make_spec(config, tied=is_tied(model))
+    if spec.activation not in ACTIVATIONS:
+        raise UnsupportedModel(f"activation {spec.activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if config is not model.config:
+        names = names.within(f"{name_of(model, trunk_of(model))}.")
+    return spec, names
 
 
-def _rotations(model: nn.Module, spec: DecoderSpec, max_length: int, device: torch.device) -> dict[str, Tensor]:
+def _rotations(model: PreTrainedModel, spec: DecoderSpec, max_length: int, device: torch.device) -> dict[str, Tensor]:
     """Rotation tables from the model's own rotary module, so that every static rotary type is right."""
     kinds = sorted(set(spec.rotary_kinds) - {""})
     if not kinds:
         return {}
-    rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
+    rotary: Any = next((m for name, m in trunk_of(model).named_modules() if name.endswith("rotary_emb")), None)
     if rotary is None:
         raise UnsupportedModel(f"model type {spec.family!r} has no rotary_emb module to take its angles from")
     limit = switch_length(model.config)
@@ -87,11 +92,13 @@ class _Builder:
     """Allocates the static tensors of one model and notes which named tensor fills which part."""
 
     def __init__(
-        self, model: nn.Module, spec: DecoderSpec, names: Names, dtype: torch.dtype, device: torch.device
+        self, model: PreTrainedModel, spec: DecoderSpec, names: Names, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.spec, self.names, self.dtype, self.device = spec, names, dtype, device
         self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self.ignored = {name for name, _ in model.named_buffers()}
+        text = text_parameters(model)
+        beside = {name for name, _ in model.named_parameters() if name not in text}
+        self.ignored = {name for name, _ in model.named_buffers()} | beside
         self.placements: dict[str, Placement] = {}
 
     def build(self) -> DecoderWeights:

@@ -8,7 +8,7 @@ not listed is served by transformers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tba.models.decoder import UnsupportedModel
@@ -44,6 +44,11 @@ class Names:
     """Whether the one query-key-value matrix goes head by head: query, key, value of head 0, then of head 1 (GPT-NeoX)."""
     mixed_experts: bool = False
     """Whether experts' matrices are stored [in, out], with gate and up in turns (GPT-OSS)."""
+
+    def within(self, prefix: str) -> Names:
+        """The names where the text part is inside a larger model: model.norm is model.language_model.norm there."""
+        moved = {name: prefix + getattr(self, name).partition(".")[2] for name in ("embedding", "layers", "final_norm")}
+        return replace(self, **moved)
 
 
 LLAMA_NAMES = Names()
