@@ -64,7 +64,7 @@ def test_nothing_imports_vllm_but_the_modules_that_are_imported_when_it_is_chose
 
 def test_without_vllm_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # as Python notes a module that cannot be imported
-    for name in ("engine", "in_process", "weights"):
+    for name in ("engine", "in_process", "weights", "adapters"):
         monkeypatch.delitem(sys.modules, f"tba.generate.vllm_{name}", raising=False)
     with pytest.raises(ConfigError, match=r"generate.engine=vllm needs vLLM.*pip install 'tba-rl\[vllm\]'"):
         make()
@@ -123,6 +123,47 @@ def test_the_policys_log_probs_are_those_of_the_version_that_chose_each_token():
         for version, tokens in ((0, slice(0, 5)), (4, slice(5, None))):
             expected = plain_log_probs(models[version], request.prompt.token_ids, completion.token_ids)
             np.testing.assert_allclose(completion.policy_log_probs[tokens], expected[tokens], atol=1e-4)
+
+
+@needs_vllm
+@torch.no_grad()
+def test_the_spans_say_which_version_each_tokens_keys_have():
+    """What was read before an update keeps its keys and values; the last token is read by the step that chooses the next."""
+    old, new = make_tiny_model(FAMILY), make_tiny_model(FAMILY, seed=1)
+    engine, (request,) = make(), make_requests(6)
+    steps = itertools.count()
+
+    def between_steps():
+        if next(steps) == 5:
+            engine.load(weights_of(new, 4))
+
+    sampling = Sampling(max_new_tokens=12)
+    (found,) = engine.generate([request], samples_per_prompt=1, sampling=sampling, between_steps=between_steps)
+    assert found.version_spans == ((0, 0), (5, 4))
+    tokens = torch.from_numpy(np.concatenate((request.prompt.token_ids, found.token_ids)).astype(np.int64))[None]
+    read_by_old = len(request.prompt.token_ids) + 5 - 1
+    before = old(tokens[:, :read_by_old], use_cache=True)
+    after = new(tokens[:, read_by_old:-1], past_key_values=before.past_key_values)
+    logits = torch.cat((before.logits, after.logits), dim=1)[0, len(request.prompt.token_ids) - 1 :]
+    expected = log_softmax(logits.double().numpy())[np.arange(len(found.token_ids)), found.token_ids]
+    np.testing.assert_allclose(found.policy_log_probs, expected, atol=1e-4)
+    assert np.abs(found.policy_log_probs - plain_log_probs(new, tokens[0, :6].numpy(), found.token_ids))[5:].max() > 0.1
+
+
+@needs_vllm
+def test_nothing_is_scheduled_while_weights_are_taken_and_scheduling_goes_on_when_that_fails(monkeypatch):
+    engine, new = make(), weights_of(make_tiny_model(FAMILY, seed=1), 4)
+    llm = engine._shared.llm
+    seen = []
+    update = llm.update_weights
+    monkeypatch.setattr(llm, "update_weights", lambda info: (seen.append(llm.llm_engine.is_sleeping()), update(info)))
+    engine.load(new)
+    with pytest.raises(KeyError):
+        engine.load(Weights(version=5, tensors={}))
+    assert seen == [True]
+    assert not llm.llm_engine.is_sleeping()
+    (found,) = engine.generate(make_requests(6), samples_per_prompt=1, sampling=Sampling(max_new_tokens=4))
+    assert found.version_spans == ((0, 4),)
 
 
 @needs_vllm

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tba.config import ConfigError, GenerateConfig
+from tba.config import ConfigError, GenerateConfig, LoraConfig
 from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import LoraReferenceScorer, ReferenceScorer
 from tba.generate.transformers_engine import TransformersEngine, TransformersScorer
@@ -106,11 +106,13 @@ def make_engine(
     device: torch.device | str | None = None,
     version: int = 0,
     explores: bool = False,
+    lora: LoraConfig | None = None,
 ) -> Engine:
     """The engine of generate.engine; a model the native one does not know runs through transformers, with a warning.
 
     `max_length` is the longest prompt + response; dtype and device are the model's unless given. `explores` says that some
-    requests are sampled otherwise than the config has it. The transformers engine decodes with a copy of the model, where
+    requests are sampled otherwise than the config has it. With `lora` (only vllm) the engine is loaded with adapters, which
+    it keeps beside the model's weights. The transformers engine decodes with a copy of the model, where
     the model is.
     """
     given = isinstance(tokenizer_or_stop_ids, (list, tuple, set, frozenset))
@@ -130,7 +132,7 @@ def make_engine(
         # A second copy of the weights, only where vLLM's own log-probs are not those that are asked for.
         is_plain = config.temperature == config.top_p == 1.0 and config.top_k == config.min_new_tokens == 0
         scorer = None if is_plain and not explores else make_scorer(model, max_length=max_length)
-        return _vllm_engine_maker()(model, scorer=scorer, **options)
+        return _vllm_engine_maker()(model, scorer=scorer, lora=lora, **options)
     if config.engine == "native":
         try:
             return NativeEngine(model, **options)

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
-from tba.config import ConfigError
+from tba.config import ConfigError, LoraConfig
 from tba.generate.sampling import (
     Response,
     checked_requests,
@@ -39,6 +39,8 @@ from tba.generate.sampling import (
 
 # vLLM's own names come from there as well: what must be set before vLLM is imported is set there.
 from tba.generate.vllm_in_process import (
+    AdapterFolder,
+    MergingScorer,
     RequestOutput,
     RequestOutputKind,
     RunningResponse,
@@ -57,7 +59,7 @@ MIN_TEMPERATURE = 0.01
 
 
 def make_vllm_engine(
-    model: nn.Module,
+    model: PreTrainedModel,
     *,
     stop_ids: Sequence[int],
     seed: int,
@@ -68,17 +70,27 @@ def make_vllm_engine(
     device: torch.device | str,
     version: int,
     scorer: Scorer | None,
+    lora: LoraConfig | None = None,
 ) -> VllmEngine:
     """An engine with a copy of the model inside vLLM. `scorer` holds the same weights; it is needed to score at temperatures
     other than 1, because vLLM's log-probs of given tokens know no temperature, and for policies that are not what is sampled
-    from (top_p, top_k, min_new_tokens, exploration)."""
+    from (top_p, top_k, min_new_tokens, exploration). With `lora`, what is loaded later are adapters of that kind, for the
+    model as it is now."""
     config: Any = model.config
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     where = torch.device(device)
     try:
-        llm = make_llm(model, seed=seed, slots=slots, max_length=max_length, dtype=dtype, device=where)
-        shared = SharedLLM(llm=llm, names=frozenset(parameters), scorer=scorer)
-        shared.load(Weights(version=version, tensors=parameters))
+        adapters = None if lora is None else AdapterFolder(lora, model, dtype, where)
+        llm = make_llm(
+            model, seed=seed, slots=slots, max_length=max_length, dtype=dtype, device=where, adapters=adapters
+        )
+        if adapters is None:
+            shared = SharedLLM(llm=llm, names=frozenset(parameters), scorer=scorer)
+            shared.load(Weights(version=version, tensors=parameters))
+        else:
+            merging = None if scorer is None else MergingScorer(scorer, model)
+            shared = SharedLLM(llm=llm, names=frozenset(), scorer=merging, adapters=adapters)
+            shared.load_start(version)
         # Kernels that do not know the shape of a model say so in the first pass only.
         shared.score([np.zeros(1, np.int32)], [np.zeros(1, np.int32)])
     except (ValueError, RuntimeError, NotImplementedError) as error:

@@ -38,6 +38,7 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
+from tba.generate.vllm_adapters import LOAD_FORMAT, AdapterFolder, MergingScorer, base_weights
 from tba.generate.vllm_weights import BACKEND
 
 if TYPE_CHECKING:
@@ -109,8 +110,10 @@ class SharedLLM:
 
     llm: LLM
     names: frozenset[str]
-    """Of the tensors that weights must have."""
+    """Of the tensors that weights must have, unless they are adapters."""
     scorer: Scorer | None = None
+    adapters: AdapterFolder | None = None
+    """Where weights are adapters: beside the base model, which vLLM was made with."""
     version: int = -1
     _num_loads: int = 0
     _ids: Iterator[int] = field(default_factory=itertools.count)
@@ -126,7 +129,8 @@ class SharedLLM:
         # vLLM cannot forget its prefix cache while requests run, so requests after a load are told apart by a salt: they
         # find no keys and values of older weights. A count, because another trainer may use a version's number again.
         prompt = tokens_input(tokens.tolist(), cache_salt=f"load {self._num_loads}")
-        self.llm.llm_engine.add_request(name, prompt, parameters)
+        adapter = None if self.adapters is None else self.adapters.request
+        self.llm.llm_engine.add_request(name, prompt, parameters, lora_request=adapter)
         self._takers[name] = taker
         return name
 
@@ -144,6 +148,30 @@ class SharedLLM:
         self.llm.llm_engine.abort_request(names)
 
     def load(self, weights: Weights) -> None:
+        """Take new weights while nothing is scheduled; requests that run keep the keys and values that they have."""
+        self.llm.sleep(level=0, mode="keep")
+        try:
+            if self.adapters is None:
+                self._transfer(weights)
+            else:
+                self.llm.llm_engine.add_lora(self.adapters.write(weights.tensors))
+        finally:
+            self.llm.wake_up(["scheduling"])
+        if self.scorer is not None:
+            self.scorer.load(weights)
+        self._begin(weights.version)
+
+    def load_start(self, version: int) -> None:
+        """Begin with the base model, where weights are adapters."""
+        assert self.adapters is not None
+        self.llm.llm_engine.add_lora(self.adapters.write_start())
+        self._begin(version)
+
+    def _begin(self, version: int) -> None:
+        self.version = version
+        self._num_loads += 1
+
+    def _transfer(self, weights: Weights) -> None:
         missing, unknown = self.names - weights.tensors.keys(), weights.tensors.keys() - self.names
         if missing or unknown:  # vLLM would keep what is missing as it was
             raise KeyError(
@@ -152,10 +180,6 @@ class SharedLLM:
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {"tensors": weights.tensors}})
         self.llm.finish_weight_update()
-        if self.scorer is not None:
-            self.scorer.load(weights)
-        self.version = weights.version
-        self._num_loads += 1
 
     def score_policy(self, responses: Sequence[RunningResponse]) -> None:
         """Give the responses the policy's log-probs of tokens that came since the last time, where vLLM's are others: under
@@ -208,9 +232,16 @@ class SharedLLM:
 
 
 def make_llm(
-    model: nn.Module, *, seed: int, slots: int, max_length: int, dtype: torch.dtype, device: torch.device
+    model: nn.Module,
+    *,
+    seed: int,
+    slots: int,
+    max_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    adapters: AdapterFolder | None = None,
 ) -> LLM:
-    """vLLM with a model of this shape and no weights yet."""
+    """vLLM with a model of this shape: with no weights yet, or, where they are adapters, with the model's own."""
     if current_platform.device_type != device.type:
         raise ConfigError(
             f"generate.engine=vllm: the installed vLLM runs on {current_platform.device_type}, the model is on {device}. "
@@ -226,26 +257,29 @@ def make_llm(
     gc.collect()  # what has been let go goes now, not when a new engine is at work
     config: Any = deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    llm = LLM(
-        model=str(config_folder(config)),
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        dtype=str(dtype).removeprefix("torch."),
-        seed=seed % 2**31,
-        max_model_len=max_length,
-        max_num_seqs=slots + 1,  # one to score with while all slots are taken
+    options: dict[str, Any] = {
+        "model": str(config_folder(config)),
+        "skip_tokenizer_init": True,
+        "dtype": str(dtype).removeprefix("torch."),
+        "seed": seed % 2**31,
+        "max_model_len": max_length,
+        "max_num_seqs": slots + 1,  # one to score with while all slots are taken
         # Compiling for a CPU takes longer than it saves a searcher; on a GPU graphs are what makes vLLM fast.
-        enforce_eager=device.type == "cpu",
+        "enforce_eager": device.type == "cpu",
         # A step that is scheduled ahead would run with weights that are being loaded.
-        async_scheduling=False,
-        logprobs_mode="processed_logprobs",
-        disable_log_stats=True,
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        "async_scheduling": False,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
         **memory_options(model, dtype, max_length, slots + 1, device),
         **(whole_prompts(max_length) if device.type == "cpu" else {}),
-    )
+    }
+    if adapters is None:
+        llm = LLM(**options, load_format="dummy", weight_transfer_config=WeightTransferConfig(backend=BACKEND))
+        llm.init_weight_transfer_engine({"init_info": {}})
+    else:
+        with base_weights(model):
+            llm = LLM(**options, load_format=LOAD_FORMAT, **adapters.options)
     _kept.append(llm)
-    llm.init_weight_transfer_engine({"init_info": {}})
     return llm
 
 

@@ -25,6 +25,8 @@ def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
     generate = config.generate
     if config.takes_turns:
         generate = generate.model_copy(update={"update": "drain"})
+    lora = config.model.lora
+    unmerged = lora is not None and generate.lora == "unmerged" and generate.engine == "vllm"
     engine = make_engine(
         loaded.model,
         loaded.tokenizer,
@@ -32,8 +34,9 @@ def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
         seed=config.seed,
         max_length=loaded.context,
         explores=config.search.explore.probability > 0.0,
+        lora=lora if unmerged else None,
     )
-    return engine if config.model.lora is None else LoraEngine(engine, loaded.model)
+    return engine if lora is None or unmerged else LoraEngine(engine, loaded.model)
 
 
 def make_reference_engine(config: Config, loaded: LoadedModel) -> Engine | None:

@@ -1,0 +1,159 @@
+"""LoRA adapters for a vLLM engine, unmerged: beside the base model's weights, through vLLM's own adapter interface.
+
+vLLM (0.26 and 0.32) takes adapters from folders only, so each version is written to one in memory (/dev/shm) and given to
+`LLMEngine.add_lora`. All versions have one id and are loaded in place of each other (`load_inplace`): requests hold the id,
+so running ones go on with the new adapter, as an update in flight asks. With an id per version they would keep the old one,
+and vLLM would compute all versions that are still in use.
+
+The base's weights never change. They come through a loader of our own, registered with vLLM's factory, because vLLM wraps
+layers for adapters once they are loaded, and its weight-transfer backends know no layers that are wrapped.
+
+    folder = AdapterFolder(LoraConfig(rank=32), model)
+    with base_weights(model):
+        llm = LLM(..., load_format=LOAD_FORMAT, **folder.options)
+    llm.llm_engine.add_lora(folder.write(tensors))
+    llm.llm_engine.add_request("0", prompt, parameters, lora_request=folder.request)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from vllm.config import ModelConfig
+from vllm.config.lora import MaxLoRARanks
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from tba.config import ConfigError, LoraConfig
+from tba.models.load import ADAPTER, merged
+from tba.types import Weights
+
+if TYPE_CHECKING:
+    from tba.generate.engine import Scorer
+
+LOAD_FORMAT = "tba_in_process"
+"""Name of the loader that reads the weights given to `base_weights`."""
+MEMORY = Path("/dev/shm")
+ADAPTER_ID = 1
+"""vLLM counts adapters from 1."""
+GPU_DTYPES = (torch.float16, torch.bfloat16)
+"""Those of vLLM's kernels that apply adapters on a GPU."""
+
+_base: dict[str, Tensor] = {}
+
+
+@contextmanager
+def base_weights(model: nn.Module) -> Iterator[None]:
+    """What the loader reads while a vLLM engine is made in this process."""
+    _base.update((name, parameter.detach()) for name, parameter in model.named_parameters())
+    try:
+        yield
+    finally:
+        _base.clear()
+
+
+@register_model_loader(LOAD_FORMAT)
+class InProcessLoader(BaseModelLoader):
+    """vLLM's loader of weights that lie in this process."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        pass
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        loaded: Any = model
+        loaded.load_weights(iter(_base.items()))
+
+
+class AdapterFolder:
+    """The folder that vLLM reads adapters from."""
+
+    def __init__(self, config: LoraConfig, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        """`model` is the base, without an adapter in it."""
+        ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= config.rank]
+        if not ranks:
+            raise ConfigError(
+                f"generate.lora=unmerged: vLLM takes adapters up to rank {max(get_args(MaxLoRARanks))}, and model.lora.rank is "
+                f"{config.rank}. Lower it, or set generate.lora=merged."
+            )
+        if device.type == "cuda" and dtype not in GPU_DTYPES:
+            raise ConfigError(
+                f"generate.lora=unmerged: vLLM applies adapters on a GPU in 16 bits only, and the model is in {dtype}. Set "
+                "model.dtype=bfloat16, or generate.lora=merged."
+            )
+        self._config, self._model = config, model
+        # A name under which nobody else writes: it goes with this object.
+        self._folder = tempfile.TemporaryDirectory(prefix="tba-adapter-", dir=MEMORY if MEMORY.is_dir() else None)
+        self._path = Path(self._folder.name)
+        self._names: frozenset[str] | None = None
+        self.options = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": min(ranks)}
+        """What vLLM is made with."""
+
+    @property
+    def request(self) -> LoRARequest:
+        """What each request names its adapter by."""
+        return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path=str(self._path))
+
+    def write(self, tensors: Mapping[str, Tensor]) -> LoRARequest:
+        """Write an adapter as it is published -> what loads it in the place of the one before."""
+        if self._names is not None and self._names != tensors.keys():  # vLLM would take what is missing for zeros
+            missing, unknown = sorted(self._names - tensors.keys()), sorted(tensors.keys() - self._names)
+            raise KeyError(f"the adapter does not fit the one before: missing {missing[:1]}, unknown {unknown[:1]}.")
+        self._names = frozenset(tensors)
+        self._save({name.replace(f".{ADAPTER}.", "."): tensor for name, tensor in tensors.items()})
+        return LoRARequest(
+            lora_name="policy", lora_int_id=ADAPTER_ID, lora_path=str(self._path), load_inplace=True
+        )
+
+    def write_start(self) -> LoRARequest:
+        """An adapter that changes nothing, as every adapter is before it is trained: of one layer, the others go without."""
+        head: Any = getattr(self._model, "get_output_embeddings", lambda: None)()
+        for name, layer in self._model.named_modules():
+            if isinstance(layer, nn.Linear) and layer is not head:
+                rank = self._config.rank
+                a, b = torch.zeros(rank, layer.in_features), torch.zeros(layer.out_features, rank)
+                self._save({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b})
+                return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path=str(self._path))
+        raise ConfigError(
+            f"generate.lora=unmerged: {type(self._model).__name__} has no linear layer but its head. Set generate.lora=merged."
+        )
+
+    def _save(self, tensors: Mapping[str, Tensor]) -> None:
+        layers = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in tensors})
+        alpha = 2 * self._config.rank if self._config.alpha is None else self._config.alpha
+        settings = {"peft_type": "LORA", "r": self._config.rank, "lora_alpha": alpha, "target_modules": layers}
+        (self._path / "adapter_config.json").write_text(json.dumps(settings))
+        found = {f"base_model.model.{name}": tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+        # A file of its own, put in the other's place: vLLM may have the old one mapped.
+        new = self._path / "new.safetensors"
+        save_file(found, new)
+        os.replace(new, self._path / "adapter_model.safetensors")
+
+
+@dataclass(frozen=True, eq=False)
+class MergingScorer:
+    """A scorer of the whole model that is given adapters."""
+
+    scorer: Scorer
+    model: PreTrainedModel
+    """The base, with an adapter in it by the time that the first one is loaded."""
+
+    def load(self, weights: Weights) -> None:
+        self.scorer.load(merged(self.model, weights))
+
+    def score(
+        self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
+    ) -> list[np.ndarray]:
+        return self.scorer.score(prompt_ids, response_ids, temperature)
