@@ -64,7 +64,7 @@ def test_nothing_imports_vllm_but_the_modules_that_are_imported_when_it_is_chose
 
 def test_without_vllm_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # as Python notes a module that cannot be imported
-    for name in ("engine", "in_process", "weights", "adapters"):
+    for name in ("engine", "in_process", "weights", "adapters", "make"):
         monkeypatch.delitem(sys.modules, f"tba.generate.vllm_{name}", raising=False)
     with pytest.raises(ConfigError, match=r"generate.engine=vllm needs vLLM.*pip install 'tba-rl\[vllm\]'"):
         make()
@@ -333,7 +333,7 @@ def test_tied_embeddings_are_replaced_at_both_ends():
 
 @needs_vllm
 def test_one_config_has_one_folder_so_that_what_vllm_compiles_is_found_again(tmp_path, monkeypatch):
-    from tba.generate.vllm_in_process import config_folder
+    from tba.generate.vllm_make import config_folder
 
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     configs = [make_tiny_model(family).config for family in (FAMILY, FAMILY, "qwen2")]

@@ -65,9 +65,7 @@ PROMPT, RESPONSE = make_prompt("a", 4).token_ids, make_prompt("d", 9).token_ids
 
 def test_an_adapter_beside_the_weights_scores_as_one_that_is_merged_into_them():
     model = make_model()
-    plain = make_engine(
-        copy.deepcopy(model), [2, 3, 4], GenerateConfig(engine="vllm", slots=3), seed=0, max_length=40
-    )
+    plain = make_engine(copy.deepcopy(model), [2, 3, 4], GenerateConfig(engine="vllm", slots=3), seed=0, max_length=40)
     engine = make_unmerged(model)
     lora = LoraEngine(plain, model)
     base = plain_log_probs(with_adapter(model, Weights(version=0, tensors={})), PROMPT, RESPONSE)

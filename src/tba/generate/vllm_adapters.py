@@ -20,17 +20,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from vllm.config import ModelConfig
 from vllm.config.lora import MaxLoRARanks
 from vllm.lora.request import LoRARequest
@@ -38,11 +35,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from tba.config import ConfigError, LoraConfig
-from tba.models.load import ADAPTER, merged
-from tba.types import Weights
-
-if TYPE_CHECKING:
-    from tba.generate.engine import Scorer
+from tba.models.load import ADAPTER
 
 LOAD_FORMAT = "tba_in_process"
 """Name of the loader that reads the weights given to `base_weights`."""
@@ -85,8 +78,8 @@ class AdapterFolder:
         ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= config.rank]
         if not ranks:
             raise ConfigError(
-                f"generate.lora=unmerged: vLLM takes adapters up to rank {max(get_args(MaxLoRARanks))}, and model.lora.rank is "
-                f"{config.rank}. Lower it, or set generate.lora=merged."
+                f"generate.lora=unmerged: vLLM takes adapters up to rank {max(get_args(MaxLoRARanks))}, and "
+                f"model.lora.rank is {config.rank}. Lower it, or set generate.lora=merged."
             )
         if device.type == "cuda" and dtype not in GPU_DTYPES:
             raise ConfigError(
@@ -113,9 +106,7 @@ class AdapterFolder:
             raise KeyError(f"the adapter does not fit the one before: missing {missing[:1]}, unknown {unknown[:1]}.")
         self._names = frozenset(tensors)
         self._save({name.replace(f".{ADAPTER}.", "."): tensor for name, tensor in tensors.items()})
-        return LoRARequest(
-            lora_name="policy", lora_int_id=ADAPTER_ID, lora_path=str(self._path), load_inplace=True
-        )
+        return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path=str(self._path), load_inplace=True)
 
     def write_start(self) -> LoRARequest:
         """An adapter that changes nothing, as every adapter is before it is trained: of one layer, the others go without."""
@@ -127,7 +118,8 @@ class AdapterFolder:
                 self._save({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b})
                 return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path=str(self._path))
         raise ConfigError(
-            f"generate.lora=unmerged: {type(self._model).__name__} has no linear layer but its head. Set generate.lora=merged."
+            f"generate.lora=unmerged: {type(self._model).__name__} has no linear layer but its head. Set "
+            "generate.lora=merged."
         )
 
     def _save(self, tensors: Mapping[str, Tensor]) -> None:
@@ -140,20 +132,3 @@ class AdapterFolder:
         new = self._path / "new.safetensors"
         save_file(found, new)
         os.replace(new, self._path / "adapter_model.safetensors")
-
-
-@dataclass(frozen=True, eq=False)
-class MergingScorer:
-    """A scorer of the whole model that is given adapters."""
-
-    scorer: Scorer
-    model: PreTrainedModel
-    """The base, with an adapter in it by the time that the first one is loaded."""
-
-    def load(self, weights: Weights) -> None:
-        self.scorer.load(merged(self.model, weights))
-
-    def score(
-        self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
-    ) -> list[np.ndarray]:
-        return self.scorer.score(prompt_ids, response_ids, temperature)

@@ -1,22 +1,28 @@
-"""Weights for a vLLM engine in the same process, through vLLM's own weight-transfer interface.
+"""Weights for a vLLM engine in the searcher's process, through vLLM's own weight-transfer interface.
 
-vLLM's backends carry weights between processes (`nccl` between GPUs, `ipc` on one), and neither works where there is no GPU.
-A searcher has fetched the weights before its engine sees them, and its vLLM runs in its own process, so nothing is left to
-carry: this backend, registered with vLLM's factory, takes the tensors as they are. vLLM's own loading fuses the parts, makes
-layouts for kernels anew where there are any, and copies the values into the tensors that are in use, so that compiled
-graphs stay valid.
+tba_in_process   our own backend, registered with vLLM's factory. A searcher has fetched the weights before its engine
+                 sees them, and its vLLM runs in its own process, so nothing is left to carry: it takes the tensors as
+                 they are, on a CPU too. vLLM's own loading fuses the parts, makes layouts for kernels anew where there
+                 are any, and copies the values into the tensors that are in use, so that compiled graphs stay valid.
+ipc              vLLM's backend for one GPU: it opens the trainer's memory there by CUDA IPC and loads from it. The
+                 searcher's own copy, which has been compared with its checksum, is loaded instead where the trainer
+                 has begun to write that memory again.
 
-    LLM(..., weight_transfer_config=WeightTransferConfig(backend=BACKEND))
+LLM(..., weight_transfer_config=WeightTransferConfig(backend=transfer.value))
+transfer.send(llm, weights)
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm import LLM
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -28,8 +34,61 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-BACKEND = "tba_in_process"
-"""Name of the backend in WeightTransferConfig."""
+from tba.types import SharedTensors, Weights
+
+SHAPE, DTYPE = 1, 5
+"""Places among the arguments of torch's rebuild_cuda_tensor."""
+
+
+class Transfer(Enum):
+    """How weights come into vLLM; the value is the backend's name."""
+
+    in_process = "tba_in_process"
+    ipc = "ipc"
+
+    @classmethod
+    def chosen(cls, device: torch.device, *, beside_trainer: bool) -> Transfer:
+        """The one for an engine on this device; `beside_trainer`: the trainer is another process on it."""
+        return cls.ipc if beside_trainer and device.type == "cuda" and offers_ipc() else cls.in_process
+
+    def send(self, llm: LLM, weights: Weights) -> None:
+        """Have vLLM take the weights; they are in use afterwards."""
+        if self is Transfer.in_process:
+            _update(llm, {"tensors": weights.tensors})
+        elif weights.shared is None or not _send_shared(llm, weights.shared):
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.tensors.items())})
+
+
+def offers_ipc() -> bool:
+    """Whether the installed vLLM has its ipc backend and can import it: that of 0.26 asks for Ray, which it does not use."""
+    try:
+        importlib.import_module("vllm.distributed.weight_transfer.ipc_engine")
+    except ImportError:
+        return False
+    return True
+
+
+def _update(llm: LLM, info: dict[str, Any]) -> None:
+    llm.start_weight_update()
+    llm.update_weights({"update_info": info})
+    llm.finish_weight_update()
+
+
+def _send_shared(llm: LLM, shared: SharedTensors) -> bool:
+    """Have vLLM read the trainer's memory -> whether all of it was still what it was."""
+    if not shared.is_there():
+        return False
+    device = torch.device("cuda", torch.cuda.current_device())
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    info = {
+        "names": list(shared.handles),
+        "shapes": [list(arguments[SHAPE]) for arguments in shared.handles.values()],
+        "dtype_names": [str(arguments[DTYPE]).removeprefix("torch.") for arguments in shared.handles.values()],
+        "ipc_handles": [{gpu: arguments} for arguments in shared.handles.values()],
+    }
+    _update(llm, info)
+    torch.cuda.synchronize(device)  # what was read has been read when the number is looked at
+    return shared.is_there()
 
 
 @dataclass
@@ -97,4 +156,4 @@ class InProcessTransfer(WeightTransferEngine[InProcessInit, InProcessUpdate]):
         raise NotImplementedError("weights are handed over in this process: LLM.update_weights sends them.")
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, InProcessTransfer)
+WeightTransferEngineFactory.register_engine(Transfer.in_process.value, InProcessTransfer)
