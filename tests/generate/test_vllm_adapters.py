@@ -107,6 +107,30 @@ def test_running_responses_go_on_with_the_new_adapter_and_later_ones_begin_with_
             np.testing.assert_allclose(completion.policy_log_probs, expected, atol=NEAR)
 
 
+def test_scores_of_several_responses_while_others_run():
+    """vLLM fails here where its head is prepared for adapters."""
+    model = make_model()
+    engine = make_unmerged(model)
+    adapter = make_adapter(model, 1)
+    engine.load(adapter)
+    prompts, responses = [PROMPT, PROMPT[:3], PROMPT], [RESPONSE, RESPONSE, RESPONSE[:5]]
+    seen = []
+
+    def between_steps():
+        if len(seen) < 2:
+            seen.append(engine.score(prompts, responses, 1.0))
+
+    sampling = Sampling(max_new_tokens=8)
+    found = list(
+        engine.generate(make_requests(6, 3, 5), samples_per_prompt=2, sampling=sampling, between_steps=between_steps)
+    )
+    assert len(found) == 6
+    adapted = with_adapter(model, adapter)
+    for prompt, response, *scores in zip(prompts, responses, *seen):
+        for score in scores:
+            np.testing.assert_allclose(score, plain_log_probs(adapted, prompt, response), atol=NEAR)
+
+
 def test_our_own_scorer_follows_the_adapter():
     model = make_model()
     engine = make_unmerged(model, temperature=0.5)
@@ -127,6 +151,24 @@ def test_an_adapter_with_a_layer_missing_is_refused():
         engine.load(Weights(version=2, tensors=tensors))
     assert engine.version == 1
     assert len(engine.score([PROMPT], [RESPONSE], 1.0)[0]) == len(RESPONSE)  # scheduling goes on
+
+
+def test_an_adapter_of_the_head_and_one_of_no_layer_are_refused():
+    model = make_model()
+    engine = make_unmerged(model)
+    adapter = make_adapter(model, 1)
+    head = {f"lm_head.lora_{part}.default.weight": torch.zeros(3, 3) for part in "AB"}
+    with pytest.raises(ConfigError, match=r"the adapter changes lm_head.*Leave it out of model\.lora\.targets"):
+        engine.load(Weights(version=1, tensors={**adapter.tensors, **head}))
+    with pytest.raises(ConfigError, match=r"none of the linear layers of model\.lora\.targets=\('c_attn',\)"):
+        make_engine(
+            make_model(),
+            [2],
+            GenerateConfig(engine="vllm", slots=3),
+            seed=0,
+            max_length=40,
+            lora=LoraConfig(targets=["c_attn"]),
+        )
 
 
 def test_a_rank_that_vllm_does_not_know_is_refused():

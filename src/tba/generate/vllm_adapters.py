@@ -70,6 +70,23 @@ class InProcessLoader(BaseModelLoader):
         loaded.load_weights(iter(_base.items()))
 
 
+def target_layers(config: LoraConfig, model: nn.Module) -> dict[str, nn.Linear]:
+    """The layers of the base that may get an adapter, by name: all linear ones but the head, or those of them that are
+    named by the ends of their names."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    layers = {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head
+    }
+    if not isinstance(config.targets, str):
+        layers = {name: layer for name, layer in layers.items() if name.rsplit(".", 1)[-1] in config.targets}
+    if not layers:
+        raise ConfigError(
+            f"generate.lora=unmerged: {type(model).__name__} has none of the linear layers of model.lora.targets="
+            f"{config.targets}. Set generate.lora=merged."
+        )
+    return layers
+
+
 class AdapterFolder:
     """The folder that vLLM reads adapters from."""
 
@@ -86,12 +103,20 @@ class AdapterFolder:
                 f"generate.lora=unmerged: vLLM applies adapters on a GPU in 16 bits only, and the model is in {dtype}. Set "
                 "model.dtype=bfloat16, or generate.lora=merged."
             )
-        self._config, self._model = config, model
+        self._config = config
+        self._layers = target_layers(config, model)
         # A name under which nobody else writes: it goes with this object.
         self._folder = tempfile.TemporaryDirectory(prefix="tba-adapter-", dir=MEMORY if MEMORY.is_dir() else None)
         self._path = Path(self._folder.name)
         self._names: frozenset[str] | None = None
-        self.options = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": min(ranks)}
+        self.options: dict[str, Any] = {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_cpu_loras": 1,
+            "max_lora_rank": min(ranks),
+            # Not the head, which vLLM would prepare for adapters too: then log-probs of prompts fail beside other requests.
+            "lora_target_modules": sorted({name.rsplit(".", 1)[-1] for name in self._layers}),
+        }
         """What vLLM is made with."""
 
     @property
@@ -104,23 +129,22 @@ class AdapterFolder:
         if self._names is not None and self._names != tensors.keys():  # vLLM would take what is missing for zeros
             missing, unknown = sorted(self._names - tensors.keys()), sorted(tensors.keys() - self._names)
             raise KeyError(f"the adapter does not fit the one before: missing {missing[:1]}, unknown {unknown[:1]}.")
+        others = sorted({name.split(".lora_")[0] for name in tensors} - self._layers.keys())
+        if others:  # vLLM would leave them out
+            raise ConfigError(
+                f"generate.lora=unmerged: the adapter changes {others[0]}, which is not one of the linear layers that vLLM "
+                "was prepared for. Leave it out of model.lora.targets, or set generate.lora=merged."
+            )
         self._names = frozenset(tensors)
         self._save({name.replace(f".{ADAPTER}.", "."): tensor for name, tensor in tensors.items()})
         return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path=str(self._path), load_inplace=True)
 
     def write_start(self) -> LoRARequest:
         """An adapter that changes nothing, as every adapter is before it is trained: of one layer, the others go without."""
-        head: Any = getattr(self._model, "get_output_embeddings", lambda: None)()
-        for name, layer in self._model.named_modules():
-            if isinstance(layer, nn.Linear) and layer is not head:
-                rank = self._config.rank
-                a, b = torch.zeros(rank, layer.in_features), torch.zeros(layer.out_features, rank)
-                self._save({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b})
-                return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path=str(self._path))
-        raise ConfigError(
-            f"generate.lora=unmerged: {type(self._model).__name__} has no linear layer but its head. Set "
-            "generate.lora=merged."
-        )
+        name, layer = next(iter(self._layers.items()))
+        a, b = torch.zeros(self._config.rank, layer.in_features), torch.zeros(layer.out_features, self._config.rank)
+        self._save({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b})
+        return self.request
 
     def _save(self, tensors: Mapping[str, Tensor]) -> None:
         layers = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in tensors})
