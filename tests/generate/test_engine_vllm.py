@@ -130,24 +130,29 @@ def test_the_policys_log_probs_are_those_of_the_version_that_chose_each_token():
 def test_the_spans_say_which_version_each_tokens_keys_have():
     """What was read before an update keeps its keys and values; the last token is read by the step that chooses the next."""
     old, new = make_tiny_model(FAMILY), make_tiny_model(FAMILY, seed=1)
-    engine, (request,) = make(), make_requests(6)
-    steps = itertools.count()
+    engine, (request,) = make(slots=8), make_requests(6)
+    prompt, steps = request.prompt.token_ids, itertools.count()
 
     def between_steps():
-        if next(steps) == 5:
+        if next(steps) == 3:
             engine.load(weights_of(new, 4))
 
     sampling = Sampling(max_new_tokens=12)
-    (found,) = engine.generate([request], samples_per_prompt=1, sampling=sampling, between_steps=between_steps)
-    assert found.version_spans == ((0, 0), (5, 4))
-    tokens = torch.from_numpy(np.concatenate((request.prompt.token_ids, found.token_ids)).astype(np.int64))[None]
-    read_by_old = len(request.prompt.token_ids) + 5 - 1
-    before = old(tokens[:, :read_by_old], use_cache=True)
-    after = new(tokens[:, read_by_old:-1], past_key_values=before.past_key_values)
-    logits = torch.cat((before.logits, after.logits), dim=1)[0, len(request.prompt.token_ids) - 1 :]
-    expected = log_softmax(logits.double().numpy())[np.arange(len(found.token_ids)), found.token_ids]
-    np.testing.assert_allclose(found.policy_log_probs, expected, atol=1e-4)
-    assert np.abs(found.policy_log_probs - plain_log_probs(new, tokens[0, :6].numpy(), found.token_ids))[5:].max() > 0.1
+    found = list(engine.generate([request], samples_per_prompt=8, sampling=sampling, between_steps=between_steps))
+    updated = [completion for completion in found if len(completion.version_spans) == 2]
+    assert updated
+    for completion in updated:
+        assert completion.version_spans == ((0, 0), (3, 4))
+        tokens = torch.from_numpy(np.concatenate((prompt, completion.token_ids)).astype(np.int64))[None]
+        read_by_old = len(prompt) + 3 - 1
+        before = old(tokens[:, :read_by_old], use_cache=True)
+        after = new(tokens[:, read_by_old:-1], past_key_values=before.past_key_values)
+        logits = torch.cat((before.logits, after.logits), dim=1)[0, len(prompt) - 1 :].double().numpy()
+        expected = log_softmax(logits)[np.arange(len(completion.token_ids)), completion.token_ids]
+        np.testing.assert_allclose(completion.policy_log_probs, expected, atol=1e-4)
+        # With keys of the new weights only they would be others.
+        anew = plain_log_probs(new, prompt, completion.token_ids)
+        assert np.abs(completion.policy_log_probs - anew)[3:].max() > 0.01
 
 
 @needs_vllm
