@@ -6,9 +6,10 @@ each is handed out when it finishes, and has a seed of its own. The same seed, p
 again, as far as the batch's arithmetic allows; it is not the native engine's, because vLLM draws its own random numbers.
 
 `load` may be called whenever the caller has control: between two completions, or from `between_steps`.
-    in_flight   new weights act from the next token on; running responses keep their old keys and values, and their spans say
-                which version chose which token. Responses that start later share no keys with older ones. (One that vLLM
-                puts back for lack of memory is read again, with the weights of then.)
+    in_flight   new weights act from the next token on, and vLLM is paused while it takes them. Running responses keep their
+                old keys and values: the spans say which version chose which token, and the keys of a token are of the
+                version that chose the one after it. Responses that start later share no keys with older ones. (One that
+                vLLM puts back for lack of memory is read again, with the weights of then.)
     drain       running responses finish first. The tensors given to `load` must not change until then.
 
 Log-probs are vLLM's `processed_logprobs`: those of the distribution that was sampled from. They are the policy's as well,
