@@ -140,6 +140,23 @@ def test_our_own_scorer_follows_the_adapter():
     np.testing.assert_allclose(engine.score([PROMPT], [RESPONSE], 0.5)[0], expected, atol=2 * NEAR)
 
 
+def test_nothing_is_left_of_the_folder_that_vllm_reads(tmp_path, monkeypatch):
+    """A searcher may be killed: what lay in memory then would stay there."""
+    model = make_model()
+    engine = make_unmerged(model)
+    monkeypatch.setattr("tba.generate.vllm_adapters.MEMORY", tmp_path)
+    adapter, seen = make_adapter(model, 1), []
+    add = engine._shared.llm.llm_engine.add_lora
+    monkeypatch.setattr(
+        engine._shared.llm.llm_engine, "add_lora", lambda request: (seen.extend(tmp_path.iterdir()), add(request))
+    )
+    engine.load(adapter)
+    assert [folder.name.startswith("tba-adapter-") for folder in seen] == [True]
+    assert not list(tmp_path.iterdir())
+    expected = plain_log_probs(with_adapter(model, adapter), PROMPT, RESPONSE)
+    np.testing.assert_allclose(engine.score([PROMPT], [RESPONSE], 1.0)[0], expected, atol=NEAR)
+
+
 def test_an_adapter_with_a_layer_missing_is_refused():
     model = make_model()
     engine = make_unmerged(model)

@@ -8,17 +8,17 @@ and vLLM would compute all versions that are still in use.
 The base's weights never change. They come through a loader of our own, registered with vLLM's factory, because vLLM wraps
 layers for adapters once they are loaded, and its weight-transfer backends know no layers that are wrapped.
 
-    folder = AdapterFolder(LoraConfig(rank=32), model)
+    folder = AdapterFolder(LoraConfig(rank=32), model, dtype, device)
     with base_weights(model):
         llm = LLM(..., load_format=LOAD_FORMAT, **folder.options)
-    llm.llm_engine.add_lora(folder.write(tensors))
+    with folder.written(tensors) as adapter:
+        llm.llm_engine.add_lora(adapter)
     llm.llm_engine.add_request("0", prompt, parameters, lora_request=folder.request)
 """
 
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,8 +40,8 @@ from tba.models.load import ADAPTER
 LOAD_FORMAT = "tba_in_process"
 """Name of the loader that reads the weights given to `base_weights`."""
 MEMORY = Path("/dev/shm")
-ADAPTER_ID = 1
-"""vLLM counts adapters from 1."""
+NAME, ADAPTER_ID = "policy", 1
+"""What the adapter is to vLLM, which counts from 1."""
 GPU_DTYPES = (torch.float16, torch.bfloat16)
 """Those of vLLM's kernels that apply adapters on a GPU."""
 
@@ -88,7 +88,7 @@ def target_layers(config: LoraConfig, model: nn.Module) -> dict[str, nn.Linear]:
 
 
 class AdapterFolder:
-    """The folder that vLLM reads adapters from."""
+    """What vLLM must be made with for adapters, and the folder that it reads each from."""
 
     def __init__(self, config: LoraConfig, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         """`model` is the base, without an adapter in it."""
@@ -105,9 +105,6 @@ class AdapterFolder:
             )
         self._config = config
         self._layers = target_layers(config, model)
-        # A name under which nobody else writes: it goes with this object.
-        self._folder = tempfile.TemporaryDirectory(prefix="tba-adapter-", dir=MEMORY if MEMORY.is_dir() else None)
-        self._path = Path(self._folder.name)
         self._names: frozenset[str] | None = None
         self.options: dict[str, Any] = {
             "enable_lora": True,
@@ -121,11 +118,12 @@ class AdapterFolder:
 
     @property
     def request(self) -> LoRARequest:
-        """What each request names its adapter by."""
-        return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path=str(self._path))
+        """What each request names its adapter by; nothing is read for it."""
+        return LoRARequest(lora_name=NAME, lora_int_id=ADAPTER_ID, lora_path="in memory")
 
-    def write(self, tensors: Mapping[str, Tensor]) -> LoRARequest:
-        """Write an adapter as it is published -> what loads it in the place of the one before."""
+    @contextmanager
+    def written(self, tensors: Mapping[str, Tensor]) -> Iterator[LoRARequest]:
+        """Write an adapter as it is published, while vLLM loads it in the place of the one before."""
         if self._names is not None and self._names != tensors.keys():  # vLLM would take what is missing for zeros
             missing, unknown = sorted(self._names - tensors.keys()), sorted(tensors.keys() - self._names)
             raise KeyError(f"the adapter does not fit the one before: missing {missing[:1]}, unknown {unknown[:1]}.")
@@ -136,23 +134,25 @@ class AdapterFolder:
                 "was prepared for. Leave it out of model.lora.targets, or set generate.lora=merged."
             )
         self._names = frozenset(tensors)
-        self._save({name.replace(f".{ADAPTER}.", "."): tensor for name, tensor in tensors.items()})
-        return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path=str(self._path), load_inplace=True)
+        with self._saved({name.replace(f".{ADAPTER}.", "."): tensor for name, tensor in tensors.items()}) as request:
+            yield request
 
-    def write_start(self) -> LoRARequest:
+    @contextmanager
+    def written_start(self) -> Iterator[LoRARequest]:
         """An adapter that changes nothing, as every adapter is before it is trained: of one layer, the others go without."""
         name, layer = next(iter(self._layers.items()))
         a, b = torch.zeros(self._config.rank, layer.in_features), torch.zeros(layer.out_features, self._config.rank)
-        self._save({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b})
-        return self.request
+        with self._saved({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}) as request:
+            yield request
 
-    def _save(self, tensors: Mapping[str, Tensor]) -> None:
+    @contextmanager
+    def _saved(self, tensors: Mapping[str, Tensor]) -> Iterator[LoRARequest]:
         layers = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in tensors})
         alpha = 2 * self._config.rank if self._config.alpha is None else self._config.alpha
         settings = {"peft_type": "LORA", "r": self._config.rank, "lora_alpha": alpha, "target_modules": layers}
-        (self._path / "adapter_config.json").write_text(json.dumps(settings))
         found = {f"base_model.model.{name}": tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-        # A file of its own, put in the other's place: vLLM may have the old one mapped.
-        new = self._path / "new.safetensors"
-        save_file(found, new)
-        os.replace(new, self._path / "adapter_model.safetensors")
+        # A new folder each time, for vLLM may have mapped the last one's file; gone at once, for a process may be killed.
+        with tempfile.TemporaryDirectory(prefix="tba-adapter-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
+            (Path(folder) / "adapter_config.json").write_text(json.dumps(settings))
+            save_file(found, Path(folder) / "adapter_model.safetensors")
+            yield LoRARequest(lora_name=NAME, lora_int_id=ADAPTER_ID, lora_path=folder, load_inplace=True)

@@ -130,7 +130,8 @@ class SharedLLM:
             if self.adapters is None:
                 self._transfer(weights)
             else:
-                self.llm.llm_engine.add_lora(self.adapters.write(weights.tensors))
+                with self.adapters.written(weights.tensors) as adapter:
+                    self.llm.llm_engine.add_lora(adapter)
         finally:
             self.llm.wake_up(["scheduling"])
         if self.scorer is not None:
@@ -140,7 +141,8 @@ class SharedLLM:
     def load_start(self, version: int) -> None:
         """Begin with the base model, where weights are adapters."""
         assert self.adapters is not None
-        self.llm.llm_engine.add_lora(self.adapters.write_start())
+        with self.adapters.written_start() as adapter:
+            self.llm.llm_engine.add_lora(adapter)
         self._begin(version)
 
     def _begin(self, version: int) -> None:
