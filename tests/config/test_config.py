@@ -102,6 +102,11 @@ def test_a_bad_setting_is_explained(override, message):
             ["replay.durability=node", "runtime.kind=ray", "runtime.address=auto", "mode=sync"],
             "mode=sync, where one process does everything, has only one",
         ),
+        (
+            ["generate.lora=unmerged", "model.lora.rank=4"],
+            "generate.lora=unmerged needs model.lora and generate.engine=vllm",
+        ),
+        (["generate.lora=unmerged", "generate.engine=vllm"], "generate.lora=unmerged needs model.lora"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(overrides, message):

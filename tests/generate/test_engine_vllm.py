@@ -64,7 +64,7 @@ def test_nothing_imports_vllm_but_the_modules_that_are_imported_when_it_is_chose
 
 def test_without_vllm_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # as Python notes a module that cannot be imported
-    for name in ("engine", "in_process", "weights"):
+    for name in ("engine", "in_process", "weights", "adapters", "make"):
         monkeypatch.delitem(sys.modules, f"tba.generate.vllm_{name}", raising=False)
     with pytest.raises(ConfigError, match=r"generate.engine=vllm needs vLLM.*pip install 'tba-rl\[vllm\]'"):
         make()
@@ -123,6 +123,52 @@ def test_the_policys_log_probs_are_those_of_the_version_that_chose_each_token():
         for version, tokens in ((0, slice(0, 5)), (4, slice(5, None))):
             expected = plain_log_probs(models[version], request.prompt.token_ids, completion.token_ids)
             np.testing.assert_allclose(completion.policy_log_probs[tokens], expected[tokens], atol=1e-4)
+
+
+@needs_vllm
+@torch.no_grad()
+def test_the_spans_say_which_version_each_tokens_keys_have():
+    """What was read before an update keeps its keys and values; the last token is read by the step that chooses the next."""
+    old, new = make_tiny_model(FAMILY), make_tiny_model(FAMILY, seed=1)
+    engine, (request,) = make(slots=8), make_requests(6)
+    prompt, steps = request.prompt.token_ids, itertools.count()
+
+    def between_steps():
+        if next(steps) == 3:
+            engine.load(weights_of(new, 4))
+
+    sampling = Sampling(max_new_tokens=12)
+    found = list(engine.generate([request], samples_per_prompt=8, sampling=sampling, between_steps=between_steps))
+    updated = [completion for completion in found if len(completion.version_spans) == 2]
+    assert updated
+    for completion in updated:
+        assert completion.version_spans == ((0, 0), (3, 4))
+        tokens = torch.from_numpy(np.concatenate((prompt, completion.token_ids)).astype(np.int64))[None]
+        read_by_old = len(prompt) + 3 - 1
+        before = old(tokens[:, :read_by_old], use_cache=True)
+        after = new(tokens[:, read_by_old:-1], past_key_values=before.past_key_values)
+        logits = torch.cat((before.logits, after.logits), dim=1)[0, len(prompt) - 1 :].double().numpy()
+        expected = log_softmax(logits)[np.arange(len(completion.token_ids)), completion.token_ids]
+        np.testing.assert_allclose(completion.policy_log_probs, expected, atol=1e-4)
+        # With keys of the new weights only they would be others.
+        anew = plain_log_probs(new, prompt, completion.token_ids)
+        assert np.abs(completion.policy_log_probs - anew)[3:].max() > 0.01
+
+
+@needs_vllm
+def test_nothing_is_scheduled_while_weights_are_taken_and_scheduling_goes_on_when_that_fails(monkeypatch):
+    engine, new = make(), weights_of(make_tiny_model(FAMILY, seed=1), 4)
+    llm = engine._shared.llm
+    seen = []
+    update = llm.update_weights
+    monkeypatch.setattr(llm, "update_weights", lambda info: (seen.append(llm.llm_engine.is_sleeping()), update(info)))
+    engine.load(new)
+    with pytest.raises(KeyError):
+        engine.load(Weights(version=5, tensors={}))
+    assert seen == [True]
+    assert not llm.llm_engine.is_sleeping()
+    (found,) = engine.generate(make_requests(6), samples_per_prompt=1, sampling=Sampling(max_new_tokens=4))
+    assert found.version_spans == ((0, 4),)
 
 
 @needs_vllm
@@ -292,7 +338,7 @@ def test_tied_embeddings_are_replaced_at_both_ends():
 
 @needs_vllm
 def test_one_config_has_one_folder_so_that_what_vllm_compiles_is_found_again(tmp_path, monkeypatch):
-    from tba.generate.vllm_in_process import config_folder
+    from tba.generate.vllm_make import config_folder
 
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     configs = [make_tiny_model(family).config for family in (FAMILY, FAMILY, "qwen2")]

@@ -46,6 +46,14 @@ def test_weights_travel_in_the_dtype_of_the_slots():
     assert torch.equal(fetched, torch.full((3, 5), 0.1).bfloat16())
 
 
+def test_weights_in_host_memory_are_on_no_gpu():
+    slots = WeightSlots.create(tensors(0.0), torch.float32)
+    publish(slots, 0.1, 1)
+    reader = other_process(slots)
+    assert not reader.on_gpu
+    assert reader.fetch().shared is None
+
+
 def test_a_slot_that_is_being_written_is_not_visible():
     slots = WeightSlots.create(tensors(0.0), torch.float32)
     publish(slots, 1.0, 1)

@@ -220,6 +220,12 @@ class Config(Section):
                 f"replay.max_lag={self.max_lag} cannot be kept with weights every "
                 f"train.publish_every={self.train.publish_every} steps: allow at least {self.train.publish_every - 1}."
             )
+        engines = {self.generate.engine, *(kind.engine for kind in self.search.kinds.values())}
+        if self.generate.lora == "unmerged" and (self.model.lora is None or "vllm" not in engines):
+            raise ValueError(
+                "generate.lora=unmerged needs model.lora and generate.engine=vllm: the other engines merge adapters. Set "
+                "generate.lora=merged."
+            )
         if self.model.lora is not None and self.reference.reset_every:
             raise ValueError(
                 f"reference.reset_every={self.reference.reset_every} cannot be used with model.lora, whose reference is the "

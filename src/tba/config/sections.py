@@ -93,6 +93,9 @@ class GenerateConfig(Section):
     update: UpdateRule = "in_flight"
     """When the engine takes new weights: in_flight = between two decode steps, running responses keep their old keys
     and values; drain = after all running responses have finished. In sync mode it drains."""
+    lora: Literal["merged", "unmerged"] = "merged"
+    """How an engine takes the adapter of model.lora: merged = into the weights that it decodes with, so that decoding
+    costs no more than without; unmerged = beside them, which only vllm can (other engines of search.kinds merge)."""
 
 
 class ReplayConfig(Section):

@@ -6,9 +6,10 @@ each is handed out when it finishes, and has a seed of its own. The same seed, p
 again, as far as the batch's arithmetic allows; it is not the native engine's, because vLLM draws its own random numbers.
 
 `load` may be called whenever the caller has control: between two completions, or from `between_steps`.
-    in_flight   new weights act from the next token on; running responses keep their old keys and values, and their spans say
-                which version chose which token. Responses that start later share no keys with older ones. (One that vLLM
-                puts back for lack of memory is read again, with the weights of then.)
+    in_flight   new weights act from the next token on, and vLLM is paused while it takes them. Running responses keep their
+                old keys and values: the spans say which version chose which token, and the keys of a token are of the
+                version that chose the one after it. Responses that start later share no keys with older ones. (One that
+                vLLM puts back for lack of memory is read again, with the weights of then.)
     drain       running responses finish first. The tensors given to `load` must not change until then.
 
 Log-probs are vLLM's `processed_logprobs`: those of the distribution that was sampled from. They are the policy's as well,
@@ -25,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
-from tba.config import ConfigError
+from tba.config import ConfigError, LoraConfig
 from tba.generate.sampling import (
     Response,
     checked_requests,
@@ -39,13 +40,15 @@ from tba.generate.sampling import (
 
 # vLLM's own names come from there as well: what must be set before vLLM is imported is set there.
 from tba.generate.vllm_in_process import (
+    AdapterFolder,
     RequestOutput,
     RequestOutputKind,
     RunningResponse,
     SamplingParams,
     SharedLLM,
-    make_llm,
+    Transfer,
 )
+from tba.generate.vllm_make import make_llm
 from tba.models.load import first_line
 from tba.types import Completion, Request, Sampling, Weights
 
@@ -57,7 +60,7 @@ MIN_TEMPERATURE = 0.01
 
 
 def make_vllm_engine(
-    model: nn.Module,
+    model: PreTrainedModel,
     *,
     stop_ids: Sequence[int],
     seed: int,
@@ -68,17 +71,35 @@ def make_vllm_engine(
     device: torch.device | str,
     version: int,
     scorer: Scorer | None,
+    lora: LoraConfig | None = None,
+    beside_trainer: bool = False,
 ) -> VllmEngine:
     """An engine with a copy of the model inside vLLM. `scorer` holds the same weights; it is needed to score at temperatures
     other than 1, because vLLM's log-probs of given tokens know no temperature, and for policies that are not what is sampled
-    from (top_p, top_k, min_new_tokens, exploration)."""
+    from (top_p, top_k, min_new_tokens, exploration). With `lora`, what is loaded later are adapters of that kind, for the
+    model as it is now, and the scorer takes adapters too."""
     config: Any = model.config
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     where = torch.device(device)
     try:
-        llm = make_llm(model, seed=seed, slots=slots, max_length=max_length, dtype=dtype, device=where)
-        shared = SharedLLM(llm=llm, names=frozenset(parameters), scorer=scorer)
-        shared.load(Weights(version=version, tensors=parameters))
+        adapters = None if lora is None else AdapterFolder(lora, model, dtype, where)
+        transfer = Transfer.chosen(where, beside_trainer=beside_trainer)
+        llm = make_llm(
+            model,
+            seed=seed,
+            slots=slots,
+            max_length=max_length,
+            dtype=dtype,
+            device=where,
+            adapters=adapters,
+            transfer=transfer,
+        )
+        if adapters is None:
+            shared = SharedLLM(llm=llm, names=frozenset(parameters), scorer=scorer, transfer=transfer)
+            shared.load(Weights(version=version, tensors=parameters))
+        else:
+            shared = SharedLLM(llm=llm, names=frozenset(), scorer=scorer, adapters=adapters)
+            shared.load_start(version)
         # Kernels that do not know the shape of a model say so in the first pass only.
         shared.score([np.zeros(1, np.int32)], [np.zeros(1, np.int32)])
     except (ValueError, RuntimeError, NotImplementedError) as error:

@@ -62,6 +62,11 @@ class WeightSource(Protocol):
         """-1 before the first publication."""
         ...
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether what is fetched also lies on the GPU that trainer and searcher use (`Weights.shared`)."""
+        ...
+
     def fetch(self) -> Weights:
         """A private copy of the newest version, checked."""
         ...

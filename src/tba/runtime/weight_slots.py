@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from tba.models.weights import ChecksumMismatch, checksum, verify
 from tba.runtime.board import SharedMemory
 from tba.runtime.slot_memory import ALIGNMENT, Header, SlotMemory, SlotsHandle, TensorSpec, data_bytes
-from tba.types import Weights
+from tba.types import SharedTensors, Weights
 
 logger = logging.getLogger("tba")
 
@@ -43,8 +44,13 @@ class WeightSlots:
     """Two slots. One process publishes, any number fetch."""
 
     def __init__(
-        self, slots: SlotMemory, layout: Sequence[TensorSpec], device_data: Sequence[Tensor] | None = None
+        self,
+        slots: SlotMemory,
+        layout: Sequence[TensorSpec],
+        device_data: Sequence[Tensor] | None = None,
+        opened_by: Sequence[tuple[Any, ...]] | None = None,
     ) -> None:
+        """`opened_by` is what another process's memory on the GPU was opened with, for each slot."""
         self.layout = tuple(layout)
         self._slots = slots
         self._device_data = device_data
@@ -54,6 +60,10 @@ class WeightSlots:
         self._tensors = [_views(data, self.layout) for data in self._data]
         self._private: Tensor | None = None
         """A reader's copy of a slot."""
+        self._copied: tuple[int, int] = (0, 0)
+        """The slot that was copied last, and its sequence number then."""
+        handles = [{spec.name: _arguments(found, spec) for spec in self.layout} for found in opened_by or ()]
+        self._handles = handles or None
 
     @classmethod
     def create(
@@ -71,7 +81,8 @@ class WeightSlots:
         """The same slots in another process."""
         device_data = handle.device_data
         opened = None if device_data is None else [open_memory(*arguments) for open_memory, arguments in device_data]
-        return cls(SlotMemory(SharedMemory.attach(handle.memory)), handle.layout, opened)
+        opened_by = None if device_data is None else [arguments for _, arguments in device_data]
+        return cls(SlotMemory(SharedMemory.attach(handle.memory)), handle.layout, opened, opened_by)
 
     def handle(self) -> SlotsHandle:
         device_data = None
@@ -89,6 +100,11 @@ class WeightSlots:
     def newest_version(self) -> int:
         """-1 before the first publication."""
         return self._slots.newest_version
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether what is fetched also lies on the GPU that trainer and searcher use (`Weights.shared`)."""
+        return self._handles is not None
 
     def publish(self, tensors: Mapping[str, Tensor], *, version: int) -> Weights:
         """Cast-copy into the older slot, make it the newest version, and return what lies there."""
@@ -134,7 +150,9 @@ class WeightSlots:
                     logger.warning("%s They are copied again.", error)
                 else:
                     tensors = _views(private, self.layout)
-                    return Weights(version=header.version, tensors=tensors, checksum=header.checksum)
+                    return Weights(
+                        version=header.version, tensors=tensors, checksum=header.checksum, shared=self._shared()
+                    )
             # A reader that spins could keep the trainer, which it waits for, from its core.
             time.sleep(0.001 * min(attempt, 10))
         raise TimeoutError(
@@ -142,13 +160,32 @@ class WeightSlots:
             "Raise train.publish_every."
         )
 
+    def _shared(self) -> SharedTensors | None:
+        """What was copied last, where it lies on the GPU."""
+        if self._handles is None:
+            return None
+        slot, sequence = self._copied
+        return SharedTensors(handles=self._handles[slot], is_there=lambda: self._slots.sequence(slot) == sequence)
+
     def _copy(self, slot: int) -> None:
+        self._copied = slot, self._slots.sequence(slot)
         if self._private is None:
             self._private = torch.empty_like(self._data[0])
         self._private.copy_(self._data[slot])
         # A copy on a GPU is only queued: the sequence number tells nothing about it before it has ended.
         if self._private.is_cuda:
             torch.cuda.current_stream(self._private.device).synchronize()
+
+
+def _arguments(whole: tuple[Any, ...], spec: TensorSpec) -> tuple[Any, ...]:
+    """What opens one tensor of a slot, from what opens the slot: the arguments of torch's rebuild_cuda_tensor, of which
+    those at 1, 2, 3 and 5 say which part of the memory it is."""
+    found, dtype, strides = list(whole), getattr(torch, spec.dtype), [1]
+    for size in reversed(spec.shape[1:]):
+        strides.insert(0, strides[0] * size)
+    found[1], found[2] = torch.Size(spec.shape), tuple(strides[: len(spec.shape)])
+    found[3], found[5] = spec.offset // dtype.itemsize, dtype
+    return tuple(found)
 
 
 def _views(data: Tensor, layout: Sequence[TensorSpec]) -> dict[str, Tensor]:

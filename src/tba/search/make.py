@@ -19,12 +19,14 @@ from tba.tasks.base import Task
 from tba.tasks.rewards.pool import Rewards, make_rewards
 
 
-def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
+def make_search_engine(config: Config, loaded: LoadedModel, *, beside_trainer: bool = False) -> Engine:
     """The engine with the model's weights as version 0; where the roles take turns it drains: a response is of one
-    version."""
+    version. `beside_trainer` says that weights come from another process on the same GPU."""
     generate = config.generate
     if config.takes_turns:
         generate = generate.model_copy(update={"update": "drain"})
+    lora = config.model.lora
+    unmerged = lora is not None and generate.lora == "unmerged" and generate.engine == "vllm"
     engine = make_engine(
         loaded.model,
         loaded.tokenizer,
@@ -32,8 +34,10 @@ def make_search_engine(config: Config, loaded: LoadedModel) -> Engine:
         seed=config.seed,
         max_length=loaded.context,
         explores=config.search.explore.probability > 0.0,
+        lora=lora if unmerged else None,
+        beside_trainer=beside_trainer and lora is None,
     )
-    return engine if config.model.lora is None else LoraEngine(engine, loaded.model)
+    return engine if lora is None or unmerged else LoraEngine(engine, loaded.model)
 
 
 def make_reference_engine(config: Config, loaded: LoadedModel) -> Engine | None:
