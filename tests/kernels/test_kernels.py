@@ -43,7 +43,18 @@ def responses(engine: NativeEngine, sampling: Sampling) -> dict:
     return {(c.prompt_id, c.sample_index): c for c in found}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "smollm3", "granite", "qwen3-moe", "olmoe", "gpt-oss"])
+# Of experts in fp32 no graph can be captured; in bf16 see tests/generate/test_engine_load_check.py.
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "gemma",
+    "smollm3",
+    "granite",
+    *(["qwen3-moe", "olmoe", "gpt-oss"] if INTERPRETED else []),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -36,10 +36,10 @@ def apply_experts(x_NE: Tensor, experts: Experts, spec: ExpertsSpec, gated: Call
     ends_X = counts_X.cumsum(0, dtype=torch.int32)
     rows = x_NE[order_R // spec.num_chosen]
     inner = gated(_grouped(rows, experts.up, experts.up_bias, expert_R, ends_X))
-    output = _grouped(inner, experts.down, experts.down_bias, expert_R, ends_X).float()
+    output = _grouped(inner, experts.down, experts.down_bias, expert_R, ends_X)
     # Back in the order of the tokens first: a sum in the order of the experts would change from run to run on a GPU.
-    unsorted = torch.empty_like(output).index_copy_(0, order_R, output)
-    return (unsorted.unflatten(0, chosen_NC.shape) * weight_NC[..., None]).sum(dim=1)
+    output_NCE = torch.empty_like(output).index_copy_(0, order_R, output).unflatten(0, chosen_NC.shape)
+    return torch.bmm(weight_NC[:, None].to(output.dtype), output_NCE).squeeze(1).float()
 
 
 def clamped_gate(inner_R2F: Tensor, spec: ExpertsSpec) -> Tensor:

@@ -189,8 +189,8 @@ def _gpt_oss(config: Any, *, tied: bool) -> DecoderSpec:
         num_chosen=config.num_experts_per_tok,
         mlp_size=config.intermediate_size,
         layers=(True,) * config.num_hidden_layers,
-        gate_limit=config.swiglu_limit,
-        gate_alpha=config.swiglu_alpha,
+        gate_limit=getattr(config, "swiglu_limit", 7.0),  # older configs do not name them
+        gate_alpha=getattr(config, "swiglu_alpha", 1.702),
     )
     return _llama_like(config, tied=tied, experts=experts, sinks=True)
 
