@@ -13,12 +13,9 @@ from model_bench import measure as bench
 from model_bench.configs import CONFIGS
 
 ROWS = {
-    "Granite": "packed",
     "Phi-3.5, longrope": "packed",
-    "DeepSeek-V3": "packed",
     "GPT-OSS": "packed",
     "Falcon": "one by one",
-    "Gemma 3 4B and larger": "packed",
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders import ragged_batch, tiny_llama, tiny_tokenizer
-from transformers import AutoModelForCausalLM, GraniteConfig
+from transformers import AutoModelForCausalLM, Phi3Config, StableLmConfig
 
 from tba.config import Config
 from tba.launch.ranks import ranks_of
@@ -172,17 +172,45 @@ def test_a_loss_that_is_not_finite_stops_before_any_rank_has_moved(model_path, r
     assert_same_metrics(train(make_step(config), SHAPES, steps=[0]), train(step, SHAPES, steps=[0]))
 
 
+ONE_SEQUENCE_A_PASS = {
+    "not packed": (StableLmConfig, {}),
+    "angles of its own for long sequences": (
+        Phi3Config,
+        {
+            "original_max_position_embeddings": 8,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [1.0, 3.0, 5.0, 8.0],
+                "original_max_position_embeddings": 8,
+                "factor": 8.0,
+            },
+        },
+    ),
+}
+
+
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-def test_a_model_that_computes_one_sequence_at_a_time_does_so_equally_often_on_every_rank(ranks, tmp_path):
+@pytest.mark.parametrize("kind", ONE_SEQUENCE_A_PASS)
+def test_a_model_that_computes_one_sequence_at_a_time_does_so_equally_often_on_every_rank(ranks, tmp_path, kind):
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 40}
-    scaled = GraniteConfig(
-        hidden_size=32, intermediate_size=48, logits_scaling=4.0, max_position_embeddings=64, **sizes
+    make, options = ONE_SEQUENCE_A_PASS[kind]
+    model = make(
+        hidden_size=32,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        **sizes,
+        **options,
     )
-    AutoModelForCausalLM.from_config(scaled).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(model).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     config = make_config(tmp_path)
     alone, several = make_step(config), make_step(config, ranks)
-    assert not several.policy.packed
+    assert several.budget.max_responses == 1
     assert_same_metrics(train(alone, SHAPES, steps=range(2)), train(several, SHAPES, steps=range(2)))
     assert_same_weights(whole(alone), whole(several))
 

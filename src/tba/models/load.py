@@ -38,6 +38,7 @@ from tba.models.text_part import (
     modules_beside_text,
     name_of,
     stated_context,
+    trunk_of,
 )
 from tba.types import Weights
 
@@ -299,7 +300,7 @@ def compile_layers(model: PreTrainedModel) -> bool:
     if next(model.parameters()).device.type != "cuda":
         logger.warning("train.compile has no effect without CUDA.")
         return False
-    layers = getattr(model.base_model, "layers", None)
+    layers = getattr(trunk_of(model), "layers", None)
     if layers is None:
         logger.warning("train.compile: %s has no `layers` to compile; training goes on without.", type(model).__name__)
         return False
