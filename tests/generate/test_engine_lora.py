@@ -93,7 +93,7 @@ def test_an_engine_in_bf16_has_the_trainers_gain_after_the_first_steps(kind, ste
     """Merged in bf16 it had 16% of the gain after one step of Adam at the default rate, and 65% after five."""
     torch.manual_seed(0)
     shape = LlamaConfig(
-        vocab_size=97, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=97, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, eos_token_id=2,
     )  # fmt: skip
     base = AutoModelForCausalLM.from_config(shape).eval().to(torch.bfloat16)

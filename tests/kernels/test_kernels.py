@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from builders import tiny_llama
+from test_engine_lora import adapted
 from tiny_models import make_prompt, make_tiny_model, make_weights_of, plain_log_probs
 
 from tba.generate.native.cuda_graphs import FusedDecode
 from tba.generate.native.engine import NativeEngine
 from tba.models.policy import _log_probs_of_chunk
+from tba.models.weights import make_weights
 from tba.types import Prompt, Request, Sampling
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for CUDA.")
@@ -75,6 +77,22 @@ def test_fused_decoding_gives_the_tokens_and_log_probs_of_the_plain_step(family,
         assert np.array_equal(got[key].token_ids, completion.token_ids)
         assert np.abs(got[key].policy_log_probs - completion.policy_log_probs).max() < 1e-4
         assert np.abs(got[key].behaviour_log_probs - completion.behaviour_log_probs).max() < 1e-4
+
+
+def test_an_adapter_that_comes_when_graphs_are_captured_acts_from_then_on():
+    model = tiny_llama().to(DEVICE)
+    fused, plain = engines(model)
+    sampling = Sampling(max_new_tokens=3)
+    before = responses(fused, sampling)
+    weights = make_weights(adapted(model, noise=0.5), version=1)
+    for engine in (fused, plain):
+        engine.keep_adapter_apart(adapted(model, noise=0.0))
+        engine.load(weights)
+    got, want = responses(fused, sampling), responses(plain, sampling)
+    for key, completion in want.items():
+        assert np.array_equal(got[key].token_ids, completion.token_ids)
+        assert np.abs(got[key].policy_log_probs - completion.policy_log_probs).max() < 1e-4
+    assert any(not np.array_equal(got[key].policy_log_probs, before[key].policy_log_probs) for key in got)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="too many steps for the interpreter: see tests/generate/test_engine_ahead.py")

@@ -111,7 +111,8 @@ def test_an_adapter_checkpoint_loads_evaluates_and_merges(folder, tmp_path):
 
 
 def test_an_asynchronous_run_sends_adapters_that_pass_the_canary(folder):
-    config = make_config(folder, "name=lora-async", *LORA)
+    """In bf16, where the searcher keeps them beside its matrices; the synchronous run above merges in fp32."""
+    config = make_config(folder, "name=lora-async", "model.dtype=bfloat16", *LORA)
     train(config)
     records = [json.loads(line) for line in RunFolder(config.run_folder).metrics.read_text().splitlines()]
     last = [record for record in records if "loss" in record][-1]

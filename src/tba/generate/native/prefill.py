@@ -93,6 +93,8 @@ class PrefillQueue:
     def prefill_again(self, version: int) -> None:
         """Recompute the keys and values of waiting prompts that other weights than those in use, of `version`, computed."""
         older = [entry for entry in self.waiting if entry.prefilled.version != version]
+        if not older:
+            return
         sequences = [sequence_of(entry.responses[0].request) for entry in older]
         for entry, (prefilled, row) in zip(older, self.prefill(sequences)):
             entry.prefilled, entry.row = prefilled, row
