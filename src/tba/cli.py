@@ -330,11 +330,19 @@ def config() -> None:
 
 
 @app.command()
-def doctor() -> None:
-    """What this machine has: versions, cores, GPUs, memory, disk, optional packages."""
-    from tba.launch.doctor import examine
+def doctor(
+    model: Annotated[str | None, typer.Argument(help="A model: how it would run, without loading its weights.")] = None,
+) -> None:
+    """What this machine has: versions, cores, GPUs, memory, disk, optional packages. With a MODEL: how it would run."""
+    if model is None:
+        from tba.launch.doctor import examine
 
-    for what, finding in examine():
+        findings = examine()
+    else:
+        from tba.launch.model_report import examine_model
+
+        findings = examine_model(model)
+    for what, finding in findings:
         typer.echo(f"{what:>14}  {finding}")
 
 

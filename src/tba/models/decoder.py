@@ -205,6 +205,11 @@ def why_not_fused(spec: DecoderSpec) -> str | None:
     """The reason why a family, or this installation, cannot use the fused kernels; None = it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
+    return why_never_fused(spec)
+
+
+def why_never_fused(spec: DecoderSpec) -> str | None:
+    """The reason why the fused kernels cannot compute a family, wherever it is; None = they can."""
     if spec.norm != "rms":
         return "it has layer norms"
     if spec.post_norms or not spec.pre_norms or spec.parallel_residual:

@@ -93,13 +93,13 @@ def load_model(config: ModelConfig) -> LoadedModel:
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     adapter = Path(path) if is_adapter(Path(path)) else None
     base = path if adapter is None else resolve_path(base_of(adapter))
-    with _told(config.path, "cannot be loaded"):
+    with told(config.path, "cannot be loaded"):
         shape = AutoConfig.from_pretrained(base, **options)
-    _check_generates(config.path, shape)
+    check_generates(config.path, shape)
     _check_has_tokenizer(config.path, Path(path))
-    with _told(config.path, "cannot be loaded with its tokenizer"):
+    with told(config.path, "cannot be loaded with its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    with _told(config.path, "cannot be loaded with its weights"):
+    with told(config.path, "cannot be loaded with its weights"):
         model = AutoModelForCausalLM.from_pretrained(base, dtype=resolve_dtype(config.dtype, device), **options)
     if adapter is not None:
         model = with_adapter(model, adapter)
@@ -108,7 +108,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
 
 
 @contextmanager
-def _told(path: str, what: str) -> Iterator[None]:
+def told(path: str, what: str) -> Iterator[None]:
     """Errors of transformers in one line: files that are damaged fail wherever it first stumbles over them."""
     try:
         yield
@@ -120,7 +120,7 @@ def _told(path: str, what: str) -> Iterator[None]:
         ) from error
 
 
-def _check_generates(path: str, shape: Any) -> None:
+def check_generates(path: str, shape: Any) -> None:
     """Refuse a model that does not write text from left to right. transformers would load some of them all the same, with a
     head that was never trained."""
     built = ", ".join(getattr(shape, "architectures", None) or [shape.model_type])

@@ -1,0 +1,158 @@
+"""`tba doctor MODEL`: how a model would run here, said from its config alone, before any weights are fetched or loaded.
+
+Whether the native engine knows it is read from the tensors that its config makes, on PyTorch's device without memory.
+Whether its sequences can be packed, and prompts padded, nothing in a config says: that is tried on a tiny random model which
+differs from it in its sizes only.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tba.generate.transformers_engine import pads_exactly
+from tba.models.build_decoder import why_not_native
+from tba.models.decoder import why_never_fused
+from tba.models.load import check_generates, first_line, told
+from tba.models.names import resolve_path
+from tba.models.policy import PolicyModel
+from tba.models.text_part import stated_context, switch_length
+
+TINY = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 12,
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_inner": 96,
+    "ffn_hidden_size": 96,
+}
+"""Sizes of the tiny model, by the names that configs have for them."""
+GIB = 2**30
+
+
+def examine_model(path: str, *, trust_remote_code: bool = False) -> list[tuple[str, str]]:
+    """Findings about a model with their names, in reading order."""
+    with told(path, "cannot be read"):
+        config = AutoConfig.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
+    check_generates(path, config)
+    with _quiet() as heard:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        engine = _engine(model)
+        training, padding = _tried(config, heard)
+    findings = [("model", f"{path}: {config.model_type}, {_count(model) / 1e9:.3g}B parameters")]
+    findings += [("engine", engine), ("training", training)]
+    if engine.startswith("over transformers"):
+        findings.append(("batches", padding))
+    return [*findings, ("context", _context(config)), *_memory(model, config)]
+
+
+def _engine(model: PreTrainedModel) -> str:
+    found = why_not_native(model)
+    if isinstance(found, str):
+        return f"over transformers' own forward pass, slower: {found}"
+    reason = why_never_fused(found)
+    if reason is None:
+        return "native; on a GPU with fused kernels and CUDA graphs"
+    return f"native; on a GPU without fused kernels and CUDA graphs: {reason}"
+
+
+def _tried(config: Any, heard: list[str]) -> tuple[str, str]:
+    """How a model of this config trains, and how its prompts are batched where the engine is not native."""
+    try:
+        torch.manual_seed(0)
+        tiny = AutoModelForCausalLM.from_config(tiny_config(config), dtype=torch.float32).eval()
+        padding = "prompts of all lengths together" if pads_exactly(tiny) else "prompts of one length together"
+        heard.clear()
+        packed = PolicyModel(tiny).packed
+    except Exception as error:  # a tiny model of an unknown family fails in its own ways: then nothing is known
+        unknown = f"not known before it is loaded ({type(error).__name__}: {first_line(error)[:120]})"
+        return unknown, unknown
+    reason = next((words for words in heard if "one sequence at a time" in words), "")
+    if packed:
+        return "packed sequences, prompts shared by their responses", padding
+    return f"one sequence at a time, slower: {reason.partition('(')[2].rpartition(')')[0] or 'see the log'}", padding
+
+
+def tiny_config(config: Any) -> Any:
+    """The config with small sizes, of which everything else is the model's."""
+    tiny = copy.deepcopy(config)
+    text = tiny.get_text_config()
+    kept_layers = text.num_hidden_layers
+    for name, size in TINY.items():
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, min(size, getattr(text, name)))
+    if getattr(text, "num_key_value_heads", None) is not None:
+        grouped = text.num_key_value_heads < config.get_text_config().num_attention_heads
+        text.num_key_value_heads = min(text.num_key_value_heads, 2 if grouped else 4)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(text, name, None) is not None:
+            setattr(text, name, 1)
+    for name, value in vars(text).items():  # settings of each layer
+        if isinstance(value, list) and len(value) == kept_layers:
+            setattr(text, name, value[: text.num_hidden_layers])
+    return tiny
+
+
+def _context(config: Any) -> str:
+    length, switch = stated_context(config), switch_length(config)
+    words = "not stated" if length is None else f"{length:,} tokens"
+    return words if switch is None else f"{words}; rotary angles change beyond {switch:,}"
+
+
+def _memory(model: PreTrainedModel, config: Any) -> Iterator[tuple[str, str]]:
+    count, text = _count(model), config.get_text_config()
+    yield "weights", f"{2 * count / GIB:.3g} GiB in bf16, {4 * count / GIB:.3g} in float32"
+    # bf16: weights and gradients, and in fp32 master weights, gradient sums and two averages. fp32 is its own master.
+    yield (
+        "trainer",
+        f"{20 * count / GIB:.3g} GiB in bf16, {16 * count / GIB:.3g} in float32, and activations; LoRA far less",
+    )
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    layers, hidden = getattr(text, "num_hidden_layers", None), getattr(text, "hidden_size", None)
+    if heads and layers and hidden:
+        head_dim = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
+        per_token = 2 * layers * heads * head_dim * 2
+        example = f"{256 * 1024 * per_token / GIB:.3g} GiB for 256 responses of 1,024"
+        yield "searcher", f"weights and {per_token / 2**10:.3g} KiB of keys and values a token in bf16: {example}"
+
+
+def _count(model: PreTrainedModel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def _quiet() -> Iterator[list[str]]:
+    """What the package would warn about is kept instead of shown."""
+    heard: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    logger, handler = logging.getLogger("tba"), Kept()
+    logger.addHandler(handler)
+    propagates, logger.propagate = logger.propagate, False
+    try:
+        yield heard
+    finally:
+        logger.propagate = propagates
+        logger.removeHandler(handler)
