@@ -29,10 +29,14 @@ from tba.generate.sampling import (
 from tba.generate.transformers_batch import ResponseBatch, left_padded
 from tba.models.decoder_spec import name_problem
 from tba.models.packed_check import own_logits
+from tba.models.packing import length_batches, padded
 from tba.models.text_part import switch_length, text_parameters
 from tba.types import Completion, Request, Sampling, Weights
 
 logger = logging.getLogger("tba.generate")
+
+MOST_SCORED_TOKENS, MOST_LOGITS = 4096, 2**27
+"""Tokens, and numbers of logits, in one scoring pass."""
 
 
 class TransformersEngine:
@@ -229,11 +233,15 @@ def pads_exactly(model: Any) -> bool:
 
 
 class TransformersScorer:
-    """Log-probs of given responses by the model's own forward pass, one at a time."""
+    """Log-probs of given responses by the model's own forward pass, those of similar length together: padding comes last,
+    and no token sees what follows it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
         self.device = next(model.parameters()).device
+        vocabulary = int(self.model.config.get_text_config().vocab_size)
+        alone = switch_length(self.model.config) is not None  # the angles of a batch are those of its longest sequence
+        self._token_budget = 1 if alone else min(MOST_SCORED_TOKENS, MOST_LOGITS // vocabulary)
 
     def load(self, weights: Weights) -> None:
         """Replace the frozen model by another of the same shape (a reference reset)."""
@@ -244,12 +252,25 @@ class TransformersScorer:
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
     ) -> list[np.ndarray]:
         """float32 log-probs of each response's tokens after its prompt, at `temperature`."""
-        return [self._score(prompt, response, temperature) for prompt, response in zip(prompt_ids, response_ids)]
+        scores: list[np.ndarray] = [np.zeros(0, np.float32)] * len(response_ids)
+        some = [index for index, response in enumerate(response_ids) if len(response)]
+        lengths = [len(prompt_ids[index]) + len(response_ids[index]) for index in some]
+        for batch in length_batches(lengths, token_budget=self._token_budget):
+            chosen = [some[place] for place in batch]
+            rows = [np.concatenate((prompt_ids[index], response_ids[index])) for index in chosen]
+            for index, found in zip(chosen, self._score(rows, [len(response_ids[i]) for i in chosen], temperature)):
+                scores[index] = found
+        return scores
 
-    def _score(self, prompt: np.ndarray, response: np.ndarray, temperature: float) -> np.ndarray:
-        if len(response) == 0:
-            return np.zeros(0, np.float32)
-        ids = torch.from_numpy(np.concatenate((prompt, response)).astype(np.int64)).to(self.device)
+    def _score(self, rows: Sequence[np.ndarray], sizes: Sequence[int], temperature: float) -> Iterator[np.ndarray]:
+        """Of the last tokens of each row, as many as `sizes` says."""
         # The last token predicts nothing. Where the angles change with the length, reading it could change the others.
-        logits, tokens = own_logits(self.model, ids[:-1], len(response)), ids[len(prompt) :]
-        return token_log_probs(logits, tokens, torch.full(tokens.shape, temperature, device=ids.device)).cpu().numpy()
+        columns = max(map(len, rows)) - 1
+        first = min(len(row) - size for row, size in zip(rows, sizes)) - 1
+        ids = padded([row[:-1] for row in rows], columns=columns, device=self.device)
+        logits_BTV = own_logits(self.model, ids, columns - first)
+        for row, size, logits_TV in zip(rows, sizes, logits_BTV):
+            start = len(row) - size - 1 - first
+            tokens = torch.from_numpy(row[-size:].astype(np.int64)).to(self.device)
+            heat = torch.full(tokens.shape, temperature, device=self.device)
+            yield token_log_probs(logits_TV[start : start + size].float(), tokens, heat).cpu().numpy()

@@ -91,10 +91,10 @@ def _find_problem(model: PreTrainedModel, outputs: Outputs, max_length: int | No
             return first_line(error).rstrip(".")
 
 
-def own_logits(model: PreTrainedModel, row: Tensor, keep: int) -> Tensor:
-    """The model's own logits of the last `keep` tokens of one sequence [keep, V], whatever it does to them, in fp32."""
+def own_logits(model: PreTrainedModel, rows_BT: Tensor, keep: int) -> Tensor:
+    """The model's own logits of the last `keep` columns of sequences [B, keep, V], whatever it does to them."""
     options = {"logits_to_keep": keep} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    return model(input_ids=row[None], use_cache=False, **options).logits[0, -keep:].float()
+    return model(input_ids=rows_BT, use_cache=False, **options).logits[:, -keep:]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,7 +115,7 @@ class _Trial:
         first, longest, short, second, other = tokens.split(sizes)
         prompts, responses = (first, second), ((longest, short) if length <= SHORT_TOKENS else (longest,), (other,))
         packed = pack(prompts, responses, share_prompts=False, device=device)
-        logits_MV = torch.cat([own_logits(model, row, size) for row, size in packed.rows()])
+        logits_MV = torch.cat([own_logits(model, row[None], size)[0].float() for row, size in packed.rows()])
         log_probs_MV = torch.log_softmax(logits_MV, dim=-1)
         return cls(
             prompts=prompts,

@@ -175,7 +175,7 @@ class PolicyModel:
 
     def _outputs_one_by_one(self, packed: PackedTokens, temperature: float) -> tuple[Tensor, Tensor, None]:
         """The model's own logits, whatever it does to them."""
-        logits_MV = torch.cat([own_logits(self.model, row, size) for row, size in packed.rows()])
+        logits_MV = torch.cat([own_logits(self.model, row[None], size)[0].float() for row, size in packed.rows()])
         log_probs_MV = torch.log_softmax(logits_MV / temperature, dim=-1)
         entropy_M = -(log_probs_MV.detach().exp() * log_probs_MV.detach()).sum(dim=-1)
         return log_probs_MV.gather(1, packed.targets_M[:, None])[:, 0], entropy_M, None
