@@ -70,7 +70,7 @@ def main() -> int:
     for family in chosen or CONFIGS:
         rows.append(measure(family))
         print(details(rows[-1]) if chosen else line(rows[-1]), flush=True)
-    exact, refused = sum(row.is_exact and not row.refused for row in rows), sum(bool(row.refused) for row in rows)
+    exact, refused = sum(row.verdict.endswith(", exact") for row in rows), sum(bool(row.refused) for row in rows)
     if not chosen:
         print(f"\n{exact} of {len(rows)} exact, {refused} refused, {sum(bool(row.crashed) for row in rows)} crashed.")
     return int(exact + refused < len(rows))

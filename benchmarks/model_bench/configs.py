@@ -116,6 +116,11 @@ CONFIGS: dict[str, Callable[[], t.PreTrainedConfig]] = {
     "StarCoder 2": lambda: t.Starcoder2Config(**GROUPED),
     "StableLM": lambda: t.StableLmConfig(**GROUPED),
     "Nemotron": lambda: t.NemotronConfig(**HEADS),
+    "Nemotron-H": lambda: t.NemotronHConfig(
+        **{**HEADS, "num_hidden_layers": 4}, layers_block_type=["mamba", "attention", "mlp", "moe"], mamba_num_heads=8,
+        mamba_head_dim=16, ssm_state_size=16, n_groups=1, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=48, moe_shared_expert_intermediate_size=48,
+    ),
     "Falcon": lambda: t.FalconConfig(**OLD, max_position_embeddings=CONTEXT),
     "Falcon, ALiBi": lambda: t.FalconConfig(
         **OLD, max_position_embeddings=CONTEXT, alibi=True, multi_query=False, parallel_attn=False, bias=True

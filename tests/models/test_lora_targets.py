@@ -31,13 +31,20 @@ CONFIGS = {
         **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8
     ),
     "mixtral": lambda: transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "phimoe": lambda: transformers.PhimoeConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "jamba": lambda: transformers.JambaConfig(
+        **SHAPE, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, num_experts=2, mamba_d_state=8,
+        mamba_dt_rank=8, use_mamba_kernels=False,
+    ),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64),
-}
+}  # fmt: skip
 HEAD = ("q_proj", "lm_head")
 EMBEDDING = ("q_proj", "embed_tokens")
 CASES = [
     ("qwen3_moe", "all-linear"),
     ("mixtral", "all-linear"),
+    ("phimoe", "all-linear"),
+    ("jamba", "all-linear"),
     ("gpt2", "all-linear"),
     ("llama", HEAD),
     ("llama", EMBEDDING),
@@ -100,7 +107,7 @@ def test_every_part_of_an_adapter_gets_the_gradient_of_a_plain_pass(name, target
     trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
     expected = torch.autograd.grad((want * weight).sum(), list(trained.values()))
     policy = PolicyModel(model)
-    assert policy.packed
+    assert policy.packed == (name != "jamba")
     packed = pack(*sequences(), share_prompts=True, device=CPU)
     got = policy.forward(packed, temperature=1.0).log_pi_N
     assert (got - want).abs().max() < 1e-4
@@ -114,6 +121,12 @@ def test_every_part_of_an_adapter_gets_the_gradient_of_a_plain_pass(name, target
 def test_an_adapter_on_tied_embeddings_is_refused(targets):
     with pytest.raises(ConfigError, match=rf"model\.lora\.targets.*{targets[1]}.*tied"):
         add_lora(make_model("llama-tied"), LoraConfig(rank=4, targets=targets), base="tiny", seed=0)
+
+
+@pytest.mark.parametrize(("name", "target"), [("phimoe", "router"), ("jamba", "dt_proj")])
+def test_an_adapter_that_the_model_would_not_use_is_refused(name, target):
+    with pytest.raises(ConfigError, match=rf"model\.lora\.targets.*{target}, which cannot have an adapter"):
+        add_lora(make_model(name), LoraConfig(rank=4, targets=("q_proj", target)), base="tiny", seed=0)
 
 
 def test_targets_that_the_model_does_not_have_are_refused_by_name():

@@ -172,11 +172,12 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int
     """Put a fresh adapter into the model, in place: from here on only the adapter trains. It changes nothing at first."""
     peft = _peft()
     torch.manual_seed(seed)
+    unreached = _linear_layers_without_adapter(model)
     adapter = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha if config.alpha is not None else 2 * config.rank,
         target_modules=config.targets if isinstance(config.targets, str) else list(config.targets),
-        exclude_modules=modules_beside_text(model) or None,
+        exclude_modules=[*modules_beside_text(model), *(unreached if config.targets == "all-linear" else ())] or None,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
@@ -188,9 +189,29 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int
             f"model.lora.targets={config.targets!r} does not fit {type(model).__name__}: {first_line(error).rstrip('. ')}. "
             f"Give names of {'some' if config.targets == 'all-linear' else 'its'} linear layers, such as in_proj or q_proj."
         ) from error
+    for name in unreached:
+        if has_adapter(model.get_submodule(name)):
+            raise ConfigError(
+                f"model.lora.targets={config.targets!r} names {name}, which cannot have an adapter: it is a router, or the "
+                "model computes with its weights without calling it. Take it out of the targets (all-linear leaves it out)."
+            )
     if tied:
         _check_not_on_tied(model, config)
     model.peft_config[ADAPTER].base_model_name_or_path = base
+
+
+def _linear_layers_without_adapter(model: PreTrainedModel) -> list[str]:
+    """Names of linear layers that PEFT cannot adapt: those with a forward pass of their own (routers, which return several
+    tensors), and those of a state-space mixer whose kernels take the weights as they are."""
+    found = []
+    for name, module in model.named_modules():
+        own_pass = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+        in_mixer = name.endswith((".dt_proj", ".out_proj")) and hasattr(
+            model.get_submodule(name.rpartition(".")[0]), "A_log"
+        )
+        if own_pass or in_mixer:
+            found.append(name)
+    return found
 
 
 def _check_not_on_tied(model: PreTrainedModel, config: LoraConfig) -> None:
