@@ -1,6 +1,6 @@
 """What one GPU does: decoding and TB training on random weights of real shapes, with the limits beside the figures.
 
-    python benchmarks/gpu.py [check] [decode] [check_train] [train] [score] [roles] [publish]    all parts without arguments
+    python benchmarks/gpu.py [check] [decode] [experts] [check_train] [train] [score] [roles] [publish]    all parts without arguments
 
 Useful tokens over wall time from the first prompt to the last response, prefill and tail included, temperature 1, log-probs
 returned. Greedy equality is checked in the same run. Timings are of later passes: the first compiles kernels and captures
@@ -22,7 +22,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from tba.config import TrainConfig, load_config
 from tba.generate.native.engine import NativeEngine
@@ -157,6 +165,30 @@ def decode() -> Iterator[Row]:
         )
         del engine, model
         torch.cuda.empty_cache()
+
+
+def experts() -> Iterator[Row]:
+    """A mixture of experts, the shape of OLMoE-1B-7B: the engine against transformers' `generate` of 32 tokens."""
+    config = OlmoeConfig(
+        vocab_size=50_304, hidden_size=2048, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=16,
+        num_experts=64, num_experts_per_tok=8, max_position_embeddings=4096,
+    )  # fmt: skip
+    model = _make(OlmoeForCausalLM, config)
+    engine, build = make_engine(model), partial(requests, 256, 128, config.vocab_size)
+    tokens_per_second(engine, build, 1, 128)
+    rate = max(tokens_per_second(engine, build, 1, 128) for _ in range(2))
+    ids = torch.tensor(np.stack([r.prompt.token_ids for r in build()]), device=model.device, dtype=torch.long)
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        model.generate(ids, max_new_tokens=32, min_new_tokens=32, do_sample=True, pad_token_id=0)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    own = 256 * 32 / min(seconds)
+    yield Row(
+        work="decode OLMoE 1B-7B, 256 slots, 128 + 128 tokens",
+        figure=f"{rate:,.0f} tok/s; transformers' generate {own:,.0f}",
+    )
 
 
 def check() -> Iterator[Row]:
@@ -422,7 +454,7 @@ def publish(times: int = 30) -> Iterator[Row]:
     )
 
 
-PARTS = {"roles": roles, "check": check, "decode": decode, "check_train": check_train, "train": train, "score": score,
+PARTS = {"roles": roles, "check": check, "decode": decode, "experts": experts, "check_train": check_train, "train": train, "score": score,
          "publish": publish}  # fmt: skip
 """`roles` first: it must run before this process touches the GPU."""
 
