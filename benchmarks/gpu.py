@@ -1,6 +1,6 @@
 """What one GPU does: decoding and TB training on random weights of real shapes, with the limits beside the figures.
 
-    python benchmarks/gpu.py [check] [decode] [experts] [check_train] [train] [score] [roles] [publish]    all parts without arguments
+    python benchmarks/gpu.py [check] [decode] [experts] [check_train] [train] [score] [roles] [publish]    without: all
 
 Useful tokens over wall time from the first prompt to the last response, prefill and tail included, temperature 1, log-probs
 returned. Greedy equality is checked in the same run. Timings are of later passes: the first compiles kernels and captures
@@ -454,8 +454,8 @@ def publish(times: int = 30) -> Iterator[Row]:
     )
 
 
-PARTS = {"roles": roles, "check": check, "decode": decode, "experts": experts, "check_train": check_train, "train": train, "score": score,
-         "publish": publish}  # fmt: skip
+PARTS = {"roles": roles, "check": check, "decode": decode, "experts": experts, "check_train": check_train, "train": train,
+         "score": score, "publish": publish}  # fmt: skip
 """`roles` first: it must run before this process touches the GPU."""
 
 
