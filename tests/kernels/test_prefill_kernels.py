@@ -23,7 +23,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 SERVED = [
     *("llama", "llama-tied-biased", "mistral-window", "qwen2", "qwen3", "gemma", "phi3", "smollm3", "granite"),
-    *("mixtral", "qwen3-moe", "olmoe", "gpt-oss"),
+    *("mixtral", "qwen3-moe", "olmoe", "gpt-oss", "gemma2", "gemma3", "olmo2"),
 ]
 LENGTHS = [7, 1, 4]
 
@@ -163,7 +163,7 @@ def test_heads_that_are_no_power_of_two_and_partly_rotated(cached):
     assert_equal(values, heads[:, 5:])
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "gemma2", "olmo2"])
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
 def test_families_that_compute_otherwise_keep_the_plain_pass(family):
     decoder = make_decoder(make_tiny_model(family).to(DEVICE), max_length=16, dtype=torch.float32, device=DEVICE)
     assert why_not_fused(decoder.spec) is not None

@@ -21,36 +21,40 @@ LARGEST_TILE = 8192
 
 @triton.jit
 def _add_norm(
-    x_NE, delta_NE, weight_E, out_NE, E, epsilon, delta_scale, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+    x_NE, delta_NE, weight_E, out_NE, E, epsilon, delta_scale,
+    HAS_DELTA: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < E
-    x = tl.load(x_NE + row * E + column, mask=inside, other=0.0)
+    x = tl.load(x_NE + row * E + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
         x += tl.load(delta_NE + row * E + column, mask=inside, other=0.0).to(tl.float32) * delta_scale
         tl.store(x_NE + row * E + column, x, mask=inside)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / E + epsilon)
-    weight = tl.load(weight_E + column, mask=inside, other=0.0)
-    tl.store(out_NE + row * E + column, (x * scale * weight).to(out_NE.dtype.element_ty), mask=inside)
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / E + epsilon)
+        x = x * scale * tl.load(weight_E + column, mask=inside, other=0.0)
+    tl.store(out_NE + row * E + column, x.to(out_NE.dtype.element_ty), mask=inside)
 
 
 def add_norm(
     x_NE: Tensor,
     delta_NE: Tensor | None,
-    weight_E: Tensor,
+    weight_E: Tensor | None,
     epsilon: float,
     dtype: torch.dtype,
     *,
     delta_scale: float = 1.0,
 ) -> Tensor:
-    """RMS norm [N, E] in `dtype` of x + delta_scale x delta; the sum is kept in x, which is fp32."""
+    """RMS norm [N, E] in `dtype` of x + delta_scale x delta; the sum is kept in x, which is fp32 where there is a delta. No
+    weight = no norm."""
     rows, size = x_NE.shape
     out = torch.empty(rows, size, dtype=dtype, device=x_NE.device)
     block = triton.next_power_of_2(size)
-    delta = x_NE if delta_NE is None else delta_NE
+    delta, weight = x_NE if delta_NE is None else delta_NE, x_NE if weight_E is None else weight_E
     _add_norm[(rows,)](
-        x_NE, delta, weight_E, out, size, epsilon, delta_scale, HAS_DELTA=delta_NE is not None, BLOCK=block,
+        x_NE, delta, weight, out, size, epsilon, delta_scale,
+        HAS_DELTA=delta_NE is not None, HAS_NORM=weight_E is not None, BLOCK=block,
         num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return out

@@ -212,8 +212,8 @@ def why_never_fused(spec: DecoderSpec) -> str | None:
     """The reason why the fused kernels cannot compute a family, wherever it is; None = they can."""
     if spec.norm != "rms":
         return "it has layer norms"
-    if spec.post_norms or not spec.pre_norms or spec.parallel_residual:
-        return "it norms the output of its blocks, or runs them side by side"
+    if spec.parallel_residual:
+        return "it runs attention and MLP side by side"
     if not spec.gated or spec.activation not in ("silu", "swish", *GELUS):
         return f"its MLP is not gated by SiLU or GELU (it has {spec.activation})"
     if spec.rotary_dim == 0:
@@ -259,12 +259,14 @@ class FusedPass:
         layer, gelu, spec = self.weights.layers[index], self.spec.activation in GELUS, self.spec.experts
         query = self._query(index, x, delta, positions, attend)
         attended = attend.attend(index, query, layer.sinks).to(self.dtype)
-        mlp_input = self._add_norm(x, layer.output(attended), layer.mlp_norm)
+        mlp_input = self._add_norm(x, self._normed(layer.output(attended), layer.attention_post_norm), layer.mlp_norm)
         if isinstance(layer.mlp, DenseMlp):
-            return layer.mlp.down(gated(layer.mlp.up(mlp_input), gelu=gelu))
-        assert spec is not None
-        activate = partial(gated, gelu=gelu) if spec.gate_limit is None else partial(clamped_gate, spec=spec)
-        return apply_experts(mlp_input, layer.mlp, spec, activate)
+            output = layer.mlp.down(gated(layer.mlp.up(mlp_input), gelu=gelu))
+        else:
+            assert spec is not None
+            activate = partial(gated, gelu=gelu) if spec.gate_limit is None else partial(clamped_gate, spec=spec)
+            output = apply_experts(mlp_input, layer.mlp, spec, activate)
+        return self._normed(output, layer.mlp_post_norm)
 
     def _query(
         self, index: int, x: Tensor, delta: Tensor | None, positions: Tensor, attend: Attend | AttendInPlace
@@ -307,10 +309,17 @@ class FusedPass:
             start += size
 
     def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor:
+        """x + delta, kept in x, normed where there is a norm, in the matrices' dtype."""
         from tba.kernels.layer import add_norm
 
-        assert norm is not None, "why_not_fused asks for norms of the inputs"
-        return add_norm(x, delta, norm.weight, norm.epsilon, self.dtype, delta_scale=self.spec.residual_scale)
+        weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.epsilon)
+        return add_norm(x, delta, weight, epsilon, self.dtype, delta_scale=self.spec.residual_scale)
+
+    def _normed(self, output: Tensor, norm: Norm | None) -> Tensor:
+        """What attention or MLP adds, normed where its output is, in fp32."""
+        from tba.kernels.layer import add_norm
+
+        return output if norm is None else add_norm(output, None, norm.weight, norm.epsilon, torch.float32)
 
 
 # --- the check -------------------------------------------------------------------------------------------------------
