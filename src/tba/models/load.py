@@ -201,15 +201,15 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int
 
 
 def _linear_layers_without_adapter(model: PreTrainedModel) -> list[str]:
-    """Names of linear layers that PEFT cannot adapt: those with a forward pass of their own (routers, which return several
-    tensors), and those of a state-space mixer whose kernels take the weights as they are."""
+    """Names of linear layers that PEFT cannot adapt: routers, which return several tensors (Llama 4, Phi-3.5-MoE), and
+    those of a state-space mixer whose kernels take the weights as they are."""
     found = []
     for name, module in model.named_modules():
-        own_pass = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+        is_router = isinstance(module, nn.Linear) and "Router" in type(module).__name__
         in_mixer = name.endswith((".dt_proj", ".out_proj")) and hasattr(
             model.get_submodule(name.rpartition(".")[0]), "A_log"
         )
-        if own_pass or in_mixer:
+        if is_router or in_mixer:
             found.append(name)
     return found
 
