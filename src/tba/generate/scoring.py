@@ -53,8 +53,7 @@ class ReferenceScorer:
         else:
             self.decoder = make_decoder(model, max_length=max_length, dtype=dtype, device=torch.device(device))
         self.token_budget = token_budget
-        packs = self.decoder.device.type == "cuda" if packed is None else packed
-        self._packed = packs and not self.decoder.spec.sinks  # the kernels for packed sequences know none
+        self._packed = self.decoder.device.type == "cuda" if packed is None else packed
 
     def load(self, weights: Weights) -> None:
         """Replace the frozen model by another of the same shape (a reference reset)."""
@@ -178,7 +177,6 @@ class PackedAttention:
         self.key_NKD, self.value_NKD = key_NKD.to(self.dtype), value_NKD.to(self.dtype)
 
     def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
-        assert sinks_H is None, "a model with sinks is not scored packed"
         attended = attend_packed(
             query_NHD.to(self.dtype),
             self.key_NKD,
@@ -187,6 +185,7 @@ class PackedAttention:
             scaling=self.spec.query_scales[layer],
             window=self.spec.windows[layer],
             softcap=self.spec.attention_cap,
+            sinks_H=sinks_H,
         )
         return attended.flatten(1)
 
