@@ -178,3 +178,11 @@ def test_the_chosen_slots_are_logged_with_what_they_take(caplog):
     with caplog.at_level(logging.INFO, logger="tba"):
         with_defaults(load_config(None, ["model.device=cpu", "generate.slots=9"]), inputs.loaded)
     assert "slots" not in caplog.text
+
+
+def test_slots_that_no_memory_could_hold_are_refused_with_the_most_that_fit():
+    loaded = load_inputs(load_config(None)).loaded
+    with pytest.raises(
+        ConfigError, match=r"generate\.slots=100000000 does not fit on cpu: .* Give at most \d+, or leave it"
+    ):
+        with_defaults(load_config(None, ["model.device=cpu", "generate.slots=100000000"]), loaded)

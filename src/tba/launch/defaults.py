@@ -27,10 +27,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tba.config import Config, Schedule
+from tba.config import Config, ConfigError, Schedule
 from tba.generate.native.kv_cache import KEY_MULTIPLE
 from tba.generate.native.prefill import READ_AHEAD
-from tba.launch.devices import activation_bytes, kv_bytes, placement_of
+from tba.launch.devices import activation_bytes, device_bytes, kv_bytes, placement_of
 from tba.models.load import LoadedModel, resolve_dtype
 from tba.objectives.registry import make_objective
 from tba.runtime.placement import RolePlacement
@@ -90,6 +90,12 @@ def with_slots(config: Config, loaded: LoadedModel, placement: RolePlacement, *,
             logger.info("generate.slots on %s: %s.", device, budgets[device])
         kind, slots = search.kind_at(index), budgets[device].slots
         by_kind[kind] = min(slots, by_kind.get(kind, slots))
+    for index, device in enumerate(planned):
+        name = search.kind_at(index)
+        own = search.kinds[name].slots if name is not None else None
+        key, given = ("generate.slots", generate.slots) if own is None else (f"search.kinds.{name}.slots", own)
+        if given is not None:
+            check_slots(config, loaded, device, key=key, slots=given, longest_prompt=longest_prompt)
     kinds = {
         name: kind.model_copy(update={"slots": kind.slots or generate.slots or by_kind[name]})
         for name, kind in search.kinds.items()
@@ -201,34 +207,51 @@ def slots_for(
 ) -> SlotBudget:
     """As many responses as a searcher on this device has memory for, at most MOST_SLOTS: each with the longest prompt and
     the longest response, in the dtype that the cache has there."""
-    shape, kind = loaded.model.config.get_text_config(), device.partition(":")[0]
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    dtype = torch.float32 if kind == "cpu" else resolve_dtype(config.model.dtype, torch.device(kind))
-    prompt = min(longest_prompt, loaded.context)
-    positions = -(-min(loaded.context, prompt + config.generate.max_new_tokens) // KEY_MULTIPLE) * KEY_MULTIPLE
-
-    def budget(slots: int) -> SlotBudget:
-        waiting = max(1, min(READ_AHEAD[kind], slots // config.samples_generated_per_prompt))
-        return SlotBudget(
-            slots=slots,
-            positions=positions,
-            prompt_tokens=prompt,
-            bytes_per_token=2 * shape.num_hidden_layers * heads * head_dim * dtype.itemsize,
-            waiting=waiting,
-            memory=memory,
-        )
-
-    memory = kv_bytes(placement, device)
-    fitting = [found for found in map(budget, range(1, MOST_SLOTS[kind] + 1)) if found.used <= memory]
+    memory, most = kv_bytes(placement, device), MOST_SLOTS[device.partition(":")[0]]
+    budgets = [
+        slot_budget(config, loaded, device, slots=slots, memory=memory, longest_prompt=longest_prompt)
+        for slots in range(1, most + 1)
+    ]
+    fitting = [budget for budget in budgets if budget.used <= memory]
     if not fitting:
         logger.warning(
             "one response on %s needs %s. It is tried with one; shorter prompts (task.max_prompt_tokens) or responses "
             "(generate.max_new_tokens) need less.",
             device,
-            budget(1),
+            budgets[0],
         )
-    return fitting[-1] if fitting else budget(1)
+    return fitting[-1] if fitting else budgets[0]
+
+
+def slot_budget(
+    config: Config, loaded: LoadedModel, device: str, *, slots: int, memory: int, longest_prompt: int
+) -> SlotBudget:
+    """What so many slots of a searcher on this device cost."""
+    shape, kind = loaded.model.config.get_text_config(), device.partition(":")[0]
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    dtype = torch.float32 if kind == "cpu" else resolve_dtype(config.model.dtype, torch.device(kind))
+    prompt = min(longest_prompt, loaded.context)
+    return SlotBudget(
+        slots=slots,
+        positions=-(-min(loaded.context, prompt + config.generate.max_new_tokens) // KEY_MULTIPLE) * KEY_MULTIPLE,
+        prompt_tokens=prompt,
+        bytes_per_token=2 * shape.num_hidden_layers * heads * head_dim * dtype.itemsize,
+        waiting=max(1, min(READ_AHEAD[kind], slots // config.samples_generated_per_prompt)),
+        memory=memory,
+    )
+
+
+def check_slots(config: Config, loaded: LoadedModel, device: str, *, key: str, slots: int, longest_prompt: int) -> None:
+    """Refuse a number of slots, given by the user under `key`, whose keys and values the device could never hold."""
+    memory = device_bytes(device)
+    budget = slot_budget(config, loaded, device, slots=slots, memory=memory, longest_prompt=longest_prompt)
+    if budget.used > memory:
+        most = max(1, slots * memory // budget.used)
+        raise ConfigError(
+            f"{key}={slots} does not fit on {device}: {budget}, which is all that it has. Give at most {most}, or leave it "
+            "out to have as many as there is memory for."
+        )
 
 
 def tokens_for(loaded: LoadedModel, placement: RolePlacement) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import sys
 
 import torch
 
@@ -95,3 +97,10 @@ def free_gpu_bytes(placement: RolePlacement, device: str) -> int:
 
 def gpu_bytes(device: str) -> int:
     return torch.cuda.get_device_properties(device).total_memory
+
+
+def device_bytes(device: str) -> int:
+    """All memory of a device."""
+    if device != "cpu":
+        return gpu_bytes(device)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else sys.maxsize
