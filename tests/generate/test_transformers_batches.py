@@ -9,13 +9,24 @@ import transformers
 from tiny_models import GROUPED, SHAPE, VOCABULARY, by_key, make_prompt, make_tiny_model, make_weights_of
 from transformers import AutoModelForCausalLM
 
-from tba.generate.transformers_engine import TransformersEngine, pads_exactly
+from tba.generate.transformers_engine import TransformersEngine
+from tba.generate.transformers_trials import pads_exactly, selects_exactly
 from tba.types import Request, Sampling
 
 OTHERS = {
     "cohere": lambda: transformers.CohereConfig(**GROUPED),
     "bloom": lambda: transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=3, n_head=4),
     "falcon": lambda: transformers.FalconConfig(**SHAPE, new_decoder_architecture=False, multi_query=True),
+    # Attention and states in every layer: its cache selects the rows of the keys alone.
+    "falcon-h1": lambda: transformers.FalconH1Config(
+        **GROUPED,
+        mamba_d_ssm=32,
+        mamba_n_heads=4,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_n_groups=1,
+        mamba_chunk_size=8,
+    ),
     "mamba": lambda: transformers.MambaConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=8, bos_token_id=1, eos_token_id=2
     ),
@@ -68,6 +79,7 @@ def test_a_batch_of_many_prompts_takes_as_many_passes_as_its_longest_response():
     model.register_forward_hook(lambda module, args, output: passes.append(output.logits.shape[0]))
     engine = make_engine(model, slots=64)
     assert engine._pads_exactly()
+    assert engine._selects_exactly()
     passes.clear()
     requests = [Request(prompt=make_prompt(f"p{index}", 2 + index)) for index in range(8)]
     assert len(list(engine.generate(requests, samples_per_prompt=4, sampling=sampling))) == 32
@@ -78,6 +90,7 @@ def test_rows_that_have_finished_leave_the_batch():
     model = make_model("cohere")
     engine = make_engine(model, slots=64)
     assert engine._pads_exactly()
+    assert engine._selects_exactly()
     sizes = []
     model.register_forward_hook(lambda module, args, output: sizes.append(output.logits.shape[0]))
     requests = [
@@ -89,9 +102,10 @@ def test_rows_that_have_finished_leave_the_batch():
 
 
 def test_a_model_with_states_decodes_prompts_of_one_length_together():
-    model = make_model("mamba")
-    assert not pads_exactly(model)
+    assert not pads_exactly(make_model("mamba"))
+    assert not selects_exactly(make_model("falcon-h1"))
     assert pads_exactly(make_model("bloom"))
+    assert selects_exactly(make_model("bloom"))
 
 
 def test_weights_that_arrive_in_a_batch_open_a_span_in_each_open_response():

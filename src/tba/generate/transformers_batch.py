@@ -37,9 +37,17 @@ class ResponseBatch:
     """
 
     def __init__(
-        self, responses: list[Response], *, seed: int, version: int, device: torch.device, switch: int | None = None
+        self,
+        responses: list[Response],
+        *,
+        seed: int,
+        version: int,
+        device: torch.device,
+        switch: int | None = None,
+        may_select: bool = True,
     ) -> None:
-        self.responses, self.switch, self.device = responses, switch, device
+        """`may_select` says whether rows of the model's cache may be repeated and left out."""
+        self.responses, self.switch, self.device, self._may_select = responses, switch, device, may_select
         self.open_rows = set(range(len(responses)))
         self.rows = list(range(len(responses)))
         """Number of the response of each row."""
@@ -138,7 +146,7 @@ class ResponseBatch:
     def _select(self, places: Tensor) -> bool:
         """Have these rows of mask and cache, in this order; False where the cache cannot, and nothing has changed."""
         caches = list(self._cache.values())
-        if not caches or not all(map(_can_select, caches)):
+        if not self._may_select or not caches or not all(map(can_select, caches)):
             return False
         for cache in caches:
             cache.batch_select_indices(places)
@@ -162,7 +170,8 @@ class ResponseBatch:
         )
 
 
-def _can_select(cache: Any) -> bool:
+def can_select(cache: Any) -> bool:
+    """Whether a cache says that it can have its rows chosen."""
     layers = getattr(cache, "layers", [])
     return all(hasattr(part, "batch_select_indices") for part in (cache, *layers))
 

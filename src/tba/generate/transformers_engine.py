@@ -1,13 +1,12 @@
 """The engine for models the native one does not know: transformers' own forward pass and cache.
 
 Same contract, same random numbers, same log-probs as the native engine; only slower. Requests are decoded in batches, each
-until its last response has finished. Prompts of different lengths share a batch where a trial at the start shows that the
-model's padding is exact; where it is not, those of one length do.
+until its last response has finished. Prompts of different lengths share a batch where a trial shows that the model's padding
+is exact; where it is not, those of one length do (transformers_trials.py).
 """
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -26,14 +25,13 @@ from tba.generate.sampling import (
     sequence_of,
     token_log_probs,
 )
-from tba.generate.transformers_batch import ResponseBatch, left_padded
+from tba.generate.transformers_batch import ResponseBatch
+from tba.generate.transformers_trials import pads_exactly, selects_exactly
 from tba.models.decoder_spec import name_problem
 from tba.models.packed_check import own_logits
 from tba.models.packing import length_batches, padded
 from tba.models.text_part import switch_length, text_parameters
 from tba.types import Completion, Request, Sampling, Weights
-
-logger = logging.getLogger("tba.generate")
 
 MOST_SCORED_TOKENS, MOST_LOGITS = 4096, 2**27
 """Tokens, and numbers of logits, in one scoring pass."""
@@ -63,6 +61,8 @@ class TransformersEngine:
         self._switch = switch_length(self.model.config)
         self._pads: bool | None = None
         """Whether prompts of different lengths may share a batch; None = it has not been tried."""
+        self._selects: bool | None = None
+        """Whether rows of a cache may be repeated and left out; None = it has not been tried."""
         self._running: ResponseBatch | None = None
         self._pending: Weights | None = None
         self._generating = False
@@ -146,7 +146,12 @@ class TransformersEngine:
         if not responses:
             return
         batch = self._running = ResponseBatch(
-            responses, seed=self.seed, version=self.version, device=self.device, switch=self._switch
+            responses,
+            seed=self.seed,
+            version=self.version,
+            device=self.device,
+            switch=self._switch,
+            may_select=self._selects_exactly(),
         )
         while batch.open_rows:
             if between_steps is not None:
@@ -167,6 +172,11 @@ class TransformersEngine:
             # Rows of one length come to the switch together.
             self._pads = self._switch is None and pads_exactly(self.model)
         return self._pads
+
+    def _selects_exactly(self) -> bool:
+        if self._selects is None:
+            self._selects = selects_exactly(self.model)
+        return self._selects
 
     def _finish_batch(self) -> None:
         self._running = None
@@ -198,38 +208,6 @@ def load_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
                 "load weights of the same model."
             )
     model.load_state_dict(dict(tensors), strict=False)
-
-
-PADDING_TOLERANCE = {torch.float32: 1e-4}
-"""Largest mean total variation distance between a padded and a plain pass, by dtype; COARSE_TOLERANCE for all others."""
-COARSE_TOLERANCE = 0.03
-
-
-@torch.no_grad()
-def pads_exactly(model: Any) -> bool:
-    """Whether sequences that are left-padded to a common length get the next-token distributions that each has alone, also
-    after one more token with the cache. Models that keep states instead of keys may see their padding."""
-    device, size = next(model.parameters()).device, int(model.config.get_text_config().vocab_size)
-    generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(size, (length,), generator=generator).numpy() for length in (4, 11, 7)]
-    ids, mask = left_padded([sequence[:-1] for sequence in sequences], device)
-    last = torch.tensor([[int(sequence[-1])] for sequence in sequences], device=device)
-    try:
-        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        first = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True)
-        mask = torch.nn.functional.pad(mask, (0, 1), value=True)
-        more = {"attention_mask": mask, "position_ids": positions[:, -1:] + 1, "past_key_values": first.past_key_values}
-        second = model(input_ids=last, **more, use_cache=True)
-    except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError) as error:
-        logger.info("prompts of one length are decoded together: padding failed with %s", type(error).__name__)
-        return False
-    gaps = []
-    for row, sequence in enumerate(sequences):
-        alone = model(input_ids=torch.from_numpy(sequence).to(device)[None], use_cache=False).logits[0].float()
-        padded = torch.stack((first.logits[row, -1], second.logits[row, -1])).float()
-        gaps.append((padded.softmax(-1) - alone[-2:].softmax(-1)).abs().sum(-1).mean() / 2)
-    gap = float(torch.stack(gaps).mean())
-    return gap <= PADDING_TOLERANCE.get(first.logits.dtype, COARSE_TOLERANCE)
 
 
 class TransformersScorer:

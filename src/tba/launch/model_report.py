@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tba.generate.transformers_engine import pads_exactly
+from tba.generate.transformers_trials import pads_exactly
 from tba.models.build_decoder import why_not_native
 from tba.models.decoder import why_never_fused
 from tba.models.load import check_generates, first_line, told
