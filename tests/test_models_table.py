@@ -13,7 +13,6 @@ from model_bench import measure as bench
 from model_bench.configs import CONFIGS
 
 ROWS = {
-    "Phi-3.5, longrope": "packed",
     "GPT-OSS": "packed",
     "Falcon": "one by one",
 }
