@@ -1,6 +1,6 @@
 """A trainer whose GPU fails at its third step; the one that is resumed is well."""
 
-from tba import cli
+from tba.cli import training
 from tba.train.loop import Trainer
 
 
@@ -14,4 +14,4 @@ def run_trainer(link, *, config, resume: bool, host) -> int:
 
     if not resume:
         Trainer.step = fails
-    return cli.run_trainer(link, config=config, resume=resume, host=host)
+    return training.run_trainer(link, config=config, resume=resume, host=host)

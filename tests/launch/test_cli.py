@@ -12,7 +12,8 @@ from problem import SETTINGS
 from typer.testing import CliRunner
 
 import tba as tba_package
-from tba.cli import app, main, resolve
+from tba.cli import app, main
+from tba.cli.training import resolve
 from tba.config import ConfigError
 from tba.launch.doctor import EXTRAS
 from tba.tasks.tldr.task import start_model_path

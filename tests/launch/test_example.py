@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config import load_config
 from tba.launch.defaults import with_defaults
-from tba.launch.run import SyncRun, load_inputs
+from tba.launch.run import load_inputs
+from tba.launch.sync_run import SyncRun
 from tba.models.names import resolve_path
 from tba.observe.files import RunFolder
 from tba.runtime.board import Board

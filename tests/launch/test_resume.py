@@ -14,7 +14,8 @@ import pytest
 from problem import SETTINGS, make_config, wait_for
 
 from tba import TBATrainer
-from tba.cli import app, resolve, run_arguments
+from tba.cli import app
+from tba.cli.training import resolve, run_arguments
 from tba.config import Config, ConfigError, load_config
 from tba.launch import train
 from tba.launch.supervise import supervise
@@ -75,7 +76,7 @@ def run_and_kill(folder: Path, name: str, *overrides: str) -> None:
 
 def in_a_new_process(config: Config, *, resume: bool = False) -> None:
     """As the killed run was: on ARM, fp32 products of a process that has once computed in bf16 round differently."""
-    assert supervise(config, resume=resume, target="tba.cli:run_trainer") == 0
+    assert supervise(config, resume=resume, target="tba.cli.training:run_trainer") == 0
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tba.config import load_config
 from tba.launch import train
 from tba.launch.defaults import learning_rate_for, with_objective_defaults
-from tba.launch.run import SyncRun, load_inputs
+from tba.launch.run import load_inputs
+from tba.launch.sync_run import SyncRun
 from tba.observe.files import RunFolder
 from tba.runtime.board import Board
 

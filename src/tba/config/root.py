@@ -220,17 +220,7 @@ class Config(Section):
                 f"replay.max_lag={self.max_lag} cannot be kept with weights every "
                 f"train.publish_every={self.train.publish_every} steps: allow at least {self.train.publish_every - 1}."
             )
-        engines = {self.generate.engine, *(kind.engine for kind in self.search.kinds.values())}
-        if self.generate.lora == "unmerged" and (self.model.lora is None or "vllm" not in engines):
-            raise ValueError(
-                "generate.lora=unmerged needs model.lora and generate.engine=vllm: the other engines merge adapters. Set "
-                "generate.lora=merged."
-            )
-        if self.model.lora is not None and self.reference.reset_every:
-            raise ValueError(
-                f"reference.reset_every={self.reference.reset_every} cannot be used with model.lora, whose reference is the "
-                "base model: set it to 0."
-            )
+        self._check_lora()
         if self.train.prompts_per_step * self.train.samples_per_prompt > self.replay.capacity:
             raise ValueError(
                 f"replay.capacity={self.replay.capacity} cannot hold one step of "
@@ -274,6 +264,20 @@ class Config(Section):
             raise ValueError(
                 f"runtime.placement gives the devices {', '.join(dict.fromkeys(devices))} to a run in {self.mode} mode, "
                 "where trainer and searcher are one process on one device: set model.device, or use mode=async."
+            )
+
+    def _check_lora(self) -> None:
+        """Refuse an adapter that no engine leaves unmerged, and a reference that an adapter cannot have."""
+        engines = {self.generate.engine, *(kind.engine for kind in self.search.kinds.values())}
+        if self.generate.lora == "unmerged" and (self.model.lora is None or "vllm" not in engines):
+            raise ValueError(
+                "generate.lora=unmerged needs model.lora and generate.engine=vllm: the other engines merge adapters. Set "
+                "generate.lora=merged."
+            )
+        if self.model.lora is not None and self.reference.reset_every:
+            raise ValueError(
+                f"reference.reset_every={self.reference.reset_every} cannot be used with model.lora, whose reference is the "
+                "base model: set it to 0."
             )
 
     def _check_reference_share(self) -> None:

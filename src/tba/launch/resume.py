@@ -11,7 +11,8 @@ from typing import Any
 
 from tba.config import Config, ConfigError, KindConfig, load_config
 from tba.observe.files import RunFolder, read_summary
-from tba.train.checkpoint import RESUMABLE, TRAINER, check_manifest, find_checkpoint
+from tba.train.checkpoint import TRAINER
+from tba.train.checkpoint_folder import RESUMABLE, check_manifest, find_checkpoint
 
 logger = logging.getLogger("tba")
 

@@ -14,14 +14,16 @@ import torch
 
 from tba.config import Config, ConfigError, ModelConfig, dump_config, load_config
 from tba.generate.engine import Scorer, make_scorer
+from tba.launch.async_run import AsyncRun
 from tba.launch.checks import check_before_loading, check_inputs
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.devices import check_devices
 from tba.launch.imports import import_groups
 from tba.launch.ranks import ranks_of
 from tba.launch.resume import checkpoint_to_resume, resumed_config
-from tba.launch.run import AsyncRun, RunInputs, SyncRun, load_inputs
+from tba.launch.run import RunInputs, load_inputs
 from tba.launch.supervise import hosted
+from tba.launch.sync_run import SyncRun
 from tba.models.load import base_of, is_adapter, load_model
 from tba.observe.claim import holder_of, refuse
 from tba.observe.display import show_line, show_summary

@@ -83,25 +83,7 @@ def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
     explore = config.search.explore
     explores = explore.probability > 0 or truncates
     checks: list[Check] = [
-        (
-            needs.positive_beta and min(first, last) <= 0,
-            f"objective.beta must stay above 0 for {name}, got start={first}, end={last}: "
-            + (
-                "set objective.beta.end."
-                if first > 0
-                else f"it divides the reward. Use {default_beta:g} or leave it unset; for no pull to a reference, use "
-                "an objective such as objective.name=rloo objective.beta=0."
-            ),
-        ),
-        (
-            max(first, last) > LARGEST_BETA,
-            f"objective.beta={max(first, last):g} is above {LARGEST_BETA:g}: the policy would be held at the reference and "
-            f"learn nothing. Rewards between 0 and 1 want .001 to .1; {name} uses {default_beta:g} where it is unset.",
-        ),
-        (
-            not needs.positive_beta and min(first, last) < 0,
-            f"objective.beta must not be negative, got start={first}, end={last}.",
-        ),
+        *_beta(name, first, last, needs, default_beta=default_beta),
         (
             needs.group and train.samples_per_prompt < 2,
             f"train.samples_per_prompt must be at least 2 for {name}, got {train.samples_per_prompt}: with one sample a "
@@ -136,6 +118,31 @@ def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
         *_resets(config, has_reference=max(first, last) > 0),
     ]
     return [message for applies, message in checks if applies]
+
+
+def _beta(name: str, first: float, last: float, needs: Needs, *, default_beta: float) -> list[Check]:
+    """Checks of the values that beta has at its start and its end."""
+    return [
+        (
+            needs.positive_beta and min(first, last) <= 0,
+            f"objective.beta must stay above 0 for {name}, got start={first}, end={last}: "
+            + (
+                "set objective.beta.end."
+                if first > 0
+                else f"it divides the reward. Use {default_beta:g} or leave it unset; for no pull to a reference, use "
+                "an objective such as objective.name=rloo objective.beta=0."
+            ),
+        ),
+        (
+            max(first, last) > LARGEST_BETA,
+            f"objective.beta={max(first, last):g} is above {LARGEST_BETA:g}: the policy would be held at the reference and "
+            f"learn nothing. Rewards between 0 and 1 want .001 to .1; {name} uses {default_beta:g} where it is unset.",
+        ),
+        (
+            not needs.positive_beta and min(first, last) < 0,
+            f"objective.beta must not be negative, got start={first}, end={last}.",
+        ),
+    ]
 
 
 def _shaping(config: Config, needs: Needs) -> Iterator[Check]:

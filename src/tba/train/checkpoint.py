@@ -8,15 +8,13 @@
 
 The trainer copies its tensors and goes on; a background thread writes, syncs, renames and drops folders, one after the
 other, so that training never waits for the disk unless it asks for a second whole checkpoint before the first is written.
-What a killed process leaves half written has another name, and a folder without a manifest does not count.
+What makes a folder whole, and what a killed process leaves, is in checkpoint_folder.py.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -31,18 +29,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.models.load import has_lora
-from tba.observe.files import MANIFEST, RunFolder, WriteFailures, sync
+from tba.observe.files import RunFolder, WriteFailures
+from tba.train.checkpoint_folder import drop_folder, link_folder, replace_folder, write_manifest
 from tba.train.state import Snapshot, Stateful, restore, take_snapshot
 
 logger = logging.getLogger("tba")
 
 OPTIMIZER, STATE, ARRAYS, TRAINER = "optimizer.safetensors", "state.json", "state.safetensors", "trainer.json"
-RESUMABLE = ("step-", "healthy-step-")
-"""Beginnings of the names of the checkpoints that hold a whole state."""
-
-
-class CorruptCheckpoint(RuntimeError):
-    """A checkpoint is not what was written; the message names the file."""
 
 
 @dataclass
@@ -98,7 +91,7 @@ class Checkpoints:
         """Write checkpoints/healthy-step-N; where step-N has just been saved, its files get a second name."""
         if step == self._saved:
             source, name = self.folder.checkpoints / f"step-{step}", f"healthy-step-{step}"
-            self._later(partial(self._try_to_write, name, partial(_link_folder, source, name)))
+            self._later(partial(self._try_to_write, name, partial(link_folder, source, name)))
         else:
             self._write(step, f"healthy-step-{step}")
 
@@ -143,7 +136,7 @@ class Checkpoints:
         for outdone, path in self.folder.checkpoints_by_step("best-step-").items():
             if outdone != saved_best:
                 drop_folder(path)
-        _replace_folder(source, self.folder.checkpoints / f"best-step-{step}")
+        replace_folder(source, self.folder.checkpoints / f"best-step-{step}")
 
     def drop_unjudged(self) -> None:
         """The run is over: weights whose evaluation never came are of no use."""
@@ -274,7 +267,7 @@ class Checkpoints:
         for file, value in values.items():
             (partial_path / file).write_text(json.dumps(value), encoding="utf-8")
         write_manifest(partial_path)
-        _replace_folder(partial_path, path)
+        replace_folder(partial_path, path)
 
     def _drop_old(self, pinned: int | None, best: int | None) -> None:
         """Runs in the writer's thread, after the new checkpoint is there: a kill in between leaves one too many."""
@@ -299,93 +292,6 @@ class Checkpoints:
                     logger.warning("%s is dropped: the run goes on from step %d.", path, step)
                     drop_folder(path)
         self.drop_unjudged()
-
-
-def find_checkpoint(folder: RunFolder) -> Path | None:
-    """The newest whole checkpoint of a run that can be resumed. A corrupt one is named in a warning and set aside; None
-    where none is left."""
-    found = {
-        (step, prefix == "step-"): path
-        for prefix in RESUMABLE
-        for step, path in folder.checkpoints_by_step(prefix).items()
-    }
-    for key in sorted(found, reverse=True):
-        try:
-            check_manifest(found[key])
-            return found[key]
-        except CorruptCheckpoint as error:
-            aside = found[key].with_name(f"corrupt-{found[key].name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(found[key], aside)
-            logger.warning("%s It is set aside as %s.", error, aside)
-    return None
-
-
-def write_manifest(path: Path) -> None:
-    """Sync every file of a folder to disk and write manifest.json: from now on the folder is whole."""
-    files = {}
-    for file in sorted(path.iterdir()):
-        files[file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
-        sync(file)
-    manifest = path / MANIFEST
-    manifest.write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n", encoding="utf-8")
-    sync(manifest)
-    sync(path)
-
-
-def check_manifest(path: Path) -> None:
-    """Raise CorruptCheckpoint unless every file is there, as it was written."""
-    try:
-        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpoint(f"checkpoint {path} has no manifest that can be read ({error}).") from None
-    for name, wanted in files.items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size != wanted["bytes"]:
-            size = file.stat().st_size if file.is_file() else "no"
-            raise CorruptCheckpoint(f"checkpoint {path} is damaged: {name} has {size} bytes, not {wanted['bytes']}.")
-        if _digest(file) != wanted["sha256"]:
-            raise CorruptCheckpoint(
-                f"checkpoint {path} is damaged: {name} has another checksum than when it was written."
-            )
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def drop_folder(path: Path) -> None:
-    """Remove a checkpoint so that no part of it is ever taken for a whole one."""
-    leaving = path.with_name(f".{path.name}.dropped.partial")
-    os.replace(path, leaving)
-    shutil.rmtree(leaving)
-
-
-def _replace_folder(source: Path, target: Path) -> None:
-    if target.exists():
-        drop_folder(target)
-    os.replace(source, target)
-    sync(target.parent)
-
-
-def _link_folder(source: Path, name: str) -> None:
-    """Give a whole checkpoint a second name; its files are never changed, so they need not be copied."""
-    partial_path = source.with_name(f".{name}.partial")
-    shutil.rmtree(partial_path, ignore_errors=True)
-    shutil.copytree(source, partial_path, copy_function=_link)
-    sync(partial_path)
-    _replace_folder(partial_path, source.with_name(name))
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without links
-        shutil.copy2(source, target)
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

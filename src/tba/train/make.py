@@ -78,18 +78,7 @@ def make_trainer(
     """
     train_step, rate = learner.train_step, LearningRate(config, exact_drift=loaded.model.dtype == torch.float32)
     saved = dict(parts)
-    checkpoints = Checkpoints(
-        folder=recorder.folder,
-        model=loaded.model,
-        tokenizer=loaded.tokenizer,
-        optimizer=train_step if isinstance(train_step, ShardedTrainStep) else train_step.optimizer,
-        heads=train_step.policy.heads,
-        gather_weights=train_step.whole_weights if isinstance(train_step, ShardedTrainStep) else None,
-        parts=saved,
-        keep=config.train.keep_checkpoints,
-        failures=recorder.failures,
-        seed=config.seed,
-    )
+    checkpoints = make_checkpoints(config, loaded, train_step, recorder, saved)
     replay = make_replay(config, task)
     trainer = Trainer(
         config=config,
@@ -114,6 +103,24 @@ def make_trainer(
     )
     saved["trainer"] = trainer
     return trainer
+
+
+def make_checkpoints(
+    config: Config, loaded: LoadedModel, train_step: TrainStep, recorder: Recorder, parts: Mapping[str, Stateful]
+) -> Checkpoints:
+    """Those of the recorder's folder. `parts` may still grow: they are looked at when a checkpoint is saved or loaded."""
+    return Checkpoints(
+        folder=recorder.folder,
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        optimizer=train_step if isinstance(train_step, ShardedTrainStep) else train_step.optimizer,
+        heads=train_step.policy.heads,
+        gather_weights=train_step.whole_weights if isinstance(train_step, ShardedTrainStep) else None,
+        parts=parts,
+        keep=config.train.keep_checkpoints,
+        failures=recorder.failures,
+        seed=config.seed,
+    )
 
 
 def make_train_step(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -> TrainStep:

@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tba.train.checkpoint import CorruptCheckpoint, check_manifest
+from tba.train.checkpoint_folder import CorruptCheckpoint, check_manifest
 from tba.train.health import Collapsed, Health
 
 if TYPE_CHECKING:

@@ -1,0 +1,48 @@
+"""The `tba` command.
+
+tba train configs/arithmetic.yaml train.max_steps=100
+tba train runs/arithmetic-tb-seed0 --resume
+tba evaluate runs/arithmetic-tb-seed0 --task arithmetic
+tba prepare arithmetic --output prepared
+tba compare STUDY.yaml --quick
+tba replay runs/arithmetic-tb-seed0 --min-reward 0.5 --export good.jsonl
+tba status runs/arithmetic-tb-seed0
+tba stop runs/arithmetic-tb-seed0
+tba searchers runs/arithmetic-tb-seed0 --count 3
+tba config
+"""
+
+from __future__ import annotations
+
+import typer
+
+from tba.cli.preparing import config, doctor, prepare
+from tba.cli.runs import evaluate, merge, replay, searchers, status, stop
+from tba.cli.training import compare, train
+from tba.cli.usage import Commands, exit_status, log_warnings
+from tba.observe.streams import lasting_output
+
+app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+# In the order of `tba --help`. What a command needs it imports itself: torch takes seconds, and most need none.
+for command in (train, evaluate, compare, prepare, replay, status, stop, searchers, merge, config, doctor):
+    app.command()(command)
+
+
+@app.callback(invoke_without_command=True)
+def show_help_without_a_command(context: typer.Context) -> None:
+    # Not no_args_is_help: whether that prints, raises or exits with 0 depends on typer's version.
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+
+
+def main() -> None:
+    """Entry point: errors the user can mend are printed without a traceback (TBA_TRACEBACK=1 shows it), exit status 2."""
+    with lasting_output():  # `tba train ... | head -1` must not end the training
+        run_command()
+
+
+def run_command() -> None:
+    log_warnings()
+    # By name, because `python -m tba` would be called that in messages.
+    raise SystemExit(exit_status(lambda: app(standalone_mode=False, prog_name="tba")))

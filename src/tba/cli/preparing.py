@@ -1,0 +1,67 @@
+"""Commands for what comes before a run: its data and models, its settings, and the machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tba.cli.usage import count_option, number_option
+from tba.config import ConfigError
+
+
+def prepare(
+    what: Annotated[str, typer.Argument(help="arithmetic, tldr, red_team, or reward_model.")],
+    output: Annotated[Path, typer.Option(help="Folder for what is made.")] = Path("prepared"),
+    model: Annotated[
+        str | None, typer.Option(help="reward_model: folder or hub name of a causal LM to start as.")
+    ] = None,
+    pairs: Annotated[Path | None, typer.Option(help="reward_model: JSONL with `prompt`, `chosen`, `rejected`.")] = None,
+    held_out: Annotated[Path | None, typer.Option(help="reward_model: pairs to measure on; else a tenth.")] = None,
+    learning_rate: Annotated[float, number_option("reward_model: highest learning rate.")] = 1e-5,
+    epochs: Annotated[int, count_option("reward_model: passes over the pairs.")] = 1,
+) -> None:
+    """Make an embedded task's data and models again, or train a reward model on your preference pairs."""
+    if what != "reward_model":
+        if model is not None or pairs is not None or held_out is not None:
+            raise ConfigError(f"--model, --pairs and --held-out are for `tba prepare reward_model`, not for {what}.")
+        from tba.tasks.registry import prepare_task
+
+        typer.echo(json.dumps(prepare_task(what, output)))
+        return
+    if model is None or pairs is None:
+        raise ConfigError("tba prepare reward_model needs --model (a causal language model) and --pairs PAIRS.jsonl.")
+    from tba.tasks.tldr.train_reward import RewardTraining, train_reward_model
+
+    settings = RewardTraining(learning_rate=learning_rate, epochs=epochs, pairs_per_pass=8)
+    typer.echo(json.dumps(train_reward_model(model, pairs, output, settings, held_out=held_out)))
+
+
+def config() -> None:
+    """Print every setting with its type, default and meaning, as Markdown."""
+    from tba.config.reference import ObjectiveEntry, reference
+    from tba.objectives.registry import OBJECTIVES
+
+    entries = [
+        ObjectiveEntry(name=name, settings=kind, beta=kind.default_beta, reset_every=kind.default_reset_every)
+        for name, kind in OBJECTIVES.items()
+    ]
+    typer.echo(reference(entries), nl=False)
+
+
+def doctor(
+    model: Annotated[str | None, typer.Argument(help="A model: how it would run, without loading its weights.")] = None,
+) -> None:
+    """What this machine has: versions, cores, GPUs, memory, disk, optional packages. With a MODEL: how it would run."""
+    if model is None:
+        from tba.launch.doctor import examine
+
+        findings = examine()
+    else:
+        from tba.launch.model_report import examine_model
+
+        findings = examine_model(model)
+    for what, finding in findings:
+        typer.echo(f"{what:>14}  {finding}")

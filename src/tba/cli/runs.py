@@ -1,0 +1,113 @@
+"""Commands for a run that is there, or goes on: its metrics, groups and adapter, what it does, and how it is steered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tba.cli.usage import count_option, number_option
+
+
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A run folder, a model folder or a hub name.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value overrides.")] = None,
+    task: Annotated[str | None, typer.Option(help="Task; a run folder knows its own.")] = None,
+    num_prompts: Annotated[int | None, count_option("Held-out prompts.")] = None,
+    samples: Annotated[int | None, count_option("k of pass@k and avg@k; 0 = greedy accuracy only.")] = None,
+) -> None:
+    """The task's metrics on held-out prompts: greedy accuracy (pass@k and avg@k with --samples k), win rate, or success."""
+    from tba.launch.checks import check_evaluated
+
+    check_evaluated(target)
+    from tba.launch import evaluate_model
+
+    values = list(overrides or [])
+    values += [f"task.name={task}"] if task else []
+    values += [f"evaluate.num_prompts={num_prompts}"] if num_prompts else []
+    values += [f"evaluate.samples_per_prompt={samples}"] if samples is not None else []
+    typer.echo(json.dumps(evaluate_model(target, values)))
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a snapshot of its replay.sqlite.")],
+    prompt: Annotated[str | None, typer.Option(help="Only groups of the prompt with this id.")] = None,
+    min_reward: Annotated[float | None, number_option("Only groups whose mean reward is at least this.")] = None,
+    max_reward: Annotated[float | None, number_option("Only groups whose mean reward is at most this.")] = None,
+    version: Annotated[str | None, typer.Option(help="Only groups of this version, or of a range: 10:20.")] = None,
+    since: Annotated[str | None, typer.Option(help="Only groups since 2026-11-16T14:30, or 30m, 2h, 1d ago.")] = None,
+    until: Annotated[str | None, typer.Option(help="Only groups until then.")] = None,
+    limit: Annotated[int | None, count_option("Only the newest so many groups; a listing shows 20.")] = None,
+    export: Annotated[Path | None, typer.Option(help="FILE.jsonl (for replay.imports) or FILE.parquet.")] = None,
+) -> None:
+    """List the groups that a run has stored, or export their responses."""
+    from tba.replay import export as exporting
+
+    def parsed(name: str, parse: Any, text: str | None) -> Any:
+        try:
+            return None if text is None else parse(text)
+        except ValueError as error:
+            raise typer.BadParameter(f"{name}: {error}") from None
+
+    first, last = parsed("--version", exporting.parse_versions, version) or (None, None)
+    wanted = exporting.GroupFilter(
+        prompt=prompt,
+        min_reward=min_reward,
+        max_reward=max_reward,
+        first_version=first,
+        last_version=last,
+        since=parsed("--since", exporting.parse_time, since),
+        until=parsed("--until", exporting.parse_time, until),
+        limit=exporting.SHOWN_GROUPS if limit is None and export is None else limit,
+    )
+    path = exporting.database_of(run)
+    if export is None:
+        for line in exporting.table(path, wanted):
+            typer.echo(line)
+        return
+    count = exporting.export(path, export, wanted)
+    typer.echo(json.dumps({"responses": count, "file": str(export)}))
+
+
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """What each role of a run does, since when, and what waits for what."""
+    from tba.launch.operate import describe, read_status
+
+    found = read_status(run)
+    print(json.dumps(found) if as_json else describe(found))
+
+
+def stop(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]) -> None:
+    """Ask a run to save and end, as Ctrl-C does."""
+    from tba.launch.operate import stop_run
+
+    found = stop_run(run)
+    print(f"asked process {found['pid']} to save and end at step {found['step']}.")
+
+
+def searchers(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    count: Annotated[int, count_option("Searchers to go on with.")],
+) -> None:
+    """Change the number of searchers of a run while it goes on."""
+    from tba.launch.operate import ask_for_searchers
+
+    ask_for_searchers(run, count)
+    print(f"asked for {count} searchers.")
+
+
+def merge(
+    adapter: Annotated[
+        str, typer.Argument(metavar="ADAPTER_OR_RUN", help="A LoRA checkpoint, or the run that made it.")
+    ],
+    output: Annotated[Path, typer.Argument(help="Folder for the whole model.")],
+) -> None:
+    """Write base model + LoRA adapter as one model that transformers and vLLM load."""
+    from tba.launch import merge_adapter
+
+    typer.echo(json.dumps(merge_adapter(adapter, output)))

@@ -1,0 +1,168 @@
+"""Commands that train: `tba train`, with what its arguments mean and the process that it starts, and `tba compare`."""
+
+from __future__ import annotations
+
+import difflib
+import faulthandler
+import json
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tba.cli.usage import bounded, count_option, exit_status, log_warnings, number_option
+from tba.config import Config, ConfigError, dump_config, load_config, settings_by_name
+from tba.observe.streams import lasting_output
+
+
+def train(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="CONFIG.yaml and section.key=value overrides, in any order.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub name; same as model.path=...")] = None,
+    data: Annotated[str | None, typer.Option(help="JSONL with a `prompt` column: your own problem.")] = None,
+    reward: Annotated[
+        list[str] | None, typer.Option(help="file.py:function, TRL's signature; may be repeated.")
+    ] = None,
+    max_steps: Annotated[int | None, count_option("Same as train.max_steps=...")] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue this run (config, run folder or name=...) from its last checkpoint."),
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
+) -> None:
+    """Train a policy: tba train CONFIG.yaml key=value ... or tba train --model M --data D --reward R."""
+    config = resolve(
+        run_arguments(arguments or []) if resume else arguments or [],
+        model=model,
+        data=data,
+        reward=reward or [],
+        max_steps=max_steps,
+    )
+    # torch loads only when it is needed
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from tba.launch.ranks import Torchrun, join_torchrun, with_torchrun
+
+        started = Torchrun.found()
+        if started is not None and started.rank > 0:
+            raise typer.Exit(0 if dry_run else join_torchrun(started, config))
+        config = with_torchrun(config, started)
+    if dry_run:
+        from tba.launch.defaults import with_objective_defaults
+
+        typer.echo(dump_config(with_objective_defaults(config)), nl=False)
+        return
+    from tba.launch.checks import check_before_loading
+    from tba.launch.supervise import supervise
+
+    check_before_loading(config, resume=resume)
+    raise typer.Exit(supervise(config, resume=resume, target="tba.cli.training:run_trainer"))
+
+
+def run_trainer(link: Any, *, config: Config, resume: bool, host: Any) -> int:
+    """The target of the trainer's process under `tba train`; returns its exit status. It writes where the command does."""
+    from tba.launch.start import train, worth_another_try
+    from tba.runtime.supervisor import TRY_AGAIN
+
+    def run() -> int:
+        try:
+            summary = train(config, resume=resume, host=host.open(link))
+        except RuntimeError as error:
+            if worth_another_try(error):
+                logging.getLogger("tba").error("%s", bounded(str(error)))
+                return TRY_AGAIN
+            raise
+        if not config.observe.progress:
+            typer.echo(json.dumps(summary))
+        return 0
+
+    log_warnings()
+    # One way to be asked to end: whoever signals all processes of a job reaches the supervisor too, which passes it on once.
+    # SIGINT may have been ignored from the start, as it is for a command in the background of a script.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.unregister(signal.SIGUSR1)  # stacks go to the trainer's log, not to the terminal
+    with lasting_output():
+        return exit_status(run)
+
+
+def run_arguments(arguments: list[str]) -> list[str]:
+    """Arguments of `--resume` with a run folder, or a name without a config, replaced by the config of that run."""
+    given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
+    output = Path(given.get("output", Config().output))
+    for argument in arguments:
+        if "=" in argument or Path(argument).is_file():
+            continue
+        folder = next((found for found in (Path(argument), output / argument) if found.is_dir()), None)
+        if folder is not None and (folder / "config.yaml").is_file():
+            others = [other for other in arguments if other != argument]
+            return [str(folder / "config.yaml"), *others, f"output={folder.parent}", f"name={folder.name}"]
+    config = output / given.get("name", "") / "config.yaml"
+    if "name" in given and config.is_file() and all("=" in argument for argument in arguments):
+        return [str(config), *arguments]
+    return arguments
+
+
+def resolve(
+    arguments: list[str], *, model: str | None, data: str | None, reward: list[str], max_steps: int | None
+) -> Config:
+    """Config file (an argument without `=`), overrides (arguments with `=`) and the shortcuts, later ones winning."""
+    files = [argument for argument in arguments if "=" not in argument]
+    for argument in files:
+        refuse_setting_without_value(argument)
+    if len(files) > 1:
+        raise ConfigError(f"one config file at a time, got {', '.join(files)}: overrides are written key=value.")
+    values: dict[str, dict] = {}
+    if model is not None:
+        values["model"] = {"path": model}
+    if data is not None or reward:
+        values["task"] = {"name": "custom", "rewards": [{"function": function} for function in reward]}
+        if data is not None:
+            values["task"]["data"] = data
+    if max_steps is not None:
+        values["train"] = {"max_steps": max_steps}
+    overrides = [argument for argument in arguments if "=" in argument]
+    return load_config(Path(files[0]) if files else None, overrides, **values)
+
+
+def refuse_setting_without_value(argument: str) -> None:
+    """Refuse `train.max_steps`, `max_steps` or `train.max_steps:5` in the place of a config file."""
+    key, _, value = argument.partition(":")
+    section, dot, name = key.partition(".")
+    settings = settings_by_name()
+    if (
+        Path(argument).exists()
+        or Path(argument).suffix in (".yaml", ".yml")
+        or (dot and section not in Config.model_fields)
+    ):
+        return
+    close = difflib.get_close_matches(name if dot else key, settings, n=1, cutoff=0.8)
+    if close:
+        meant = key if dot and name in settings else settings[close[0]]
+        raise ConfigError(
+            f"{argument!r} is no config file and sets nothing: an override has a value after `=`, write "
+            f"{meant}={value.strip() or 'VALUE'}."
+        )
+
+
+def compare(
+    study: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="Rows, columns, seeds and overrides.")],
+    output: Annotated[Path, typer.Option(help="Folder of study folders.")] = Path("runs/studies"),
+    quick: Annotated[bool, typer.Option("--quick", help="The study's `quick` section: an answer in minutes.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed runs once more.")] = False,
+    wait_seconds: Annotated[float, number_option("For runs that other processes of the study have.")] = 3600.0,
+    show_list: Annotated[bool, typer.Option("--list", help="Print every run with its state and stop.")] = False,
+) -> None:
+    """A grid of training runs, then one table. Resumes; started several times, the processes share the runs."""
+    from tba.compare import compare as run_study
+    from tba.compare import list_runs
+
+    if show_list:
+        for label, state in list_runs(study, output=output, quick=quick):
+            typer.echo(f"{state:>8}  {label}")
+        return
+    run_study(study, output=output, quick=quick, retry_failed=retry_failed, wait_seconds=wait_seconds)

@@ -1,0 +1,127 @@
+"""How commands are called: options with numbers, and what is said about a call, or a command, that goes wrong."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from tba.config import settings_by_name
+from tba.runtime.fork_server import INTERRUPTED
+
+MOST_LINES, LONGEST_LINE = 9, 2000
+"""What is shown of an error message."""
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""Base class of all errors in how a command was called. Typer exports none but BadParameter, and whether its base class is
+click's or typer's own copy of it depends on typer's version; an error of the other one would go by uncaught."""
+
+
+def whole_number(text: str) -> int:
+    """Value of an option that counts something."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number: write one, for example 100.") from None
+
+
+def number(text: str) -> float:
+    """Value of an option that measures something."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number: write one, for example 0.5 or 1e-5.") from None
+
+
+def count_option(text: str) -> Any:
+    """An option with a whole number. The parser is ours, because typer's own message leaves the value out."""
+    return typer.Option(parser=whole_number, metavar="INTEGER", help=text)
+
+
+def number_option(text: str) -> Any:
+    """An option with a number."""
+    return typer.Option(parser=number, metavar="NUMBER", help=text)
+
+
+class Commands(TyperGroup):
+    """The commands of `tba`; a wrong one is answered with the nearest and the list of all."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and self.get_command(ctx, args[0]) is None:
+            known = self.list_commands(ctx)
+            hint = nearest(args[0], {name: name for name in known})
+            raise typer.BadParameter(f"there is no command {args[0]}{hint} Commands are {', '.join(known)}.", ctx)
+        return super().resolve_command(ctx, args)
+
+
+def log_warnings() -> None:
+    form = "%(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=form, stream=sys.stderr, force=True)
+
+
+def exit_status(action: Callable[[], Any]) -> int:
+    """Do something; errors that the user can mend are printed without a traceback."""
+    try:
+        status = action()
+    except UsageError as error:
+        typer.echo(usage_message(error), err=True)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        if os.environ.get("TBA_TRACEBACK"):
+            raise
+        typer.echo(f"tba: {bounded(str(error) or type(error).__name__)}", err=True)
+        return 2
+    return status if isinstance(status, int) else 0
+
+
+def bounded(message: str) -> str:
+    """A message that fits a screen: the text of an error may come from a user's code or from a log."""
+    lines = message.splitlines()
+    kept = [line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..." for line in lines[:MOST_LINES]]
+    return "\n".join([*kept, f"({len(lines) - MOST_LINES} more lines)"] if len(lines) > MOST_LINES else kept)
+
+
+def usage_message(error: Any) -> str:
+    """One line about a wrong call: what is wrong, the value, what is allowed, and what to write instead."""
+    context, option, parameter = error.ctx, getattr(error, "option_name", None), getattr(error, "param", None)
+    command = context.command_path if context is not None else "tba"
+    if option is not None and context is not None and option not in option_names(context):
+        return f"{command}: {unknown_option(option, context)}"
+    if hasattr(error, "param_type"):  # only where a required argument or option was left out
+        needed = [argument_name(other) for other in context.command.params if other.required]
+        return f"{command}: {argument_name(parameter)} is missing: write `{' '.join([command, *needed])}`."
+    if parameter is not None:
+        return f"{command}: {parameter.opts[0]}: {error.message}"
+    return f"{command}: {error.message.rstrip('.')}. See `{command} --help`."
+
+
+def unknown_option(option: str, context: Any) -> str:
+    """What to write instead of an option that does not exist: the nearest option or setting, then all that is allowed."""
+    options = option_names(context)
+    choices, also = {name: name for name in options}, ""
+    if any(parameter.name in ("arguments", "overrides") for parameter in context.command.params):
+        settings = {f"--{name.replace('_', '-')}": f"{key}=..." for name, key in settings_by_name().items()}
+        choices, also = settings | choices, "; settings are written section.key=value"
+    return f"there is no option {option}{nearest(option, choices)} Options are {', '.join(options)}{also}."
+
+
+def argument_name(parameter: Any) -> str:
+    return parameter.metavar or parameter.name.upper()
+
+
+def option_names(context: Any) -> list[str]:
+    own = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+    return [*own, "--help"]
+
+
+def nearest(word: str, known: Mapping[str, str]) -> str:
+    """`: did you mean train?`, or a full stop where no known word resembles it; `known` maps words to what to write."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f": did you mean {known[close[0]]}?" if close else "."

@@ -1,0 +1,219 @@
+"""The run of `mode=async`: how it is made, its steps, and its evaluations, which searchers do meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from tba.config import Config
+from tba.launch.devices import placement_of
+from tba.launch.run import Interrupt, RunInputs, make_ledger, make_recorder
+from tba.models.load import LoadedModel, adapt
+from tba.models.weights import make_weights
+from tba.observe.files import RunFolder
+from tba.observe.listener import RunListener
+from tba.observe.recorder import Recorder
+from tba.runtime.channels import POLL_SECONDS, Idleness, Runtime
+from tba.runtime.leases import VisitLedger
+from tba.runtime.local import LocalRuntime
+from tba.runtime.processes import RoleDied
+from tba.runtime.seats import Host
+from tba.search.role import run_searcher
+from tba.train.gate import Gate, Interrupted
+from tba.train.loop import Trainer
+from tba.train.make import Learner, make_learner, make_trainer
+from tba.train.ranks import ALONE, Ranks
+from tba.types import ResponseCounts
+
+logger = logging.getLogger("tba")
+
+
+@dataclass
+class AsyncRun:
+    """`mode=async`: searchers in processes of their own, the trainer in this one, no barrier. Evaluations are asked for and
+    taken as they come."""
+
+    config: Config
+    trainer: Trainer
+    runtime: Runtime
+    interrupt: Interrupt
+    has_evaluation_prompts: bool
+    listener: RunListener
+
+    @classmethod
+    def make(
+        cls,
+        config: Config,
+        folder: RunFolder,
+        inputs: RunInputs,
+        host: Host,
+        checkpoint: Path | None = None,
+        ranks: Ranks = ALONE,
+        listener: RunListener | None = None,
+    ) -> AsyncRun:
+        """Publish version 0, or that of the checkpoint to resume from, then have searchers started. What was made before a
+        part fails is closed."""
+        with ExitStack() as undo:
+            run = cls._make(config, folder, inputs, host, checkpoint, ranks, listener or RunListener(), undo)
+            undo.pop_all()
+            return run
+
+    @classmethod
+    def _make(
+        cls,
+        config: Config,
+        folder: RunFolder,
+        inputs: RunInputs,
+        host: Host,
+        checkpoint: Path | None,
+        ranks: Ranks,
+        listener: RunListener,
+        undo: ExitStack,
+    ) -> AsyncRun:
+        loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
+        adapt(loaded, config.model, seed=config.seed)
+        weights = make_weights(loaded.model, version=0)  # before the learner may spread the model over ranks
+        learner, counts, ledger = make_learner(config, loaded, ranks), ResponseCounts(), make_ledger(config, task)
+        runtime = make_runtime(config, host, loaded, learner, ledger, tensors=weights.tensors)
+        undo.callback(runtime.stop)
+        recorder = make_recorder(
+            config, folder, inputs, counts, roles=runtime.statuses, more_metrics=runtime.metrics, listener=listener
+        )
+        undo.callback(recorder.close)
+        gate = Gate(
+            config,
+            runtime.row,
+            len(task.prompts("train")),
+            lambda: interrupt.asked,
+            progress=runtime.progress,
+            heartbeats=runtime.heartbeats,
+        )
+        trainer = make_trainer(
+            config,
+            loaded,
+            task,
+            learner,
+            runtime,
+            runtime,
+            recorder,
+            counts=counts,
+            reference_publisher=runtime.reference_publisher,
+            ledger=ledger,
+            parts={},
+            restart_searchers=partial(runtime.replace_searchers, "the trainer went back to an earlier version"),
+            gate=gate,
+            published=runtime.published,
+        )
+        undo.callback(trainer.close)
+        evaluated = task.prompts(config.evaluate.split)
+        run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0, listener=listener)
+        trainer.resume(checkpoint)
+        runtime.row["step"] = trainer.step_index
+        runtime.publish(learner.train_step.weights(trainer.step_index))
+        runtime.start_searchers(run_searcher, {"config": config, "logs": folder.logs})
+        return run
+
+    @property
+    def recorder(self) -> Recorder:
+        return self.trainer.recorder
+
+    def run(self) -> None:
+        """Train to the end, or until Ctrl-C."""
+        with self.interrupt:
+            self.listener.begins(self.trainer.step_index)
+            if self.recorder.lacks_evaluation(self.trainer.step_index):
+                self.ask_for_evaluation()
+            try:
+                while not self.trainer.done and not self.interrupt.asked and not self.listener.stop:
+                    self.step()
+            except Interrupted:
+                self.runtime.stop()
+                return
+            if self.listener.stop and not self.trainer.done:
+                self.trainer.save()
+                self.runtime.publish(self.trainer.train_step.weights(self.trainer.step_index))
+                self.ask_for_evaluation()
+            if self.has_evaluation_prompts:
+                if self.trainer.done:  # whatever becomes of the last evaluation
+                    self.recorder.write_summary()
+                self.wait_for_evaluation(self.trainer.step_index)
+        self.runtime.stop()  # before files are written, which may take long: nobody waits for groups any more
+
+    def step(self) -> None:
+        self.listener.step_begins(self.trainer.step_index)
+        self.trainer.step()
+        step = self.trainer.step_index
+        self.runtime.row["step"] = step
+        self.listener.step_ends(step)
+        if self.listener.save:
+            self.trainer.save()
+        if self.config.evaluation_due(step) or self.listener.evaluate:
+            self.ask_for_evaluation()
+        self.take_evaluations()
+
+    def ask_for_evaluation(self) -> None:
+        if self.has_evaluation_prompts:
+            if self.trainer.step_index > 0:
+                self.trainer.checkpoints.save_evaluated(self.trainer.step_index)
+            self.runtime.evaluate(self.trainer.step_index)
+
+    def take_evaluations(self) -> None:
+        for evaluation in self.runtime.take_evaluations():
+            self.trainer.evaluated(evaluation.version, evaluation.metrics)
+
+    def wait_for_evaluation(self, version: int) -> None:
+        """The last evaluation: the run is over, nobody else waits for it. Groups are still taken in, or a searcher whose
+        channel is full would never come to evaluate. A run whose last evaluation never comes is finished all the same."""
+        seconds, idleness = self.config.runtime.wait_seconds, Idleness()
+        while not any(evaluated >= version for evaluated, _ in self.recorder.evaluations) and not self.interrupt.asked:
+            try:
+                self.trainer.receive()
+            except RoleDied as error:
+                logger.warning("no evaluation of version %d: %s", version, error)
+                return
+            self.take_evaluations()
+            if idleness.look(self.runtime.progress()) > seconds:
+                logger.warning(
+                    "no evaluation of version %d: no searcher has worked for %g s; look at logs/searcher-*.log. The summary "
+                    "has the last evaluation that came.",
+                    version,
+                    seconds,
+                )
+                return
+            time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        self.runtime.stop()
+        self.recorder.close()
+        self.trainer.close()  # last: it raises where groups could not be written
+
+
+def make_runtime(
+    config: Config,
+    host: Host,
+    loaded: LoadedModel,
+    learner: Learner,
+    ledger: VisitLedger,
+    *,
+    tensors: Mapping[str, Tensor],
+) -> LocalRuntime:
+    """What the trainer has of its run; `tensors` are those that will be published, all of them whole."""
+    return LocalRuntime(
+        config.runtime,
+        host,
+        num_searchers=config.search.num_searchers,
+        tensors=tensors,
+        dtype=loaded.model.dtype,
+        canary=learner.train_step.canary,
+        ledger=ledger,
+        reference_resets=bool(config.reference.reset_every),
+        slots_in_host_memory=placement_of(config).slots_device == "cpu",
+        kind_of=config.search.kind_at,
+    )
