@@ -69,10 +69,10 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_and_keep
         *("--reward", f"{folder}/rewards.py:sevens", *SETTINGS, f"output={folder}/runs", *settings),
     ]
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
-    reached = wait_for(lambda: process.poll() is not None or (run.metrics.is_file() and len(steps(run)) >= 3), 120.0)
+    # Steps may run ahead of the disk: what counts here is what has been committed.
+    wait_for(lambda: process.poll() is not None or (run.metrics.is_file() and len(rows(run)) >= 12), 120.0)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert reached
     before = rows(run)
     assert len(before) >= 12
     assert not any(run.checkpoints.iterdir())
