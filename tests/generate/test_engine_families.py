@@ -148,3 +148,42 @@ def test_a_model_that_computes_otherwise_is_refused_with_the_difference():
 def test_sequences_beyond_learned_positions_are_refused():
     with pytest.raises(ValueError, match="max_length=129 is beyond the model's 128 learned positions"):
         make_decoder(make_tiny_model("gpt2"), max_length=129, dtype=torch.float32, device=CPU)
+
+
+SLIDING, FULL = ["sliding_attention"] * 3, ["full_attention"] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("SmolLM3Config", {"use_sliding_window": False, "layer_types": SLIDING}),
+        ("MistralConfig", {"layer_types": FULL}),
+        ("Phi3Config", {"layer_types": FULL}),
+        ("MixtralConfig", {"layer_types": FULL, "num_local_experts": 4}),
+        ("LlamaConfig", {"layer_types": SLIDING}),
+        ("GraniteConfig", {"layer_types": SLIDING}),
+        ("Olmo2Config", {"layer_types": SLIDING}),
+        ("GemmaConfig", {"layer_types": SLIDING}),
+    ],
+)
+def test_windows_are_those_of_the_models_code_whatever_its_config_says_besides(kind, settings):
+    config = getattr(transformers, kind)(**GROUPED, sliding_window=14)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0 if parameter.ndim > 1 else 1.0)
+    request = make_requests(30)[0]
+    engine = make_engine(model, max_length=64)
+    (found,) = engine.generate([request], samples_per_prompt=1, sampling=Sampling(max_new_tokens=18))
+    expected = plain_log_probs(model, request.prompt.token_ids, found.token_ids)
+    np.testing.assert_allclose(found.policy_log_probs, expected, atol=1e-4)
+
+
+def test_an_odd_number_of_rotated_numbers_is_refused():
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6}
+    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**GROUPED, head_dim=16, rope_parameters=rope))
+    with pytest.raises(UnsupportedModel, match="9 numbers of a head are rotated, which is odd"):
+        make_decoder(model, max_length=16, dtype=torch.float32, device=CPU)

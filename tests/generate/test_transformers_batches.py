@@ -10,7 +10,7 @@ from tiny_models import GROUPED, SHAPE, VOCABULARY, by_key, make_prompt, make_ti
 from transformers import AutoModelForCausalLM
 
 from tba.generate.transformers_engine import TransformersEngine
-from tba.generate.transformers_trials import pads_exactly, selects_exactly
+from tba.generate.transformers_trials import caches_exactly, pads_exactly, selects_exactly
 from tba.types import Request, Sampling
 
 OTHERS = {
@@ -26,6 +26,10 @@ OTHERS = {
         mamba_d_state=8,
         mamba_n_groups=1,
         mamba_chunk_size=8,
+    ),
+    # Left to itself it counts positions wrongly when it reads with its cache.
+    "bamba": lambda: transformers.BambaConfig(
+        **GROUPED, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1, attn_layer_indices=[1]
     ),
     "mamba": lambda: transformers.MambaConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=8, bos_token_id=1, eos_token_id=2
@@ -79,7 +83,8 @@ def test_a_batch_of_many_prompts_takes_as_many_passes_as_its_longest_response():
     model.register_forward_hook(lambda module, args, output: passes.append(output.logits.shape[0]))
     engine = make_engine(model, slots=64)
     assert engine._pads_exactly()
-    assert engine._selects_exactly()
+    assert engine._is_exact(selects_exactly)
+    assert engine._is_exact(caches_exactly)
     passes.clear()
     requests = [Request(prompt=make_prompt(f"p{index}", 2 + index)) for index in range(8)]
     assert len(list(engine.generate(requests, samples_per_prompt=4, sampling=sampling))) == 32
@@ -90,7 +95,8 @@ def test_rows_that_have_finished_leave_the_batch():
     model = make_model("cohere")
     engine = make_engine(model, slots=64)
     assert engine._pads_exactly()
-    assert engine._selects_exactly()
+    assert engine._is_exact(selects_exactly)
+    assert engine._is_exact(caches_exactly)
     sizes = []
     model.register_forward_hook(lambda module, args, output: sizes.append(output.logits.shape[0]))
     requests = [
@@ -121,3 +127,22 @@ def test_weights_that_arrive_in_a_batch_open_a_span_in_each_open_response():
     requests = [Request(prompt=make_prompt("a", 3)), Request(prompt=make_prompt("b", 6))]
     found = list(engine.generate(requests, samples_per_prompt=1, sampling=sampling, between_steps=load_once))
     assert [completion.version_spans for completion in found] == [((0, 0), (3, 5))] * 2
+
+
+def test_a_trial_on_a_model_that_says_the_same_after_everything_is_as_strict():
+    model = make_model("mamba")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1e-3)
+    assert not pads_exactly(model)
+    assert caches_exactly(model)
+
+
+def test_nothing_is_concluded_from_weights_that_are_not_finite():
+    model = make_model("cohere")
+    good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine = make_engine(model)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(float("nan"))
+    assert not engine._pads_exactly()
+    model.load_state_dict(good)
+    assert engine._pads_exactly()

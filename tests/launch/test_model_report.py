@@ -60,6 +60,8 @@ def test_rotary_angles_that_change_are_told_with_the_context(tmp_path):
     shape = {"hidden_size": 3072, "num_attention_heads": 32, "num_hidden_layers": 2, "max_position_embeddings": 131072}
     found = report(tmp_path, transformers.Phi3Config(**shape, rope_parameters=rope))
     assert found["context"] == "131,072 tokens; rotary angles change beyond 4,096"
+    assert found["engine"].startswith("native up to 4,096 tokens, beyond over transformers; on a GPU with fused")
+    assert found["training"].startswith("packed")
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path):
@@ -67,3 +69,11 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path):
     result = CliRunner().invoke(app, ["doctor", str(tmp_path)])
     assert result.exit_code != 0
     assert "is an encoder-decoder" in str(result.exception)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3Config", "FalconConfig", "Gemma4TextConfig", "JambaConfig", "GPTJConfig"])
+def test_a_family_that_is_built_otherwise_has_a_report_without_guesses(tmp_path, name):
+    found = report(tmp_path, getattr(transformers, name)())
+    assert found["engine"].startswith("over transformers")
+    assert found["searcher"].endswith("not known before it is loaded")
+    assert "cannot be trained" not in found["training"]

@@ -86,3 +86,10 @@ def test_a_response_without_weight_says_nothing_of_the_target():
     weights = torch.tensor([[1.0, 1.0, 0.0]])
     batch = replace(batch, reward_PK=torch.tensor([[1.0, 1.0, 5.0]]), weight_PK=weights)
     assert target_metrics(batch, batch.log_ref_N, beta=0.1) == {}
+
+
+def test_rewards_that_differ_by_rounding_alone_say_nothing_of_the_target():
+    batch = ragged_batch(P=1, K=4)
+    rewards = torch.tensor([[0.1, 0.1, 0.1, 0.10000001]])
+    batch = replace(batch, reward_PK=rewards, weight_PK=torch.ones(1, 4))
+    assert target_metrics(batch, batch.log_ref_N + 1.0, beta=0.1) == {}

@@ -45,9 +45,13 @@ class ResponseBatch:
         device: torch.device,
         switch: int | None = None,
         may_select: bool = True,
+        may_cache: bool = True,
+        takes_positions: bool = True,
     ) -> None:
-        """`may_select` says whether rows of the model's cache may be repeated and left out."""
-        self.responses, self.switch, self.device, self._may_select = responses, switch, device, may_select
+        """`may_select` says whether rows of the model's cache may be repeated and left out, `may_cache` whether it may be
+        used at all (everything is read again for each token otherwise), `takes_positions` whether the model is told them."""
+        self.responses, self.switch, self.device = responses, switch, device
+        self._may_select, self._may_cache, self._takes_positions = may_select, may_cache, takes_positions
         self.open_rows = set(range(len(responses)))
         self.rows = list(range(len(responses)))
         """Number of the response of each row."""
@@ -77,8 +81,9 @@ class ResponseBatch:
             chosen_B = self._rows()
             ids = self._columns[-1][0][chosen_B][:, None]
             positions = (self._lengths_R[chosen_B] + len(self._columns) - 1)[:, None]
-        padding = {"attention_mask": self._mask, "position_ids": positions} if self.is_padded else {}
-        return {"input_ids": ids, **self._cache, **padding}
+        padding = {"attention_mask": self._mask} if self.is_padded else {}
+        places = {"position_ids": positions} if self._takes_positions else {}
+        return {"input_ids": ids, **self._cache, **padding, **places}
 
     def _everything(self) -> Tensor:
         """Each prompt once, or at the switch prompt and response so far of each row."""
@@ -90,8 +95,7 @@ class ResponseBatch:
     def take_outputs(self, output: Any) -> Tensor | None:
         """Keep the cache, one row for each response; returns the logits [B, V] of the next tokens. None = the cache cannot
         repeat its rows, and the next pass has each response read its prompt itself."""
-        kept = ((name, getattr(output, name, None)) for name in CACHES)
-        self._cache = {name: cache for name, cache in kept if cache is not None}
+        self._cache = kept_cache(output) if self._may_cache else {}
         logits = output.logits[:, -1].float()
         if self._columns or len(self._ids_PT) == len(self.rows):
             return logits
@@ -168,6 +172,12 @@ class ResponseBatch:
             np.concatenate((unknown, policy)),
             stop_ids,
         )
+
+
+def kept_cache(output: Any) -> dict[str, Any]:
+    """What a model keeps of the tokens it has read, by the name of the argument."""
+    kept = ((name, getattr(output, name, None)) for name in CACHES)
+    return {name: cache for name, cache in kept if cache is not None}
 
 
 def can_select(cache: Any) -> bool:

@@ -26,7 +26,7 @@ from tba.generate.sampling import (
     token_log_probs,
 )
 from tba.generate.transformers_batch import ResponseBatch
-from tba.generate.transformers_trials import pads_exactly, selects_exactly
+from tba.generate.transformers_trials import caches_exactly, pads_exactly, positions_for, selects_exactly
 from tba.models.decoder_spec import name_problem
 from tba.models.packed_check import own_logits
 from tba.models.packing import length_batches, padded
@@ -59,10 +59,8 @@ class TransformersEngine:
         self.seed, self.max_length, self.update, self.version = seed, max_length, update, version
         self.slots = slots
         self._switch = switch_length(self.model.config)
-        self._pads: bool | None = None
-        """Whether prompts of different lengths may share a batch; None = it has not been tried."""
-        self._selects: bool | None = None
-        """Whether rows of a cache may be repeated and left out; None = it has not been tried."""
+        self._verdicts: dict[Callable[[Any], bool | None], bool | None] = {}
+        """What may be done with the model's cache, by trial."""
         self._running: ResponseBatch | None = None
         self._pending: Weights | None = None
         self._generating = False
@@ -151,7 +149,9 @@ class TransformersEngine:
             version=self.version,
             device=self.device,
             switch=self._switch,
-            may_select=self._selects_exactly(),
+            may_select=self._is_exact(selects_exactly),
+            may_cache=self._is_exact(caches_exactly),
+            takes_positions=bool(positions_for(self.model, torch.ones(1, 1))),
         )
         while batch.open_rows:
             if between_steps is not None:
@@ -168,15 +168,14 @@ class TransformersEngine:
         return batch.take_finished(self.stop_ids)
 
     def _pads_exactly(self) -> bool:
-        if self._pads is None:
-            # Rows of one length come to the switch together.
-            self._pads = self._switch is None and pads_exactly(self.model)
-        return self._pads
+        """Whether prompts of different lengths may share a batch. Rows of one length come to the switch together."""
+        return self._switch is None and self._is_exact(caches_exactly) and self._is_exact(pads_exactly)
 
-    def _selects_exactly(self) -> bool:
-        if self._selects is None:
-            self._selects = selects_exactly(self.model)
-        return self._selects
+    def _is_exact(self, trial: Callable[[Any], bool | None]) -> bool:
+        """What a trial says, which is made once; again where the weights of the last one were not finite."""
+        if self._verdicts.get(trial) is None:
+            self._verdicts[trial] = trial(self.model)
+        return bool(self._verdicts[trial])
 
     def _finish_batch(self) -> None:
         self._running = None

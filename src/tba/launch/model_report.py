@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tba.generate.transformers_trials import pads_exactly
 from tba.models.build_decoder import why_not_native
 from tba.models.decoder import why_never_fused
-from tba.models.load import check_generates, first_line, told
+from tba.models.decoder_spec import DecoderSpec
+from tba.models.load import check_generates, told
 from tba.models.names import resolve_path
 from tba.models.policy import PolicyModel
 from tba.models.text_part import stated_context, switch_length
@@ -54,25 +55,26 @@ def examine_model(path: str, *, trust_remote_code: bool = False) -> list[tuple[s
         config = AutoConfig.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
     check_generates(path, config)
     with _quiet() as heard:
-        with torch.device("meta"):
+        with torch.device("meta"), told(path, "cannot be built"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        engine = _engine(model)
+        spec = why_not_native(model)
+        engine = _engine(spec, switch_length(config))
         training, padding = _tried(config, heard)
     findings = [("model", f"{path}: {config.model_type}, {_count(model) / 1e9:.3g}B parameters")]
     findings += [("engine", engine), ("training", training)]
     if engine.startswith("over transformers"):
         findings.append(("batches", padding))
-    return [*findings, ("context", _context(config)), *_memory(model, config)]
+    return [*findings, ("context", _context(config)), *_memory(_count(model), spec)]
 
 
-def _engine(model: PreTrainedModel) -> str:
-    found = why_not_native(model)
-    if isinstance(found, str):
-        return f"over transformers' own forward pass, slower: {found}"
-    reason = why_never_fused(found)
+def _engine(spec: DecoderSpec | str, switch: int | None) -> str:
+    if isinstance(spec, str):
+        return f"over transformers' own forward pass, slower: {spec}"
+    native = "native" if switch is None else f"native up to {switch:,} tokens, beyond over transformers"
+    reason = why_never_fused(spec)
     if reason is None:
-        return "native; on a GPU with fused kernels and CUDA graphs"
-    return f"native; on a GPU without fused kernels and CUDA graphs: {reason}"
+        return f"{native}; on a GPU with fused kernels and CUDA graphs"
+    return f"{native}; on a GPU without fused kernels and CUDA graphs: {reason}"
 
 
 def _tried(config: Any, heard: list[str]) -> tuple[str, str]:
@@ -84,7 +86,7 @@ def _tried(config: Any, heard: list[str]) -> tuple[str, str]:
         heard.clear()
         packed = PolicyModel(tiny).packed
     except Exception as error:  # a tiny model of an unknown family fails in its own ways: then nothing is known
-        unknown = f"not known before it is loaded ({type(error).__name__}: {first_line(error)[:120]})"
+        unknown = f"not known before it is loaded: no small copy could be tried ({type(error).__name__})"
         return unknown, unknown
     reason = next((words for words in heard if "one sequence at a time" in words), "")
     if packed:
@@ -95,44 +97,47 @@ def _tried(config: Any, heard: list[str]) -> tuple[str, str]:
 def tiny_config(config: Any) -> Any:
     """The config with small sizes, of which everything else is the model's."""
     tiny = copy.deepcopy(config)
-    text = tiny.get_text_config()
-    kept_layers = text.num_hidden_layers
+    text, own = tiny.get_text_config(), config.get_text_config()
     for name, size in TINY.items():
-        if isinstance(getattr(text, name, None), int):
-            setattr(text, name, min(size, getattr(text, name)))
-    if getattr(text, "num_key_value_heads", None) is not None:
-        grouped = text.num_key_value_heads < config.get_text_config().num_attention_heads
-        text.num_key_value_heads = min(text.num_key_value_heads, 2 if grouped else 4)
+        if isinstance(getattr(own, name, None), int):
+            with suppress(AttributeError):  # some are computed from others
+                setattr(text, name, min(size, getattr(own, name)))
+    if getattr(own, "num_key_value_heads", None) is not None:
+        grouped = own.num_key_value_heads < own.num_attention_heads
+        text.num_key_value_heads = min(own.num_key_value_heads, 2 if grouped else 4)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if getattr(text, name, None) is not None:
             setattr(text, name, 1)
     for name, value in vars(text).items():  # settings of each layer
-        if isinstance(value, list) and len(value) == kept_layers:
+        if isinstance(value, list) and len(value) == own.num_hidden_layers:
             setattr(text, name, value[: text.num_hidden_layers])
+    rope = getattr(text, "rope_parameters", None) or {}
+    half = int(TINY["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        if isinstance(rope.get(name), list):
+            rope[name] = rope[name][:half]
     return tiny
 
 
 def _context(config: Any) -> str:
     length, switch = stated_context(config), switch_length(config)
-    words = "not stated" if length is None else f"{length:,} tokens"
+    words = "not stated" if length is None or length < 1 else f"{length:,} tokens"
     return words if switch is None else f"{words}; rotary angles change beyond {switch:,}"
 
 
-def _memory(model: PreTrainedModel, config: Any) -> Iterator[tuple[str, str]]:
-    count, text = _count(model), config.get_text_config()
+def _memory(count: int, spec: DecoderSpec | str) -> Iterator[tuple[str, str]]:
     yield "weights", f"{2 * count / GIB:.3g} GiB in bf16, {4 * count / GIB:.3g} in float32"
     # bf16: weights and gradients, and in fp32 master weights, gradient sums and two averages. fp32 is its own master.
     yield (
         "trainer",
         f"{20 * count / GIB:.3g} GiB in bf16, {16 * count / GIB:.3g} in float32, and activations; LoRA far less",
     )
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
-    layers, hidden = getattr(text, "num_hidden_layers", None), getattr(text, "hidden_size", None)
-    if heads and layers and hidden:
-        head_dim = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
-        per_token = 2 * layers * heads * head_dim * 2
-        example = f"{256 * 1024 * per_token / GIB:.3g} GiB for 256 responses of 1,024"
-        yield "searcher", f"weights and {per_token / 2**10:.3g} KiB of keys and values a token in bf16: {example}"
+    if isinstance(spec, str):
+        yield "searcher", "weights and the model's own cache, whose size is not known before it is loaded"
+        return
+    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2
+    example = f"{256 * 1024 * per_token / GIB:.3g} GiB for 256 responses of 1,024"
+    yield "searcher", f"weights and {per_token / 2**10:.3g} KiB of keys and values a token in bf16: {example}"
 
 
 def _count(model: PreTrainedModel) -> int:

@@ -67,6 +67,8 @@ def describe(model: PreTrainedModel) -> tuple[DecoderSpec, Names]:
     spec = make_spec(config, tied=is_tied(model))
     if spec.activation not in ACTIVATIONS:
         raise UnsupportedModel(f"activation {spec.activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if spec.rotary_dim % 2:
+        raise UnsupportedModel(f"{spec.rotary_dim} numbers of a head are rotated, which is odd")
     if config is not model.config:
         names = names.within(f"{name_of(model, trunk_of(model))}.")
     return spec, names

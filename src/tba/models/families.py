@@ -95,15 +95,16 @@ def _shape_of(config: Any) -> dict[str, Any]:
 
 
 ONE_WINDOW = ("mistral", "mixtral", "phi3", "qwen3_moe")
-"""Families without layer types whose window is that of all layers."""
+"""Families whose window, where there is one, is that of all layers, whatever their configs say of single layers."""
+WINDOW_BY_LAYER = ("qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "gpt_oss")
+"""Families whose window is that of the layers that the config calls sliding; the others have none."""
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
-    types = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    if types is None:
-        return (window if config.model_type in ONE_WINDOW else None,) * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    window, layers = getattr(config, "sliding_window", None), config.num_hidden_layers
+    if config.model_type in WINDOW_BY_LAYER:
+        return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
+    return (window if config.model_type in ONE_WINDOW else None,) * layers
 
 
 def _llama_like(config: Any, *, tied: bool, **changes: Any) -> DecoderSpec:
@@ -128,8 +129,7 @@ def _qwen3(config: Any, *, tied: bool) -> DecoderSpec:
 
 def _smollm3(config: Any, *, tied: bool) -> DecoderSpec:
     kinds = tuple("all" if rotates else "" for rotates in config.no_rope_layers)
-    windows = _windows(config) if config.use_sliding_window else (None,) * config.num_hidden_layers
-    return _llama_like(config, tied=tied, rotary_kinds=kinds, windows=windows)
+    return _llama_like(config, tied=tied, rotary_kinds=kinds)
 
 
 def _granite(config: Any, *, tied: bool) -> DecoderSpec:

@@ -34,8 +34,8 @@ class BetaWatch:
 
     _spreads: list[float] = field(default_factory=list)
     """Spreads of the first batches."""
-    _reached: list[float] = field(default_factory=list)
-    """Shares reached in the last batches."""
+    _reached: list[tuple[float, float]] = field(default_factory=list)
+    """Shares reached in the last batches, with the spread of their rewards."""
     _beta: float = 0.0
     """The last one."""
     _spread: float = 0.0
@@ -45,14 +45,15 @@ class BetaWatch:
     def step(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Take a step's metrics; without those of trajectory balance they say nothing. Returns a line for the screen, once,
         where all is well; what is not is a warning."""
-        if REACHED not in metrics:
+        spread = metrics.get(SPREAD, 0.0)
+        if not (math.isfinite(spread) and spread > 0.0 and math.isfinite(metrics[REACHED]) and metrics["beta"] > 0.0):
             return None
         self._beta, self._spread, line = metrics["beta"], metrics[SPREAD], None
         if len(self._spreads) < FIRST:
             self._spreads.append(self._spread)
             if len(self._spreads) == FIRST:
                 line = self._start_line()
-        self._reached = [*self._reached, metrics[REACHED]][-RECENT:]
+        self._reached = [*self._reached, (metrics[REACHED], spread)][-RECENT:]
         if len(self._reached) == RECENT and self.is_near and not self._told_near:
             self._told_near = True
             logger.warning("step %d: %s", step, self.words)
@@ -60,8 +61,10 @@ class BetaWatch:
 
     @property
     def reached(self) -> float:
-        """Share of the way from the reference to the target, a mean over the last batches."""
-        return sum(self._reached) / max(1, len(self._reached))
+        """Share of the way from the reference to the target, over the last batches: each counts as the square of its spread,
+        as the rewards of one large batch would."""
+        squares = sum(spread**2 for _, spread in self._reached)
+        return sum(share * spread**2 for share, spread in self._reached) / squares if squares else 0.0
 
     @property
     def is_near(self) -> bool:
@@ -70,9 +73,9 @@ class BetaWatch:
     @property
     def words(self) -> str:
         return (
-            f"the policy has come {self.reached:.0%} of the way to what objective.beta={self._beta:g} aims at, while the "
-            f"rewards of one prompt still lie {self._spread:.2g} apart (standard deviation): a lower beta lets it earn "
-            f"more, for example {self._beta / 5:.1g}."
+            f"the policy has come {min(1.0, self.reached):.0%} of the way to what objective.beta={self._beta:g} aims at, "
+            f"while the rewards of one prompt still lie {self._spread:.2g} apart (standard deviation): a lower beta lets it "
+            f"earn more, for example {self._beta / 5:.1g}."
         )
 
     def summary(self) -> dict[str, Any] | None:

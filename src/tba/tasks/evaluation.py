@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import comb, exp
+from math import comb, exp, isnan
 from typing import Protocol
 
 import numpy as np
@@ -142,7 +142,8 @@ class AnswerEvaluator:
         weights = self.task.reward_weights
         found = [outcome for own in outcomes for outcome in own if not isinstance(outcome, RewardFailed)]
         rewards = [combined_reward(components, weights) for components in found]
-        binary = all(min(abs(reward), abs(reward - 1.0)) < 1e-6 for reward in rewards)
+        known = [reward for reward in rewards if not isnan(reward)]
+        binary = bool(known) and all(min(abs(reward), abs(reward - 1.0)) < 1e-6 for reward in known)
         return ["accuracy", "solved"] if binary else ["solved"]
 
     def _mean_rewards(self, outcomes: Sequence[Sequence[Outcome]], name: str) -> Mapping[str, float]:

@@ -21,6 +21,8 @@ from tba.models.packing import PackedTokens, pack, split_by_budget
 from tba.objectives.base import centred
 from tba.types import Batch, Totals, total_reward
 
+ROUNDING = 1e-6
+"""Largest difference of rewards, as a share of the largest, that is rounding."""
 LEAST_SIZE = 1e-4
 """Below this size drift is the rounding of an engine, or all rewards of every prompt are the same."""
 
@@ -291,10 +293,10 @@ def target_metrics(batch: Batch, log_pi_N: Tensor, *, beta: float) -> dict[str, 
     log_ratio_PK = batch.sum_per_response(log_pi_N.cpu() - batch.log_ref_N).double()
     moved_PK = centred(torch.where(kept_PK, log_ratio_PK, 0.0), weight_PK)
     better_PK = centred(batch.reward_PK.double(), weight_PK)
-    highest_P = batch.reward_PK.masked_fill(~kept_PK, -math.inf).amax(dim=1)
-    differ_P = highest_P > batch.reward_PK.masked_fill(~kept_PK, math.inf).amin(dim=1)
+    size_P = torch.where(kept_PK, batch.reward_PK.double(), 0.0).abs().amax(dim=1)
+    differ_P = better_PK.abs().amax(dim=1) > ROUNDING * size_P
     squares = float(better_PK[differ_P].square().sum())
-    if squares == 0.0:
+    if not 0.0 < squares < math.inf:
         return {}
     return {
         "tb/target_reached": beta * float((moved_PK * better_PK)[differ_P].sum()) / squares,

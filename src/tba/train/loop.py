@@ -205,7 +205,8 @@ class Trainer:
                 f"step {step} stopped before the optimizer moved: {error} The batch is saved in {path}. "
                 "Lower train.learning_rate, raise objective.beta, or look for extreme rewards in it."
             ) from None
-        if not self.train_step.objective.needs.target:
+        is_plain = shaped is batch and beta == self.config.beta_at(step)  # a shaped target is not at 0 at the reference
+        if not self.train_step.objective.needs.target or not is_plain:
             return result
         return replace(result, metrics={**result.metrics, **target_metrics(shaped, result.outputs.log_pi_N, beta=beta)})
 
