@@ -110,6 +110,7 @@ def test_rows_that_have_finished_leave_the_batch():
 def test_a_model_with_states_decodes_prompts_of_one_length_together():
     assert not pads_exactly(make_model("mamba"))
     assert not selects_exactly(make_model("falcon-h1"))
+    assert caches_exactly(make_model("bamba"))  # not so where it is not told positions
     assert pads_exactly(make_model("bloom"))
     assert selects_exactly(make_model("bloom"))
 

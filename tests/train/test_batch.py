@@ -37,6 +37,13 @@ def test_the_log_target_is_w_log_ref_plus_r_over_beta_all_over_tau():
     torch.testing.assert_close(batch.log_ref_N, ragged_batch().log_ref_N)  # what is stored stays as it is
 
 
+def test_a_target_is_plain_where_neither_weight_nor_temperature_shapes_it():
+    assert config().has_plain_target_at(0)
+    assert not config(reference_weight=0.5).has_plain_target_at(0)
+    cooling = config(target_temperature={"kind": "linear", "start": 2.0, "end": 1.0, "steps": 4})
+    assert [cooling.has_plain_target_at(step) for step in (0, 3, 4)] == [False, False, True]
+
+
 def test_an_objective_without_a_target_refuses_to_have_it_shaped():
     with pytest.raises(ConfigError, match=r"objective\.target_temperature cannot be used with rloo"):
         make_objective(config(name="rloo", target_temperature=2.0))

@@ -176,6 +176,10 @@ class Config(Section):
         temperature = self.objective.target_temperature
         return 1.0 if temperature is None else temperature.at(step, max_steps=self.train.max_steps)
 
+    def has_plain_target_at(self, step: int) -> bool:
+        """Whether the target is pi_ref exp(r / beta) itself."""
+        return self.reference_weight_at(step) == self.target_temperature_at(step) == 1.0
+
     def learning_rate_at(self, step: int) -> float:
         """Learning rate of a schedule that was given; that of train.learning_rate=auto is the trainer's state."""
         assert self.train.learning_rate is not None
@@ -271,8 +275,8 @@ class Config(Section):
         engines = {self.generate.engine, *(kind.engine for kind in self.search.kinds.values())}
         if self.generate.lora == "unmerged" and (self.model.lora is None or "vllm" not in engines):
             raise ValueError(
-                "generate.lora=unmerged needs model.lora and generate.engine=vllm: the other engines merge adapters. Set "
-                "generate.lora=merged."
+                "generate.lora=unmerged needs model.lora and generate.engine=vllm: the other engines decide by the dtype. "
+                "Leave it out."
             )
         if self.model.lora is not None and self.reference.reset_every:
             raise ValueError(

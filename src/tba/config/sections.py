@@ -94,8 +94,9 @@ class GenerateConfig(Section):
     """When the engine takes new weights: in_flight = between two decode steps, running responses keep their old keys
     and values; drain = after all running responses have finished. In sync mode it drains."""
     lora: Literal["merged", "unmerged"] = "merged"
-    """How an engine takes the adapter of model.lora: merged = into the weights that it decodes with, so that decoding
-    costs no more than without; unmerged = beside them, which only vllm can (other engines of search.kinds merge)."""
+    """How vllm takes the adapter of model.lora: merged = into the weights that it decodes with, so that decoding costs no
+    more than without; unmerged = beside them. The other engines decide by the dtype: beside the weights in bf16, where
+    merging loses small changes, merged in float32."""
 
 
 class ReplayConfig(Section):

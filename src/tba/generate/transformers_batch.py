@@ -48,10 +48,12 @@ class ResponseBatch:
         may_cache: bool = True,
         takes_positions: bool = True,
     ) -> None:
-        """`may_select` says whether rows of the model's cache may be repeated and left out, `may_cache` whether it may be
-        used at all (everything is read again for each token otherwise), `takes_positions` whether the model is told them."""
+        """`may_select` says whether rows of the model's cache may be repeated and left out (each response reads its prompt
+        itself otherwise), `may_cache` whether it may be used at all (everything is read again for each token otherwise),
+        `takes_positions` whether the model is told them."""
         self.responses, self.switch, self.device = responses, switch, device
-        self._may_select, self._may_cache, self._takes_positions = may_select, may_cache, takes_positions
+        self._may_select, self._may_cache = may_select and may_cache, may_cache
+        self._takes_positions = takes_positions
         self.open_rows = set(range(len(responses)))
         self.rows = list(range(len(responses)))
         """Number of the response of each row."""
@@ -60,6 +62,9 @@ class ResponseBatch:
         self._prompts_R = torch.tensor([places[id(response.request)] for response in responses], device=device)
         self._ids_PT, self._mask = left_padded([sequence_of(request) for request in requests.values()], device)
         self.is_padded = not bool(self._mask.all())
+        if not self._may_select:
+            self._ids_PT, self._mask = self._ids_PT[self._prompts_R], self._mask[self._prompts_R]
+            self._prompts_R = torch.arange(len(responses), device=device)
         self._lengths_R = self._mask.sum(dim=1)[self._prompts_R]
         self._cache: dict[str, Any] = {}
         """What the model keeps of the tokens it has read, by the name of the argument; empty = nothing."""
@@ -76,7 +81,7 @@ class ResponseBatch:
     def inputs(self) -> dict[str, Any]:
         """Arguments of the model's next pass."""
         if not self._cache:
-            ids, positions = self._everything(), (self._mask.cumsum(dim=1) - 1).clamp(min=0)
+            ids, positions = self._everything(), positions_of(self._mask)
         else:
             chosen_B = self._rows()
             ids = self._columns[-1][0][chosen_B][:, None]
@@ -92,19 +97,14 @@ class ResponseBatch:
         response = torch.stack([tokens for tokens, _, _ in self._columns], dim=1)[self._rows()]
         return torch.cat([self._ids_PT[self._prompts_R[self._rows()]], response], dim=1)
 
-    def take_outputs(self, output: Any) -> Tensor | None:
-        """Keep the cache, one row for each response; returns the logits [B, V] of the next tokens. None = the cache cannot
-        repeat its rows, and the next pass has each response read its prompt itself."""
+    def take_outputs(self, output: Any) -> Tensor:
+        """Keep the cache, one row for each response; returns the logits [B, V] of the next tokens."""
         self._cache = kept_cache(output) if self._may_cache else {}
         logits = output.logits[:, -1].float()
-        if self._columns or len(self._ids_PT) == len(self.rows):
+        if self._columns or not self._may_select:
             return logits
-        if self._select(self._prompts_R):
-            return logits[self._prompts_R]
-        self._cache = {}
-        self._ids_PT, self._mask = self._ids_PT[self._prompts_R], self._mask[self._prompts_R]
-        self._prompts_R = torch.arange(len(self.rows), device=self.device)
-        return None
+        self._select(self._prompts_R)
+        return logits[self._prompts_R]
 
     def state(self) -> SamplingState:
         return self._settings.state(self._rows(), len(self._columns))
@@ -134,56 +134,47 @@ class ResponseBatch:
             or self._num_tokens(row) >= self.responses[row].sampling.max_new_tokens
         ]
         self.open_rows.difference_update(finished)
-        done = [self._completion(row, stop_ids) for row in finished]
-        if self._cache and 2 * len(self.open_rows) <= len(self.rows) and self.open_rows:
-            self._shrink()
+        done = self._completions(finished, stop_ids) if finished else []
+        if self._may_select and self.open_rows and 2 * len(self.open_rows) <= len(self.rows):
+            kept = [place for place, row in enumerate(self.rows) if row in self.open_rows]
+            self._select(torch.tensor(kept, device=self.device))
+            self.rows = [self.rows[place] for place in kept]
         return done
 
     def _num_tokens(self, row: int) -> int:
         return self.responses[row].num_prefix_tokens + len(self._columns)
 
-    def _shrink(self) -> None:
-        kept = [place for place, row in enumerate(self.rows) if row in self.open_rows]
-        if self._select(torch.tensor(kept, device=self.device)):
-            self.rows = [self.rows[place] for place in kept]
-
-    def _select(self, places: Tensor) -> bool:
-        """Have these rows of mask and cache, in this order; False where the cache cannot, and nothing has changed."""
-        caches = list(self._cache.values())
-        if not self._may_select or not caches or not all(map(can_select, caches)):
-            return False
-        for cache in caches:
+    def _select(self, places: Tensor) -> None:
+        """Have these rows of mask and cache, in this order."""
+        for cache in self._cache.values():
             cache.batch_select_indices(places)
         self._mask = self._mask[places]
-        return True
 
     def _rows(self) -> Tensor:
         return torch.tensor(self.rows, device=self.device)
 
-    def _completion(self, row: int, stop_ids: frozenset[int]) -> Completion:
-        response = self.responses[row]
-        tokens, behaviour, policy = (
-            torch.stack([column[part][row] for column in self._columns]).cpu().numpy() for part in range(3)
-        )
-        unknown = np.full(response.num_prefix_tokens, np.nan, dtype=np.float32)
-        return response.completion(
-            np.concatenate((response.request.prefix_ids, tokens)).astype(np.int32),
-            np.concatenate((unknown, behaviour)),
-            np.concatenate((unknown, policy)),
-            stop_ids,
-        )
+    def _completions(self, rows: list[int], stop_ids: frozenset[int]) -> list[Completion]:
+        """The finished records of some responses, read from the device at once."""
+        tokens, behaviour, policy = (torch.stack(part, dim=1)[rows].cpu().numpy() for part in zip(*self._columns))
+        done = []
+        for place, row in enumerate(rows):
+            response = self.responses[row]
+            unknown = np.full(response.num_prefix_tokens, np.nan, dtype=np.float32)
+            done.append(
+                response.completion(
+                    np.concatenate((response.request.prefix_ids, tokens[place])).astype(np.int32),
+                    np.concatenate((unknown, behaviour[place])),
+                    np.concatenate((unknown, policy[place])),
+                    stop_ids,
+                )
+            )
+        return done
 
 
 def kept_cache(output: Any) -> dict[str, Any]:
     """What a model keeps of the tokens it has read, by the name of the argument."""
     kept = ((name, getattr(output, name, None)) for name in CACHES)
     return {name: cache for name, cache in kept if cache is not None}
-
-
-def can_select(cache: Any) -> bool:
-    """Whether a cache says that it can have its rows chosen."""
-    layers = getattr(cache, "layers", [])
-    return all(hasattr(part, "batch_select_indices") for part in (cache, *layers))
 
 
 class _Settings:
@@ -217,6 +208,11 @@ class _Settings:
     def needs(self, rows: Sequence[int], num_generated: int) -> SamplingNeeds:
         found = SamplingNeeds(*(any(flags) for flags in zip(*(self._all_needs[row] for row in rows))))
         return found._replace(forbidden=any(num_generated < self._lacking[row] for row in rows))
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Position of each token among the real ones of its row; 0 for padding."""
+    return (mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
 def left_padded(sequences: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -22,11 +22,10 @@ from tba.generate.sampling import (
     finished_at_once,
     responses_of,
     sample,
-    sequence_of,
     token_log_probs,
 )
 from tba.generate.transformers_batch import ResponseBatch
-from tba.generate.transformers_trials import caches_exactly, pads_exactly, positions_for, selects_exactly
+from tba.generate.transformers_trials import caches_exactly, pads_exactly, selects_exactly, takes_positions
 from tba.models.decoder_spec import name_problem
 from tba.models.packed_check import own_logits
 from tba.models.packing import length_batches, padded
@@ -71,7 +70,7 @@ class TransformersEngine:
 
     def sibling(self) -> TransformersEngine:
         """A second engine over the same weights: to evaluate while this one stands still."""
-        return TransformersEngine(
+        other = TransformersEngine(
             self.model,
             stop_ids=sorted(self.stop_ids),
             seed=self.seed,
@@ -79,6 +78,8 @@ class TransformersEngine:
             slots=self.slots,
             version=self.version,
         )
+        other._verdicts = self._verdicts  # the same model: nothing is tried twice
+        return other
 
     def score(
         self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
@@ -127,9 +128,10 @@ class TransformersEngine:
             yield self._next_batch(waiting, most)
 
     def _next_batch(self, waiting: deque[Request], most: int) -> list[Request]:
-        length, chosen, left = len(sequence_of(waiting[0])), list[Request](), list[Request]()
-        for request in waiting:
-            fits = len(sequence_of(request)) == length or self._pads_exactly()
+        lengths = [len(request.prompt.token_ids) + len(request.prefix_ids) for request in waiting]
+        chosen, left = list[Request](), list[Request]()
+        for request, length in zip(waiting, lengths):
+            fits = length == lengths[0] or self._pads_exactly()
             (chosen if fits and len(chosen) < most else left).append(request)
         waiting.clear()
         waiting.extend(left)
@@ -151,7 +153,7 @@ class TransformersEngine:
             switch=self._switch,
             may_select=self._is_exact(selects_exactly),
             may_cache=self._is_exact(caches_exactly),
-            takes_positions=bool(positions_for(self.model, torch.ones(1, 1))),
+            takes_positions=takes_positions(self.model),
         )
         while batch.open_rows:
             if between_steps is not None:
@@ -161,9 +163,7 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _decode_step(self, batch: ResponseBatch) -> list[Completion]:
-        logits = None
-        while logits is None:
-            logits = batch.take_outputs(self.model(**batch.inputs(), use_cache=True, logits_to_keep=1))
+        logits = batch.take_outputs(self.model(**batch.inputs(), use_cache=True, logits_to_keep=1))
         batch.append(sample(logits, batch.state(), self._stop_ids, batch.needs()))
         return batch.take_finished(self.stop_ids)
 

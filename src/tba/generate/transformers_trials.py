@@ -10,13 +10,14 @@ import inspect
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tba.generate.transformers_batch import can_select, kept_cache, left_padded
+from tba.generate.transformers_batch import kept_cache, left_padded, positions_of
+from tba.models.load import first_line
 
 logger = logging.getLogger("tba.generate")
 
@@ -37,11 +38,15 @@ def caches_exactly(model: Any) -> Verdict:
     device = next(model.parameters()).device
     try:
         ids, mask = left_padded([sequence[:-1]], device)
-        first = model(input_ids=ids, **positions_for(model, mask), use_cache=True)
-        more = positions_for(model, torch.ones(1, 6, dtype=torch.bool, device=device), newest=True)
+        first = model(input_ids=ids, **_told_positions(model, mask), use_cache=True)
+        more = _told_positions(model, torch.ones(1, 6, dtype=torch.bool, device=device), newest=True)
         second = model(input_ids=_last(sequences, device), **more, **kept_cache(first), use_cache=True)
     except Exception as error:  # a model's code fails in its own ways when it is given what it was not written for
-        logger.info("everything is read again for each token: decoding failed with %s", type(error).__name__)
+        logger.info(
+            "everything is read again for each token: decoding failed with %s: %s",
+            type(error).__name__,
+            first_line(error),
+        )
         return False
     return _is_plain(model, sequences, second.logits[:, -1:])
 
@@ -54,12 +59,16 @@ def pads_exactly(model: Any) -> Verdict:
     device = next(model.parameters()).device
     try:
         ids, mask = left_padded([sequence[:-1] for sequence in sequences], device)
-        first = model(input_ids=ids, attention_mask=mask, position_ids=_positions(mask), use_cache=True)
+        first = model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=True)
         mask = torch.nn.functional.pad(mask, (0, 1), value=True)
-        more = {"attention_mask": mask, "position_ids": _positions(mask)[:, -1:], **kept_cache(first)}
+        more = {"attention_mask": mask, "position_ids": positions_of(mask)[:, -1:], **kept_cache(first)}
         second = model(input_ids=_last(sequences, device), **more, use_cache=True)
     except Exception as error:
-        logger.info("prompts of one length are decoded together: padding failed with %s", type(error).__name__)
+        logger.info(
+            "prompts of one length are decoded together: padding failed with %s: %s",
+            type(error).__name__,
+            first_line(error),
+        )
         return False
     return _is_plain(model, sequences, torch.stack((first.logits[:, -1], second.logits[:, -1]), dim=1))
 
@@ -71,31 +80,39 @@ def selects_exactly(model: Any) -> Verdict:
     device = next(model.parameters()).device
     try:
         ids, mask = left_padded([one[:-1], other[:-1]], device)
-        cache = kept_cache(model(input_ids=ids, **positions_for(model, mask), use_cache=True))
-        if not cache or not all(map(can_select, cache.values())):
+        cache = kept_cache(model(input_ids=ids, **_told_positions(model, mask), use_cache=True))
+        if not cache:
             return False
         for part in cache.values():
             part.batch_select_indices(torch.tensor([1, 0, 1], device=device))
         chosen, mask = [other, one, other], torch.ones(3, 6, dtype=torch.bool, device=device)
-        more = positions_for(model, mask, newest=True)
+        more = _told_positions(model, mask, newest=True)
         found = model(input_ids=_last(chosen, device), **more, **cache, use_cache=True)
     except Exception as error:
-        logger.info("every response reads its prompt itself: selecting rows failed with %s", type(error).__name__)
+        logger.info(
+            "every response reads its prompt itself: selecting rows failed with %s: %s",
+            type(error).__name__,
+            first_line(error),
+        )
         return False
     return _is_plain(model, chosen, found.logits[:, -1:])
 
 
-def positions_for(model: Any, mask: Tensor, *, newest: bool = False) -> dict[str, Tensor]:
-    """The positions of tokens, of the newest alone or of all, for a model that takes them: left to itself with a cache, one
-    or another (Bamba) counts wrongly."""
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return {}
-    positions = _positions(mask)
-    return {"position_ids": positions[:, -1:] if newest else positions}
+def _failed(consequence: str, error: Exception) -> Literal[False]:
+    logger.info("%s: a trial of it failed with %s: %s", consequence, type(error).__name__, first_line(error))
+    return False
 
 
-def _positions(mask: Tensor) -> Tensor:
-    return (mask.cumsum(dim=1) - 1).clamp(min=0)
+def takes_positions(model: Any) -> bool:
+    """Whether a model can be told the positions of tokens: left to itself with a cache, one or another (Bamba) counts
+    wrongly."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def _told_positions(model: Any, mask: Tensor, *, newest: bool = False) -> dict[str, Tensor]:
+    """The positions of the tokens of all columns, or of the last one alone, for a model that takes them."""
+    positions = positions_of(mask)
+    return {"position_ids": positions[:, -1:] if newest else positions} if takes_positions(model) else {}
 
 
 def _sequences(model: Any, lengths: Sequence[int]) -> list[np.ndarray]:

@@ -91,11 +91,9 @@ def with_slots(config: Config, loaded: LoadedModel, placement: RolePlacement, *,
         kind, slots = search.kind_at(index), budgets[device].slots
         by_kind[kind] = min(slots, by_kind.get(kind, slots))
     for index, device in enumerate(planned):
-        name = search.kind_at(index)
-        own = search.kinds[name].slots if name is not None else None
-        key, given = ("generate.slots", generate.slots) if own is None else (f"search.kinds.{name}.slots", own)
-        if given is not None:
-            check_slots(config, loaded, device, key=key, slots=given, longest_prompt=longest_prompt)
+        own = config.for_searcher(index).generate
+        if own.slots is not None and own.engine == "native":
+            check_slots(config, loaded, device, slots=own.slots, longest_prompt=longest_prompt)
     kinds = {
         name: kind.model_copy(update={"slots": kind.slots or generate.slots or by_kind[name]})
         for name, kind in search.kinds.items()
@@ -242,15 +240,15 @@ def slot_budget(
     )
 
 
-def check_slots(config: Config, loaded: LoadedModel, device: str, *, key: str, slots: int, longest_prompt: int) -> None:
-    """Refuse a number of slots, given by the user under `key`, whose keys and values the device could never hold."""
+def check_slots(config: Config, loaded: LoadedModel, device: str, *, slots: int, longest_prompt: int) -> None:
+    """Refuse a number of slots, given by the user, whose keys and values the device could never hold."""
     memory = device_bytes(device)
     budget = slot_budget(config, loaded, device, slots=slots, memory=memory, longest_prompt=longest_prompt)
     if budget.used > memory:
         most = max(1, slots * memory // budget.used)
         raise ConfigError(
-            f"{key}={slots} does not fit on {device}: {budget}, which is all that it has. Give at most {most}, or leave it "
-            "out to have as many as there is memory for."
+            f"generate.slots={slots} (or that of a kind in search.kinds) does not fit on {device}: {budget}, which is all "
+            f"that it has. Give at most {most}, or leave it out to have as many as there is memory for."
         )
 
 

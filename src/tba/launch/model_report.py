@@ -17,8 +17,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tba.generate.transformers_trials import pads_exactly
-from tba.models.build_decoder import why_not_native
-from tba.models.decoder import why_never_fused
+from tba.models.build_decoder import native_spec
+from tba.models.decoder import UnsupportedModel, why_never_fused
 from tba.models.decoder_spec import DecoderSpec
 from tba.models.load import check_generates, told
 from tba.models.names import resolve_path
@@ -57,19 +57,21 @@ def examine_model(path: str, *, trust_remote_code: bool = False) -> list[tuple[s
     with _quiet() as heard:
         with torch.device("meta"), told(path, "cannot be built"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        spec = why_not_native(model)
-        engine = _engine(spec, switch_length(config))
+        try:
+            spec, refusal = native_spec(model), ""
+        except UnsupportedModel as reason:
+            spec, refusal = None, str(reason)
         training, padding = _tried(config, heard)
     findings = [("model", f"{path}: {config.model_type}, {_count(model) / 1e9:.3g}B parameters")]
-    findings += [("engine", engine), ("training", training)]
-    if engine.startswith("over transformers"):
-        findings.append(("batches", padding))
+    if spec is None:
+        findings += [("engine", f"over transformers' own forward pass, slower: {refusal}"), ("batches", padding)]
+    else:
+        findings.append(("engine", _native(spec, switch_length(config))))
+    findings.append(("training", training))
     return [*findings, ("context", _context(config)), *_memory(_count(model), spec)]
 
 
-def _engine(spec: DecoderSpec | str, switch: int | None) -> str:
-    if isinstance(spec, str):
-        return f"over transformers' own forward pass, slower: {spec}"
+def _native(spec: DecoderSpec, switch: int | None) -> str:
     native = "native" if switch is None else f"native up to {switch:,} tokens, beyond over transformers"
     reason = why_never_fused(spec)
     if reason is None:
@@ -125,14 +127,14 @@ def _context(config: Any) -> str:
     return words if switch is None else f"{words}; rotary angles change beyond {switch:,}"
 
 
-def _memory(count: int, spec: DecoderSpec | str) -> Iterator[tuple[str, str]]:
+def _memory(count: int, spec: DecoderSpec | None) -> Iterator[tuple[str, str]]:
     yield "weights", f"{2 * count / GIB:.3g} GiB in bf16, {4 * count / GIB:.3g} in float32"
     # bf16: weights and gradients, and in fp32 master weights, gradient sums and two averages. fp32 is its own master.
     yield (
         "trainer",
         f"{20 * count / GIB:.3g} GiB in bf16, {16 * count / GIB:.3g} in float32, and activations; LoRA far less",
     )
-    if isinstance(spec, str):
+    if spec is None:
         yield "searcher", "weights and the model's own cache, whose size is not known before it is loaded"
         return
     per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2

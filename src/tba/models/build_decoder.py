@@ -47,14 +47,11 @@ def make_decoder(model: PreTrainedModel, *, max_length: int, dtype: torch.dtype,
     return decoder
 
 
-def why_not_native(model: PreTrainedModel) -> DecoderSpec | str:
-    """The spec of a model whose tensors the decoder knows, or the reason why it cannot run it. Nothing is computed, so that
-    the model may be without memory (device meta); what it computes is checked when it is loaded."""
-    try:
-        spec, names = describe(model)
-        _Builder(model, spec, names, torch.bfloat16, torch.device("meta")).build()
-    except UnsupportedModel as reason:
-        return str(reason)
+def native_spec(model: PreTrainedModel) -> DecoderSpec:
+    """The spec of a model whose tensors the decoder knows. Nothing is computed, so that the model may be without memory
+    (device meta); what it computes is checked when it is loaded."""
+    spec, names = describe(model)
+    _Builder(model, spec, names, torch.bfloat16, torch.device("meta")).build()
     return spec
 
 

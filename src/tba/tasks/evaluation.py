@@ -75,8 +75,7 @@ class EvaluationInputs:
     def final_beta(self) -> float | None:
         """Value of beta at the end of training; None where the target is shaped and reward - beta x KL not maximised."""
         config, last = self.config, self.config.train.max_steps
-        plain = config.reference_weight_at(last) == 1.0 and config.target_temperature_at(last) == 1.0
-        return config.beta_at(last) if plain else None
+        return config.beta_at(last) if config.has_plain_target_at(last) else None
 
 
 def make_evaluator(

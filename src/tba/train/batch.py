@@ -290,7 +290,7 @@ def target_metrics(batch: Batch, log_pi_N: Tensor, *, beta: float) -> dict[str, 
     """
     kept_PK = batch.weight_PK > 0
     weight_PK = kept_PK.double()
-    log_ratio_PK = batch.sum_per_response(log_pi_N.cpu() - batch.log_ref_N).double()
+    log_ratio_PK = batch.sum_per_response(log_pi_N - batch.log_ref_N).double()
     moved_PK = centred(torch.where(kept_PK, log_ratio_PK, 0.0), weight_PK)
     better_PK = centred(batch.reward_PK.double(), weight_PK)
     size_P = torch.where(kept_PK, batch.reward_PK.double(), 0.0).abs().amax(dim=1)

@@ -95,7 +95,7 @@ class Trainer:
         result = self.optimize(batch, learning_rate=rate, measure_movement=self.rate.measures(self.step_index))
         log_pi_N = result.outputs.log_pi_N.cpu()
         measured = {**result.metrics, **batch_metrics(batch, log_pi_N, step=self.step_index)}
-        measured |= self.measure_mismatch(batch, log_pi_N)
+        measured |= {**self.measure_mismatch(batch, log_pi_N), **self.measure_target(batch, log_pi_N)}
         self.rate.follow(self.step_index, measured)
         self.batch = with_old_values(batch, result)
         self.counts.trained += batch.totals.responses
@@ -122,6 +122,13 @@ class Trainer:
         elif self.config.takes_turns:
             found = mismatch_of_batch(batch, log_pi_N, step=self.step_index)
         return {} if found is None else {"off_policy/mismatch_kl": found}
+
+    def measure_target(self, batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
+        """How far the policy is on its way to beta's target; nothing of a target that is shaped otherwise."""
+        step, has_target = self.step_index, self.train_step.objective.needs.target
+        if not has_target or not self.config.has_plain_target_at(step):
+            return {}
+        return target_metrics(batch, log_pi_N, beta=self.config.beta_at(step))
 
     @property
     def needs_batch(self) -> bool:
@@ -205,10 +212,7 @@ class Trainer:
                 f"step {step} stopped before the optimizer moved: {error} The batch is saved in {path}. "
                 "Lower train.learning_rate, raise objective.beta, or look for extreme rewards in it."
             ) from None
-        is_plain = shaped is batch and beta == self.config.beta_at(step)  # a shaped target is not at 0 at the reference
-        if not self.train_step.objective.needs.target or not is_plain:
-            return result
-        return replace(result, metrics={**result.metrics, **target_metrics(shaped, result.outputs.log_pi_N, beta=beta)})
+        return result
 
     def publish_if_due(self) -> float:
         """Publish weights every k steps and at the end, and a new reference on schedule. Returns the seconds it took."""
