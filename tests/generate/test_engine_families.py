@@ -187,3 +187,9 @@ def test_an_odd_number_of_rotated_numbers_is_refused():
     model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**GROUPED, head_dim=16, rope_parameters=rope))
     with pytest.raises(UnsupportedModel, match="9 numbers of a head are rotated, which is odd"):
         make_decoder(model, max_length=16, dtype=torch.float32, device=CPU)
+
+
+def test_experts_are_refused_where_pytorch_has_no_grouped_product(monkeypatch):
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm")
+    with pytest.raises(UnsupportedModel, match=r"experts need PyTorch 2\.10 or newer"):
+        make_decoder(make_tiny_model("mixtral"), max_length=16, dtype=torch.float32, device=CPU)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -64,6 +65,8 @@ def describe(model: PreTrainedModel) -> tuple[DecoderSpec, Names]:
     spec = make_spec(config, tied=is_tied(model))
     if spec.activation not in ACTIVATIONS:
         raise UnsupportedModel(f"activation {spec.activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if spec.experts is not None and not hasattr(F, "grouped_mm"):
+        raise UnsupportedModel(f"experts need PyTorch 2.10 or newer (grouped_mm), this is {torch.__version__}")
     if spec.rotary_dim % 2:
         raise UnsupportedModel(f"{spec.rotary_dim} numbers of a head are rotated, which is odd")
     if config is not model.config:

@@ -2,7 +2,8 @@
 the router's weights.
 
 Tokens are sorted by expert, so that each matrix product is one grouped product over all experts. No shape depends on what
-is chosen and nothing is read back from the device: a captured CUDA graph serves every choice.
+is chosen and nothing is read back from the device, so that a captured CUDA graph serves every choice. (In fp32 PyTorch's
+grouped product goes through the host: there is no graph then.)
 
 Axes: N tokens, E hidden, X experts, C experts chosen by a token, R = N C rows, F MLP width.
 """
