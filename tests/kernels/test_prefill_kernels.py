@@ -13,7 +13,8 @@ from tiny_models import VOCABULARY, make_prompt, make_tiny_model
 from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import ReferenceScorer
 from tba.models.build_decoder import make_decoder
-from tba.models.decoder import FusedPass, make_fused_pass, rotate, why_not_fused
+from tba.models.decoder import rotate
+from tba.models.fused_pass import FusedPass, make_fused_pass, why_not_fused
 from tba.models.decoder_attention import CausalAttention
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for CUDA.")

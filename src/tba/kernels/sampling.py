@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tba.kernels.launch import begin, can_overlap
+
 CHUNK = 4096
 """Number of logits that one program reads at once."""
 GAMMA = tl.constexpr(-7046029254386353131)
@@ -29,6 +31,7 @@ MIX_2 = tl.constexpr(-7723592293110705685)
 """GAMMA, MIX_1 and MIX_2 are 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB as signed numbers."""
 LOWEST = tl.constexpr(-2139095041)
 """Rank of -inf."""
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -44,7 +47,7 @@ def _logits(logits, row, column, V, cap, HAS_CAP: tl.constexpr):
 @triton.jit
 def _allowed(value, is_stop, column, V, forbids):
     """The same logits with stop tokens at -inf where they are forbidden."""
-    stop = tl.load(is_stop + column, mask=(column < V) & forbids, other=0) != 0
+    stop = tl.load(is_stop + column, mask=column < tl.where(forbids, V, 0), other=0) != 0
     return tl.where(stop, float("-inf"), value)
 
 
@@ -81,9 +84,11 @@ def _from_rank(
 @triton.jit
 def _find_cuts(
     logits, is_stop, num_tokens, min_new_tokens, top_k, greedy, done, top_p, temperature, cuts, last_ids,
-    int_stride, float_stride, V, cap, HAS_CAP: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    int_stride, float_stride, V, cap,
+    HAS_CAP: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
+    begin(OVERLAPS)
     k, p = tl.load(top_k + row * int_stride).to(tl.int32), tl.load(top_p + row * float_stride)
     is_cut = ((k > 0) & (k < V)) | (p < 1.0)
     is_idle = (tl.load(done + row * int_stride) != 0) | (tl.load(greedy + row * int_stride) != 0)
@@ -162,25 +167,39 @@ def _finite(peak):
 
 @triton.jit
 def _chunk_sums(
-    logits, is_stop, num_tokens, min_new_tokens, temperature, policy_temperature, cuts, last_ids,
+    logits, is_stop, num_tokens, min_new_tokens, greedy, temperature, policy_temperature, cuts, last_ids,
     largest, total, policy_largest, policy_total, best, int_stride, float_stride, V, C, cap,
-    HAS_CAP: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_CAP: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.program_id(1)
     column = chunk * BLOCK + tl.arange(0, BLOCK)
+    begin(OVERLAPS)
     value = _logits(logits, row, column, V, cap, HAS_CAP)
-    forbids = tl.load(num_tokens + row * int_stride) < tl.load(min_new_tokens + row * int_stride)
-    allowed = _allowed(value, is_stop, column, V, forbids)
     place = row * C + chunk
-    # Differences to the chunk's peak, which is at temperature 1. A forbidden token may be far above the allowed ones.
-    policy_peak, peak = tl.max(value, axis=0), tl.max(allowed, axis=0)
+    policy_peak = tl.max(value, axis=0)
+    # Most rows forbid and cut nothing and are trained at the temperature they are sampled at: one sum serves both.
+    allowed, peak = value, policy_peak
+    forbids = tl.load(num_tokens + row * int_stride) < tl.load(min_new_tokens + row * int_stride)
+    if forbids:
+        allowed = _allowed(value, is_stop, column, V, forbids)
+        peak = tl.max(allowed, axis=0)  # a forbidden token may be far above the allowed ones
     tl.store(policy_largest + place, policy_peak)
     tl.store(largest + place, peak)
-    tl.store(best + place, tl.min(tl.where(allowed == peak, column, V), axis=0))
-    kept = _kept(allowed, column, tl.load(cuts + row), tl.load(last_ids + row), SHIFT)
+    if tl.load(greedy + row * int_stride) != 0:
+        tl.store(best + place, tl.min(tl.where(allowed == peak, column, V), axis=0))
+    cut, last_id = tl.load(cuts + row), tl.load(last_ids + row)
+    is_cut = (cut > (LOWEST >> SHIFT)) | (last_id < V)
+    kept = allowed
+    if is_cut:
+        kept = _kept(allowed, column, cut, last_id, SHIFT)
     heat, cool = tl.load(temperature + row * float_stride), tl.load(policy_temperature + row * float_stride)
-    tl.store(total + place, tl.sum(tl.exp((kept - _finite(peak)) / heat), axis=0))
-    tl.store(policy_total + place, tl.sum(tl.exp((value - _finite(policy_peak)) / cool), axis=0))
+    # Differences to the chunk's peak, which is at temperature 1. 2^x is what the hardware computes.
+    mass = tl.sum(tl.exp2((kept - _finite(peak)) * (LOG2_E / heat)), axis=0)
+    policy_mass = mass
+    if forbids | is_cut | (heat != cool):
+        policy_mass = tl.sum(tl.exp2((value - _finite(policy_peak)) * (LOG2_E / cool)), axis=0)
+    tl.store(total + place, mass)
+    tl.store(policy_total + place, policy_mass)
 
 
 @triton.jit
@@ -203,9 +222,10 @@ def _choose(
     logits, cuts, last_ids, largest, total, policy_largest, policy_total, best, is_stop,
     ids, positions, num_tokens, limits, min_new_tokens, keys, greedy, done, temperature, policy_temperature,
     tokens, behaviour, policy, int_stride, float_stride, table_stride, V, C, cap,
-    HAS_CAP: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    HAS_CAP: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
+    begin(OVERLAPS)
     if tl.load(done + row * int_stride) != 0:
         return
     chunk = tl.arange(0, CHUNKS)
@@ -292,6 +312,8 @@ def choose_tokens(logits_NV: Tensor, columns: Columns, is_stop_V: Tensor, *, cap
         "HAS_CAP": cap is not None,
         "SHIFT": 16 if logits_NV.dtype == torch.bfloat16 and cap is None else 0,
         "BLOCK": min(CHUNK, triton.next_power_of_2(size)),
+        "OVERLAPS": can_overlap(device),
+        "launch_pdl": can_overlap(device),
         "num_warps": 8,
     }
     _find_cuts[(rows,)](
@@ -299,8 +321,8 @@ def choose_tokens(logits_NV: Tensor, columns: Columns, is_stop_V: Tensor, *, cap
         columns.top_p, columns.temperature, cuts, last_ids, int_stride, float_stride, size, cap or 0.0, **options,
     )  # fmt: skip
     _chunk_sums[(rows, chunks)](
-        logits_NV, is_stop_V, columns.num_tokens, columns.min_new_tokens, columns.temperature, columns.policy_temperature,
-        cuts, last_ids, largest, total, policy_largest, policy_total, best,
+        logits_NV, is_stop_V, columns.num_tokens, columns.min_new_tokens, columns.greedy, columns.temperature,
+        columns.policy_temperature, cuts, last_ids, largest, total, policy_largest, policy_total, best,
         int_stride, float_stride, size, chunks, cap or 0.0, **options,
     )  # fmt: skip
     _choose[(rows,)](

@@ -4,16 +4,14 @@
 outside (`Attend`): the same layers serve prefill, decoding in slots and scoring. The residual stream, norms and rotations
 are fp32; the matrices have the engine's dtype.
 
-`Decoder` holds the plain pass, which is the specification. On CUDA most families run the same layers with `FusedPass`: one
-Triton kernel each for residual + norm, rotation + storing and the gated activation, nine kernels a layer, not nineteen.
-A decoder is used only if `check_decoder` finds that it computes what the model it was made from computes.
+`Decoder` holds the plain pass, which is the specification. On CUDA most families run the same layers with Triton kernels
+(models/fused_pass.py). A decoder is used only if `check_decoder` finds that it computes what the model it was made from computes.
 
 Axes: N tokens, E hidden, H query heads, K key/value heads, D head dimension, V vocabulary.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tba.models.decoder_attention import Attend, AttendInPlace, CausalAttention
-from tba.models.decoder_spec import DecoderSpec, DecoderWeights, DenseMlp, Experts, Layer, Linear, Norm
+from tba.models.decoder_attention import Attend, CausalAttention
+from tba.models.decoder_spec import DecoderSpec, DecoderWeights, DenseMlp, Experts, Linear, Norm
 from tba.models.experts import apply_experts, clamped_gate
+from tba.models.fused_pass import make_fused_pass
 
 logger = logging.getLogger("tba.models")
 
@@ -33,7 +32,6 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Largest mean total variation distance to the model's own next-token distribution, by the coarser dtype of the two."""
 LONGEST_WINDOW = 64
 """Longest window that the check sees the end of: longer ones would make it slow on a large model."""
-GELUS = ("gelu_new", "gelu_pytorch_tanh")
 
 
 class UnsupportedModel(Exception):
@@ -198,130 +196,6 @@ def rotate(heads_NHD: Tensor, rotation: Tensor) -> Tensor:
     pairs = torch.view_as_complex(heads_NHD[..., :size].unflatten(-1, (-1, 2)))
     rotated = torch.view_as_real(pairs * rotation).flatten(-2)
     return rotated if size == heads_NHD.shape[-1] else torch.cat((rotated, heads_NHD[..., size:]), dim=-1)
-
-
-# --- the fused pass on CUDA ------------------------------------------------------------------------------------------
-
-
-def why_not_fused(spec: DecoderSpec) -> str | None:
-    """The reason why a family, or this installation, cannot use the fused kernels; None = it can."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (pip install triton)"
-    return why_never_fused(spec)
-
-
-def why_never_fused(spec: DecoderSpec) -> str | None:
-    """The reason why the fused kernels cannot compute a family, wherever it is; None = they can."""
-    if spec.norm != "rms":
-        return "it has layer norms"
-    if spec.parallel_residual:
-        return "it runs attention and MLP side by side"
-    if not spec.gated or spec.activation not in ("silu", "swish", *GELUS):
-        return f"its MLP is not gated by SiLU or GELU (it has {spec.activation})"
-    if spec.rotary_dim == 0:
-        return "it has learned positions"
-    return None
-
-
-def make_fused_pass(spec: DecoderSpec, weights: DecoderWeights, rotations: Mapping[str, Tensor]) -> FusedPass | None:
-    """The fused pass of a decoder; None on a CPU, without Triton, or for a family that computes otherwise."""
-    serves = weights.embedding.is_cuda and why_not_fused(spec) is None
-    return FusedPass(spec, weights, rotations) if serves else None
-
-
-class FusedPass:
-    """`hidden` and `store_only` of a decoder, from the embedded tokens on."""
-
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, rotations: Mapping[str, Tensor]) -> None:
-        self.spec, self.weights = spec, weights
-        self.dtype = weights.embedding.dtype
-        self.rotations = {kind: torch.view_as_real(table).contiguous() for kind, table in rotations.items()}
-
-    def hidden(self, x_NE: Tensor, positions_N: Tensor, attend: Attend | AttendInPlace) -> Tensor:
-        """Final hidden states, normed; x is used up."""
-        delta: Tensor | None = None
-        for index in range(self.spec.num_layers):
-            delta = self._layer(index, x_NE, delta, positions_N, attend)
-        return self._add_norm(x_NE, delta, self.weights.final_norm)
-
-    def store_only(self, x_NE: Tensor, positions_N: Tensor, attend: Attend | AttendInPlace) -> None:
-        """Keys and values of every layer, nothing else; x is used up."""
-        delta: Tensor | None = None
-        last = self.spec.num_layers - 1
-        for index in range(last):
-            delta = self._layer(index, x_NE, delta, positions_N, attend)
-        self._query(last, x_NE, delta, positions_N, attend)
-
-    def _layer(
-        self, index: int, x: Tensor, delta: Tensor | None, positions: Tensor, attend: Attend | AttendInPlace
-    ) -> Tensor:
-        """Adds `delta` to the residual stream x, and returns what this layer's MLP would add."""
-        from tba.kernels.layer import gated
-
-        layer, gelu, spec = self.weights.layers[index], self.spec.activation in GELUS, self.spec.experts
-        query = self._query(index, x, delta, positions, attend)
-        attended = attend.attend(index, query, layer.sinks).to(self.dtype)
-        mlp_input = self._add_norm(x, self._normed(layer.output(attended), layer.attention_post_norm), layer.mlp_norm)
-        if isinstance(layer.mlp, DenseMlp):
-            output = layer.mlp.down(gated(layer.mlp.up(mlp_input), gelu=gelu))
-        else:
-            assert spec is not None
-            activate = partial(gated, gelu=gelu) if spec.gate_limit is None else partial(clamped_gate, spec=spec)
-            output = apply_experts(mlp_input, layer.mlp, spec, activate)
-        return self._normed(output, layer.mlp_post_norm)
-
-    def _query(
-        self, index: int, x: Tensor, delta: Tensor | None, positions: Tensor, attend: Attend | AttendInPlace
-    ) -> Tensor:
-        """Project, rotate, store keys and values -> query [N, H, D]."""
-        from tba.kernels.layer import rotate_and_store
-
-        spec, layer = self.spec, self.weights.layers[index]
-        qkv = layer.qkv(self._add_norm(x, delta, layer.attention_norm))
-        by_head = spec.query_key_norm == "head"
-        if spec.query_key_norm == "all":
-            self._norm_all_heads(qkv, layer)
-        if isinstance(attend, AttendInPlace):
-            keys, values = attend.storage(index, x.device)
-        else:
-            keys, values = qkv.new_empty(2, x.shape[0], spec.num_kv_heads, spec.head_dim)
-        query = rotate_and_store(
-            qkv,
-            positions,
-            self.rotations.get(spec.rotary_kinds[index]),
-            keys,
-            values,
-            num_heads=spec.num_heads,
-            query_norm=layer.query_norm.weight if by_head and layer.query_norm is not None else None,
-            key_norm=layer.key_norm.weight if by_head and layer.key_norm is not None else None,
-            epsilon=spec.norm_epsilon,
-        )
-        if not isinstance(attend, AttendInPlace):
-            attend.store(index, keys, values)
-        return query
-
-    def _norm_all_heads(self, qkv: Tensor, layer: Layer) -> None:
-        """Norm all query heads together, and all key heads, in place."""
-        sizes = (self.spec.num_heads * self.spec.head_dim, self.spec.num_kv_heads * self.spec.head_dim)
-        start = 0
-        for norm, size in zip((layer.query_norm, layer.key_norm), sizes):
-            assert norm is not None
-            part = qkv[:, start : start + size]
-            part.copy_(norm(part.float()))
-            start += size
-
-    def _add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> Tensor:
-        """x + delta, kept in x, normed where there is a norm, in the matrices' dtype."""
-        from tba.kernels.layer import add_norm
-
-        weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.epsilon)
-        return add_norm(x, delta, weight, epsilon, self.dtype, delta_scale=self.spec.residual_scale)
-
-    def _normed(self, output: Tensor, norm: Norm | None) -> Tensor:
-        """What attention or MLP adds, normed where its output is, in fp32."""
-        from tba.kernels.layer import add_norm
-
-        return output if norm is None else add_norm(output, None, norm.weight, norm.epsilon, torch.float32)
 
 
 # --- the check -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tba.models.decoder_spec import DecoderSpec
+from tba.models.decoder_spec import DecoderSpec, Layer
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """All attention kernels but cuDNN's, which plans a tenth of a second for every new shape: prompts have many."""
@@ -38,6 +38,15 @@ class AttendInPlace(Protocol):
 
     def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         """Attention over what is stored -> [N, H * D]."""
+
+
+@runtime_checkable
+class AttendProjected(Protocol):
+    """An `Attend` that takes what the projection gives: norms and rotations by head, storing and attention are one."""
+
+    def attend_projected(self, index: int, qkv: Tensor, layer: Layer, rotations: Tensor | None) -> Tensor:
+        """Store the keys and values of `qkv` [N, (H + 2 K) D], and attend over what is stored -> [N, H * D]. `rotations` is
+        real [positions, rotated pairs, 2] (cos, sin); None = heads are not rotated."""
 
 
 def attention(

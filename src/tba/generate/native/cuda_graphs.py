@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tba.generate.native.kv_cache import FusedSlotAttention, SlotCache
 from tba.generate.native.slots import SlotState
-from tba.models.decoder import Decoder, FusedPass
+from tba.models.decoder import Decoder
+from tba.models.fused_pass import FusedPass
 
 logger = logging.getLogger("tba.generate")
 
@@ -93,7 +94,7 @@ class FusedDecode:
         from tba.kernels.sampling import choose_tokens
 
         decoder, positions = self.decoder, self.state.column("positions", slots)
-        x = decoder.embed(self.state.column("ids", slots), positions)
+        x = self.fused_pass.embed(self.state.column("ids", slots))
         hidden = self.fused_pass.hidden(x, positions, FusedSlotAttention(decoder.spec, self.cache, positions))
         logits = F.linear(hidden, decoder.weights.head)
         choose_tokens(logits, self.state.columns(slots), self.is_stop_V, cap=decoder.spec.logit_cap)

@@ -39,7 +39,8 @@ from tba.generate.sampling import SamplingNeeds, checked_requests, sample, seque
 from tba.generate.scoring import ReferenceScorer
 from tba.models.adapter import DecoderAdapter
 from tba.models.build_decoder import make_decoder
-from tba.models.decoder import Decoder, why_not_fused
+from tba.models.decoder import Decoder
+from tba.models.fused_pass import why_not_fused
 from tba.models.packing import on_device
 from tba.types import Completion, Request, Sampling, Weights
 
