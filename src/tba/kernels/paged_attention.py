@@ -1,0 +1,261 @@
+"""Attention of a decode step over pages: the new token is normed, rotated, stored and attends, in one kernel.
+
+A page holds PAGE positions of one sequence for all layers, [M, 2 (keys, values), K, PAGE, D]. Pages lie in chunks that may
+be anywhere, so a page is named by the offset of its first number from the first chunk, which may be negative. Samples of
+one prompt share its whole pages. Positions and tables are read on the device: one captured graph serves all lengths.
+
+A program has a slot and a key/value head; heads that share keys are rows of one tile. Few slots with long contexts are
+served by several programs each (`splits`), and pages that samples share are read once for all of them; what these
+programs find is merged by log-sums (kernels/split_attention.py). Scores are kept in powers of two, which cost less.
+
+Axes: N slots, H query heads, K key/value heads, D head dimension, M layers, P pages of a slot, G groups of slots that share
+a prompt, R members of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PAGE = 64
+"""Number of positions of a page."""
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PageView:
+    """Where the keys and values of the slots lie, and how far each slot is.
+
+    PageView(base=chunks[0], table=table, positions=state[:, 1], done=state[:, 5], members=members, shared=shared,
+             num_layers=24)
+    """
+
+    base: Tensor
+    """First chunk [pages, M, 2, K, PAGE, D]: offsets count from its first number."""
+    table: Tensor
+    """Offsets of each slot's pages, int64 [S, P]; 0 where there is none."""
+    positions: Tensor
+    """Position of the token that each slot feeds, [N], of any stride."""
+    done: Tensor
+    """Whether a slot has nothing to do (not 0), [N], of any stride: its pages are neither read nor written."""
+    members: Tensor
+    """Slots of each group, int32 [G, R], -1 = none. A slot is in one group at most."""
+    shared: Tensor
+    """Number of leading pages that a slot's group reads for it, int32 [S]: the same for all members of a group."""
+    num_layers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How the work of one kernel is cut: Launch(block=64, warps=2, stages=3)"""
+
+    block: int
+    """Number of keys of one tile: at most PAGE, or two pages."""
+    warps: int
+    stages: int
+    """Number of tiles in flight, the one at work included."""
+
+
+@triton.jit
+def _norm_rotate(
+    x, weight, cos, sin, epsilon,
+    ROWS: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, HAS_NORM: tl.constexpr, IS_ROTATED: tl.constexpr,
+):  # fmt: skip
+    """Heads [ROWS, 2 PAIRS] in fp32; the two numbers of a pair lie side by side."""
+    if HAS_NORM:
+        x = x / tl.sqrt(tl.sum(x * x, axis=1) / D + epsilon)[:, None] * weight[None, :]
+    if IS_ROTATED:
+        even, odd = tl.split(tl.reshape(x, (ROWS, PAIRS, 2)))
+        cos, sin = cos[None, :], sin[None, :]
+        x = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (ROWS, 2 * PAIRS))
+    return x
+
+
+@triton.jit
+def scores_of(q, k, scale, cap, HAS_CAP: tl.constexpr):
+    """Scores in powers of two; `scale` and `cap` are those of `score_factors`."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if HAS_CAP:
+        scores = capped(scores, cap)
+    return scores
+
+
+@triton.jit
+def capped(scores, cap):
+    return cap * (2.0 / (1.0 + tl.exp(-2.0 * scores)) - 1.0)  # cap * tanh(scores)
+
+
+@triton.jit
+def _attend_pages(
+    qkv, base, table, positions, done, shared, rotations, query_norm, key_norm, sinks, out, sums, query,
+    table_stride, position_stride, done_stride, layer_start, scale, cap, window, epsilon,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, ROTATED: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, IS_SHARED: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    slot, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    GROUP: tl.constexpr = H // K
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    row, dim, pair, step = tl.arange(0, ROWS), tl.arange(0, 2 * PAIRS), tl.arange(0, PAIRS), tl.arange(0, BLOCK)
+    head = kv_head * GROUP + row
+    real, own = (row[:, None] < GROUP) & (dim[None, :] < D), dim[None, :] < D
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # What depends on nothing is loaded first, so that all of it is under way at once.
+    runs = tl.load(done + slot * done_stride) == 0
+    position = tl.load(positions + slot * position_stride).to(tl.int32)
+    first = 0
+    if IS_SHARED:
+        first = tl.load(shared + slot) * PAGE
+    heads = qkv + slot * (H + 2 * K) * D + dim[None, :]
+    q = tl.load(heads + head[:, None] * D, mask=real, other=0.0).to(tl.float32)
+    new_key = tl.load(heads + (H + kv_head) * D, mask=own, other=0.0).to(tl.float32)
+    new_value = tl.load(heads + (H + K + kv_head) * D, mask=own, other=0.0).to(base.dtype.element_ty)
+    position = tl.where(runs, position, 0)
+    first = tl.where(runs, first, 0)
+
+    cos, sin, for_query, for_key = 0.0, 0.0, 0.0, 0.0
+    if HAS_NORM:
+        for_query = tl.load(query_norm + dim, mask=dim < D, other=0.0)
+        for_key = tl.load(key_norm + dim, mask=dim < D, other=0.0)
+    if ROTATED > 0:
+        turn = tl.load(rotations + position * 2 * ROTATED + dim, mask=dim < 2 * ROTATED, other=0.0)
+        cos, sin = tl.split(tl.reshape(turn, (PAIRS, 2)))
+        cos, sin = tl.where(pair < ROTATED, cos, 1.0), tl.where(pair < ROTATED, sin, 0.0)
+    q = _norm_rotate(q, for_query, cos, sin, epsilon, ROWS, D, PAIRS, HAS_NORM, ROTATED > 0)
+    new_key = _norm_rotate(new_key, for_key, cos, sin, epsilon, 1, D, PAIRS, HAS_NORM, ROTATED > 0)
+    q, new_key = q.to(base.dtype.element_ty), new_key.to(base.dtype.element_ty)
+
+    pages = table + slot * table_stride
+    keys = base + layer_start + kv_head * PAGE * D
+    values = keys + K * PAGE * D
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, 2 * PAIRS), tl.float32)
+    if split == 0:  # the new token, and the sink, from which nothing is read
+        if runs:
+            page = tl.multiple_of(tl.load(pages + position // PAGE), PAGE)
+            place = page + (position % PAGE) * D + dim[None, :]
+            tl.store(keys + place, new_key, mask=own)
+            tl.store(values + place, new_value, mask=own)
+        if IS_SHARED:
+            tl.store(query + (slot * H + head[:, None]) * D + dim[None, :], q, mask=real)
+        largest = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
+        if HAS_CAP:
+            largest = capped(largest, cap)
+        total += 1.0
+        mixed += new_value.to(tl.float32)
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=row < GROUP, other=0.0) * LOG2_E
+            score, largest = largest, tl.maximum(largest, sink)
+            shrink = tl.exp2(score - largest)
+            total, mixed = shrink + tl.exp2(sink - largest), mixed * shrink[:, None]
+
+    last = position
+    if HAS_WINDOW:
+        # Whole blocks that begin inside a page: every block but one of window 1 holds a key that is seen.
+        ALIGNED: tl.constexpr = BLOCK if BLOCK < PAGE else PAGE
+        first = tl.maximum(first, tl.maximum(0, position + 1 - window) // ALIGNED * ALIGNED)
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), BLOCK), SPLITS) * BLOCK
+        first += split * share
+        last = tl.minimum(last, first + share)
+    # A block's page is looked up one block ahead: inside the same turn of the loop it would take a stage of the pipeline.
+    page = tl.multiple_of(tl.load(pages + first // PAGE, mask=first < last, other=0), PAGE)
+    page_after = tl.multiple_of(tl.load(pages + first // PAGE + 1, mask=first + PAGE < last, other=0), PAGE)
+    for start in range(first, last, BLOCK):
+        place, following = start + step, start + BLOCK
+        offset = page + (start % PAGE + step[:, None]) * D
+        page = tl.multiple_of(tl.load(pages + following // PAGE, mask=following < last, other=0), PAGE)
+        if BLOCK > PAGE:
+            offset = tl.where(step[:, None] < PAGE, offset, page_after + (step[:, None] - PAGE) * D)
+            beyond = following + PAGE
+            page_after = tl.multiple_of(tl.load(pages + beyond // PAGE, mask=beyond < last, other=0), PAGE)
+        inside = (place[:, None] < last) & own
+        k = tl.load(keys + offset + dim[None, :], mask=inside, other=0.0)
+        scores = scores_of(q, k, scale, cap, HAS_CAP)
+        seen = place < last
+        if HAS_WINDOW:
+            seen = seen & (place > position - window)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_largest[:, None])
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(weights, axis=1)
+        v = tl.load(values + offset + dim[None, :], mask=inside, other=0.0)
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        largest = new_largest
+
+    part = (slot * H + head) * PARTS + split
+    filled = real & (total[:, None] > 0)  # a part without keys writes its log-sum of -inf alone
+    mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + part[:, None] * D + dim[None, :], mixed, mask=filled)
+    if PARTS > 1:
+        tl.store(sums + part, largest + tl.log2(total), mask=row < GROUP)
+
+
+def score_factors(scale: float, cap: float | None) -> tuple[float, float]:
+    """Factors of query x key and of its tanh that give scores in powers of two."""
+    return (scale * LOG2_E, 0.0) if cap is None else (scale / cap, cap * LOG2_E)
+
+
+def attend_pages(
+    qkv: Tensor,
+    view: PageView,
+    layer: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    cap: float | None = None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+    rotations: Tensor | None = None,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    splits: int = 1,
+    shared: bool = False,
+    pdl: bool = False,
+    launch: Launch | None = None,
+) -> Tensor:
+    """Each slot's new token over its pages up to and including itself -> [N, H * D] in the dtype of the pages.
+
+    `qkv` [N, (H + 2 K) * D] is what the projection gives; `rotations` is real [positions, rotated pairs, 2] (cos, sin), or
+    None. The new keys and values are stored. `splits` programs share the keys of a slot and head. With `shared`, pages
+    that `view.shared` names are read once for the members of a group. With `pdl` the kernel may be launched while the one
+    before it ends (programmatic dependent launch), and lets the next be.
+    """
+    count, dim, dtype = qkv.shape[0], head_dim, view.base.dtype
+    launch = launch or default_launch(dim, dtype)
+    scale, cap_factor = score_factors(scale, cap)
+    unused = qkv  # a pointer for arguments that a constant switches off
+    out = torch.empty(count, num_heads, dim, dtype=dtype, device=qkv.device)
+    _attend_pages[(count, num_kv_heads, splits)](
+        qkv, view.base, view.table, view.positions, view.done, view.shared,
+        unused if rotations is None else rotations, unused if query_norm is None else query_norm,
+        unused if key_norm is None else key_norm, unused if sinks_H is None else sinks_H,
+        out, unused, unused,
+        view.table.stride(0), view.positions.stride(0), view.done.stride(0), layer * 2 * num_kv_heads * PAGE * dim,
+        scale, cap_factor, window or 0, epsilon,
+        H=num_heads, K=num_kv_heads, D=dim, ROWS=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        PAIRS=triton.next_power_of_2(dim // 2), ROTATED=0 if rotations is None else rotations.shape[1],
+        PAGE=PAGE, BLOCK=launch.block, SPLITS=splits, PARTS=1, IS_SHARED=shared,
+        HAS_NORM=query_norm is not None, HAS_CAP=cap is not None, HAS_WINDOW=window is not None,
+        HAS_SINKS=sinks_H is not None, PDL=pdl, num_warps=launch.warps, num_stages=launch.stages,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out.view(count, num_heads * dim)
+
+
+def default_launch(dim: int, dtype: torch.dtype) -> Launch:
+    """Tiles for one program per slot and head."""
+    size = triton.next_power_of_2(dim) * dtype.itemsize
+    return Launch(block=64 if size <= 256 else 32, warps=2, stages=3 if size <= 256 else 2)
