@@ -76,17 +76,23 @@ def _norm_rotate(
 
 
 @triton.jit
-def scores_of(q, k, scale, cap, HAS_CAP: tl.constexpr):
-    """Scores in powers of two; `scale` and `cap` are those of `score_factors`."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+def cap_scores(scores, cap, HAS_CAP: tl.constexpr):  # noqa: ANN201
+    """Scores in powers of two; factors are those of `score_factors`."""
     if HAS_CAP:
-        scores = capped(scores, cap)
+        scores = cap * (2.0 / (1.0 + tl.exp(-2.0 * scores)) - 1.0)  # cap * tanh(scores)
     return scores
 
 
 @triton.jit
-def capped(scores, cap):
-    return cap * (2.0 / (1.0 + tl.exp(-2.0 * scores)) - 1.0)  # cap * tanh(scores)
+def absorb(scores, v, largest, total, mixed):  # noqa: ANN201
+    """Take a block of keys into the running soft-max: largest score, sum of weights, weighted values."""
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    # A row that has seen nothing yet has -inf: subtracting it would give NaN.
+    anchor = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weights, shrink = tl.exp2(scores - anchor[:, None]), tl.exp2(largest - anchor)
+    total = total * shrink + tl.sum(weights, axis=1)
+    mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return new_largest, total, mixed
 
 
 @triton.jit
@@ -107,7 +113,7 @@ def _attend_pages(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # What depends on nothing is loaded first, so that all of it is under way at once.
+    # Loads in order of what they need, so that each round of them is under way at once: nothing, the position, the page.
     runs = tl.load(done + slot * done_stride) == 0
     position = tl.load(positions + slot * position_stride).to(tl.int32)
     first = 0
@@ -118,7 +124,23 @@ def _attend_pages(
     new_key = tl.load(heads + (H + kv_head) * D, mask=own, other=0.0).to(tl.float32)
     new_value = tl.load(heads + (H + K + kv_head) * D, mask=own, other=0.0).to(base.dtype.element_ty)
     position = tl.where(runs, position, 0)
-    first = tl.where(runs, first, 0)
+
+    last = position
+    if HAS_WINDOW:
+        # Whole blocks, none of which reaches over the end of a page.
+        ALIGNED: tl.constexpr = BLOCK if BLOCK < PAGE else PAGE
+        first = tl.maximum(first, tl.maximum(0, position + 1 - window) // ALIGNED * ALIGNED)
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), BLOCK), SPLITS) * BLOCK
+        first += split * share
+        last = tl.minimum(last, first + share)
+    pages = table + slot * table_stride
+    new_page = tl.load(pages + position // PAGE)
+    # A block's page is looked up one block ahead: inside the same turn of the loop it would take a stage of the pipeline.
+    page = tl.multiple_of(tl.load(pages + first // PAGE, mask=first < last, other=0), PAGE)
+    page_after = page
+    if BLOCK > PAGE:
+        page_after = tl.multiple_of(tl.load(pages + first // PAGE + 1, mask=first + PAGE < last, other=0), PAGE)
 
     cos, sin, for_query, for_key = 0.0, 0.0, 0.0, 0.0
     if HAS_NORM:
@@ -132,23 +154,12 @@ def _attend_pages(
     new_key = _norm_rotate(new_key, for_key, cos, sin, epsilon, 1, D, PAIRS, HAS_NORM, ROTATED > 0)
     q, new_key = q.to(base.dtype.element_ty), new_key.to(base.dtype.element_ty)
 
-    pages = table + slot * table_stride
-    keys = base + layer_start + kv_head * PAGE * D
-    values = keys + K * PAGE * D
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, 2 * PAIRS), tl.float32)
     if split == 0:  # the new token, and the sink, from which nothing is read
-        if runs:
-            page = tl.multiple_of(tl.load(pages + position // PAGE), PAGE)
-            place = page + (position % PAGE) * D + dim[None, :]
-            tl.store(keys + place, new_key, mask=own)
-            tl.store(values + place, new_value, mask=own)
-        if IS_SHARED:
-            tl.store(query + (slot * H + head[:, None]) * D + dim[None, :], q, mask=real)
         largest = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
-        if HAS_CAP:
-            largest = capped(largest, cap)
+        largest = cap_scores(largest, cap, HAS_CAP)
         total += 1.0
         mixed += new_value.to(tl.float32)
         if HAS_SINKS:
@@ -157,18 +168,8 @@ def _attend_pages(
             shrink = tl.exp2(score - largest)
             total, mixed = shrink + tl.exp2(sink - largest), mixed * shrink[:, None]
 
-    last = position
-    if HAS_WINDOW:
-        # Whole blocks that begin inside a page: every block but one of window 1 holds a key that is seen.
-        ALIGNED: tl.constexpr = BLOCK if BLOCK < PAGE else PAGE
-        first = tl.maximum(first, tl.maximum(0, position + 1 - window) // ALIGNED * ALIGNED)
-    if SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), BLOCK), SPLITS) * BLOCK
-        first += split * share
-        last = tl.minimum(last, first + share)
-    # A block's page is looked up one block ahead: inside the same turn of the loop it would take a stage of the pipeline.
-    page = tl.multiple_of(tl.load(pages + first // PAGE, mask=first < last, other=0), PAGE)
-    page_after = tl.multiple_of(tl.load(pages + first // PAGE + 1, mask=first + PAGE < last, other=0), PAGE)
+    keys = base + layer_start + kv_head * PAGE * D
+    values = keys + K * PAGE * D
     for start in range(first, last, BLOCK):
         place, following = start + step, start + BLOCK
         offset = page + (start % PAGE + step[:, None]) * D
@@ -179,19 +180,20 @@ def _attend_pages(
             page_after = tl.multiple_of(tl.load(pages + beyond // PAGE, mask=beyond < last, other=0), PAGE)
         inside = (place[:, None] < last) & own
         k = tl.load(keys + offset + dim[None, :], mask=inside, other=0.0)
-        scores = scores_of(q, k, scale, cap, HAS_CAP)
+        v = tl.load(values + offset + dim[None, :], mask=inside, other=0.0)
+        scores = cap_scores(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, cap, HAS_CAP)
         seen = place < last
         if HAS_WINDOW:
             seen = seen & (place > position - window)
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_largest[:, None])
-        shrink = tl.exp2(largest - new_largest)
-        total = total * shrink + tl.sum(weights, axis=1)
-        v = tl.load(values + offset + dim[None, :], mask=inside, other=0.0)
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        largest = new_largest
+        largest, total, mixed = absorb(scores, v, largest, total, mixed)
 
+    place = tl.multiple_of(new_page, PAGE) + (position % PAGE) * D + dim[None, :]
+    if (split == 0) & runs:
+        tl.store(keys + place, new_key, mask=own)
+        tl.store(values + place, new_value, mask=own)
+        if IS_SHARED:
+            tl.store(query + (slot * H + head[:, None]) * D + dim[None, :], q, mask=real)
     part = (slot * H + head) * PARTS + split
     filled = real & (total[:, None] > 0)  # a part without keys writes its log-sum of -inf alone
     mixed = (mixed / total[:, None]).to(out.dtype.element_ty)
@@ -223,39 +225,61 @@ def attend_pages(
     epsilon: float = 0.0,
     splits: int = 1,
     shared: bool = False,
+    shared_splits: int = 16,
     pdl: bool = False,
     launch: Launch | None = None,
+    shared_launch: Launch | None = None,
 ) -> Tensor:
     """Each slot's new token over its pages up to and including itself -> [N, H * D] in the dtype of the pages.
 
     `qkv` [N, (H + 2 K) * D] is what the projection gives; `rotations` is real [positions, rotated pairs, 2] (cos, sin), or
-    None. The new keys and values are stored. `splits` programs share the keys of a slot and head. With `shared`, pages
-    that `view.shared` names are read once for the members of a group. With `pdl` the kernel may be launched while the one
-    before it ends (programmatic dependent launch), and lets the next be.
+    None. The new keys and values are stored. `splits` programs divide the keys of a slot and head. With `shared`, pages
+    that `view.shared` counts are read once for all members of a group, by `shared_splits` programs. With `pdl` kernels
+    are launched while the one before them ends (programmatic dependent launch), which must not be one that writes pages.
     """
-    count, dim, dtype = qkv.shape[0], head_dim, view.base.dtype
-    launch = launch or default_launch(dim, dtype)
-    scale, cap_factor = score_factors(scale, cap)
+    from tba.kernels.split_attention import attend_shared, merge_parts
+
+    count, dim, dtype, device = qkv.shape[0], head_dim, view.base.dtype, qkv.device
+    factors = score_factors(scale, cap)
     unused = qkv  # a pointer for arguments that a constant switches off
-    out = torch.empty(count, num_heads, dim, dtype=dtype, device=qkv.device)
+    out = torch.empty(count, num_heads, dim, dtype=dtype, device=device)
+    num_parts = splits + (shared_splits if shared else 0)
+    in_parts = num_parts > 1
+    parts = torch.empty(count, num_heads, num_parts, dim, device=device) if in_parts else out
+    sums = torch.empty(count, num_heads, num_parts, device=device) if in_parts else unused
+    query = torch.empty_like(out) if shared else unused
+    launch = launch or default_launch(dim, dtype)
     _attend_pages[(count, num_kv_heads, splits)](
         qkv, view.base, view.table, view.positions, view.done, view.shared,
         unused if rotations is None else rotations, unused if query_norm is None else query_norm,
         unused if key_norm is None else key_norm, unused if sinks_H is None else sinks_H,
-        out, unused, unused,
+        parts, sums, query,
         view.table.stride(0), view.positions.stride(0), view.done.stride(0), layer * 2 * num_kv_heads * PAGE * dim,
-        scale, cap_factor, window or 0, epsilon,
+        *factors, window or 0, epsilon,
         H=num_heads, K=num_kv_heads, D=dim, ROWS=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
         PAIRS=triton.next_power_of_2(dim // 2), ROTATED=0 if rotations is None else rotations.shape[1],
-        PAGE=PAGE, BLOCK=launch.block, SPLITS=splits, PARTS=1, IS_SHARED=shared,
+        PAGE=PAGE, BLOCK=launch.block, SPLITS=splits, PARTS=num_parts, IS_SHARED=shared,
         HAS_NORM=query_norm is not None, HAS_CAP=cap is not None, HAS_WINDOW=window is not None,
         HAS_SINKS=sinks_H is not None, PDL=pdl, num_warps=launch.warps, num_stages=launch.stages,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
+    if shared:
+        attend_shared(
+            query, view, layer, parts, sums, splits=shared_splits, factors=factors, has_cap=cap is not None,
+            window=window, pdl=pdl, launch=shared_launch or default_shared_launch(dim, dtype),
+        )  # fmt: skip
+    if in_parts:
+        merge_parts(parts, sums, view, out, own=splits, pdl=pdl)
     return out.view(count, num_heads * dim)
 
 
 def default_launch(dim: int, dtype: torch.dtype) -> Launch:
-    """Tiles for one program per slot and head."""
+    """Tiles of a slot's own keys."""
     size = triton.next_power_of_2(dim) * dtype.itemsize
     return Launch(block=64 if size <= 256 else 32, warps=2, stages=3 if size <= 256 else 2)
+
+
+def default_shared_launch(dim: int, dtype: torch.dtype) -> Launch:
+    """Tiles of shared keys: four warps are what the tensor cores of an H100 or H200 take."""
+    size = triton.next_power_of_2(dim) * dtype.itemsize
+    return Launch(block=64 if size <= 256 else 32, warps=4, stages=3 if size <= 256 else 2)
