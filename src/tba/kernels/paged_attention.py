@@ -61,17 +61,43 @@ class Launch:
 
 
 @triton.jit
+def _prefetch(pages, keys, values, first, last, D: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr):
+    """Have the first pages that a program will read brought to the L2 cache. It is a hint: what the positions and tables
+    are is read again when the kernels before have ended."""
+    entry = tl.arange(0, ENTRIES)
+    start = first // PAGE * PAGE + entry // 2 * PAGE
+    size = tl.minimum(tl.maximum(last - start, 0), PAGE) * D * (keys.dtype.element_ty.primitive_bitwidth // 8)
+    page = tl.load(pages + start // PAGE, mask=size > 0, other=0)
+    address = tl.where(entry % 2 == 0, keys + page, values + page).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_pairs(heads, dim, inside):
+    """Numbers of heads [rows, D] in fp32, and the other one of each one's pair; the two lie side by side.
+
+    To exchange them among threads costs more than to load them, and tensors that are joined of two come in a layout from
+    which matrix products read slowly.
+    """
+    x = tl.load(heads + dim[None, :], mask=inside, other=0.0)
+    partner = tl.load(heads + (dim ^ 1)[None, :], mask=inside, other=0.0)
+    return x.to(tl.float32), partner.to(tl.float32)
+
+
+@triton.jit
 def _norm_rotate(
-    x, weight, cos, sin, epsilon,
-    ROWS: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, HAS_NORM: tl.constexpr, IS_ROTATED: tl.constexpr,
+    x, partner, dim, cos, sin, weight, epsilon, D: tl.constexpr, HAS_NORM: tl.constexpr, IS_ROTATED: tl.constexpr
 ):  # fmt: skip
-    """Heads [ROWS, 2 PAIRS] in fp32; the two numbers of a pair lie side by side."""
+    """Heads [rows, D] normed and rotated; `sin` has the sign with which the partner is added."""
     if HAS_NORM:
-        x = x / tl.sqrt(tl.sum(x * x, axis=1) / D + epsilon)[:, None] * weight[None, :]
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / D + epsilon)[:, None]
+        x = x * scale * tl.load(weight + dim, mask=dim < D, other=0.0)[None, :]
+        partner = partner * scale * tl.load(weight + (dim ^ 1), mask=dim < D, other=0.0)[None, :]
     if IS_ROTATED:
-        even, odd = tl.split(tl.reshape(x, (ROWS, PAIRS, 2)))
-        cos, sin = cos[None, :], sin[None, :]
-        x = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (ROWS, 2 * PAIRS))
+        x = x * cos[None, :] + partner * sin[None, :]
     return x
 
 
@@ -99,18 +125,26 @@ def absorb(scores, v, largest, total, mixed):  # noqa: ANN201
 def _attend_pages(
     qkv, base, table, positions, done, shared, rotations, query_norm, key_norm, sinks, out, sums, query,
     table_stride, position_stride, done_stride, layer_start, scale, cap, window, epsilon,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, ROTATED: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, ROTATED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, IS_SHARED: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, PREFETCHED: tl.constexpr,
 ):  # fmt: skip
-    slot, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    slot, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    split = 0 if SPLITS == 1 else tl.program_id(2)
     GROUP: tl.constexpr = H // K
     LOG2_E: tl.constexpr = 1.4426950408889634
-    row, dim, pair, step = tl.arange(0, ROWS), tl.arange(0, 2 * PAIRS), tl.arange(0, PAIRS), tl.arange(0, BLOCK)
+    row, dim, step = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     head = kv_head * GROUP + row
     real, own = (row[:, None] < GROUP) & (dim[None, :] < D), dim[None, :] < D
+    pages = table + slot * table_stride
+    keys = base + layer_start + kv_head * PAGE * D
+    values = keys + K * PAGE * D
     if PDL:
+        if PREFETCHED > 0:
+            length = tl.load(positions + slot * position_stride).to(tl.int32)
+            reach = window if HAS_WINDOW else length
+            _prefetch(pages, keys, values, tl.maximum(0, length - reach), length, D, PAGE, PREFETCHED)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # Loads in order of what they need, so that each round of them is under way at once: nothing, the position, the page.
@@ -119,10 +153,11 @@ def _attend_pages(
     first = 0
     if IS_SHARED:
         first = tl.load(shared + slot) * PAGE
-    heads = qkv + slot * (H + 2 * K) * D + dim[None, :]
-    q = tl.load(heads + head[:, None] * D, mask=real, other=0.0).to(tl.float32)
-    new_key = tl.load(heads + (H + kv_head) * D, mask=own, other=0.0).to(tl.float32)
-    new_value = tl.load(heads + (H + K + kv_head) * D, mask=own, other=0.0).to(base.dtype.element_ty)
+    heads = qkv + slot * (H + 2 * K) * D
+    new_heads = heads + (H + kv_head + tl.arange(0, 1)[:, None]) * D
+    q, q_partner = _load_pairs(heads + head[:, None] * D, dim, real)
+    new_k, new_k_partner = _load_pairs(new_heads, dim, own)
+    new_v = tl.load(new_heads + K * D + dim[None, :], mask=own, other=0.0).to(base.dtype.element_ty)
     position = tl.where(runs, position, 0)
 
     last = position
@@ -134,7 +169,6 @@ def _attend_pages(
         share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), BLOCK), SPLITS) * BLOCK
         first += split * share
         last = tl.minimum(last, first + share)
-    pages = table + slot * table_stride
     new_page = tl.load(pages + position // PAGE)
     # A block's page is looked up one block ahead: inside the same turn of the loop it would take a stage of the pipeline.
     page = tl.multiple_of(tl.load(pages + first // PAGE, mask=first < last, other=0), PAGE)
@@ -142,34 +176,31 @@ def _attend_pages(
     if BLOCK > PAGE:
         page_after = tl.multiple_of(tl.load(pages + first // PAGE + 1, mask=first + PAGE < last, other=0), PAGE)
 
-    cos, sin, for_query, for_key = 0.0, 0.0, 0.0, 0.0
-    if HAS_NORM:
-        for_query = tl.load(query_norm + dim, mask=dim < D, other=0.0)
-        for_key = tl.load(key_norm + dim, mask=dim < D, other=0.0)
+    cos, sin = 1.0, 0.0
     if ROTATED > 0:
-        turn = tl.load(rotations + position * 2 * ROTATED + dim, mask=dim < 2 * ROTATED, other=0.0)
-        cos, sin = tl.split(tl.reshape(turn, (PAIRS, 2)))
-        cos, sin = tl.where(pair < ROTATED, cos, 1.0), tl.where(pair < ROTATED, sin, 0.0)
-    q = _norm_rotate(q, for_query, cos, sin, epsilon, ROWS, D, PAIRS, HAS_NORM, ROTATED > 0)
-    new_key = _norm_rotate(new_key, for_key, cos, sin, epsilon, 1, D, PAIRS, HAS_NORM, ROTATED > 0)
-    q, new_key = q.to(base.dtype.element_ty), new_key.to(base.dtype.element_ty)
+        turn = rotations + position * 2 * ROTATED + dim // 2 * 2
+        cos = tl.load(turn, mask=dim < 2 * ROTATED, other=1.0)
+        sin = tl.load(turn + 1, mask=dim < 2 * ROTATED, other=0.0)
+        sin = tl.where(dim % 2 == 0, -sin, sin)
+    q = _norm_rotate(q, q_partner, dim, cos, sin, query_norm, epsilon, D, HAS_NORM, ROTATED > 0)
+    new_k = _norm_rotate(new_k, new_k_partner, dim, cos, sin, key_norm, epsilon, D, HAS_NORM, ROTATED > 0)
+    q, new_k = q.to(base.dtype.element_ty), new_k.to(base.dtype.element_ty)
 
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    mixed = tl.zeros((ROWS, 2 * PAIRS), tl.float32)
-    if split == 0:  # the new token, and the sink, from which nothing is read
-        largest = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
+    mixed = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    if split == 0:
+        # The new token, whose key is seen as it is stored, and the sink, a score from which nothing is read.
+        largest = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale
         largest = cap_scores(largest, cap, HAS_CAP)
         total += 1.0
-        mixed += new_value.to(tl.float32)
+        mixed += new_v.to(tl.float32)
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=row < GROUP, other=0.0) * LOG2_E
             score, largest = largest, tl.maximum(largest, sink)
             shrink = tl.exp2(score - largest)
             total, mixed = shrink + tl.exp2(sink - largest), mixed * shrink[:, None]
 
-    keys = base + layer_start + kv_head * PAGE * D
-    values = keys + K * PAGE * D
     for start in range(first, last, BLOCK):
         place, following = start + step, start + BLOCK
         offset = page + (start % PAGE + step[:, None]) * D
@@ -188,10 +219,10 @@ def _attend_pages(
         scores = tl.where(seen[None, :], scores, float("-inf"))
         largest, total, mixed = absorb(scores, v, largest, total, mixed)
 
-    place = tl.multiple_of(new_page, PAGE) + (position % PAGE) * D + dim[None, :]
     if (split == 0) & runs:
-        tl.store(keys + place, new_key, mask=own)
-        tl.store(values + place, new_value, mask=own)
+        place = tl.multiple_of(new_page, PAGE) + (position % PAGE) * D + dim[None, :]
+        tl.store(keys + place, new_k, mask=own)
+        tl.store(values + place, new_v, mask=own)
         if IS_SHARED:
             tl.store(query + (slot * H + head[:, None]) * D + dim[None, :], q, mask=real)
     part = (slot * H + head) * PARTS + split
@@ -227,6 +258,7 @@ def attend_pages(
     shared: bool = False,
     shared_splits: int = 16,
     pdl: bool = False,
+    prefetch: bool = False,
     launch: Launch | None = None,
     shared_launch: Launch | None = None,
 ) -> Tensor:
@@ -234,8 +266,10 @@ def attend_pages(
 
     `qkv` [N, (H + 2 K) * D] is what the projection gives; `rotations` is real [positions, rotated pairs, 2] (cos, sin), or
     None. The new keys and values are stored. `splits` programs divide the keys of a slot and head. With `shared`, pages
-    that `view.shared` counts are read once for all members of a group, by `shared_splits` programs. With `pdl` kernels
-    are launched while the one before them ends (programmatic dependent launch), which must not be one that writes pages.
+    that `view.shared` counts are read once for all members of a group, by `shared_splits` programs.
+
+    With `pdl` kernels are launched while the one before them ends (programmatic dependent launch), and let the next one
+    be; with `prefetch` too, what they will read is brought to the L2 cache meanwhile.
     """
     from tba.kernels.split_attention import attend_shared, merge_parts
 
@@ -257,11 +291,11 @@ def attend_pages(
         view.table.stride(0), view.positions.stride(0), view.done.stride(0), layer * 2 * num_kv_heads * PAGE * dim,
         *factors, window or 0, epsilon,
         H=num_heads, K=num_kv_heads, D=dim, ROWS=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
-        PAIRS=triton.next_power_of_2(dim // 2), ROTATED=0 if rotations is None else rotations.shape[1],
+        BLOCK_D=max(16, triton.next_power_of_2(dim)), ROTATED=0 if rotations is None else rotations.shape[1],
         PAGE=PAGE, BLOCK=launch.block, SPLITS=splits, PARTS=num_parts, IS_SHARED=shared,
         HAS_NORM=query_norm is not None, HAS_CAP=cap is not None, HAS_WINDOW=window is not None,
-        HAS_SINKS=sinks_H is not None, PDL=pdl, num_warps=launch.warps, num_stages=launch.stages,
-        **({"launch_pdl": True} if pdl else {}),
+        HAS_SINKS=sinks_H is not None, PDL=pdl, PREFETCHED=32 * launch.warps if prefetch and not in_parts else 0,
+        num_warps=launch.warps, num_stages=launch.stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     if shared:
         attend_shared(
