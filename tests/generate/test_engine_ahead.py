@@ -38,7 +38,7 @@ class StepsAhead:
             before = [table[done].clone() for table in tables]
             state.integers[done, INTEGERS.index("num_tokens")] = 0  # whatever it writes is taken back
             engine._decode_step(
-                count, engine.cache.values.shape[3], SamplingNeeds(*[True] * len(SamplingNeeds._fields))
+                count, engine.cache.num_positions, SamplingNeeds(*[True] * len(SamplingNeeds._fields))
             )
             for table, rows in zip(tables, before):
                 table[done] = rows
@@ -134,7 +134,7 @@ def test_tokens_are_those_of_the_plain_engine_also_after_an_early_end(seed):
     stream.close()
     found = list(engine.generate(with_pauses(rng, requests), samples_per_prompt=samples, sampling=SAMPLING))
     assert_same(found, expected)
-    assert not engine._snapshots
+    assert not engine._running.snapshots
     assert not engine._slots.any_running()
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tba.models.decoder_attention import Attend, AttendInPlace, CausalAttention
+from tba.models.decoder_attention import Attend, AttendInPlace, AttendProjected, CausalAttention
 from tba.models.decoder_spec import DecoderSpec, DecoderWeights, DenseMlp, Experts, Layer, Linear, Norm
 from tba.models.experts import apply_experts, clamped_gate
 
@@ -237,7 +237,7 @@ class FusedPass:
         self.dtype = weights.embedding.dtype
         self.rotations = {kind: torch.view_as_real(table).contiguous() for kind, table in rotations.items()}
 
-    def hidden(self, x_NE: Tensor, positions_N: Tensor, attend: Attend | AttendInPlace) -> Tensor:
+    def hidden(self, x_NE: Tensor, positions_N: Tensor, attend: Attend | AttendInPlace | AttendProjected) -> Tensor:
         """Final hidden states, normed; x is used up."""
         delta: Tensor | None = None
         for index in range(self.spec.num_layers):
@@ -253,14 +253,19 @@ class FusedPass:
         self._query(last, x_NE, delta, positions_N, attend)
 
     def _layer(
-        self, index: int, x: Tensor, delta: Tensor | None, positions: Tensor, attend: Attend | AttendInPlace
+        self, index: int, x: Tensor, delta: Tensor | None, positions: Tensor, attend: Attend | AttendInPlace | AttendProjected
     ) -> Tensor:
         """Adds `delta` to the residual stream x, and returns what this layer's MLP would add."""
         from tba.kernels.layer import gated
 
         layer, gelu, spec = self.weights.layers[index], self.spec.activation in GELUS, self.spec.experts
-        query = self._query(index, x, delta, positions, attend)
-        attended = attend.attend(index, query, layer.sinks).to(self.dtype)
+        if isinstance(attend, AttendProjected):
+            rotations = self.rotations.get(self.spec.rotary_kinds[index])
+            qkv = self._projected(index, x, delta)
+            attended = attend.attend_projected(index, qkv, rotations, *self._head_norms(layer)).to(self.dtype)
+        else:
+            query = self._query(index, x, delta, positions, attend)
+            attended = attend.attend(index, query, layer.sinks).to(self.dtype)
         mlp_input = self._add_norm(x, self._normed(layer.output(attended), layer.attention_post_norm), layer.mlp_norm)
         if isinstance(layer.mlp, DenseMlp):
             output = layer.mlp.down(gated(layer.mlp.up(mlp_input), gelu=gelu))
@@ -270,6 +275,20 @@ class FusedPass:
             output = apply_experts(mlp_input, layer.mlp, spec, activate)
         return self._normed(output, layer.mlp_post_norm)
 
+    def _projected(self, index: int, x: Tensor, delta: Tensor | None) -> Tensor:
+        """Query, key and value heads, normed where all heads are normed together, not yet rotated -> [N, (H + 2 K) * D]."""
+        layer = self.weights.layers[index]
+        qkv = layer.qkv(self._add_norm(x, delta, layer.attention_norm))
+        if self.spec.query_key_norm == "all":
+            self._norm_all_heads(qkv, layer)
+        return qkv
+
+    def _head_norms(self, layer: Layer) -> tuple[Tensor | None, Tensor | None]:
+        """Weights that each query and key head is normed with; None = it is not."""
+        norms = (layer.query_norm, layer.key_norm) if self.spec.query_key_norm == "head" else (None, None)
+        query_norm, key_norm = (None if norm is None else norm.weight for norm in norms)
+        return query_norm, key_norm
+
     def _query(
         self, index: int, x: Tensor, delta: Tensor | None, positions: Tensor, attend: Attend | AttendInPlace
     ) -> Tensor:
@@ -277,10 +296,7 @@ class FusedPass:
         from tba.kernels.layer import rotate_and_store
 
         spec, layer = self.spec, self.weights.layers[index]
-        qkv = layer.qkv(self._add_norm(x, delta, layer.attention_norm))
-        by_head = spec.query_key_norm == "head"
-        if spec.query_key_norm == "all":
-            self._norm_all_heads(qkv, layer)
+        qkv, (query_norm, key_norm) = self._projected(index, x, delta), self._head_norms(layer)
         if isinstance(attend, AttendInPlace):
             keys, values = attend.storage(index, x.device)
         else:
@@ -292,8 +308,8 @@ class FusedPass:
             keys,
             values,
             num_heads=spec.num_heads,
-            query_norm=layer.query_norm.weight if by_head and layer.query_norm is not None else None,
-            key_norm=layer.key_norm.weight if by_head and layer.key_norm is not None else None,
+            query_norm=query_norm,
+            key_norm=key_norm,
             epsilon=spec.norm_epsilon,
         )
         if not isinstance(attend, AttendInPlace):

@@ -40,6 +40,17 @@ class AttendInPlace(Protocol):
         """Attention over what is stored -> [N, H * D]."""
 
 
+@runtime_checkable
+class AttendProjected(Protocol):
+    """An `Attend` of a fused pass whose kernels take the projection as it is: they norm, rotate, store and attend."""
+
+    def attend_projected(
+        self, layer: int, qkv: Tensor, rotations: Tensor | None, query_norm: Tensor | None, key_norm: Tensor | None
+    ) -> Tensor:
+        """Attention over what is stored and the new tokens -> [N, H * D]; rotations and norms as `rotate_and_store` takes
+        them."""
+
+
 def attention(
     spec: DecoderSpec,
     layer: int,
