@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny_models import by_key, make_prompt, make_tiny_model, make_weights_of
+from tiny_models import by_key, keep_in_pages, make_prompt, make_tiny_model, make_weights_of
 
 from tba.generate.native.cuda_graphs import DECODE_STEPS_AHEAD
 from tba.generate.native.engine import NativeEngine
@@ -19,6 +19,15 @@ from tba.generate.sampling import SamplingNeeds, response_key
 from tba.types import Completion, Request, Sampling
 
 SAMPLING = Sampling(max_new_tokens=20)
+
+
+@pytest.fixture(params=["slots", "pages"], autouse=True)
+def cache(request, monkeypatch):
+    """Every test with each of the two caches."""
+    if request.param == "pages":
+        keep_in_pages(monkeypatch)
+    return request.param
+
 
 
 class StepsAhead:

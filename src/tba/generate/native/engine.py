@@ -50,6 +50,12 @@ from tba.types import Completion, Request, Sampling, Weights
 logger = logging.getLogger("tba.generate")
 
 
+def page_size_for(decoder: Decoder) -> int:
+    """Number of positions of a page of keys and values: with the fused pass, whose kernels read pages; 0 = each slot has a
+    place of full length instead."""
+    return 0 if decoder.fused_pass is None else PAGE
+
+
 class NativeEngine:
     """An engine that generates with a copy of `model` in static tensors; a Decoder is used as it is, without a copy."""
 
@@ -65,11 +71,9 @@ class NativeEngine:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         version: int = 0,
-        page_size: int | None = None,
         max_cache_bytes: int | None = None,
     ) -> None:
-        """`page_size` is the number of positions of a page of keys and values, 0 = each slot has a place of full length; None
-        = pages where there are kernels for them. `max_cache_bytes` bounds pages; None = by what the device has free."""
+        """`max_cache_bytes` bounds pages of keys and values; None = by what the device has free."""
         self.seed, self.max_length, self.update = seed, max_length, update
         self.version = version
         self.device = torch.device(device)
@@ -85,9 +89,8 @@ class NativeEngine:
         self._is_stop = torch.zeros(self.decoder.spec.vocab_size, dtype=torch.bool, device=self.device)
         self._is_stop[self._stop_ids] = True
         self._slots = SlotTable(slots)
-        self._page_size, self._max_cache_bytes = page_size, max_cache_bytes
-        may_fuse = self.device.type == "cuda" and self._why_plain() is None
-        self._make_cache(page_size if page_size is not None else PAGE if may_fuse else 0)
+        self._max_cache_bytes = max_cache_bytes
+        self._make_cache(page_size_for(self.decoder))
         self._fused = self._make_fused()
         self._queue: PrefillQueue | None = None
         """What waits for slots while the engine generates."""
@@ -108,7 +111,7 @@ class NativeEngine:
                 "decoding without fused kernels and CUDA graphs, slower: %s: %.300s", type(error).__name__, error
             )
             self._fused = None
-            self._make_cache(self._page_size or 0)
+            self._make_cache(0)
             check_engine(model, self)
 
     def _make_cache(self, page_size: int) -> None:
@@ -127,18 +130,13 @@ class NativeEngine:
             self._prefill = Prefill(self.decoder, self.cache)
         self._running = RunningResponses(self._slots, self.state, self.cache, self._prefill, seed=self.seed)
 
-    def _why_plain(self) -> str | None:
-        """The reason why decode steps on CUDA are not fused; None = they are."""
-        reason = why_not_fused(self.decoder.spec)
-        return "its fused pass failed the check" if reason is None and self.decoder.fused_pass is None else reason
-
     def _make_fused(self) -> FusedDecode | None:
         """The fused decode step on CUDA, where the family allows it; otherwise None, with a warning."""
         if self.device.type != "cuda":
             return None
-        reason = self._why_plain()
-        if reason is not None or not isinstance(self.cache, PagedCache):
-            logger.warning("decoding without fused kernels and CUDA graphs, slower: %s.", reason or "page_size is 0")
+        if not isinstance(self.cache, PagedCache):
+            reason = why_not_fused(self.decoder.spec) or "its fused pass failed the check"
+            logger.warning("decoding without fused kernels and CUDA graphs, slower: %s.", reason)
             return None
         return FusedDecode(self.decoder, self.cache, self.state, self._is_stop)
 
@@ -158,7 +156,6 @@ class NativeEngine:
                 max_length=self.max_length,
                 dtype=self._dtype,
                 device=self.device,
-                page_size=self._page_size,
                 max_cache_bytes=self._max_cache_bytes,
             )
         self._sibling.version = self.version
