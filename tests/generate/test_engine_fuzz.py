@@ -185,8 +185,9 @@ def check_seed(seed: int) -> int:
     engine, runs_ahead, probability = make(), rng.random() < 0.5, rng.choice([0.0, 0.1, 0.3])
     # What was taken out is computed anew by the weights in use: with weights in flight not what the spans say.
     if isinstance(engine.cache, PagedCache) and (update == "drain" or probability == 0.0):
-        least = engine.cache.num_pages(MAX_LENGTH) + 2
-        engine = make(max_cache_bytes=rng.randint(least, 2 * least) * engine.cache.pool.page_bytes)
+        longest = max(len(r.prompt.token_ids) + max(len(r.prefix_ids), r.sampling.max_new_tokens) for r in requests)
+        least = engine.cache.num_pages(max(longest, 12)) + 2
+        engine = make(max_cache_bytes=rng.randint(least, least + 5) * engine.cache.pool.page_bytes)
     if runs_ahead:
         engine._fused = StepsAhead(engine)
     weights = [make_weights_of(model, 0) for model in models]

@@ -7,6 +7,8 @@ from the first chunk, which is negative where a later chunk lies below it.
 
 Page 0 is scratch: it stands wherever a table has no page, belongs to nobody and is never allocated.
 
+`PrefixIndex` finds whole pages by the tokens that they hold, so that prompts which begin alike share them.
+
 Axes: M layers, K key/value heads, D head dimension, T tokens of a pass.
 """
 
@@ -180,17 +182,16 @@ class PagePool:
             return False
         least, most = (size // self.page_bytes for size in (LEAST_CHUNK_BYTES[self.device.type], LARGEST_CHUNK_BYTES))
         wanted = max(missing, min(most, max(least, self.num_pages // 2)))
-        try:
-            self._add_chunk(min(allowed, wanted))
-        except torch.OutOfMemoryError as error:
-            self.max_pages = self.num_pages
-            logger.warning(
-                "keys and values stay at %.3g GiB, and more responses wait: %.300s",
-                self.num_pages * self.page_bytes / 2**30,
-                error,
-            )
-            return False
-        return True
+        for count in (min(allowed, wanted), missing):
+            try:
+                self._add_chunk(count)
+                return True
+            except torch.OutOfMemoryError as error:
+                reason = error
+        self.max_pages = self.num_pages
+        size = self.num_pages * self.page_bytes / 2**30
+        logger.warning("keys and values stay at %.3g GiB, and more responses wait: %.300s", size, reason)
+        return False
 
     def _add_chunk(self, count: int) -> None:
         # Zeros, not garbage: masked keys have weight 0, and 0 x NaN would be NaN.
@@ -212,3 +213,50 @@ class PagePool:
         self.num_free = 0
         for pages in parts:
             self._give_back(pages)
+
+
+class PrefixIndex:
+    """Whole pages by what they hold: the weights' version, the tokens, and the page before, which stands for all tokens
+    before them. Whoever uses a page uses those before it too, so none of these is freed, and given to others, before it."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._pages: dict[tuple[int, int, bytes], int] = {}
+        self._keys: dict[int, tuple[int, int, bytes]] = {}
+
+    def find(self, ids: np.ndarray, version: int) -> np.ndarray:
+        """Pages that hold the beginning of a sequence, as many as there are."""
+        found: list[int] = []
+        for key in self._chain(ids, version, found):
+            page = self._pages.get(key)
+            if page is None:
+                break
+            found.append(page)
+        return np.array(found, dtype=np.int64)
+
+    def add(self, ids: np.ndarray, version: int, pages: np.ndarray) -> np.ndarray:
+        """The whole pages of a sequence hold its tokens now -> the pages to be used for them: others where these held the same
+        before."""
+        held: list[int] = []
+        for key, page in zip(self._chain(ids, version, held), pages.tolist()):
+            known = self._pages.setdefault(key, page)
+            self._keys[known] = key
+            held.append(known)
+        return np.array(held, dtype=np.int64)
+
+    def forget(self, pages: np.ndarray) -> None:
+        """Nobody uses these pages any more."""
+        for page in pages.tolist():
+            key = self._keys.pop(page, None)
+            if key is not None:
+                del self._pages[key]
+
+    def clear(self) -> None:
+        self._pages.clear()
+        self._keys.clear()
+
+    def _chain(self, ids: np.ndarray, version: int, before: list[int]) -> Iterator[tuple[int, int, bytes]]:
+        """Keys of a sequence's whole pages, in order; `before` gets the page of each before the next key is asked for."""
+        size = self._page_size
+        for start in range(0, len(ids) // size * size, size):
+            yield version, before[-1] if before else -1, ids[start : start + size].tobytes()

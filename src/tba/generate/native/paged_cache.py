@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.generate.native.page_pool import PAGE, SCRATCH, PagePool
+from tba.generate.native.page_pool import PAGE, SCRATCH, PagePool, PrefixIndex
 from tba.generate.native.slots import SlotTable
 from tba.models.decoder_spec import DecoderSpec
 from tba.models.packing import on_device
@@ -79,6 +79,7 @@ class PagedCache:
     ) -> None:
         self.spec, self.device, self.dtype, self.page_size = spec, device, dtype, page_size
         self.pool = PagePool(spec, dtype, device, page_size=page_size, max_bytes=max_bytes)
+        self.prefixes = PrefixIndex(page_size)
         width = -(-max_length // page_size)
         self.numbers = np.full((num_slots, width), SCRATCH, dtype=np.int64)
         """Page numbers, a row per slot."""
@@ -172,7 +173,7 @@ class PagedCache:
         chosen = np.asarray(slots)
         self._note(chosen)
         used = np.arange(self.numbers.shape[1]) < self.counts[chosen, None]
-        self.pool.release(self.numbers[chosen][used])
+        self._release(self.numbers[chosen][used])
         self.numbers[chosen], self.counts[chosen], self.num_whole[chosen] = SCRATCH, 0, 0
         self._groups_changed = True
 
@@ -189,15 +190,44 @@ class PagedCache:
     def clear(self) -> None:
         """All slots and prompts give their pages back."""
         self.pool.release_all()
+        self.prefixes.clear()
         self.numbers[:], self.counts[:], self.num_whole[:] = SCRATCH, 0, 0
         self._changed.clear()
         self._copies.clear()
         self.table.zero_()
         self._groups_changed = True
 
+    # --- prompts -----------------------------------------------------------------------------------------------------
+
+    def begin(self, ids: np.ndarray, version: int, *, num_spare: int) -> PagedPrompt | None:
+        """Pages for a prompt: whole ones that hold its beginning already are shared. None where there are not so many free,
+        and `num_spare` more."""
+        shared = self.prefixes.find(ids, version)
+        missing = self.num_pages(len(ids)) - len(shared)
+        own = self.pool.allocate(missing) if missing + num_spare <= self.pool.num_available else None
+        if own is None:
+            return None
+        self.pool.share(shared)
+        pages = np.concatenate((shared, own))
+        return PagedPrompt(ids=ids, version=version, pages=pages, num_computed=len(shared) * self.page_size)
+
+    def note_computed(self, prompt: PagedPrompt, num_computed: int) -> None:
+        """So many tokens of a prompt are in its pages: others that begin alike may share them."""
+        prompt.num_computed = num_computed
+        held = self.prefixes.add(prompt.ids[:num_computed], prompt.version, prompt.pages)
+        own = prompt.pages[: len(held)]
+        is_other = held != own
+        if is_other.any():  # computed side by side with one that begins alike: one copy is enough
+            self.pool.share(held[is_other])
+            self._release(own[is_other])
+            prompt.pages[: len(held)] = held
+
     def drop(self, prompt: PagedPrompt) -> None:
         """Nobody starts from a prompt any more."""
-        self.pool.release(prompt.pages)
+        self._release(prompt.pages)
+
+    def _release(self, pages: np.ndarray) -> None:
+        self.prefixes.forget(self.pool.release(pages))
 
     # --- the device --------------------------------------------------------------------------------------------------
 

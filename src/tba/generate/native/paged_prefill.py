@@ -1,7 +1,7 @@
 """Prompts computed into pages: whole ones side by side, long ones part by part between decode steps.
 
 A turn computes as many tokens as running responses may wait for, and everything when nothing runs. A part of a prompt begins
-with a page and sees the pages of what came before it.
+with a page and sees the pages of what came before it, its own or those that it shares with a prompt that begins alike.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ TURN_TOKENS = 4096
 """Most prompt tokens between two turns of decode steps: at 7B as long as a few of them."""
 MASK_NUMBERS = 2**27
 """Most numbers in the mask of a part of a long prompt."""
+LEAST_DEFERRED = 4
+"""Prompts with so many pages in common are computed one after the other: a pass more costs less than it saves."""
 SMALL_START, SMALL_PART = 1024, 256
 """Parts of fewer tokens after fewer tokens are computed together, whatever came before each."""
 
@@ -67,9 +69,12 @@ class PagedPrefill:
         parts: list[Part] = []
         most = PREFILL_TOKENS[self.decoder.device.type]
         left = most if limit is None else min(limit, most)
-        for index in range(len(waiting)):
+        later = self._better_later(waiting, version)
+        for index, prompt in enumerate(waiting):
             if left <= 0:
                 break
+            if index in later:
+                continue
             stored = self._begun(waiting, index, version)
             if stored is None:
                 break  # in order: a later one must not take the pages that this one waits for
@@ -79,6 +84,26 @@ class PagedPrefill:
             parts.append(part)
             left -= part.size
         return parts
+
+    def _better_later(self, waiting: Sequence[WaitingPrompt], version: int) -> set[int]:
+        """Prompts that begin as a longer one does which is computed now: in the next pass they share its pages."""
+        found: set[int] = set()
+        cache, size = self.cache, LEAST_DEFERRED * self.cache.page_size
+        alike: dict[bytes, list[int]] = {}
+        num_pages = 0
+        for index, prompt in enumerate(waiting):
+            if prompt.stored is None or prompt.stored.version != version:
+                num_pages += cache.num_pages(len(prompt.sequence))
+                if len(prompt.sequence) > size:
+                    alike.setdefault(prompt.sequence[:size].tobytes(), []).append(index)
+        # Where pages are short the longer one might never come, and they would wait for ever.
+        if num_pages + int((cache.counts > 0).sum()) > cache.pool.num_available:
+            return found
+        for members in alike.values():
+            if len(members) > 1:
+                longest = max(members, key=lambda index: len(waiting[index].sequence))
+                found.update(index for index in members if index != longest)
+        return found
 
     def _part(self, stored: PagedPrompt, most: int) -> Part:
         """What comes next of a prompt: the rest, or whole pages, at least one."""
@@ -94,25 +119,19 @@ class PagedPrefill:
         stored = prompt.stored
         if stored is not None and stored.version != version:
             cache.drop(stored)
-            prompt.stored = stored = None
-        if stored is None:
-            ids = prompt.sequence[:-1]
-            pages = self._pages_for(cache.num_pages(len(ids)), waiting[index + 1 :])
-            if pages is not None:
-                prompt.stored = stored = PagedPrompt(ids=ids, version=version, pages=pages)
-        return stored
-
-    def _pages_for(self, count: int, later: Sequence[WaitingPrompt]) -> np.ndarray | None:
-        """So many pages, if need be from prompts that come later. One for each running response stays free: what is computed
-        now should not have to leave at once."""
-        cache, wanted = self.cache, count + int((self.cache.counts > 0).sum())
-        for prompt in reversed(later):
-            if cache.pool.num_available >= wanted:
-                break
-            if prompt.stored is not None:
-                cache.drop(prompt.stored)
-                prompt.stored = None
-        return cache.pool.allocate(count) if cache.pool.num_available >= wanted else None
+            prompt.stored = None
+        if prompt.stored is None:
+            # A page for each response that runs or comes before stays free: what is computed now should not have to leave
+            # at once. Those that come later leave, if need be.
+            num_spare = int((cache.counts > 0).sum()) + sum(len(other.responses) for other in waiting[:index])
+            later = [other for other in waiting[index + 1 :] if other.stored is not None]
+            prompt.stored = cache.begin(prompt.sequence[:-1], version, num_spare=num_spare)
+            while prompt.stored is None and later:
+                last = later.pop()
+                cache.drop(last.stored)
+                last.stored = None
+                prompt.stored = cache.begin(prompt.sequence[:-1], version, num_spare=num_spare)
+        return prompt.stored
 
     def _batches(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
         """Parts of similar size, together where what came before is as long: then no mask is needed. Short ones after short
@@ -151,4 +170,4 @@ class PagedPrefill:
         keys, values = (table.transpose(2, 3).flatten(1, 2) for table in (attend.keys, attend.values))
         cache.pool.store(pages, places[real] % cache.page_size, np.flatnonzero(real), keys, values)
         for part in parts:
-            part.prompt.num_computed = part.end
+            cache.note_computed(part.prompt, part.end)
