@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny_models import by_key, make_prompt, make_tiny_model, make_weights_of
+from tiny_models import by_key, keep_in_pages, make_prompt, make_tiny_model, make_weights_of
 
 from tba.generate.native.cuda_graphs import DECODE_STEPS_AHEAD
 from tba.generate.native.engine import NativeEngine
@@ -19,6 +19,14 @@ from tba.generate.sampling import SamplingNeeds, response_key
 from tba.types import Completion, Request, Sampling
 
 SAMPLING = Sampling(max_new_tokens=20)
+
+
+@pytest.fixture(params=["slots", "pages"], autouse=True)
+def cache(request, monkeypatch):
+    """Every test with each of the two caches."""
+    if request.param == "pages":
+        keep_in_pages(monkeypatch)
+    return request.param
 
 
 class StepsAhead:
@@ -37,9 +45,7 @@ class StepsAhead:
             tables = (state.integers, state.tokens, state.behaviour, state.policy)
             before = [table[done].clone() for table in tables]
             state.integers[done, INTEGERS.index("num_tokens")] = 0  # whatever it writes is taken back
-            engine._decode_step(
-                count, engine.cache.values.shape[3], SamplingNeeds(*[True] * len(SamplingNeeds._fields))
-            )
+            engine._decode_step(count, engine.cache.num_positions, SamplingNeeds(*[True] * len(SamplingNeeds._fields)))
             for table, rows in zip(tables, before):
                 table[done] = rows
 
@@ -134,7 +140,7 @@ def test_tokens_are_those_of_the_plain_engine_also_after_an_early_end(seed):
     stream.close()
     found = list(engine.generate(with_pauses(rng, requests), samples_per_prompt=samples, sampling=SAMPLING))
     assert_same(found, expected)
-    assert not engine._snapshots
+    assert not engine._running.snapshots
     assert not engine._slots.any_running()
 
 

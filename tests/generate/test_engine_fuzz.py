@@ -1,11 +1,12 @@
 """Random models, requests and loads against a plain forward pass, token by token.
 
 Everything is drawn from the seed: shape and family, ragged prompts, prefixes, sampling settings, number of slots, pauses,
-weights that arrive in flight or are drained, streams that are closed early, steps that run ahead as on a GPU. Each token
+weights that arrive in flight or are drained, streams that are closed early, steps that run ahead as on a GPU; with pages also
+memory for a few responses only, so that they are taken out and start again. Each token
 must be the one that `sample` chooses from the logits of transformers' own pass, with the weights that the spans name for it
 and a cache that holds what earlier weights computed.
 
-A longer run: python tests/generate/test_engine_fuzz.py 200        (seeds 1000 to 1199)
+A longer run: python tests/generate/test_engine_fuzz.py 200 [pages]        (seeds 1000 to 1199)
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from test_engine_ahead import StepsAhead, with_pauses
-from tiny_models import by_key, make_weights_of
+from tiny_models import by_key, keep_in_pages, make_weights_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tba.generate.native.engine import NativeEngine
+from tba.generate.native.paged_cache import PagedCache
 from tba.generate.sampling import SamplingNeeds, SamplingState, response_key, sample
 from tba.types import Completion, Prompt, Request, Sampling
 
@@ -176,13 +179,25 @@ def check_seed(seed: int) -> int:
     rng = random.Random(seed)
     models, requests, samples = random_models(rng), random_requests(rng), rng.randint(1, 3)
     update = rng.choice(["in_flight", "in_flight", "drain"])
-    engine = NativeEngine(
-        models[0], stop_ids=STOPS, seed=seed, slots=rng.randint(1, 6), max_length=MAX_LENGTH, update=update
+    make = partial(
+        NativeEngine,
+        models[0],
+        stop_ids=STOPS,
+        seed=seed,
+        slots=rng.randint(1, 6),
+        max_length=MAX_LENGTH,
+        update=update,
     )
-    if rng.random() < 0.5:
+    engine, runs_ahead, probability = make(), rng.random() < 0.5, rng.choice([0.0, 0.1, 0.3])
+    # What was taken out is computed anew by the weights in use: with weights in flight not what the spans say.
+    if isinstance(engine.cache, PagedCache) and (update == "drain" or probability == 0.0):
+        longest = max(len(r.prompt.token_ids) + max(len(r.prefix_ids), r.sampling.max_new_tokens) for r in requests)
+        least = engine.cache.num_pages(max(longest, 12)) + 2
+        engine = make(max_cache_bytes=rng.randint(least, least + 5) * engine.cache.pool.page_bytes)
+    if runs_ahead:
         engine._fused = StepsAhead(engine)
     weights = [make_weights_of(model, 0) for model in models]
-    versions, probability = itertools.count(1), rng.choice([0.0, 0.1, 0.3])
+    versions = itertools.count(1)
 
     def perhaps_load() -> None:
         if rng.random() < probability:
@@ -213,6 +228,15 @@ def test_every_token_is_what_a_plain_pass_would_choose(seed):
     check_seed(seed)
 
 
+@pytest.mark.parametrize("seed", range(16, 32))
+def test_every_token_is_what_a_plain_pass_would_choose_with_pages(seed, monkeypatch):
+    keep_in_pages(monkeypatch)
+    check_seed(seed)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(f"{sum(check_seed(1000 + index) for index in range(int(sys.argv[1]))):,} tokens as they must be")
+    with pytest.MonkeyPatch.context() as patch:
+        if "pages" in sys.argv:
+            keep_in_pages(patch)
+        print(f"{sum(check_seed(1000 + index) for index in range(int(sys.argv[1]))):,} tokens as they must be")

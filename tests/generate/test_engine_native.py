@@ -5,12 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_models import by_key, make_requests, make_tiny_model, make_weights_of, plain_log_probs
+from tiny_models import by_key, keep_in_pages, make_requests, make_tiny_model, make_weights_of, plain_log_probs
 
 from tba.generate.native.engine import NativeEngine
 from tba.types import Request, Sampling
 
 LENGTHS = (3, 8, 1, 5, 12, 4, 7)
+
+
+@pytest.fixture(params=["slots", "pages"], autouse=True)
+def cache(request, monkeypatch):
+    """Every test with each of the two caches."""
+    if request.param == "pages":
+        keep_in_pages(monkeypatch)
+    return request.param
 
 
 def make(model=None, *, slots, seed=3, **changes):
@@ -71,14 +79,27 @@ def test_a_free_slot_is_refilled_before_the_next_step():
     assert busy[-1] < 4  # at the end the running ones stand together and empty slots cost nothing
 
 
+def prefilled_by(engine):
+    """Fills as the engine prefills: (number of tokens computed, version) of every part of a prompt."""
+    found, batch = [], engine._prefill.batch
+
+    def noting(rows, version=None):
+        parts = [(len(row), version) for row in rows] if version is not None else None
+        found.extend(parts or [(part.size, part.prompt.version) for part in rows])
+        return batch(rows) if version is None else batch(rows, version)
+
+    engine._prefill.batch = noting
+    return found
+
+
 def test_a_prompt_is_prefilled_once_for_all_its_samples():
-    engine, rows = make(slots=2), []
-    prefill = engine._prefill.batch
-    engine._prefill.batch = lambda batch, version: (rows.extend(batch), prefill(batch, version))[1]
+    engine = make(slots=2)
+    found = prefilled_by(engine)
     generated(engine, make_requests(4, 6), samples=7)
-    assert sorted(len(row) for row in rows) == [3, 5]
+    assert sorted(found) == [(3, 0), (5, 0)]
 
 
+@pytest.mark.parametrize("cache", ["slots"], indirect=True)
 def test_the_cache_grows_to_what_requests_need_and_not_to_the_limit():
     engine = NativeEngine(make_tiny_model("llama"), stop_ids=[2], seed=0, slots=2, max_length=120)
     sampling = Sampling(max_new_tokens=10)
@@ -141,27 +162,23 @@ def test_a_response_of_one_version_has_the_log_probs_of_that_versions_forward_pa
 
 
 def test_prompts_without_a_token_yet_are_prefilled_again_once_when_weights_are_loaded():
-    engine, rows = make(slots=4), []
-    batch = engine._prefill.batch
-
-    def noting(found, version):
-        rows.extend((len(row) + 1, version) for row in found)
-        return batch(found, version)
+    engine = make(slots=4)
+    engine._prefill.turn_tokens = 100  # of pages: prompts are not cut
+    rows = prefilled_by(engine)
 
     def between_steps():
         if len(rows) == 8 and engine.version == 0:
             engine.load(make_weights_of(make_tiny_model("llama", seed=1), 1))
 
-    engine._prefill.batch = noting
     lengths = (2, 9, 9, 9, 3, 3, 3, 3)
     requests = [
         Request(prompt=request.prompt, sampling=Sampling(max_new_tokens=length, min_new_tokens=length))
-        for request, length in zip(make_requests(*range(3, 11)), lengths)
+        for request, length in zip(make_requests(*range(2, 10)), lengths)
     ]
     stream = engine.generate(requests, samples_per_prompt=1, sampling=requests[0].sampling, between_steps=between_steps)
     assert len(list(stream)) == 8
     # The second four prompts are read when the first response has ended: one is in its slot and three wait at the load.
-    assert sorted(rows) == sorted([(length, 0) for length in range(3, 11)] + [(length, 1) for length in range(7, 11)])
+    assert sorted(rows) == sorted([(length, 0) for length in range(1, 9)] + [(length, 1) for length in range(5, 9)])
 
 
 def test_draining_starts_nothing_new_until_the_weights_are_in():
@@ -181,7 +198,8 @@ def test_draining_starts_nothing_new_until_the_weights_are_in():
     assert started == [(3, 0)] * 3 + [(2, 0)] * 2 + [(1, 0)] * 2 + [(3, 6)] * 4
 
 
-def test_the_cpu_cache_stays_fp32_when_matrices_are_bf16():
+def test_the_cpu_cache_stays_fp32_when_matrices_are_bf16(cache):
     engine = make(make_tiny_model("llama", spread=3.0), slots=2, dtype=torch.bfloat16)
     assert engine.decoder.weights.embedding.dtype == torch.bfloat16
-    assert engine.cache.keys.dtype == torch.float32
+    dtype = engine.cache.keys.dtype if cache == "slots" else engine.cache.pool.base.dtype
+    assert dtype == torch.float32

@@ -8,10 +8,12 @@ import os
 from collections.abc import Callable, Iterable
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tba.generate.native import engine, page_pool, paged_prefill
 from tba.types import Completion, Prompt, Request, Weights
 
 transformers.logging.set_verbosity_error()
@@ -134,6 +136,14 @@ def make_tiny_model(family: str = "llama", *, seed: int = 0, spread: float = 6.0
             else:
                 parameter.mul_(spread)
     return model
+
+
+def keep_in_pages(monkeypatch: pytest.MonkeyPatch, *, page_size: int = 4) -> None:
+    """Engines made from now on keep keys and values in pages, as on a GPU: small ones, in small chunks, so that sequences
+    have many, and prompts longer than 8 tokens are prefilled in parts while others run."""
+    monkeypatch.setattr(engine, "page_size_for", lambda decoder: page_size)
+    monkeypatch.setitem(page_pool.LEAST_CHUNK_BYTES, "cpu", 2**14)
+    monkeypatch.setattr(paged_prefill, "TURN_TOKENS", 2 * page_size)
 
 
 def make_prompt(prompt_id: str, length: int, *, seed: int = 0) -> Prompt:

@@ -14,8 +14,8 @@ from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import ReferenceScorer
 from tba.models.build_decoder import make_decoder
 from tba.models.decoder import rotate
-from tba.models.fused_pass import FusedPass, make_fused_pass, why_not_fused
 from tba.models.decoder_attention import CausalAttention
+from tba.models.fused_pass import FusedPass, make_fused_pass, why_not_fused
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for CUDA.")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

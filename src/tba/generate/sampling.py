@@ -198,6 +198,18 @@ def _kept(probs_BV: Tensor, state: SamplingState) -> Tensor:
     return torch.zeros_like(in_top_p).scatter(1, ids_BV, in_top_k & in_top_p)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WrittenTokens:
+    """The beginning of a response, its prefix included, on the host; the log-probs of the prefix are NaN.
+
+    WrittenTokens(token_ids=[9, 4], behaviour=[-.1, -.7], policy=[-.1, -.7])
+    """
+
+    token_ids: np.ndarray
+    behaviour: np.ndarray
+    policy: np.ndarray
+
+
 @dataclass(kw_only=True, eq=False)
 class Response:
     """A response that is being generated; its tokens are in the engine's tensors until it is finished."""
@@ -207,15 +219,29 @@ class Response:
     sampling: Sampling
     spans: list[tuple[int, int]] = field(default_factory=list)
     """Pairs (first token, version): from that token on this version chose, up to the next pair."""
+    order: int = 0
+    """Place among all responses of a call: where there is not room for all, the oldest go on."""
+    written: WrittenTokens | None = None
+    """What it had when it was taken out for want of room; None = it never was, or had only its prefix."""
 
     @property
     def num_prefix_tokens(self) -> int:
         return len(self.request.prefix_ids)
 
     @property
+    def token_ids(self) -> np.ndarray:
+        """Tokens that it starts with: its prefix, and what it had when it was taken out."""
+        return self.request.prefix_ids if self.written is None else self.written.token_ids
+
+    @property
     def start_position(self) -> int:
-        """Position of the token that is fed first: the last of prompt and prefix, whose output is the first new token."""
-        return len(self.request.prompt.token_ids) + self.num_prefix_tokens - 1
+        """Position of the token that is fed first: the last that is there, whose output is the first new token."""
+        return len(self.request.prompt.token_ids) + len(self.token_ids) - 1
+
+    @property
+    def sequence(self) -> np.ndarray:
+        """Prompt and the tokens that it starts with, int64."""
+        return np.concatenate((self.request.prompt.token_ids, self.token_ids)).astype(np.int64)
 
     @property
     def max_length(self) -> int:

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tba.generate.transformers_trials import pads_exactly
 from tba.models.build_decoder import native_spec
 from tba.models.decoder import UnsupportedModel
-from tba.models.fused_pass import why_never_fused
 from tba.models.decoder_spec import DecoderSpec
+from tba.models.fused_pass import why_never_fused
 from tba.models.load import check_generates, told
 from tba.models.names import resolve_path
 from tba.models.policy import PolicyModel

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tba.models.decoder_spec import DecoderSpec, Layer
+from tba.models.decoder_spec import DecoderSpec
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """All attention kernels but cuDNN's, which plans a tenth of a second for every new shape: prompts have many."""
@@ -42,11 +42,13 @@ class AttendInPlace(Protocol):
 
 @runtime_checkable
 class AttendProjected(Protocol):
-    """An `Attend` that takes what the projection gives: norms and rotations by head, storing and attention are one."""
+    """An `Attend` of a fused pass whose kernels take the projection as it is: they norm, rotate, store and attend."""
 
-    def attend_projected(self, index: int, qkv: Tensor, layer: Layer, rotations: Tensor | None) -> Tensor:
-        """Store the keys and values of `qkv` [N, (H + 2 K) D], and attend over what is stored -> [N, H * D]. `rotations` is
-        real [positions, rotated pairs, 2] (cos, sin); None = heads are not rotated."""
+    def attend_projected(
+        self, layer: int, qkv: Tensor, rotations: Tensor | None, query_norm: Tensor | None, key_norm: Tensor | None
+    ) -> Tensor:
+        """Attention over what is stored and the new tokens -> [N, H * D]; rotations and norms as `rotate_and_store` takes
+        them."""
 
 
 def attention(

@@ -107,7 +107,8 @@ class FusedPass:
         layer, spec = self.weights.layers[index], self.spec.experts
         qkv = self._projected(index, x, added)
         if isinstance(attend, AttendProjected):
-            attended = attend.attend_projected(index, qkv, layer, self.rotations.get(self.spec.rotary_kinds[index]))
+            rotations = self.rotations.get(self.spec.rotary_kinds[index])
+            attended = attend.attend_projected(index, qkv, rotations, *layer.head_norms(self.spec))
         else:
             attended = attend.attend(index, self._store(index, qkv, positions, attend), layer.sinks)
         attended = attended.to(self.dtype)

@@ -1,8 +1,9 @@
 """CUDA graphs: decode steps over the slots, and the loading of new weights, captured once and replayed.
 
-A decode step is few kernels; several are run before the host takes a snapshot of the slots. Every kernel reads positions and
-stop flags on the device, so one graph per number of slots serves all lengths, and a slot that is done stands still until the
-host takes its response. New weights are copied into the tensors the graphs read: nothing is captured again.
+A decode step is few kernels; several are run before the host takes a snapshot of the slots. Every kernel reads positions,
+page tables and stop flags on the device, so one graph per number of slots and way of reading pages serves all lengths, and a
+slot that is done stands still until the host takes its response. New weights are copied into the tensors the graphs read,
+and pages never move: nothing is captured again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tba.generate.native.kv_cache import FusedSlotAttention, SlotCache
+from tba.generate.native.page_attention import FusedPagedAttention
+from tba.generate.native.paged_cache import PagedCache, PagePlan
 from tba.generate.native.slots import SlotState
 from tba.models.decoder import Decoder
 from tba.models.fused_pass import FusedPass
@@ -31,13 +33,14 @@ longer."""
 class FusedDecode:
     """Runs decode steps of a decoder over the slots' static tensors, from captured graphs once kernels are compiled."""
 
-    def __init__(self, decoder: Decoder, cache: SlotCache, state: SlotState, is_stop_V: Tensor) -> None:
+    def __init__(self, decoder: Decoder, cache: PagedCache, state: SlotState, is_stop_V: Tensor) -> None:
         self.decoder, self.cache, self.state, self.is_stop_V = decoder, cache, state, is_stop_V
         self.fused_pass = decoder.fused_pass or FusedPass(decoder.spec, decoder.weights, decoder.rotations)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._warm: set[int] = set()
-        """Numbers of slots that have run once: kernels are compiled and libraries are ready, so a capture may follow."""
-        self._addresses: tuple[tuple[int, torch.Size], ...] = ()
+        self._graphs: dict[tuple[int, PagePlan], torch.cuda.CUDAGraph] = {}
+        self._warm: set[tuple[int, PagePlan]] = set()
+        """Numbers of slots, and ways of reading pages, that have run once: kernels are compiled and libraries are ready, so a
+        capture may follow."""
+        self._address: tuple[int, torch.Size] | None = None
         self._captures = decoder.device.type == "cuda"
 
     @torch.inference_mode()
@@ -45,20 +48,21 @@ class FusedDecode:
         """`decode_steps` tokens for each of the first `count` slots that is not done."""
         # Slots beyond `count` are done, and a slot that is done stands still: a graph over more slots changes nothing there.
         slots = self._bucket(count)
+        step = (slots, self.cache.plan(slots))
         self._forget_if_moved()
         for _ in range(decode_steps):
-            if self._captures and slots not in self._graphs and slots in self._warm:
-                self._capture(slots)
-            if slots in self._graphs:
-                self._graphs[slots].replay()
+            if self._captures and step not in self._graphs and step in self._warm:
+                self._capture(*step)
+            if step in self._graphs:
+                self._graphs[step].replay()
             else:
                 # Kernel by kernel at first: this compiles what is missing, which a capture must not.
-                self._decode_step(slots)
-                self._warm.add(slots)
+                self._decode_step(*step)
+                self._warm.add(step)
 
     def forget(self) -> None:
         """Drop all graphs: the decoder computes otherwise from now on."""
-        self._addresses = ()
+        self._address = None
 
     def _bucket(self, count: int) -> int:
         """Number of slots that a graph runs over: powers of two up to 64, then multiples of 64: few graphs, little waste."""
@@ -66,36 +70,36 @@ class FusedDecode:
         return min(rounded, self.state.integers.shape[0])
 
     def _forget_if_moved(self) -> None:
-        """Drop all graphs when a table has grown: they hold the addresses and sizes of the old one."""
-        tables = (self.cache.keys, self.cache.values, self.state.tokens)
-        addresses = tuple((table.data_ptr(), table.shape) for table in tables)
-        if addresses != self._addresses:
+        """Drop all graphs when the tables of responses have grown: they hold the addresses and sizes of the old ones."""
+        address = (self.state.tokens.data_ptr(), self.state.tokens.shape)
+        if address != self._address:
             if self._graphs:
                 torch.cuda.synchronize()  # one of them may be at work
             self._graphs.clear()
             self._warm.clear()  # other sizes may be other kernels, and a capture must not compile any
-            self._addresses = addresses
+            self._address = address
 
-    def _capture(self, slots: int) -> None:
-        """A graph for this number of slots; without memory for one, decoding goes on kernel by kernel, with a warning."""
+    def _capture(self, slots: int, plan: PagePlan) -> None:
+        """A graph for this number of slots and plan; without memory for one, decoding goes on kernel by kernel, with a warning."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph):
-                self._decode_step(slots)
+                self._decode_step(slots, plan)
         except torch.OutOfMemoryError as error:
             self._captures = False
             logger.warning("decoding without CUDA graphs from now on, slower: %.300s", error)
         else:
-            self._graphs[slots] = graph
+            self._graphs[slots, plan] = graph
 
-    def _decode_step(self, slots: int) -> None:
+    def _decode_step(self, slots: int, plan: PagePlan) -> None:
         """One decode step: work on static tensors only, so that it can be captured."""
         from tba.kernels.sampling import choose_tokens
 
         decoder, positions = self.decoder, self.state.column("positions", slots)
         x = self.fused_pass.embed(self.state.column("ids", slots))
-        hidden = self.fused_pass.hidden(x, positions, FusedSlotAttention(decoder.spec, self.cache, positions))
+        attend = FusedPagedAttention(decoder, self.cache, self.state, slots, plan)
+        hidden = self.fused_pass.hidden(x, positions, attend)
         logits = F.linear(hidden, decoder.weights.head)
         choose_tokens(logits, self.state.columns(slots), self.is_stop_V, cap=decoder.spec.logit_cap)
 

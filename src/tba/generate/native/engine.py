@@ -1,8 +1,9 @@
 """The native engine: slots decoded side by side with our own decoder, finished slots refilled at once.
 
 Each turn of the loop gives free slots to waiting responses, runs a decode step for all running ones and hands out what
-the turn before finished: on a GPU the caller and the decode steps work side by side. A prompt is prefilled once; its keys
-and values are forked into the slots of its samples as they fall free.
+the turn before finished: on a GPU the caller and the decode steps work side by side. A prompt is prefilled once; its samples
+start from its keys and values as slots fall free. With the fused kernels keys and values lie in pages, and memory follows
+the tokens that are there (paged_cache.py); elsewhere each slot has a place of full length (kv_cache.py).
 
 `load` may be called whenever the caller has control: between two completions, or from `between_steps`.
     in_flight   new weights act from the next token on; the keys and values of earlier tokens stay as the old weights made
@@ -16,7 +17,6 @@ computed by that version, keys and values included.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
@@ -31,20 +31,30 @@ from tba.generate.native.cuda_graphs import (
     FusedDecode,
     InPlaceLoader,
 )
-from tba.generate.native.kv_cache import Prefilled, SlotAttention, SlotCache
+from tba.generate.native.kv_cache import SlotAttention, SlotCache
 from tba.generate.native.load_check import check_engine
-from tba.generate.native.prefill import READ_AHEAD, Admission, Prefill, PrefillQueue
-from tba.generate.native.slots import FinishedSlots, SlotSnapshot, SlotState, SlotTable
-from tba.generate.sampling import SamplingNeeds, checked_requests, sample, sequence_of
+from tba.generate.native.page_attention import PagedAttention
+from tba.generate.native.page_pool import PAGE, default_cache_bytes
+from tba.generate.native.paged_cache import PagedCache
+from tba.generate.native.paged_prefill import PagedPrefill
+from tba.generate.native.prefill import READ_AHEAD, Prefill, PrefillQueue
+from tba.generate.native.running import RunningResponses
+from tba.generate.native.slots import SlotState, SlotTable
+from tba.generate.sampling import SamplingNeeds, checked_requests, sample
 from tba.generate.scoring import ReferenceScorer
 from tba.models.adapter import DecoderAdapter
 from tba.models.build_decoder import make_decoder
 from tba.models.decoder import Decoder
 from tba.models.fused_pass import why_not_fused
-from tba.models.packing import on_device
 from tba.types import Completion, Request, Sampling, Weights
 
 logger = logging.getLogger("tba.generate")
+
+
+def page_size_for(decoder: Decoder) -> int:
+    """Number of positions of a page of keys and values: with the fused pass, whose kernels read pages; 0 = each slot has a
+    place of full length instead."""
+    return 0 if decoder.fused_pass is None else PAGE
 
 
 class NativeEngine:
@@ -62,7 +72,9 @@ class NativeEngine:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         version: int = 0,
+        max_cache_bytes: int | None = None,
     ) -> None:
+        """`max_cache_bytes` bounds pages of keys and values; None = by what the device has free."""
         self.seed, self.max_length, self.update = seed, max_length, update
         self.version = version
         self.device = torch.device(device)
@@ -72,18 +84,17 @@ class NativeEngine:
             self.decoder = make_decoder(model, max_length=max_length, dtype=dtype, device=self.device)
         self._load_in_place = InPlaceLoader(self.decoder)
         self._dtype = dtype
-        self.cache = SlotCache(self.decoder.spec, slots, self.decoder.attention_dtype, self.device)
         self.state = SlotState(slots, self.device)
         self.stop_ids = frozenset(stop_ids)
         self._stop_ids = torch.tensor(sorted(self.stop_ids), device=self.device)
         self._is_stop = torch.zeros(self.decoder.spec.vocab_size, dtype=torch.bool, device=self.device)
         self._is_stop[self._stop_ids] = True
-        self._prefill = Prefill(self.decoder, self.cache)
         self._slots = SlotTable(slots)
-        self._snapshots: deque[tuple[int, SlotSnapshot]] = deque()
-        """Numbered snapshots that the host has not taken note of yet, the oldest first."""
-        self._num_snapshots = 0
+        self._max_cache_bytes = max_cache_bytes
+        self._make_cache(page_size_for(self.decoder))
         self._fused = self._make_fused()
+        self._queue: PrefillQueue | None = None
+        """What waits for slots while the engine generates."""
         self._pending: Weights | None = None
         self._sibling: NativeEngine | None = None
         self._generating = False
@@ -101,16 +112,31 @@ class NativeEngine:
                 "decoding without fused kernels and CUDA graphs, slower: %s: %.300s", type(error).__name__, error
             )
             self._fused = None
+            self._make_cache(0)
             check_engine(model, self)
+
+    def _make_cache(self, page_size: int) -> None:
+        """Keys and values in pages of this size, or in slots for 0, and what fills and reads them."""
+        spec, slots, dtype = self.decoder.spec, len(self._slots.responses), self.decoder.attention_dtype
+        self.cache: SlotCache | PagedCache
+        self._prefill: Prefill | PagedPrefill
+        if page_size:
+            most = default_cache_bytes(self.device) if self._max_cache_bytes is None else self._max_cache_bytes
+            self.cache = PagedCache(
+                spec, slots, dtype, self.device, max_length=self.max_length, max_bytes=most, page_size=page_size
+            )
+            self._prefill = PagedPrefill(self.decoder, self.cache)
+        else:
+            self.cache = SlotCache(spec, slots, dtype, self.device)
+            self._prefill = Prefill(self.decoder, self.cache)
+        self._running = RunningResponses(self._slots, self.state, self.cache, self._prefill, seed=self.seed)
 
     def _make_fused(self) -> FusedDecode | None:
         """The fused decode step on CUDA, where the family allows it; otherwise None, with a warning."""
         if self.device.type != "cuda":
             return None
-        reason = why_not_fused(self.decoder.spec)
-        if reason is None and self.decoder.fused_pass is None:
-            reason = "its fused pass failed the check"
-        if reason is not None:
+        if not isinstance(self.cache, PagedCache):
+            reason = why_not_fused(self.decoder.spec) or "its fused pass failed the check"
             logger.warning("decoding without fused kernels and CUDA graphs, slower: %s.", reason)
             return None
         return FusedDecode(self.decoder, self.cache, self.state, self._is_stop)
@@ -131,6 +157,7 @@ class NativeEngine:
                 max_length=self.max_length,
                 dtype=self._dtype,
                 device=self.device,
+                max_cache_bytes=self._max_cache_bytes,
             )
         self._sibling.version = self.version
         return self._sibling
@@ -143,15 +170,20 @@ class NativeEngine:
 
     def load(self, weights: Weights) -> None:
         """Take new weights: now under `in_flight`, when the running responses have finished under `drain`."""
-        if self.update == "drain" and self._slots.any_running():
+        if self.update == "drain" and self._any_unfinished():
             self._pending = weights
             return
         if self._slots.any_running():
-            self._synchronize()  # the spans below need the number of tokens that the old weights chose
+            self._running.synchronize()  # the spans below need the number of tokens that the old weights chose
         self._load_now(weights)
         for slot, response in self._slots.items():
             response.open_span(int(self._slots.num_tokens[slot]), weights.version)
-        self._prefill_started_again()
+        if self._queue is not None:
+            self._running.restart(self._queue, self.version)
+
+    def _any_unfinished(self) -> bool:
+        """Whether a response has tokens and is not complete, in its slot or taken out of it."""
+        return self._slots.any_running() or (self._queue is not None and bool(self._queue.resumed()))
 
     def keep_adapter_apart(self, model: PreTrainedModel) -> None:
         """From now on take adapters like the one in `model`, without merging them; raises UnsupportedModel where it changes
@@ -173,11 +205,11 @@ class NativeEngine:
         if self._generating:
             raise RuntimeError("this engine is already generating: exhaust or close the other iterator first.")
         self._generating = True
-        queue = PrefillQueue(
-            checked_requests(requests, sampling, self.max_length),
+        queue = self._queue = PrefillQueue(
+            self._checked(requests, sampling),
             samples_per_prompt=samples_per_prompt,
             sampling=sampling,
-            prefill=self._prefill_now,
+            cache=self.cache,
             stop_ids=self.stop_ids,
             num_slots=len(self._slots.responses),
             read_ahead=READ_AHEAD[self.device.type],
@@ -185,136 +217,85 @@ class NativeEngine:
         try:
             yield from self._loop(queue, between_steps)
         finally:
-            self._slots.clear()
-            self._snapshots.clear()
-            self.state.vacate(slice(None))
+            self._queue = None
+            self._running.clear()
             self._load_pending()
             self._generating = False
 
+    def _checked(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Request | None]:
+        """The same requests, with an error at the first that has no room."""
+        for request in checked_requests(requests, sampling, self.max_length):
+            if request is not None:
+                prompt, most = request.prompt, (request.sampling or sampling).max_new_tokens
+                length = len(prompt.token_ids) + max(len(request.prefix_ids), most)
+                self.cache.check_fits(length, f"prompt {prompt.id!r} with its response")
+            yield request
+
     def _loop(self, queue: PrefillQueue, between_steps: Callable[[], None] | None) -> Iterator[Completion]:
-        finished = FinishedSlots()
-        overlaps = self._fused is not None
+        overlaps, slots = self._fused is not None, self._slots
         while True:
             if not overlaps:
-                yield from finished.completions(self.stop_ids)
-            if not self._slots.any_running():
+                yield from self._running.completions(self.stop_ids)
+            if not self._any_unfinished():
                 self._load_pending()
             self._refill(queue)
-            decodes, ahead = self._slots.any_running(), 0
-            if decodes:
-                if between_steps is not None:
-                    between_steps()
-                # While responses wait and no slot is free, the next decode steps need not know which responses are done: a
-                # finished slot idles a little longer, and the device never waits for the host.
-                may_run_ahead = bool(queue.waiting) and not self._slots.gaps and self._pending is None
-                ahead = self._start_decode_steps(may_run_ahead=may_run_ahead)
+            if slots.any_running() and between_steps is not None:
+                between_steps()
+            ahead = self._start_decode_steps(queue)
             if overlaps:  # the GPU works on this turn, the caller on what an earlier one finished
-                yield from finished.completions(self.stop_ids)
+                yield from self._running.completions(self.stop_ids)
             while queue.completed:
                 yield queue.completed.pop()
-            if not decodes and queue.exhausted and not queue.waiting:
+            if ahead is not None:
+                self._running.take_finished(ahead)
+            elif queue.exhausted and not queue.waiting and self._running.all_handed_out:
                 return
-            finished = self._take_finished(ahead) if decodes else FinishedSlots()
 
     def _refill(self, queue: PrefillQueue) -> None:
-        """Give free slots to waiting responses (not while draining), then move running ones into the gaps that remain."""
+        """Give free slots to waiting responses; while draining only to those that were taken out."""
         free = self._slots.free_slots()
         if free and self._pending is None:
             queue.read_for(len(free), self.version)
-            # Weights were loaded while prompts waited: no response may start from keys and values of older ones.
-            queue.prefill_again(self.version)
-            admissions = queue.take(len(free))
-            if admissions:
-                self._admit(free[: len(admissions)], admissions)
-        if not self._snapshots:  # a snapshot under way knows responses by their slots
-            self._move(*self._slots.compact())
+        # Reading may have loaded other weights: no response may start from keys and values of older ones.
+        self._running.admit(queue, self.version, resumed_only=self._pending is not None)
 
-    def _prefill_started_again(self) -> None:
-        """Compute the prompts in slots with the weights in use, where no token was chosen yet."""
-        started = [
-            (slot, response)
-            for slot, response in self._slots.items()
-            if self._slots.num_tokens[slot] == response.num_prefix_tokens
-        ]
-        if started:
-            sequences = [sequence_of(response.request) for _, response in started]
-            self._fork([slot for slot, _ in started], self._prefill_now(sequences))
-
-    @torch.inference_mode()
-    def _fork(self, slots: Sequence[int], prompts: Sequence[tuple[Prefilled, int]]) -> None:
-        """Copy keys and values into slots; a prompt is a batch of a prefill and its row there."""
-        for prefilled in {id(batch): batch for batch, _ in prompts}.values():
-            chosen = [(slot, row) for slot, (batch, row) in zip(slots, prompts) if batch is prefilled]
-            targets, rows = on_device(torch.tensor(chosen), self.device).unbind(1)
-            self.cache.fork(targets, prefilled, rows)
-
-    @torch.inference_mode()
-    def _admit(self, slots: list[int], admissions: Sequence[Admission]) -> None:
-        responses = [admission.response for admission in admissions]
-        self.cache.reserve(max(response.max_length for response in responses))
-        self.state.reserve(max(response.sampling.max_new_tokens for response in responses))
-        self._fork(slots, [(admission.prefilled, admission.row) for admission in admissions])
-        self.state.place(slots, responses, self.seed)
-        for slot, response in zip(slots, responses):
-            response.open_span(response.num_prefix_tokens, self.version)
-            self._slots.put(slot, response, first_snapshot=self._num_snapshots)
-
-    @torch.inference_mode()
-    def _move(self, sources: list[int], targets: list[int]) -> None:
-        if not sources:
-            return
-        source, target = on_device(torch.tensor([sources, targets]), self.device)
-        self.cache.move(source, target, self._slots.num_keys())
-        self.state.move(source, target)
-
-    def _start_decode_steps(self, *, may_run_ahead: bool) -> int:
+    def _start_decode_steps(self, queue: PrefillQueue) -> int | None:
         """Start a decode step for every running response: on a GPU several, and they have only begun when this returns.
 
-        -> snapshots that may stay under way: 1 = the next decode steps need not wait for what these ones finish.
+        -> snapshots that may stay under way: 1 = the next decode steps need not wait for what these ones finish. None =
+        nothing runs.
         """
-        slots, ahead = self._slots, 0
+        # While responses wait and no slot is free, the next decode steps need not know which responses are done: a finished
+        # slot idles a little longer, and the device never waits for the host.
+        slots = self._slots
+        may_run_ahead = bool(queue.waiting) and self._pending is None and slots.is_full()
+        ahead, steps = 0, 1
         if self._fused is not None:
             ahead = int(may_run_ahead)
-            self._fused.run(slots.count, decode_steps=DECODE_STEPS_AHEAD if ahead else DECODE_STEPS_PER_SNAPSHOT)
+            steps = DECODE_STEPS_AHEAD if ahead else DECODE_STEPS_PER_SNAPSHOT
+        self._running.make_room(queue, steps)
+        if not slots.any_running():
+            return None
+        if self._fused is not None:
+            self._fused.run(slots.count, decode_steps=steps)
         else:
             self._decode_step(slots.count, slots.num_keys(), slots.needs())
-        self._snapshots.append((self._num_snapshots, self.state.snapshot(slots.count)))
-        self._num_snapshots += 1
+        self._running.note_snapshot(steps)
         return ahead
-
-    def _synchronize(self) -> None:
-        """Wait until the device stands still, and bring the host's numbers up to date."""
-        # Finished responses are left in their slots: later snapshots name them again.
-        self._slots.update(self.state.snapshot(self._slots.count).wait(), self._num_snapshots)
 
     @torch.inference_mode()
     def _decode_step(self, count: int, num_keys: int, needs: SamplingNeeds) -> None:
         """One plain decode step: a token for each of the first `count` slots, written into the slots' tables."""
         state, decoder = self.state, self.decoder
         ids, positions = state.column("ids", count), state.column("positions", count)
-        attend = SlotAttention(decoder.spec, self.cache, positions, num_keys)
+        attend: SlotAttention | PagedAttention
+        if isinstance(self.cache, PagedCache):
+            attend = PagedAttention(decoder.spec, self.cache, state, count, num_keys)
+        else:
+            attend = SlotAttention(decoder.spec, self.cache, positions, num_keys)
         logits = decoder.logits(decoder.hidden(ids, positions, attend))
         sampled = sample(logits, state.sampling(count), self._stop_ids, needs)
         state.record(count, sampled, self._is_stop)
-
-    @torch.inference_mode()
-    def _take_finished(self, ahead: int) -> FinishedSlots:
-        """Take the finished responses out of their slots, by all snapshots but the last `ahead`."""
-        slots: list[int] = []
-        while len(self._snapshots) > ahead:
-            number, snapshot = self._snapshots.popleft()
-            # A slot that is done stays done until it is taken out, so the last snapshot names all of them.
-            slots = self._slots.update(snapshot.wait(), number)
-        if not slots:
-            return FinishedSlots()
-        counts = self._slots.num_tokens[slots]
-        return FinishedSlots(
-            [self._slots.remove(slot) for slot in slots], counts, self.state.fetch(slots, int(counts.max()))
-        )
-
-    def _prefill_now(self, sequences: Sequence[np.ndarray]) -> list[tuple[Prefilled, int]]:
-        """Prefill with the weights in use: reading the requests may have loaded others since the queue was asked."""
-        return self._prefill(sequences, self.version)
 
     def _load_pending(self) -> None:
         if self._pending is not None:

@@ -1,7 +1,8 @@
-"""The key/value cache of the slots, and the attention of a decode step over it.
+"""The key/value cache of the engine: what it asks of one, and the one with a place of full length for each slot.
 
-In a slot, key index = position of the token, so what lies behind the position is never seen: a slot is given to another
-response without being wiped.
+On a CPU, and where there are no fused kernels, every slot has its own place: key index = position of the token, so what
+lies behind the position is never seen, and a slot is given to another response without being wiped. With the fused kernels
+keys and values lie in pages (paged_cache.py).
 
 Axes: M layers, S slots, N slots that decode, K key/value heads, H query heads, D head dimension, L positions, B prompts of
 one prefill.
@@ -9,20 +10,67 @@ one prefill.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tba.generate.native.slots import SlotTable
 from tba.models.decoder_attention import attention_with_sinks, softcapped_attention
 from tba.models.decoder_spec import DecoderSpec
+from tba.models.packing import on_device
 
 KEY_MULTIPLE = 16
 """Attention runs over a multiple of this many keys: few distinct shapes, and faster matrix kernels."""
 
 POSITIONS_LAST = {"cpu": True, "cuda": False}
 """Whether keys lie with positions last, by device."""
+
+
+class KeyValueCache(Protocol):
+    """What the engine asks of its cache. A prompt is what its prefill left in it."""
+
+    def check_fits(self, num_positions: int, what: str) -> None:
+        """Raise where a response of so many positions has no room even alone."""
+
+    def start(
+        self, slot: int, prompt: Any, *, num_positions: int, most_positions: int, is_last: bool, num_spare: int
+    ) -> bool:
+        """Let a slot begin with a prompt, and with room for `num_positions`, of the `most_positions` that it may come to need
+        -> whether there is room, and for `num_spare` pages more. `is_last` says that no other response starts from it."""
+
+    def hold(self, slots: SlotTable, num_steps: int) -> bool:
+        """Make room for `num_steps` more tokens in every running slot -> whether there is."""
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Slots have no response any more."""
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], num_keys: int) -> None:
+        """Responses of at most `num_keys` tokens go to other slots."""
+
+    def drop(self, prompt: Any) -> None:
+        """Nobody starts from a prompt any more."""
+
+    def clear(self) -> None:
+        """There are neither responses nor prompts any more."""
+
+    def flush(self) -> None:
+        """Tell the device what has changed, before anything runs there."""
+
+
+class StoredPrompt(Protocol):
+    """What the queue knows of a prompt in a cache."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that computed it."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a response may start from it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,6 +88,19 @@ class Prefilled:
     """Version of the weights that computed them."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SlotPrompt:
+    """A prompt of a batch that was prefilled."""
+
+    batch: Prefilled
+    row: int
+    ready: bool = True
+
+    @property
+    def version(self) -> int:
+        return self.batch.version
+
+
 class SlotCache:
     """Keys and values of all slots and layers. On a CPU keys lie with positions last: query x key reads them in order;
     on CUDA they lie like values.
@@ -54,6 +115,49 @@ class SlotCache:
         """Whether keys are [M, S, K, D, L] instead of [M, S, K, L, D]."""
         self.values = torch.zeros(*shape, 0, spec.head_dim, dtype=dtype, device=device)
         self.keys = self.arrange(self.values)
+        self._starts: list[tuple[int, SlotPrompt]] = []
+        """Slots whose prompt is not copied yet."""
+        self._longest = 0
+        """Number of positions that the longest response so far may need."""
+
+    @property
+    def num_positions(self) -> int:
+        """Number of positions that a slot has."""
+        return self.values.shape[3]
+
+    def check_fits(self, num_positions: int, what: str) -> None:
+        """Slots grow to what is asked for."""
+
+    def start(
+        self, slot: int, prompt: SlotPrompt, *, num_positions: int, most_positions: int, is_last: bool, num_spare: int
+    ) -> bool:
+        self._starts.append((slot, prompt))
+        self._longest = max(self._longest, most_positions)
+        return True
+
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Copy prompts into the slots that start with them, batch by batch."""
+        if not self._starts:
+            return
+        self.reserve(self._longest)
+        for batch in {id(prompt.batch): prompt.batch for _, prompt in self._starts}.values():
+            chosen = [(slot, prompt.row) for slot, prompt in self._starts if prompt.batch is batch]
+            targets, rows = on_device(torch.tensor(chosen), self.values.device).unbind(1)
+            self.fork(targets, batch, rows)
+        self._starts.clear()
+
+    def hold(self, slots: SlotTable, num_steps: int) -> bool:
+        return True  # a slot has room for its longest response from the start
+
+    def release(self, slots: Sequence[int]) -> None:
+        """What is left in a slot is never seen."""
+
+    def drop(self, prompt: SlotPrompt) -> None:
+        """A batch goes with its last prompt."""
+
+    def clear(self) -> None:
+        self._starts.clear()
 
     def arrange(self, keys: Tensor) -> Tensor:
         """Keys [..., L, D] copied into the order that the cache has."""
@@ -75,10 +179,12 @@ class SlotCache:
         self.keys[self._keys_upto(slots, length)] = prefilled.keys[self._keys_upto(rows, length)]
         self.values[:, slots, :, :length] = prefilled.values[:, rows, :, :length]
 
-    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy the first `length` positions of slots to other slots."""
-        self.keys[self._keys_upto(targets, length)] = self.keys[self._keys_upto(sources, length)]
-        self.values[:, targets, :, :length] = self.values[:, sources, :, :length]
+    @torch.inference_mode()
+    def move(self, sources: Sequence[int], targets: Sequence[int], num_keys: int) -> None:
+        """Copy the first positions of slots to other slots."""
+        source, target = on_device(torch.tensor([sources, targets]), self.values.device)
+        self.keys[self._keys_upto(target, num_keys)] = self.keys[self._keys_upto(source, num_keys)]
+        self.values[:, target, :, :num_keys] = self.values[:, source, :, :num_keys]
 
     def _keys_upto(self, slots: Tensor, length: int) -> tuple[slice | Tensor, ...]:
         """Index of the first positions of the keys of some slots, or of rows of a prefill."""
@@ -108,60 +214,50 @@ class SlotAttention:
         self.cache.values[layer][self.slots, :, self.positions] = value_NKD.to(dtype)
 
     def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
-        """Query heads that share a key head are rows of one small matrix product."""
-        spec, count, length = self.spec, self.num_slots, self.num_keys
+        count, length = self.num_slots, self.num_keys
         keys = self.cache.keys[layer, :count].flatten(0, 1)
         keys = (keys if self.cache.positions_last else keys.transpose(-1, -2))[:, :, :length]
         values = self.cache.values[layer, :count].flatten(0, 1)[:, :length]
-        query = query_NHD.reshape(-1, spec.group, spec.head_dim).to(keys.dtype)
-        mask, scale, cap = self.masks[spec.windows[layer]], spec.query_scales[layer], spec.attention_cap
-        if sinks_H is not None:
-            sinks = sinks_H.view(spec.num_kv_heads, spec.group, 1).repeat(count, 1, 1)
-            attended = attention_with_sinks(query, keys.transpose(-1, -2), values, mask, sinks, scale=scale)
-        elif cap is None:
-            scores = torch.baddbmm(mask, query, keys, alpha=scale)
-            # fp32 whatever the cache's dtype: sums over many keys lose their small terms in half precision.
-            weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-            attended = torch.bmm(weights, values)
-        else:
-            attended = softcapped_attention(query, keys.transpose(-1, -2), values, mask, scale=scale, cap=cap)
-        return attended.view(count, spec.num_heads * spec.head_dim)
+        return attend_rows(self.spec, layer, query_NHD, keys, values, self.masks[self.spec.windows[layer]], sinks_H)
 
     def _mask(self, window: int | None) -> Tensor:
-        """0 where a key is seen, -inf elsewhere -> [S * K, 1, L]."""
-        behind = self.positions[:, None] - torch.arange(self.num_keys, device=self.positions.device)
-        hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
-        mask = torch.zeros(hidden.shape, dtype=self.cache.keys.dtype, device=hidden.device)
-        # -inf, not a large number: what an earlier response left behind the position must have a weight of exactly 0.
-        mask.masked_fill_(hidden, float("-inf"))
-        return mask.repeat_interleave(self.spec.num_kv_heads, dim=0)[:, None]
+        return key_mask(self.spec, self.positions, self.num_keys, window, self.cache.keys.dtype)
 
 
-class FusedSlotAttention:
-    """`SlotAttention` in one kernel: a token is written at its slot's position and sees what lies before.
+def attend_rows(
+    spec: DecoderSpec,
+    layer: int,
+    query_NHD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Attention [N, H * D] of one query per slot over keys [N * K, D, L] and values [N * K, L, D]; query heads that share a
+    key head are rows of one small matrix product."""
+    count, scale, cap = query_NHD.shape[0], spec.query_scales[layer], spec.attention_cap
+    query = query_NHD.reshape(-1, spec.group, spec.head_dim).to(keys.dtype)
+    if sinks_H is not None:
+        sinks = sinks_H.view(spec.num_kv_heads, spec.group, 1).repeat(count, 1, 1)
+        attended = attention_with_sinks(query, keys.transpose(-1, -2), values, mask, sinks, scale=scale)
+    elif cap is None:
+        scores = torch.baddbmm(mask, query, keys, alpha=scale)
+        # fp32 whatever the cache's dtype: sums over many keys lose their small terms in half precision.
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
+        attended = torch.bmm(weights, values)
+    else:
+        attended = softcapped_attention(query, keys.transpose(-1, -2), values, mask, scale=scale, cap=cap)
+    return attended.view(count, spec.num_heads * spec.head_dim)
 
-    Positions are read on the device, so a captured graph serves all lengths.
-    """
 
-    def __init__(self, spec: DecoderSpec, cache: SlotCache, positions: Tensor) -> None:
-        self.spec, self.cache, self.positions = spec, cache, positions
-
-    def storage(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        return self.cache.keys[layer], self.cache.values[layer]
-
-    def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
-        from tba.kernels.attention import attend
-
-        return attend(
-            query_NHD,
-            self.cache.keys[layer],
-            self.cache.values[layer],
-            self.positions,
-            scale=self.spec.query_scales[layer],
-            cap=self.spec.attention_cap,
-            window=self.spec.windows[layer],
-            sinks_H=sinks_H,
-        )
+def key_mask(spec: DecoderSpec, positions: Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """0 where a slot's query sees a key, -inf elsewhere -> [N * K, 1, L]."""
+    behind = positions[:, None] - torch.arange(num_keys, device=positions.device)
+    hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    # -inf, not a large number: what an earlier response left behind the position must have a weight of exactly 0.
+    mask.masked_fill_(hidden, float("-inf"))
+    return mask.repeat_interleave(spec.num_kv_heads, dim=0)[:, None]
 
 
 def _round_up(num_keys: int) -> int:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from tba.generate.native.kv_cache import Prefilled, SlotCache
-from tba.generate.sampling import Response, finished_at_once, responses_of, sequence_of
+from tba.generate.native.kv_cache import KeyValueCache, Prefilled, SlotCache, SlotPrompt, StoredPrompt
+from tba.generate.sampling import Response, finished_at_once, responses_of
 from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention
 from tba.models.packing import length_batches, padded
@@ -23,25 +24,41 @@ READ_AHEAD = {"cpu": 16, "cuda": 64}
 
 
 @dataclass(kw_only=True, eq=False)
-class _WaitingPrompt:
-    """A prefilled prompt and its responses that have no slot yet."""
+class WaitingPrompt:
+    """A prompt and its responses that have no slot yet. They begin alike, so one prefill serves them all."""
 
-    prefilled: Prefilled
-    row: int
     responses: deque[Response]
+    sequence: np.ndarray = field(init=False)
+    """All tokens that its responses start with, int64."""
+    stored: StoredPrompt | None = None
+    """What its prefill has left in the cache; None = it was not begun."""
+
+    def __post_init__(self) -> None:
+        self.sequence = self.responses[0].sequence
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether its response has tokens of its own already."""
+        return self.responses[0].written is not None
+
+    def is_of(self, response: Response) -> bool:
+        """Whether a response begins as these do."""
+        return response.request is self.responses[0].request and not self.is_resumed and response.written is None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Admission:
-    """A response that gets a slot now, and where its prompt's keys and values are."""
+class PromptPrefill(Protocol):
+    """Computes keys and values of prompts into a cache."""
 
-    response: Response
-    prefilled: Prefilled
-    row: int
+    is_early: bool
+    """Whether the next prompt is prefilled before there is a slot for its response."""
+
+    def __call__(self, waiting: Sequence[WaitingPrompt], version: int, *, at_once: bool) -> None:
+        """Prefill those that are not, or that other weights than those in use, of `version`, have computed: at once, or only
+        as much as running responses may wait for."""
 
 
 class PrefillQueue:
-    """Prompts read and prefilled, whose responses wait for slots, in the order of the requests.
+    """Prompts read, whose responses wait for slots, in the order of the requests.
 
     Requests are read lazily: only when slots are free, and at most `READ_AHEAD` prompts more than they need, so an
     endless iterator serves as well as a list.
@@ -53,54 +70,71 @@ class PrefillQueue:
         *,
         samples_per_prompt: int,
         sampling: Sampling,
-        prefill: Callable[[Sequence[np.ndarray]], list[tuple[Prefilled, int]]],
+        cache: KeyValueCache,
         stop_ids: Collection[int],
         num_slots: int,
         read_ahead: int,
     ) -> None:
-        """`prefill` gives, for each sequence, the batch that holds its keys and values, and its row there."""
         self.requests = requests
         # More prompts than fill all slots would only wait, and their keys and values grow stale.
         self.read_ahead = max(1, min(read_ahead, num_slots // samples_per_prompt))
         self.samples_per_prompt = samples_per_prompt
         self.sampling = sampling
-        self.prefill = prefill
+        self.cache = cache
         self.stop_ids = stop_ids
-        self.waiting: deque[_WaitingPrompt] = deque()
+        self.waiting: deque[WaitingPrompt] = deque()
         self.exhausted = False
         """Whether the requests have come to their end."""
         self.completed: list[Completion] = []
         """Responses whose prefix was complete already; the engine hands them out."""
+        self._num_responses = 0
 
     def read_for(self, count: int, version: int) -> None:
-        """Read and prefill, if fewer than `count` responses wait."""
+        """Read, if fewer than `count` responses wait."""
         missing = count - sum(len(waiting.responses) for waiting in self.waiting)
         if missing > 0 and not self.exhausted:
             self._read(max(self.read_ahead, -(-missing // self.samples_per_prompt)), version)
 
-    def take(self, count: int) -> list[Admission]:
-        """Up to `count` responses to start now, in the order of the requests."""
-        admissions: list[Admission] = []
-        while self.waiting and len(admissions) < count:
-            first = self.waiting[0]
-            response = first.responses.popleft()
-            admissions.append(Admission(response=response, prefilled=first.prefilled, row=first.row))
-            # With its last response admitted, the prompt's keys and values need not be kept any longer.
-            if not first.responses:
-                self.waiting.popleft()
-        return admissions
+    def resumed(self) -> list[WaitingPrompt]:
+        """Prompts up to the last whose response was taken out when it had tokens already."""
+        # They stand in front of all that never ran.
+        return list(self.waiting)[
+            : max((i + 1 for i, prompt in enumerate(self.waiting) if prompt.is_resumed), default=0)
+        ]
 
-    def prefill_again(self, version: int) -> None:
-        """Recompute the keys and values of waiting prompts that other weights than those in use, of `version`, computed."""
-        older = [entry for entry in self.waiting if entry.prefilled.version != version]
-        if not older:
-            return
-        sequences = [sequence_of(entry.responses[0].request) for entry in older]
-        for entry, (prefilled, row) in zip(older, self.prefill(sequences)):
-            entry.prefilled, entry.row = prefilled, row
+    def first(self, version: int) -> WaitingPrompt | None:
+        """The prompt whose response comes next; None where there is none that `version` has prefilled."""
+        stored = self.waiting[0].stored if self.waiting else None
+        return self.waiting[0] if stored is not None and stored.ready and stored.version == version else None
+
+    def take(self) -> Response:
+        """The response that comes next, to start now."""
+        first = self.waiting[0]
+        response = first.responses.popleft()
+        # With its last response started, the prompt's keys and values need not be kept any longer.
+        if not first.responses:
+            self.waiting.popleft()
+        return response
+
+    def put_back(self, response: Response) -> None:
+        """A response that was taken out comes before all that wait: of the running ones it was the youngest."""
+        first = self.waiting[0] if self.waiting else None
+        if first is not None and first.is_of(response):
+            first.responses.appendleft(response)
+        else:
+            self.waiting.appendleft(WaitingPrompt(responses=deque([response])))
+
+    def give_back(self, num_kept: int) -> bool:
+        """The last prompt that is in the cache, but for the first `num_kept`, leaves it -> whether there was one."""
+        for waiting in reversed(list(self.waiting)[num_kept:]):
+            if waiting.stored is not None:
+                self.cache.drop(waiting.stored)
+                waiting.stored = None
+                return True
+        return False
 
     def _read(self, num_prompts: int, version: int) -> None:
-        groups: list[deque[Response]] = []
+        found: list[WaitingPrompt] = []
         for request in self.requests:
             # Nothing may start now, as under a pace limit; reading goes on at the next call.
             if request is None:
@@ -109,38 +143,38 @@ class PrefillQueue:
             for response in responses_of(request, self.samples_per_prompt, self.sampling):
                 done = finished_at_once(response, self.stop_ids, version)
                 if done is None:
+                    response.order = self._num_responses
+                    self._num_responses += 1
                     responses.append(response)
                 else:
                     self.completed.append(done)
             if responses:
-                groups.append(responses)
+                found.append(WaitingPrompt(responses=responses))
             # Completed responses are handed out before more is read: an endless run of complete prefixes would not end.
-            if len(groups) >= num_prompts or self.completed:
+            if len(found) >= num_prompts or self.completed:
                 break
         else:
             self.exhausted = True
-        # The responses of a request begin alike, so one prefill serves them all.
-        sequences = [sequence_of(responses[0].request) for responses in groups]
-        for responses, (prefilled, row) in zip(groups, self.prefill(sequences)):
-            self.waiting.append(_WaitingPrompt(prefilled=prefilled, row=row, responses=responses))
+        self.waiting.extend(found)
 
 
 class Prefill:
     """Computes the keys and values of prompts, arranged as the slots' cache has them."""
 
+    is_early = False
+
     def __init__(self, decoder: Decoder, cache: SlotCache) -> None:
         self.decoder, self.cache = decoder, cache
 
     @torch.inference_mode()
-    def __call__(self, sequences: Sequence[np.ndarray], version: int) -> list[tuple[Prefilled, int]]:
-        """For each sequence the batch of similar lengths that holds all its tokens but the last, and its row there."""
-        found: dict[int, tuple[Prefilled, int]] = {}
-        lengths = [len(sequence) - 1 for sequence in sequences]
+    def __call__(self, waiting: Sequence[WaitingPrompt], version: int, *, at_once: bool) -> None:
+        """Prompts of similar lengths in one batch each, all their tokens but the last."""
+        chosen = [prompt for prompt in waiting if prompt.stored is None or prompt.stored.version != version]
+        lengths = [len(prompt.sequence) - 1 for prompt in chosen]
         for batch in length_batches(lengths, token_budget=PREFILL_TOKENS[self.decoder.device.type]):
-            prefilled = self.batch([sequences[index][:-1] for index in batch], version)
-            found.update((index, (prefilled, row)) for row, index in enumerate(batch))
-        # Batches go by length; the caller pairs the results with its sequences in their order.
-        return [found[index] for index in range(len(sequences))]
+            prefilled = self.batch([chosen[index].sequence[:-1] for index in batch], version)
+            for row, index in enumerate(batch):
+                chosen[index].stored = SlotPrompt(batch=prefilled, row=row)
 
     @torch.inference_mode()
     def batch(self, rows: Sequence[np.ndarray], version: int) -> Prefilled:

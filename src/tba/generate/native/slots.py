@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # Triton is there only where CUDA is
 
 NO_SNAPSHOT = np.iinfo(np.int64).max
 """Number that no snapshot reaches: of a slot without a response no snapshot tells anything."""
+LEAST_COLUMNS = 256
+"""Number of response tokens that the slots' tables have columns for, at least."""
 INTEGERS = ("ids", "positions", "num_tokens", "limits", "keys", "top_k", "greedy", "min_new_tokens", "done")
 FLOATS = ("temperature", "policy_temperature", "top_p")
 
@@ -44,6 +46,10 @@ class SlotTable:
         """Free slots below `count`."""
         self.positions = np.zeros(num_slots, dtype=np.int64)
         self.num_tokens = np.zeros(num_slots, dtype=np.int64)
+        self.most_positions = np.zeros(num_slots, dtype=np.int64)
+        """Number of positions that the response in a slot may come to have."""
+        self.orders = np.zeros(num_slots, dtype=np.int64)
+        """Place of each response among all of a call."""
         self.first_snapshot = np.full(num_slots, NO_SNAPSHOT)
         """Number of the first snapshot that tells of the response in a slot."""
         self.min_new_tokens = np.zeros(num_slots, dtype=np.int64)
@@ -52,6 +58,10 @@ class SlotTable:
     def any_running(self) -> bool:
         """Whether at least one slot has a response."""
         return self.count > len(self.gaps)
+
+    def is_full(self) -> bool:
+        """Whether no slot is free."""
+        return self.count == len(self.responses) and not self.gaps
 
     def items(self) -> Iterator[tuple[int, Response]]:
         return ((slot, response) for slot, response in enumerate(self.responses) if response is not None)
@@ -69,7 +79,9 @@ class SlotTable:
         self.responses[slot] = response
         self.first_snapshot[slot] = first_snapshot
         self.positions[slot] = response.start_position
-        self.num_tokens[slot] = response.num_prefix_tokens
+        self.num_tokens[slot] = len(response.token_ids)
+        self.most_positions[slot] = response.max_length
+        self.orders[slot] = response.order
         self.min_new_tokens[slot] = response.sampling.min_new_tokens
         self.flags[slot] = sampling_needs(response.sampling)
 
@@ -96,6 +108,16 @@ class SlotTable:
         self.num_tokens[seen] = num_tokens
         return seen[progress.done[seen]].tolist()
 
+    def reach(self, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """Slots with a response, and the number of positions that each may have after so many more decode steps."""
+        running = np.flatnonzero(self.first_snapshot[: self.count] != NO_SNAPSHOT)
+        return running, np.minimum(self.positions[running] + num_steps, self.most_positions[running])
+
+    def youngest(self) -> int:
+        """Slot of the response that was asked for last."""
+        running, _ = self.reach(0)
+        return int(running[self.orders[running].argmax()])
+
     def num_keys(self) -> int:
         """Number of keys that the longest running response sees at its next decode step."""
         return int(self.positions[: self.count].max()) + 1
@@ -115,7 +137,15 @@ class SlotTable:
         sources = [slot for slot in range(num_running, self.count) if self.responses[slot] is not None]
         for source, target in zip(sources, targets):
             self.responses[target], self.responses[source] = self.responses[source], None
-        for table in (self.positions, self.num_tokens, self.first_snapshot, self.min_new_tokens, self.flags):
+        for table in (
+            self.positions,
+            self.num_tokens,
+            self.most_positions,
+            self.orders,
+            self.first_snapshot,
+            self.min_new_tokens,
+            self.flags,
+        ):
             table[targets] = table[sources]
         self.first_snapshot[num_running:] = NO_SNAPSHOT
         self.count, self.gaps = num_running, []
@@ -139,11 +169,12 @@ class SlotState:
         self.behaviour = torch.zeros(num_slots, 0, device=device)
         self.policy = torch.zeros(num_slots, 0, device=device)
 
+    @torch.inference_mode()
     def reserve(self, num_tokens: int) -> None:
         """Grow to responses of `num_tokens`, keeping what is there."""
-        # Grown tables have new addresses: captured graphs notice that and are captured again.
-        extra = num_tokens - self.tokens.shape[1]
-        if extra > 0:
+        # Grown tables have new addresses: captured graphs notice that and are captured again, so they grow rarely.
+        if num_tokens > self.tokens.shape[1]:
+            extra = max(num_tokens, LEAST_COLUMNS, 2 * self.tokens.shape[1]) - self.tokens.shape[1]
             self.tokens, self.behaviour, self.policy = (
                 F.pad(table, (0, extra)) for table in (self.tokens, self.behaviour, self.policy)
             )
@@ -194,13 +225,19 @@ class SlotState:
             torch.tensor([_integers(response, seed) for response in responses]), self.device
         )
         self.floats[chosen] = on_device(torch.tensor([_floats(response) for response in responses]), self.device)
-        longest = max(response.num_prefix_tokens for response in responses)
+        longest = max(len(response.token_ids) for response in responses)
         if longest:
-            # Only the prefix is set: what lies behind it is written before it is read.
-            rows = [response.request.prefix_ids for response in responses]
+            # Only what there is already is set: what lies behind it is written before it is read.
+            rows = [response.token_ids for response in responses]
             self.tokens[chosen, :longest] = padded(rows, columns=longest, device=self.device)
             self.behaviour[chosen, :longest] = float("nan")
             self.policy[chosen, :longest] = float("nan")
+        for slot, response in zip(slots, responses):
+            if response.written is not None:
+                both = np.stack((response.written.behaviour, response.written.policy))
+                behaviour, policy = on_device(torch.from_numpy(both), self.device)
+                self.behaviour[slot, : len(behaviour)] = behaviour
+                self.policy[slot, : len(policy)] = policy
 
     def record(self, num_slots: int, sampled: SampledTokens, is_stop_V: Tensor) -> None:
         """Append the chosen tokens and make them the next to be fed; mark the responses that have ended as done."""
@@ -224,13 +261,13 @@ class SlotState:
 
 def _integers(response: Response, seed: int) -> tuple[int, ...]:
     request, sampling = response.request, response.sampling
-    last = request.prefix_ids[-1] if response.num_prefix_tokens else request.prompt.token_ids[-1]
+    last = response.token_ids[-1] if len(response.token_ids) else request.prompt.token_ids[-1]
     key = response_key(seed, request.prompt.id, response.sample_index)
     # In the order of INTEGERS.
     return (
         int(last),
         response.start_position,
-        response.num_prefix_tokens,
+        len(response.token_ids),
         sampling.max_new_tokens,
         key,
         sampling.top_k,

@@ -1,0 +1,308 @@
+"""Which pages each slot has: tables, prompts that wait with their pages, and what samples of one prompt share.
+
+A slot's positions lie in the pages of its row, in order. A prompt is computed once into pages of its own; a response that
+starts from it shares the whole ones and copies the last, which it will write into. Slots get pages as they need them, so
+memory follows the tokens that are there. Moving a response to another slot moves its row, nothing else.
+
+The host's tables are ahead of the device's: `flush` brings it what has changed, in one copy, before anything runs.
+
+Axes: S slots, P pages of the longest sequence, G groups of slots that share a prompt, R members of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tba.generate.native.page_pool import PAGE, SCRATCH, PagePool, PrefixIndex
+from tba.generate.native.slots import SlotTable
+from tba.models.decoder_spec import DecoderSpec
+from tba.models.packing import on_device
+
+MOST_MEMBERS = 16
+"""Most slots whose queries are rows of one tile: larger groups are cut."""
+LEAST_SHARED_PAGES = 4
+"""Shared prompts of fewer pages are read by each slot for itself: a pass more costs more than it saves."""
+KEYS_PER_SPLIT = 1024
+"""Up to so many keys one program reads a slot's; beyond, several share them."""
+MOST_SPLITS = 16
+FEW_PROGRAMS = 4096
+"""Number of programs from which on more splits fill a GPU no better."""
+
+
+@dataclass(kw_only=True, eq=False)
+class PagedPrompt:
+    """A prompt whose keys and values are in pages, or are going to be."""
+
+    ids: np.ndarray
+    """Tokens of the prompt and what follows it, int64, but the last: that is fed at the first decode step."""
+    version: int
+    """Version of the weights that compute it."""
+    pages: np.ndarray
+    """Page numbers: as many as all the tokens need."""
+    num_computed: int = 0
+    """Number of tokens whose keys and values are in the pages."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a response may start from it."""
+        return self.num_computed == len(self.ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagePlan:
+    """How a decode step reads pages: PagePlan(splits=4, shared=True). A captured graph is for one plan."""
+
+    splits: int = 1
+    """Number of programs that share the keys of a slot and head."""
+    shared: bool = False
+    """Whether pages that samples of a prompt share are read once for all of them."""
+
+
+class PagedCache:
+    """Keys and values of all slots, in pages; the tables on the device never move."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_length: int,
+        max_bytes: int,
+        page_size: int = PAGE,
+    ) -> None:
+        self.spec, self.device, self.dtype, self.page_size = spec, device, dtype, page_size
+        self.pool = PagePool(spec, dtype, device, page_size=page_size, max_bytes=max_bytes)
+        self.prefixes = PrefixIndex(page_size)
+        width = -(-max_length // page_size)
+        self.numbers = np.full((num_slots, width), SCRATCH, dtype=np.int64)
+        """Page numbers, a row per slot."""
+        self.counts = np.zeros(num_slots, dtype=np.int64)
+        """Number of pages of each slot."""
+        self.num_whole = np.zeros(num_slots, dtype=np.int64)
+        """Number of leading pages that each slot never writes into: its prompt's whole ones."""
+        self.table = torch.zeros(num_slots, width, dtype=torch.int64, device=device)
+        """Offsets of the same pages, int64 [S, P]."""
+        self.members = torch.full((num_slots, MOST_MEMBERS), -1, dtype=torch.int32, device=device)
+        """Slots that share a prompt, [G, R]; -1 = none."""
+        self.shared = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        """Number of leading pages of each slot that its group reads for it, [S]."""
+        self._changed: list[np.ndarray] = []
+        """Places in the flat table that the device does not know yet."""
+        self._copies: list[tuple[int, int]] = []
+        """Pages to be copied, from and to."""
+        self._groups_changed = False
+        self._any_shared = False
+
+    @property
+    def num_positions(self) -> int:
+        """Number of positions that a slot may come to have."""
+        return self.numbers.shape[1] * self.page_size
+
+    def num_pages(self, num_positions: int) -> int:
+        return -(-num_positions // self.page_size)
+
+    def check_fits(self, num_positions: int, what: str) -> None:
+        """Raise where a response could not run even if it were alone."""
+        # One page more than its own: while other samples of its prompt wait, the prompt keeps its last page.
+        needed, allowed = self.num_pages(num_positions) + 1, self.pool.max_pages - 1
+        if needed > allowed:
+            raise ValueError(
+                f"{what} may need {num_positions} tokens of keys and values, {needed} pages of {self.pool.page_bytes:,} "
+                f"bytes, and all that this engine may have is {allowed}: shorten the prompt (task.max_prompt_tokens) or the "
+                "response (generate.max_new_tokens), or leave it more memory (fewer searchers on the device, "
+                "max_cache_bytes)."
+            )
+
+    # --- slots -------------------------------------------------------------------------------------------------------
+
+    def start(
+        self, slot: int, prompt: PagedPrompt, *, num_positions: int, most_positions: int, is_last: bool, num_spare: int
+    ) -> bool:
+        """Give a slot a prompt's pages and those for its next positions -> whether there are so many, and `num_spare` more.
+
+        `is_last` says that no other response starts from the prompt: the slot takes over what is the prompt's.
+        """
+        num_whole, is_partial = divmod(len(prompt.ids), self.page_size)
+        copies = int(is_partial > 0 and not is_last)
+        own = max(0, self.num_pages(num_positions) - len(prompt.pages)) + copies
+        if own + num_spare > self.pool.num_available:
+            return False
+        new = self.pool.allocate(own)
+        if new is None:
+            return False
+        kept = prompt.pages
+        if not is_last:
+            kept = prompt.pages[:num_whole]
+            self.pool.share(kept)
+        if copies:
+            self._copies.append((int(prompt.pages[-1]), int(new[0])))
+        row = np.concatenate((kept, new))
+        self.numbers[slot, : len(row)] = row
+        self.counts[slot], self.num_whole[slot] = len(row), num_whole
+        self._note(np.array([slot]))
+        self._groups_changed = True
+        return True
+
+    def hold(self, slots: SlotTable, num_steps: int) -> bool:
+        """Give every running slot pages for `num_steps` more tokens -> whether there were so many; else nothing changes."""
+        running, positions = slots.reach(num_steps)
+        missing = -(-positions // self.page_size) - self.counts[running]
+        short = missing > 0
+        if not short.any():
+            return True
+        chosen, missing = running[short], missing[short]
+        pages = self.pool.allocate(int(missing.sum()))
+        if pages is None:
+            return False
+        rows = np.repeat(chosen, missing)
+        columns = self.counts[rows] + np.arange(len(rows)) - np.repeat(np.cumsum(missing) - missing, missing)
+        self.numbers[rows, columns] = pages
+        self.counts[chosen] += missing
+        self._changed.append(rows * self.numbers.shape[1] + columns)
+        return True
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Take the pages of slots away; those that nobody else uses are free."""
+        chosen = np.asarray(slots)
+        self._note(chosen)
+        used = np.arange(self.numbers.shape[1]) < self.counts[chosen, None]
+        self._release(self.numbers[chosen][used])
+        self.numbers[chosen], self.counts[chosen], self.num_whole[chosen] = SCRATCH, 0, 0
+        self._groups_changed = True
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], num_keys: int) -> None:
+        """Give the pages of slots to other slots, which have none."""
+        taken, given = np.asarray(sources), np.asarray(targets)
+        self._note(taken)
+        for table in (self.numbers, self.counts, self.num_whole):
+            table[given] = table[taken]
+        self.numbers[taken], self.counts[taken], self.num_whole[taken] = SCRATCH, 0, 0
+        self._note(given)
+        self._groups_changed = True
+
+    def clear(self) -> None:
+        """All slots and prompts give their pages back."""
+        self.pool.release_all()
+        self.prefixes.clear()
+        self.numbers[:], self.counts[:], self.num_whole[:] = SCRATCH, 0, 0
+        self._changed.clear()
+        self._copies.clear()
+        self.table.zero_()
+        self._groups_changed = True
+
+    # --- prompts -----------------------------------------------------------------------------------------------------
+
+    def begin(self, ids: np.ndarray, version: int, *, num_spare: int) -> PagedPrompt | None:
+        """Pages for a prompt: whole ones that hold its beginning already are shared. None where there are not so many free,
+        and `num_spare` more."""
+        shared = self.prefixes.find(ids, version)
+        missing = self.num_pages(len(ids)) - len(shared)
+        own = self.pool.allocate(missing) if missing + num_spare <= self.pool.num_available else None
+        if own is None:
+            return None
+        self.pool.share(shared)
+        pages = np.concatenate((shared, own))
+        return PagedPrompt(ids=ids, version=version, pages=pages, num_computed=len(shared) * self.page_size)
+
+    def note_computed(self, prompt: PagedPrompt, num_computed: int) -> None:
+        """So many tokens of a prompt are in its pages: others that begin alike may share them."""
+        prompt.num_computed = num_computed
+        held = self.prefixes.add(prompt.ids[:num_computed], prompt.version, prompt.pages)
+        own = prompt.pages[: len(held)]
+        is_other = held != own
+        if is_other.any():  # computed side by side with one that begins alike: one copy is enough
+            self.pool.share(held[is_other])
+            self._release(own[is_other])
+            prompt.pages[: len(held)] = held
+
+    def drop(self, prompt: PagedPrompt) -> None:
+        """Nobody starts from a prompt any more."""
+        self._release(prompt.pages)
+
+    def _release(self, pages: np.ndarray) -> None:
+        self.prefixes.forget(self.pool.release(pages))
+
+    # --- the device --------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Bring the device's tables and pages up to date."""
+        if self._copies:
+            sources, targets = np.array(self._copies).T
+            self.pool.copy(sources, targets)
+            self._copies.clear()
+        if self._changed:
+            # A place may be named twice: both times it gets what the host's table says now.
+            places = np.concatenate(self._changed)
+            self._changed.clear()
+            offsets = self.pool.offsets[self.numbers.reshape(-1)[places]]
+            where, what = on_device(torch.from_numpy(np.stack((places, offsets))), self.device)
+            self.table.view(-1)[where] = what
+
+    def plan(self, num_slots: int) -> PagePlan:
+        """How the next decode steps over the first slots read pages; prompt groups are brought up to date."""
+        most = int(self.counts[:num_slots].max(initial=0))
+        shared = self._share(num_slots)
+        wanted = most * self.page_size / KEYS_PER_SPLIT
+        filling = FEW_PROGRAMS / (num_slots * self.spec.num_kv_heads)
+        splits = 1
+        while splits < min(wanted, filling, MOST_SPLITS):
+            splits *= 2  # few distinct numbers, for each is a graph
+        return PagePlan(splits=splits, shared=shared)
+
+    @torch.inference_mode()
+    def _share(self, num_slots: int) -> bool:
+        """Bring the groups up to date -> whether any prompt is shared."""
+        if not self._groups_changed:
+            return self._any_shared
+        self._groups_changed = False
+        members, shared = self._groups(num_slots)
+        any_shared = bool(shared.any())
+        if any_shared or self._any_shared:
+            both = np.concatenate((members, shared[:, None]), axis=1, dtype=np.int32)
+            uploaded = on_device(torch.from_numpy(both), self.device)
+            self.members.copy_(uploaded[:, :MOST_MEMBERS])
+            self.shared.copy_(uploaded[:, MOST_MEMBERS])
+        self._any_shared = any_shared
+        return any_shared
+
+    def _groups(self, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
+        """Members [G, R] of each group of slots with the same first pages, and how many pages each slot shares."""
+        total = len(self.counts)
+        members = np.full((total, MOST_MEMBERS), -1, dtype=np.int64)
+        shared = np.zeros(total, dtype=np.int64)
+        able = np.flatnonzero(self.num_whole[:num_slots] >= LEAST_SHARED_PAGES)
+        if len(able) < 2:
+            return members, shared
+        # Pages are shared in order from the first, so slots that share any share the first, whose number names the group.
+        first = self.numbers[able, LEAST_SHARED_PAGES - 1]
+        order = np.argsort(first, kind="stable")
+        slots, first = able[order], first[order]
+        begins = np.flatnonzero(np.append(True, first[1:] != first[:-1]))
+        sizes = np.diff(np.append(begins, len(slots)))
+        rank = np.arange(len(slots)) - np.repeat(begins, sizes)
+        begins = np.flatnonzero(rank % MOST_MEMBERS == 0)
+        sizes = np.diff(np.append(begins, len(slots)))
+        group = np.repeat(np.arange(len(begins)), sizes)
+        members[group, rank % MOST_MEMBERS] = slots
+        longest = int(self.num_whole[slots].max())
+        rows = self.numbers[slots, :longest]
+        alike = rows == rows[begins][group]
+        lengths = np.where(alike.all(axis=1), longest, np.argmin(alike, axis=1))
+        common = np.minimum.reduceat(np.minimum(lengths, self.num_whole[slots]), begins)
+        common[sizes == 1] = 0
+        members[np.flatnonzero(sizes == 1)] = -1
+        shared[slots] = common[group]
+        return members, shared
+
+    def _note(self, slots: np.ndarray) -> None:
+        """The pages that slots have now are news to the device."""
+        counts = self.counts[slots]
+        columns = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._changed.append(np.repeat(slots, counts) * self.numbers.shape[1] + columns)
