@@ -29,7 +29,6 @@ def cache(request, monkeypatch):
     return request.param
 
 
-
 class StepsAhead:
     """What the fused decoder does on a GPU, with plain steps: several at once, in which a slot that is done stands still."""
 
@@ -46,9 +45,7 @@ class StepsAhead:
             tables = (state.integers, state.tokens, state.behaviour, state.policy)
             before = [table[done].clone() for table in tables]
             state.integers[done, INTEGERS.index("num_tokens")] = 0  # whatever it writes is taken back
-            engine._decode_step(
-                count, engine.cache.num_positions, SamplingNeeds(*[True] * len(SamplingNeeds._fields))
-            )
+            engine._decode_step(count, engine.cache.num_positions, SamplingNeeds(*[True] * len(SamplingNeeds._fields)))
             for table, rows in zip(tables, before):
                 table[done] = rows
 

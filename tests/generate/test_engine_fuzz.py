@@ -1,10 +1,10 @@
 """Random models, requests and loads against a plain forward pass, token by token.
 
 Everything is drawn from the seed: shape and family, ragged prompts, prefixes, sampling settings, number of slots, pauses,
-weights that arrive in flight or are drained, streams that are closed early, steps that run ahead as on a GPU; with pages also
-memory for a few responses only, so that they are taken out and start again. Each token
-must be the one that `sample` chooses from the logits of transformers' own pass, with the weights that the spans name for it
-and a cache that holds what earlier weights computed.
+weights that arrive in flight or are drained, streams that are closed early, steps that run ahead as on a GPU; with pages
+also memory for a few responses only, so that they are taken out and start again. Each token must be the one that `sample`
+chooses from the logits of transformers' own pass, with the weights that the spans name for it and a cache that holds what
+earlier weights computed.
 
 A longer run: python tests/generate/test_engine_fuzz.py 200 [pages]        (seeds 1000 to 1199)
 """
@@ -180,7 +180,13 @@ def check_seed(seed: int) -> int:
     models, requests, samples = random_models(rng), random_requests(rng), rng.randint(1, 3)
     update = rng.choice(["in_flight", "in_flight", "drain"])
     make = partial(
-        NativeEngine, models[0], stop_ids=STOPS, seed=seed, slots=rng.randint(1, 6), max_length=MAX_LENGTH, update=update
+        NativeEngine,
+        models[0],
+        stop_ids=STOPS,
+        seed=seed,
+        slots=rng.randint(1, 6),
+        max_length=MAX_LENGTH,
+        update=update,
     )
     engine, runs_ahead, probability = make(), rng.random() < 0.5, rng.choice([0.0, 0.1, 0.3])
     # What was taken out is computed anew by the weights in use: with weights in flight not what the spans say.

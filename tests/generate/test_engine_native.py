@@ -21,7 +21,6 @@ def cache(request, monkeypatch):
     return request.param
 
 
-
 def make(model=None, *, slots, seed=3, **changes):
     model = make_tiny_model("llama") if model is None else model
     return NativeEngine(model, stop_ids=[2, 3, 4], seed=seed, slots=slots, max_length=48, **changes)

@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 import torch
 from test_engine_ahead import StepsAhead
-from tiny_models import by_key, keep_in_pages, make_prompt, make_requests, make_tiny_model, make_weights_of, plain_log_probs
+from tiny_models import (
+    by_key,
+    keep_in_pages,
+    make_prompt,
+    make_requests,
+    make_tiny_model,
+    make_weights_of,
+    plain_log_probs,
+)
 
+from tba.generate.native import paged_cache
 from tba.generate.native.engine import NativeEngine
 from tba.generate.native.page_pool import SCRATCH, PagePool, PrefixIndex
 from tba.generate.native.running import RunningResponses
@@ -139,7 +148,9 @@ def test_a_response_that_was_taken_out_keeps_the_version_that_chose_each_token(m
     for completion in found.values():
         order = int(completion.prompt_id[1:])
         for token in range(25):
-            assert chosen[order, token] == [version for first, version in completion.version_spans if first <= token][-1]
+            assert (
+                chosen[order, token] == [version for first, version in completion.version_spans if first <= token][-1]
+            )
         firsts = [first for first, _ in completion.version_spans]
         assert firsts == sorted(set(firsts))
         assert firsts[0] == 0
@@ -167,7 +178,9 @@ def test_draining_waits_for_responses_that_were_taken_out(monkeypatch):
 
 def test_a_response_that_could_not_run_alone_is_refused_with_what_to_change():
     engine, sampling = make(pages=9), Sampling(max_new_tokens=20)
-    with pytest.raises(ValueError, match=r"'p0' with its response may need 29 tokens .* 9 pages .* may have is 8: shorten"):
+    with pytest.raises(
+        ValueError, match=r"'p0' with its response may need 29 tokens .* 9 pages .* may have is 8: shorten"
+    ):
         generated(engine, make_requests(9), sampling)
     assert len(generated(engine, make_requests(8), sampling)) == 3
 
@@ -324,6 +337,7 @@ def test_tokens_and_pages_are_copied_across_chunks():
 
 
 def test_slots_with_the_same_first_pages_are_a_group_of_at_most_sixteen(monkeypatch):
+    monkeypatch.setattr(paged_cache, "LEAST_SHARED_PAGES", 4)
     engine = make(slots=24, max_length=64)
     cache = engine.cache
     # 20 samples of one prompt (pages 1 to 6), two of another (7 to 11) and one that shares only 4 pages with the first.

@@ -253,7 +253,12 @@ class FusedPass:
         self._query(last, x_NE, delta, positions_N, attend)
 
     def _layer(
-        self, index: int, x: Tensor, delta: Tensor | None, positions: Tensor, attend: Attend | AttendInPlace | AttendProjected
+        self,
+        index: int,
+        x: Tensor,
+        delta: Tensor | None,
+        positions: Tensor,
+        attend: Attend | AttendInPlace | AttendProjected,
     ) -> Tensor:
         """Adds `delta` to the residual stream x, and returns what this layer's MLP would add."""
         from tba.kernels.layer import gated

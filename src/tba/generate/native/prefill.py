@@ -98,7 +98,9 @@ class PrefillQueue:
     def resumed(self) -> list[WaitingPrompt]:
         """Prompts up to the last whose response was taken out when it had tokens already."""
         # They stand in front of all that never ran.
-        return list(self.waiting)[: max((i + 1 for i, prompt in enumerate(self.waiting) if prompt.is_resumed), default=0)]
+        return list(self.waiting)[
+            : max((i + 1 for i, prompt in enumerate(self.waiting) if prompt.is_resumed), default=0)
+        ]
 
     def first(self, version: int) -> WaitingPrompt | None:
         """The prompt whose response comes next; None where there is none that `version` has prefilled."""
