@@ -16,6 +16,7 @@ from tiny_models import (
     VOCABULARY,
     by_key,
     generate_greedily,
+    keep_in_pages,
     make_prompt,
     make_requests,
     make_tiny_model,
@@ -50,8 +51,11 @@ def weights_for(kind, model, version):
     return make_weights_of(where_it_runs(kind, model), version)
 
 
-@pytest.fixture(params=[*ENGINES, pytest.param("vllm", marks=needs_vllm)])
-def kind(request):
+@pytest.fixture(params=[*ENGINES, "native with pages", pytest.param("vllm", marks=needs_vllm)])
+def kind(request, monkeypatch):
+    if request.param == "native with pages":
+        keep_in_pages(monkeypatch)
+        return "native"
     return request.param
 
 

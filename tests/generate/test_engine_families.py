@@ -12,6 +12,7 @@ from tiny_models import (
     VOCABULARY,
     by_key,
     generate_greedily,
+    keep_in_pages,
     make_requests,
     make_tiny_model,
     make_weights_of,
@@ -43,8 +44,11 @@ def test_greedy_tokens_equal_transformers_generate(family):
         assert found[request.prompt.id, 0].token_ids.tolist() == expected
 
 
+@pytest.mark.parametrize("pages", [False, True], ids=["slots", "pages"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_policy_log_probs_equal_a_plain_forward_pass(family):
+def test_policy_log_probs_equal_a_plain_forward_pass(family, pages, monkeypatch):
+    if pages:
+        keep_in_pages(monkeypatch)
     model = make_tiny_model(family)
     requests = make_requests(2, 13, 7)
     engine = make_engine(model)

@@ -1,10 +1,10 @@
 """Random models, requests and loads against a plain forward pass, token by token.
 
 Everything is drawn from the seed: shape and family, ragged prompts, prefixes, sampling settings, number of slots, pauses,
-weights that arrive in flight or are drained, streams that are closed early, steps that run ahead as on a GPU; with pages also
-memory for a few responses only, so that they are taken out and start again. Each token
-must be the one that `sample` chooses from the logits of transformers' own pass, with the weights that the spans name for it
-and a cache that holds what earlier weights computed.
+weights that arrive in flight or are drained, streams that are closed early, steps that run ahead as on a GPU; with pages
+also memory for a few responses only, so that they are taken out and start again. Each token must be the one that `sample`
+chooses from the logits of transformers' own pass, with the weights that the spans name for it and a cache that holds what
+earlier weights computed.
 
 A longer run: python tests/generate/test_engine_fuzz.py 200 [pages]        (seeds 1000 to 1199)
 """

@@ -15,6 +15,7 @@ from tiny_models import make_prompt, make_tiny_model, make_weights_of, plain_log
 
 from tba.generate.native.cuda_graphs import FusedDecode
 from tba.generate.native.engine import NativeEngine
+from tba.generate.native.page_pool import PAGE
 from tba.models.policy import _log_probs_of_chunk
 from tba.models.weights import make_weights
 from tba.types import Prompt, Request, Sampling
@@ -30,8 +31,9 @@ def engines(model) -> tuple[NativeEngine, NativeEngine]:
     """The same engine with fused and with plain passes and steps."""
     fused, plain = (NativeEngine(model, stop_ids=[2], seed=0, slots=3, max_length=32, device=DEVICE) for _ in range(2))
     plain._fused, plain.decoder.fused_pass = None, None
-    if INTERPRETED:  # the layout that CUDA has
-        fused.cache.positions_last, fused.cache.keys = False, fused.cache.values.clone()
+    plain._make_cache(0)
+    if INTERPRETED:  # the cache that CUDA has
+        fused._make_cache(PAGE)
         fused._fused = FusedDecode(fused.decoder, fused.cache, fused.state, fused._is_stop)
         fused.decoder.fused_pass = fused._fused.fused_pass
     assert fused._fused is not None

@@ -100,6 +100,7 @@ def test_prefilled_prompts_are_those_of_the_plain_pass_and_lie_as_written():
     decoder.fused_pass, plain.decoder.fused_pass = FusedPass(decoder.spec, decoder.weights, decoder.rotations), None
     rows = [make_prompt(f"p{length}", length).token_ids for length in LENGTHS]
     for engine in (fused, plain):
+        engine._make_cache(0)
         engine.cache.positions_last = False  # the layout that CUDA has
     with torch.inference_mode():
         got, want = fused._prefill.batch(rows, 0), plain._prefill.batch(rows, 0)

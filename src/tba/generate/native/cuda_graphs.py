@@ -38,8 +38,8 @@ class FusedDecode:
         self.fused_pass = decoder.fused_pass or FusedPass(decoder.spec, decoder.weights, decoder.rotations)
         self._graphs: dict[tuple[int, PagePlan], torch.cuda.CUDAGraph] = {}
         self._warm: set[tuple[int, PagePlan]] = set()
-        """Numbers of slots, and ways of reading pages, that have run once: kernels are compiled and libraries are ready, so a
-        capture may follow."""
+        """Numbers of slots, and ways of reading pages, that have run once: kernels are compiled and libraries are ready, so
+        that a capture may follow."""
         self._address: tuple[int, torch.Size] | None = None
         self._captures = decoder.device.type == "cuda"
 
@@ -80,7 +80,8 @@ class FusedDecode:
             self._address = address
 
     def _capture(self, slots: int, plan: PagePlan) -> None:
-        """A graph for this number of slots and plan; without memory for one, decoding goes on kernel by kernel, with a warning."""
+        """A graph for this number of slots and plan; without memory for one, decoding goes on kernel by kernel, with a
+        warning."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:

@@ -39,8 +39,8 @@ class KeyValueCache(Protocol):
     def start(
         self, slot: int, prompt: Any, *, num_positions: int, most_positions: int, is_last: bool, num_spare: int
     ) -> bool:
-        """Let a slot begin with a prompt, and with room for `num_positions`, of the `most_positions` that it may come to need
-        -> whether there is room, and for `num_spare` pages more. `is_last` says that no other response starts from it."""
+        """Let a slot begin with a prompt, and with room for `num_positions`, of the `most_positions` that it may come to
+        need -> whether there is room, and for `num_spare` pages more. `is_last`: no other response starts from it."""
 
     def hold(self, slots: SlotTable, num_steps: int) -> bool:
         """Make room for `num_steps` more tokens in every running slot -> whether there is."""

@@ -50,7 +50,7 @@ class PagedAttention:
         for part in self.targets:
             rows = slice(None) if part.rows is None else part.rows
             # Two index tensors apart from each other put their common axis first: [N, 2, K, D].
-            part.chunk[:, layer][part.index, :, :, self.places[rows]] = both[rows]
+            part.chunk[:, layer][part.places, :, :, self.places[rows]] = both[rows]
 
     def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         keys, values = _side_by_side(self.pool.read(self.located, layer), self.shape).flatten(1, 2)

@@ -52,7 +52,7 @@ class PageRefs(NamedTuple):
     """Some pages of one chunk."""
 
     chunk: Tensor
-    index: Tensor
+    places: Tensor
     """Places in the chunk, int64 on the device."""
     rows: Tensor | None
     """Which of the pages asked for these are, int64 on the device; None = all of them."""
@@ -136,12 +136,12 @@ class PagePool:
     def read(self, located: list[PageRefs], layer: int) -> Tensor:
         """Keys and values of a layer, [pages, 2, K, PAGE, D], in the order that they were asked for."""
         if len(located) == 1 and located[0].rows is None:
-            return located[0].chunk[located[0].index, layer]
-        count = sum(len(part.index) for part in located)
+            return located[0].chunk[located[0].places, layer]
+        count = sum(len(part.places) for part in located)
         found = torch.empty(count, *self._shape[1:], dtype=self.dtype, device=self.device)
         for part in located:
             assert part.rows is not None
-            found[part.rows] = part.chunk[part.index, layer]
+            found[part.rows] = part.chunk[part.places, layer]
         return found
 
     def store(
@@ -237,7 +237,7 @@ class PrefixIndex:
         return np.array(found, dtype=np.int64)
 
     def add(self, ids: np.ndarray, version: int, pages: np.ndarray) -> np.ndarray:
-        """The whole pages of a sequence hold its tokens now -> the pages to be used for them: others where these held the same
+        """The whole pages of a sequence hold its tokens now -> the pages to use for them: others where those held the same
         before."""
         held: list[int] = []
         for key, page in zip(self._chain(ids, version, held), pages.tolist()):

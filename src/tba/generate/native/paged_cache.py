@@ -24,7 +24,7 @@ from tba.models.packing import on_device
 
 MOST_MEMBERS = 16
 """Most slots whose queries are rows of one tile: larger groups are cut."""
-LEAST_SHARED_PAGES = 4
+LEAST_SHARED_PAGES = 8
 """Shared prompts of fewer pages are read by each slot for itself: a pass more costs more than it saves."""
 KEYS_PER_SPLIT = 1024
 """Up to so many keys one program reads a slot's; beyond, several share them."""
@@ -97,7 +97,8 @@ class PagedCache:
         self._copies: list[tuple[int, int]] = []
         """Pages to be copied, from and to."""
         self._groups_changed = False
-        self._any_shared = False
+        self._num_shared = np.zeros(num_slots, dtype=np.int64)
+        """What `shared` says on the device."""
 
     @property
     def num_positions(self) -> int:
@@ -247,8 +248,8 @@ class PagedCache:
 
     def plan(self, num_slots: int) -> PagePlan:
         """How the next decode steps over the first slots read pages; prompt groups are brought up to date."""
-        most = int(self.counts[:num_slots].max(initial=0))
         shared = self._share(num_slots)
+        most = int((self.counts - self._num_shared)[:num_slots].max(initial=0))
         wanted = most * self.page_size / KEYS_PER_SPLIT
         filling = FEW_PROGRAMS / (num_slots * self.spec.num_kv_heads)
         splits = 1
@@ -259,18 +260,16 @@ class PagedCache:
     @torch.inference_mode()
     def _share(self, num_slots: int) -> bool:
         """Bring the groups up to date -> whether any prompt is shared."""
-        if not self._groups_changed:
-            return self._any_shared
-        self._groups_changed = False
-        members, shared = self._groups(num_slots)
-        any_shared = bool(shared.any())
-        if any_shared or self._any_shared:
-            both = np.concatenate((members, shared[:, None]), axis=1, dtype=np.int32)
-            uploaded = on_device(torch.from_numpy(both), self.device)
-            self.members.copy_(uploaded[:, :MOST_MEMBERS])
-            self.shared.copy_(uploaded[:, MOST_MEMBERS])
-        self._any_shared = any_shared
-        return any_shared
+        if self._groups_changed:
+            self._groups_changed = False
+            members, shared = self._groups(num_slots)
+            if shared.any() or self._num_shared.any():
+                both = np.concatenate((members, shared[:, None]), axis=1, dtype=np.int32)
+                uploaded = on_device(torch.from_numpy(both), self.device)
+                self.members.copy_(uploaded[:, :MOST_MEMBERS])
+                self.shared.copy_(uploaded[:, MOST_MEMBERS])
+            self._num_shared = shared
+        return bool(self._num_shared.any())
 
     def _groups(self, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
         """Members [G, R] of each group of slots with the same first pages, and how many pages each slot shares."""

@@ -70,7 +70,7 @@ class PagedPrefill:
         most = PREFILL_TOKENS[self.decoder.device.type]
         left = most if limit is None else min(limit, most)
         later = self._better_later(waiting, version)
-        for index, prompt in enumerate(waiting):
+        for index in range(len(waiting)):
             if left <= 0:
                 break
             if index in later:
@@ -116,10 +116,8 @@ class PagedPrefill:
     def _begun(self, waiting: Sequence[WaitingPrompt], index: int, version: int) -> PagedPrompt | None:
         """The prompt in the cache, with pages for all its tokens; None where there are not so many."""
         prompt, cache = waiting[index], self.cache
-        stored = prompt.stored
-        if stored is not None and stored.version != version:
-            cache.drop(stored)
-            prompt.stored = None
+        if prompt.stored is not None and prompt.stored.version != version:
+            self._drop(prompt)
         if prompt.stored is None:
             # A page for each response that runs or comes before stays free: what is computed now should not have to leave
             # at once. Those that come later leave, if need be.
@@ -127,11 +125,16 @@ class PagedPrefill:
             later = [other for other in waiting[index + 1 :] if other.stored is not None]
             prompt.stored = cache.begin(prompt.sequence[:-1], version, num_spare=num_spare)
             while prompt.stored is None and later:
-                last = later.pop()
-                cache.drop(last.stored)
-                last.stored = None
+                self._drop(later.pop())
                 prompt.stored = cache.begin(prompt.sequence[:-1], version, num_spare=num_spare)
+        assert prompt.stored is None or isinstance(prompt.stored, PagedPrompt)
         return prompt.stored
+
+    def _drop(self, prompt: WaitingPrompt) -> None:
+        """A prompt leaves the cache, to be computed again later."""
+        assert isinstance(prompt.stored, PagedPrompt)
+        self.cache.drop(prompt.stored)
+        prompt.stored = None
 
     def _batches(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
         """Parts of similar size, together where what came before is as long: then no mask is needed. Short ones after short

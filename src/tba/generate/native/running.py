@@ -18,6 +18,7 @@ from tba.generate.native.kv_cache import KeyValueCache
 from tba.generate.native.prefill import PrefillQueue, PromptPrefill, WaitingPrompt
 from tba.generate.native.slots import FinishedSlots, SlotSnapshot, SlotState, SlotTable
 from tba.generate.sampling import Response, WrittenTokens
+from tba.models.packing import on_device
 from tba.types import Completion
 
 STEPS_OF_ROOM = 8
@@ -130,7 +131,7 @@ class RunningResponses:
         sources, targets = self.table.compact()
         if sources:
             self.cache.move(sources, targets, self.table.num_keys())
-            self.state.move(sources, targets)
+            self.state.move(*on_device(torch.tensor([sources, targets]), self.state.device))
 
     def _refuse(self, response: Response) -> None:
         """Raise: nothing runs, and the next response has no room even so. Memory that was counted on is gone."""
