@@ -218,12 +218,15 @@ KINDS = {
     "not rotated": Heads(num=4, rotated=0),
     "everything": Heads(num=6, dim=96, rotated=64, window=90, cap=3.0, sinks=True, norms=True),
 }
-kinds = pytest.mark.parametrize("heads", KINDS.values(), ids=KINDS.keys())
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+HALVES = ("plain", "eight heads, 128 dimensions", "everything")
+cases = pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [(heads, torch.float32) for heads in KINDS.values()] + [(KINDS[name], HALF) for name in HALVES],
+    ids=[*KINDS, *(f"{name}, half precision" for name in HALVES)],
+)
 
 
-@dtypes
-@kinds
+@cases
 def test_one_kernel_rotates_stores_and_attends(heads, dtype):
     check(heads, SLOTS, dtype)
 
@@ -236,17 +239,19 @@ def test_blocks_of_parts_of_a_page_or_two_pages_give_the_same(block, heads):
     check(heads, SLOTS, torch.float32, launch=Launch(block=block, warps=2, stages=2))
 
 
-@dtypes
-@kinds
+@cases
 def test_parts_of_the_keys_are_merged_to_the_attention_over_all(heads, dtype):
     check(heads, SLOTS, dtype, splits=4)
 
 
-@dtypes
-@kinds
-@pytest.mark.parametrize("splits", [(1, 1), (1, 4), (4, 2)], ids=str)
-def test_a_shared_prompt_is_read_once_for_the_members_of_its_group(heads, dtype, splits):
-    check(heads, SHARING, dtype, splits=splits[0], shared=True, shared_splits=splits[1])
+@cases
+def test_a_shared_prompt_is_read_once_for_the_members_of_its_group(heads, dtype):
+    check(heads, SHARING, dtype, splits=1, shared=True, shared_splits=2)
+
+
+@pytest.mark.parametrize(("splits", "shared_splits"), [(1, 1), (1, 8), (4, 2)])
+def test_own_and_shared_pages_are_split_apart_from_each_other(splits, shared_splits):
+    check(KINDS["everything"], SHARING, torch.float32, splits=splits, shared=True, shared_splits=shared_splits)
 
 
 def test_groups_that_fill_several_tiles():

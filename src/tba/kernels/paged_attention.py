@@ -58,6 +58,8 @@ class Launch:
     warps: int
     stages: int
     """Number of tiles in flight, the one at work included."""
+    rows: int = 16
+    """Largest number of queries, of several members of a group, in a tile; without meaning for a slot's own keys."""
 
 
 @triton.jit
@@ -308,12 +310,16 @@ def attend_pages(
 
 
 def default_launch(dim: int, dtype: torch.dtype) -> Launch:
-    """Tiles of a slot's own keys."""
-    size = triton.next_power_of_2(dim) * dtype.itemsize
-    return Launch(block=64 if size <= 256 else 32, warps=2, stages=3 if size <= 256 else 2)
+    """Tiles of a slot's own keys, of a size that stays in registers and shared memory."""
+    if dtype.itemsize > 2:
+        return Launch(block=64 if dim <= 64 else 32, warps=4, stages=2)
+    return (
+        Launch(block=64, warps=2 if dim <= 64 else 4, stages=3) if dim <= 128 else Launch(block=32, warps=4, stages=2)
+    )
 
 
 def default_shared_launch(dim: int, dtype: torch.dtype) -> Launch:
-    """Tiles of shared keys: four warps are what the tensor cores of an H100 or H200 take."""
-    size = triton.next_power_of_2(dim) * dtype.itemsize
-    return Launch(block=64 if size <= 256 else 32, warps=4, stages=3 if size <= 256 else 2)
+    """Tiles of shared keys. Tensor cores of an H100 or H200 take 64 rows and four warps at once; fp32 does without them."""
+    if dtype.itemsize > 2:
+        return Launch(block=32, warps=4, stages=2, rows=16)
+    return Launch(block=64 if dim <= 128 else 32, warps=4, stages=3 if dim <= 128 else 2, rows=64)

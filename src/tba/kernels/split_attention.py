@@ -21,12 +21,11 @@ from tba.kernels.paged_attention import PAGE, absorb, cap_scores
 if TYPE_CHECKING:
     from tba.kernels.paged_attention import Launch, PageView
 
-SHARED_ROWS = 64
-"""Number of rows of a tile, queries of several members: a tensor core takes 64 at once."""
 PROGRAMS_PER_PROCESSOR = 2
+"""Number of programs of the shared pass that a multiprocessor holds at once."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "num_tiles"])
 def _attend_shared(
     query, base, table, positions, done, members, shared, parts, sums,
     table_stride, position_stride, done_stride, layer_start, scale, cap, window, N, num_tiles,
@@ -109,7 +108,6 @@ def attend_shared(
     window: int | None,
     pdl: bool,
     launch: Launch,
-    rows: int = SHARED_ROWS,
 ) -> None:
     """Write the last `splits` parts [N, H, parts, D] of slots that share pages, and their sums [N, H, parts].
 
@@ -120,7 +118,7 @@ def attend_shared(
     if num_members & (num_members - 1):
         raise ValueError(f"members must have a power of two of columns, got {num_members}: fill up with -1.")
     heads = triton.next_power_of_2(num_heads // num_kv)
-    members = max(1, min(num_members, rows // heads))
+    members = max(1, min(num_members, launch.rows // heads))
     num_tiles = view.members.numel() // members
     _attend_shared[(_num_programs(query_NHD.device, num_tiles * num_kv * splits),)](
         query_NHD, view.base, view.table, view.positions, view.done, view.members, view.shared, parts, sums,
