@@ -23,7 +23,7 @@ from tba.kernels import matmul  # noqa: E402
 from tba.kernels.layer import add_norm, embed  # noqa: E402
 from tba.kernels.matmul import Tile, choose_tile, gated_linear, linear, linear_parts  # noqa: E402
 
-TILE = Tile(rows=64, columns=32, depth=64, parts=1, warps=4, stages=3, early=True)
+TILE = Tile(rows=64, columns=32, depth=64, parts=1, warps=4, stages=3)
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter has no products in bf16
 TOLERANCE = 1e-4 if INTERPRETED else 0.02
 

@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tba.kernels.launch import begin, can_overlap
-
 PROGRAMS = 2048
 """Number of programs that fill a GPU: up to so many heads a program rotates one, beyond that it takes several."""
 LARGEST_TILE = 8192
@@ -24,12 +22,11 @@ LARGEST_TILE = 8192
 @triton.jit
 def _add_norm(
     x_NE, delta, bias_E, weight_E, out_NE, N, E, epsilon, delta_scale,
-    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < E
-    begin(OVERLAPS)
     x = tl.load(x_NE + row * E + column, mask=inside, other=0.0).to(tl.float32)
     if PARTS > 0:
         added = tl.load(delta + row * E + column, mask=inside, other=0.0).to(tl.float32)
@@ -59,14 +56,14 @@ def add_norm(
     delta. No weight = no norm. A delta of three axes [parts, N, E] is the sum of its parts (kernels/matmul.py)."""
     rows, size = x_NE.shape
     out = torch.empty(rows, size, dtype=dtype, device=x_NE.device)
-    block, overlaps = triton.next_power_of_2(size), can_overlap(x_NE.device)
+    block = triton.next_power_of_2(size)
     unused = x_NE  # a pointer for arguments that a constant switches off
     parts = 0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1
     _add_norm[(rows,)](
         x_NE, unused if delta is None else delta, unused if bias_E is None else bias_E,
         unused if weight_E is None else weight_E, out, rows, size, epsilon, delta_scale,
         PARTS=parts, HAS_BIAS=bias_E is not None, HAS_NORM=weight_E is not None, BLOCK=block,
-        OVERLAPS=overlaps, num_warps=min(16, max(4, block // 256)), launch_pdl=overlaps,
+        num_warps=min(16, max(4, block // 256)),
     )  # fmt: skip
     return out
 
@@ -76,9 +73,8 @@ def _rotate_store(
     qkv, positions, rotations, query_norm, key_norm, query, keys, values,
     position_stride, row_stride, head_stride, place_stride, epsilon,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, ROTATED: tl.constexpr,
-    HAS_NORM: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column, pair = tl.arange(0, 2 * PAIRS), tl.arange(0, PAIRS)
@@ -129,22 +125,20 @@ def rotate_and_store(
     pairs, all_heads = triton.next_power_of_2(dim // 2), num_heads + 2 * num_kv
     share = triton.next_power_of_2(triton.cdiv(count * all_heads, PROGRAMS))
     heads = min(share, triton.next_power_of_2(all_heads), max(1, LARGEST_TILE // (2 * pairs)))
-    unused, overlaps = positions_N, can_overlap(qkv.device)  # a pointer for arguments that a constant switches off
+    unused = positions_N  # a pointer for arguments that a constant switches off
     _rotate_store[(count, triton.cdiv(all_heads, heads))](
         qkv, positions_N, unused if rotations is None else rotations,
         unused if query_norm is None else query_norm, unused if key_norm is None else key_norm,
         query, keys, values,
         positions_N.stride(0), keys.stride(0), keys.stride(1), keys.stride(2) if keys.ndim == 4 else 0, epsilon,
         H=num_heads, K=num_kv, D=dim, HEADS=heads, PAIRS=pairs, ROTATED=0 if rotations is None else rotations.shape[1],
-        HAS_NORM=query_norm is not None, OVERLAPS=overlaps, num_warps=min(8, max(1, heads * pairs // 512)),
-        launch_pdl=overlaps,
+        HAS_NORM=query_norm is not None, num_warps=min(8, max(1, heads * pairs // 512)),
     )  # fmt: skip
     return query
 
 
 @triton.jit
-def _gated(inner, out, F, GELU: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
-    begin(OVERLAPS)
+def _gated(inner, out, F, GELU: tl.constexpr, BLOCK: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
@@ -163,16 +157,13 @@ def gated(inner_N2F: Tensor, *, gelu: bool) -> Tensor:
     """Product activation(gate) * up [N, F], gate first; the activation is SiLU, or GELU by its tanh formula."""
     rows, size = inner_N2F.shape[0], inner_N2F.shape[1] // 2
     out = torch.empty(rows, size, dtype=inner_N2F.dtype, device=inner_N2F.device)
-    block, overlaps = min(1024, triton.next_power_of_2(size)), can_overlap(out.device)
-    _gated[(rows, triton.cdiv(size, block))](
-        inner_N2F, out, size, GELU=gelu, BLOCK=block, OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps
-    )
+    block = min(1024, triton.next_power_of_2(size))
+    _gated[(rows, triton.cdiv(size, block))](inner_N2F, out, size, GELU=gelu, BLOCK=block, num_warps=4)
     return out
 
 
 @triton.jit
-def _embed(ids, table_VE, out_NE, id_stride, E, scale, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
-    begin(OVERLAPS)
+def _embed(ids, table_VE, out_NE, id_stride, E, scale, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < E
@@ -186,9 +177,9 @@ def embed(ids_N: Tensor, table_VE: Tensor, scale: float) -> Tensor:
     """Rows of the table times the scale, in fp32 [N, E]."""
     rows, size = ids_N.shape[0], table_VE.shape[1]
     out = torch.empty(rows, size, device=table_VE.device)
-    block, overlaps = triton.next_power_of_2(size), can_overlap(out.device)
+    block = triton.next_power_of_2(size)
     _embed[(rows,)](
         ids_N, table_VE, out, ids_N.stride(0), size, scale,
-        BLOCK=block, OVERLAPS=overlaps, num_warps=min(16, max(4, block // 256)), launch_pdl=overlaps,
+        BLOCK=block, num_warps=min(16, max(4, block // 256)),
     )  # fmt: skip
     return out

@@ -1,7 +1,7 @@
 """Matrix products of a decode step with what follows them: few rows, one for each slot, against the matrices of a layer.
 
-At some hundred rows a product takes 3 to 15 us, and what counts is that all multiprocessors have work, that the weights are
-on their way before the rows are there, and that nothing is launched in between. So
+At some hundred rows a product takes 3 to 15 us, and what counts is that all multiprocessors have work, and that
+nothing is launched in between. So
 - a gated MLP's product computes a tile of gate and the same tile of up, and stores activation(gate) * up;
 - a product that is added to the residual stream (attention's output, the MLP's) is cut along its inner axis too, where its
   tiles alone would leave multiprocessors idle: the parts are stored in fp32, and the norm that follows adds them up.
@@ -13,6 +13,7 @@ Axes: N rows, E inner axis, X columns (rows of the matrix), F MLP width, P parts
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,21 +22,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tba.kernels.launch import can_overlap
-
 Kind = Literal["plain", "gated", "parts"]
 """What follows a product: nothing but its bias, the gated activation, or the sum of its parts by another kernel."""
 MOST_ROWS = 256
 """Most rows for which these products are made; beyond that cuBLAS serves."""
-
-
 MOST_PARTS = 8
 PROGRAMS = 264
 """Number of programs that are at work at once: two on each multiprocessor of an H200."""
 
 
 class Tile(NamedTuple):
-    """How a product is cut: Tile(rows=128, columns=64, depth=64, parts=8, warps=4, stages=4, early=True)"""
+    """How a product is cut: Tile(rows=128, columns=64, depth=64, parts=8, warps=4, stages=4)"""
 
     rows: int
     columns: int
@@ -43,16 +40,13 @@ class Tile(NamedTuple):
     parts: int
     warps: int
     stages: int
-    early: bool
-    """Whether the next kernel may be set up from the beginning, instead of when the product is computed: its programs take
-    room that a second program of this product would use."""
 
 
 @triton.jit
 def _product(
     x_tiles, weight_tiles, bias, out, N, X, E, PARTS,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr, EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     # Programs that read the same columns of weights follow each other: memory is read once, its cache by the others.
@@ -61,10 +55,6 @@ def _product(
     steps = tl.cdiv(tl.cdiv(E, DEPTH), PARTS)
     start = part * steps * DEPTH
     end = tl.minimum(E, start + steps * DEPTH)
-    if OVERLAPS:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32) if GATED else total
     for place in range(start, end, DEPTH):
@@ -72,9 +62,6 @@ def _product(
         total = tl.dot(x, weight_tiles.load([first_column, place]).T, total, input_precision="ieee")
         if GATED:
             up = tl.dot(x, weight_tiles.load([X + first_column, place]).T, up, input_precision="ieee")
-    if OVERLAPS:
-        if not EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     if HAS_BIAS:
         total += tl.load(bias + column, mask=column < X, other=0.0).to(tl.float32)[None, :]
@@ -115,13 +102,12 @@ def _launch(
 ) -> Tensor:
     rows, inner = x.shape
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
-    overlaps = can_overlap(x.device)
     x_tiles = TensorDescriptor(x, [rows, inner], [inner, 1], [tile.rows, tile.depth])
     weight_tiles = TensorDescriptor(weight, list(weight.shape), [inner, 1], [tile.columns, tile.depth])
     _product[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns), tile.parts)](
         x_tiles, weight_tiles, weight if bias is None else bias, out, rows, columns, inner, tile.parts,
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GATED=gated, GELU=gelu, HAS_BIAS=bias is not None,
-        OVERLAPS=overlaps, EARLY=tile.early, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=overlaps,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 
@@ -132,23 +118,31 @@ def choose_tile(kind: Kind, x_NE: Tensor, weight: Tensor) -> Tile | None:
     Measured on an H200 with the shapes of 0.5B, 1.1B and 7B models at 32 to 256 rows (docs/gpu.md).
     """
     (rows, inner), size = x_NE.shape, weight.numel()
-    serves = x_NE.dtype in (torch.bfloat16, torch.float16) and can_overlap(x_NE.device) and inner % 8 == 0
+    serves = x_NE.dtype in (torch.bfloat16, torch.float16) and _is_hopper(x_NE.device) and inner % 8 == 0
     if not serves or rows > MOST_ROWS or size > _largest(kind, rows):
         return None
+    if kind == "parts" and rows > 128 and inner <= 2 * weight.shape[0]:
+        return None  # short sums: cuBLAS is as fast, and its result need not be added up
     if kind == "plain":
-        return Tile(rows=64, columns=32, depth=128, parts=1, warps=4, stages=4, early=True)
+        return Tile(rows=64, columns=32, depth=128, parts=1, warps=4, stages=4)
     if kind == "gated":
         columns, depth = (64, 64) if rows > 64 else (32, 128)
-        return Tile(rows=64, columns=columns, depth=depth, parts=1, warps=4, stages=3, early=False)
+        return Tile(rows=64, columns=columns, depth=depth, parts=1, warps=4, stages=3)
     if rows > 128:
-        tile = Tile(rows=128, columns=64, depth=64, parts=1, warps=4, stages=4, early=True)
+        tile = Tile(rows=128, columns=64, depth=64, parts=1, warps=4, stages=4)
     elif rows > 64:
-        tile = Tile(rows=64, columns=64, depth=128, parts=1, warps=4, stages=3, early=True)
+        tile = Tile(rows=64, columns=64, depth=128, parts=1, warps=4, stages=3)
     else:
-        tile = Tile(rows=64, columns=32, depth=128, parts=1, warps=4, stages=4, early=True)
+        tile = Tile(rows=64, columns=32, depth=128, parts=1, warps=4, stages=4)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(weight.shape[0], tile.columns)
     parts = min(MOST_PARTS, PROGRAMS // tiles, triton.cdiv(inner, tile.depth))
     return tile._replace(parts=max(1, parts))
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    """Whether the device loads tiles by itself (tensor memory access): Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _largest(kind: Kind, rows: int) -> int:

@@ -21,8 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tba.kernels.launch import begin, can_overlap
-
 CHUNK = 4096
 """Number of logits that one program reads at once."""
 GAMMA = tl.constexpr(-7046029254386353131)
@@ -85,10 +83,9 @@ def _from_rank(
 def _find_cuts(
     logits, is_stop, num_tokens, min_new_tokens, top_k, greedy, done, top_p, temperature, cuts, last_ids,
     int_stride, float_stride, V, cap,
-    HAS_CAP: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_CAP: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    begin(OVERLAPS)
     k, p = tl.load(top_k + row * int_stride).to(tl.int32), tl.load(top_p + row * float_stride)
     is_cut = ((k > 0) & (k < V)) | (p < 1.0)
     is_idle = (tl.load(done + row * int_stride) != 0) | (tl.load(greedy + row * int_stride) != 0)
@@ -169,11 +166,10 @@ def _finite(peak):
 def _chunk_sums(
     logits, is_stop, num_tokens, min_new_tokens, greedy, temperature, policy_temperature, cuts, last_ids,
     largest, total, policy_largest, policy_total, best, int_stride, float_stride, V, C, cap,
-    HAS_CAP: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_CAP: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.program_id(1)
     column = chunk * BLOCK + tl.arange(0, BLOCK)
-    begin(OVERLAPS)
     value = _logits(logits, row, column, V, cap, HAS_CAP)
     place = row * C + chunk
     policy_peak = tl.max(value, axis=0)
@@ -222,10 +218,9 @@ def _choose(
     logits, cuts, last_ids, largest, total, policy_largest, policy_total, best, is_stop,
     ids, positions, num_tokens, limits, min_new_tokens, keys, greedy, done, temperature, policy_temperature,
     tokens, behaviour, policy, int_stride, float_stride, table_stride, V, C, cap,
-    HAS_CAP: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_CAP: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    begin(OVERLAPS)
     if tl.load(done + row * int_stride) != 0:
         return
     chunk = tl.arange(0, CHUNKS)
@@ -312,8 +307,6 @@ def choose_tokens(logits_NV: Tensor, columns: Columns, is_stop_V: Tensor, *, cap
         "HAS_CAP": cap is not None,
         "SHIFT": 16 if logits_NV.dtype == torch.bfloat16 and cap is None else 0,
         "BLOCK": min(CHUNK, triton.next_power_of_2(size)),
-        "OVERLAPS": can_overlap(device),
-        "launch_pdl": can_overlap(device),
         "num_warps": 8,
     }
     _find_cuts[(rows,)](

@@ -47,7 +47,7 @@ class FusedDecode:
     def run(self, count: int, *, decode_steps: int) -> None:
         """`decode_steps` tokens for each of the first `count` slots that is not done."""
         # Slots beyond `count` are done, and a slot that is done stands still: a graph over more slots changes nothing there.
-        slots = self._bucket(count)
+        slots = self.bucket(count)
         step = (slots, self.cache.plan(slots))
         self._forget_if_moved()
         for _ in range(decode_steps):
@@ -64,7 +64,7 @@ class FusedDecode:
         """Drop all graphs: the decoder computes otherwise from now on."""
         self._address = None
 
-    def _bucket(self, count: int) -> int:
+    def bucket(self, count: int) -> int:
         """Number of slots that a graph runs over: powers of two up to 64, then multiples of 64: few graphs, little waste."""
         rounded = 1 << (count - 1).bit_length() if count <= 64 else -(-count // 64) * 64
         return min(rounded, self.state.integers.shape[0])

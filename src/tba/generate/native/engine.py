@@ -253,11 +253,15 @@ class NativeEngine:
 
     def _refill(self, queue: PrefillQueue) -> None:
         """Give free slots to waiting responses; while draining only to those that were taken out."""
-        free = self._slots.free_slots()
-        if free and self._pending is None:
-            queue.read_for(len(free), self.version)
-        # Reading may have loaded other weights: no response may start from keys and values of older ones.
-        self._running.admit(queue, self.version, resumed_only=self._pending is not None)
+        num_free = 0
+        # Piece by piece: the device prefills what was read while the next prompts are read.
+        while self._pending is None and self._slots.num_free != num_free:
+            num_free = self._slots.num_free
+            queue.read_for(min(num_free, READ_AHEAD[self.device.type]), self.version)
+            # Reading may have loaded other weights: no response may start from keys and values of older ones.
+            self._running.admit(queue, self.version)
+        if self._pending is not None:
+            self._running.admit(queue, self.version, resumed_only=True)
 
     def _start_decode_steps(self, queue: PrefillQueue) -> int | None:
         """Start a decode step for every running response: on a GPU several, and they have only begun when this returns.
@@ -265,23 +269,31 @@ class NativeEngine:
         -> snapshots that may stay under way: 1 = the next decode steps need not wait for what these ones finish. None =
         nothing runs.
         """
-        # While responses wait and no slot is free, the next decode steps need not know which responses are done: a finished
-        # slot idles a little longer, and the device never waits for the host.
-        slots = self._slots
-        may_run_ahead = bool(queue.waiting) and self._pending is None and slots.is_full()
-        ahead, steps = 0, 1
+        ahead = int(self._may_run_ahead(queue))
+        steps = 1
         if self._fused is not None:
-            ahead = int(may_run_ahead)
             steps = DECODE_STEPS_AHEAD if ahead else DECODE_STEPS_PER_SNAPSHOT
+            steps = min(steps, self._slots.most_left() - self._running.num_steps_under_way)
+            if steps <= 0 and self._slots.any_running():
+                return 0  # what is under way takes every response to its end
         self._running.make_room(queue, steps)
-        if not slots.any_running():
+        if not self._slots.any_running():
             return None
         if self._fused is not None:
-            self._fused.run(slots.count, decode_steps=steps)
+            self._fused.run(self._slots.count, decode_steps=steps)
         else:
-            self._decode_step(slots.count, slots.num_keys(), slots.needs())
+            self._decode_step(self._slots.count, self._slots.num_keys(), self._slots.needs())
         self._running.note_snapshot(steps)
         return ahead
+
+    def _may_run_ahead(self, queue: PrefillQueue) -> bool:
+        """Whether the next decode steps may start before it is known which responses these ones finish: a finished slot idles
+        a little longer, but the device never waits for the host."""
+        if self._fused is None or self._pending is not None:
+            return False
+        # Where nothing comes to fill the gaps, running responses move together, and for that the device must stand still.
+        num_running = self._slots.count - len(self._slots.gaps)
+        return bool(queue.waiting) or self._fused.bucket(num_running) == self._fused.bucket(self._slots.count)
 
     @torch.inference_mode()
     def _decode_step(self, count: int, num_keys: int, needs: SamplingNeeds) -> None:

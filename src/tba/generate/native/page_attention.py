@@ -81,7 +81,6 @@ class FusedPagedAttention:
     def attend_projected(
         self, layer: int, qkv: Tensor, rotations: Tensor | None, query_norm: Tensor | None, key_norm: Tensor | None
     ) -> Tensor:
-        from tba.kernels.launch import can_overlap
         from tba.kernels.paged_attention import attend_pages
 
         spec = self.decoder.spec
@@ -102,7 +101,6 @@ class FusedPagedAttention:
             epsilon=spec.norm_epsilon,
             splits=self.plan.splits,
             shared=self.plan.shared,
-            pdl=can_overlap(qkv.device),
         )
 
 

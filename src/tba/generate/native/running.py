@@ -53,10 +53,9 @@ class RunningResponses:
 
         `resumed_only` leaves out those that have no token yet, as while weights wait for running responses to finish.
         """
-        if self.prefill.is_early or not self.table.is_full():
-            waiting = queue.resumed() if resumed_only else list(queue.waiting)
-            if waiting:
-                self._admit(queue, waiting, version)
+        waiting = queue.resumed() if resumed_only else list(queue.waiting)
+        if waiting:
+            self._admit(queue, waiting, version)
         self._close_gaps()
 
     def _admit(self, queue: PrefillQueue, waiting: list[WaitingPrompt], version: int) -> None:
@@ -64,9 +63,12 @@ class RunningResponses:
         # What is ready starts before more is prefilled: pages that it needs must not go to those behind it.
         self._start(queue, version, len(waiting))
         if queue.first(version) is None:
-            chosen = waiting[:1] if self.table.is_full() else waiting
-            self.prefill(chosen, version, at_once=not self.table.any_running())
-            self._start(queue, version, len(waiting))
+            at_once = not self.table.any_running()
+            if not self.table.is_full():
+                self.prefill(waiting, version, at_once=at_once)
+                self._start(queue, version, len(waiting))
+            elif self.prefill.is_early(waiting[0]):
+                self.prefill(waiting[:1], version, at_once=at_once)
         if not self.table.any_running():
             self._refuse(waiting[0].responses[0])
 
@@ -142,14 +144,18 @@ class RunningResponses:
 
     def make_room(self, queue: PrefillQueue, num_steps: int) -> None:
         """Room for the next decode steps of all running responses; where there is none, for the oldest of them."""
-        under_way = sum(steps for steps, _ in self.snapshots)
-        if not self.cache.hold(self.table, under_way + num_steps):
+        if not self.cache.hold(self.table, self.num_steps_under_way + num_steps):
             self._settle()
             while self.table.any_running() and not self.cache.hold(self.table, num_steps):
                 if not queue.give_back(num_kept=0):
                     self._take_out(self.table.youngest(), queue)
             self._close_gaps()
         self.cache.flush()
+
+    @property
+    def num_steps_under_way(self) -> int:
+        """Number of decode steps that have been started, and of which the host has not taken note."""
+        return sum(steps for steps, _ in self.snapshots)
 
     def note_snapshot(self, num_steps: int) -> None:
         """Take a snapshot after decode steps that have been started."""

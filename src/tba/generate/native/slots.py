@@ -63,6 +63,11 @@ class SlotTable:
         """Whether no slot is free."""
         return self.count == len(self.responses) and not self.gaps
 
+    @property
+    def num_free(self) -> int:
+        """Number of slots without a response."""
+        return len(self.responses) - self.count + len(self.gaps)
+
     def items(self) -> Iterator[tuple[int, Response]]:
         return ((slot, response) for slot, response in enumerate(self.responses) if response is not None)
 
@@ -112,6 +117,11 @@ class SlotTable:
         """Slots with a response, and the number of positions that each may have after so many more decode steps."""
         running = np.flatnonzero(self.first_snapshot[: self.count] != NO_SNAPSHOT)
         return running, np.minimum(self.positions[running] + num_steps, self.most_positions[running])
+
+    def most_left(self) -> int:
+        """Most tokens that a running response may still get."""
+        running, positions = self.reach(0)
+        return int((self.most_positions[running] - 1 - positions).max(initial=0))
 
     def youngest(self) -> int:
         """Slot of the response that was asked for last."""
