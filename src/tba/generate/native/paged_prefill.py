@@ -44,13 +44,16 @@ class Part(NamedTuple):
 class PagedPrefill:
     """Computes keys and values of prompts into the pages of a cache."""
 
-    is_early = True  # a long prompt takes many turns, in which its slot would stand empty
-
     def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
         self.decoder, self.cache = decoder, cache
         self.turn_tokens = TURN_TOKENS
         spec = decoder.spec
         self._has_masks = spec.sinks or spec.attention_cap is not None or any(window for window in spec.windows)
+
+    def is_early(self, prompt: WaitingPrompt) -> bool:
+        """A long prompt takes many turns, in which its slot would stand empty; short ones are computed side by side when a
+        slot is free."""
+        return len(prompt.sequence) > self.turn_tokens
 
     @torch.inference_mode()
     def __call__(self, waiting: Sequence[WaitingPrompt], version: int, *, at_once: bool) -> None:

@@ -49,8 +49,8 @@ class WaitingPrompt:
 class PromptPrefill(Protocol):
     """Computes keys and values of prompts into a cache."""
 
-    is_early: bool
-    """Whether the next prompt is prefilled before there is a slot for its response."""
+    def is_early(self, prompt: WaitingPrompt) -> bool:
+        """Whether a prompt is prefilled before there is a slot for its response."""
 
     def __call__(self, waiting: Sequence[WaitingPrompt], version: int, *, at_once: bool) -> None:
         """Prefill those that are not, or that other weights than those in use, of `version`, have computed: at once, or only
@@ -161,10 +161,11 @@ class PrefillQueue:
 class Prefill:
     """Computes the keys and values of prompts, arranged as the slots' cache has them."""
 
-    is_early = False
-
     def __init__(self, decoder: Decoder, cache: SlotCache) -> None:
         self.decoder, self.cache = decoder, cache
+
+    def is_early(self, prompt: WaitingPrompt) -> bool:
+        return False  # it would only grow stale
 
     @torch.inference_mode()
     def __call__(self, waiting: Sequence[WaitingPrompt], version: int, *, at_once: bool) -> None:

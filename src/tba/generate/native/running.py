@@ -53,7 +53,7 @@ class RunningResponses:
 
         `resumed_only` leaves out those that have no token yet, as while weights wait for running responses to finish.
         """
-        if self.prefill.is_early or not self.table.is_full():
+        if queue.waiting and (not self.table.is_full() or self.prefill.is_early(queue.waiting[0])):
             waiting = queue.resumed() if resumed_only else list(queue.waiting)
             if waiting:
                 self._admit(queue, waiting, version)
