@@ -92,8 +92,10 @@ class PagedCache:
         """Slots that share a prompt, [G, R]; -1 = none."""
         self.shared = torch.zeros(num_slots, dtype=torch.int32, device=device)
         """Number of leading pages of each slot that its group reads for it, [S]."""
-        self._changed: list[np.ndarray] = []
-        """Places in the flat table that the device does not know yet."""
+        self._added: list[np.ndarray] = []
+        """Places in the flat table that got a page which the device does not know yet."""
+        self._stale = np.zeros(num_slots, dtype=np.int64)
+        """Number of leading entries of each row that may be others on the device."""
         self._copies: list[tuple[int, int]] = []
         """Pages to be copied, from and to."""
         self._groups_changed = False
@@ -146,7 +148,7 @@ class PagedCache:
         row = np.concatenate((kept, new))
         self.numbers[slot, : len(row)] = row
         self.counts[slot], self.num_whole[slot] = len(row), num_whole
-        self._note(np.array([slot]))
+        self._stale[slot] = max(self._stale[slot], len(row))
         self._groups_changed = True
         return True
 
@@ -162,16 +164,16 @@ class PagedCache:
         if pages is None:
             return False
         rows = np.repeat(chosen, missing)
-        columns = self.counts[rows] + np.arange(len(rows)) - np.repeat(np.cumsum(missing) - missing, missing)
+        columns = self.counts[rows] + _ramp(missing)
         self.numbers[rows, columns] = pages
         self.counts[chosen] += missing
-        self._changed.append(rows * self.numbers.shape[1] + columns)
+        self._added.append(rows * self.numbers.shape[1] + columns)
         return True
 
     def release(self, slots: Sequence[int]) -> None:
         """Take the pages of slots away; those that nobody else uses are free."""
         chosen = np.asarray(slots)
-        self._note(chosen)
+        self._stale[chosen] = np.maximum(self._stale[chosen], self.counts[chosen])
         used = np.arange(self.numbers.shape[1]) < self.counts[chosen, None]
         self._release(self.numbers[chosen][used])
         self.numbers[chosen], self.counts[chosen], self.num_whole[chosen] = SCRATCH, 0, 0
@@ -180,11 +182,11 @@ class PagedCache:
     def move(self, sources: Sequence[int], targets: Sequence[int], num_keys: int) -> None:
         """Give the pages of slots to other slots, which have none."""
         taken, given = np.asarray(sources), np.asarray(targets)
-        self._note(taken)
+        for slots in (taken, given):
+            self._stale[slots] = np.maximum(self._stale[slots], self.counts[taken])
         for table in (self.numbers, self.counts, self.num_whole):
             table[given] = table[taken]
         self.numbers[taken], self.counts[taken], self.num_whole[taken] = SCRATCH, 0, 0
-        self._note(given)
         self._groups_changed = True
 
     def clear(self) -> None:
@@ -192,8 +194,9 @@ class PagedCache:
         self.pool.release_all()
         self.prefixes.clear()
         self.numbers[:], self.counts[:], self.num_whole[:] = SCRATCH, 0, 0
-        self._changed.clear()
+        self._added.clear()
         self._copies.clear()
+        self._stale[:] = 0
         self.table.zero_()
         self._groups_changed = True
 
@@ -238,10 +241,14 @@ class PagedCache:
             sources, targets = np.array(self._copies).T
             self.pool.copy(sources, targets)
             self._copies.clear()
-        if self._changed:
+        if self._added or self._stale.any():
             # A place may be named twice: both times it gets what the host's table says now.
-            places = np.concatenate(self._changed)
-            self._changed.clear()
+            slots, width = np.flatnonzero(self._stale), self.numbers.shape[1]
+            places = np.concatenate(
+                (*self._added, np.repeat(slots, self._stale[slots]) * width + _ramp(self._stale[slots]))
+            )
+            self._added.clear()
+            self._stale[:] = 0
             offsets = self.pool.offsets[self.numbers.reshape(-1)[places]]
             where, what = on_device(torch.from_numpy(np.stack((places, offsets))), self.device)
             self.table.view(-1)[where] = what
@@ -262,6 +269,8 @@ class PagedCache:
         """Bring the groups up to date -> whether any prompt is shared."""
         if self._groups_changed:
             self._groups_changed = False
+            if int((self.num_whole[:num_slots] >= LEAST_SHARED_PAGES).sum()) < 2 and not self._num_shared.any():
+                return False
             members, shared = self._groups(num_slots)
             if shared.any() or self._num_shared.any():
                 both = np.concatenate((members, shared[:, None]), axis=1, dtype=np.int32)
@@ -300,8 +309,8 @@ class PagedCache:
         shared[slots] = common[group]
         return members, shared
 
-    def _note(self, slots: np.ndarray) -> None:
-        """The pages that slots have now are news to the device."""
-        counts = self.counts[slots]
-        columns = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        self._changed.append(np.repeat(slots, counts) * self.numbers.shape[1] + columns)
+
+def _ramp(counts: np.ndarray) -> np.ndarray:
+    """0, 1, ... for each count, one after the other: [2, 3] -> [0, 1, 0, 1, 2]."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)

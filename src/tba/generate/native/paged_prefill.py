@@ -51,7 +51,8 @@ class PagedPrefill:
         self._has_masks = spec.sinks or spec.attention_cap is not None or any(window for window in spec.windows)
 
     def is_early(self, prompt: WaitingPrompt) -> bool:
-        # A long prompt takes many turns, in which its slot would stand empty. Of short ones many are computed at once.
+        """A long prompt takes many turns, in which its slot would stand empty; short ones are computed side by side when a
+        slot is free."""
         return len(prompt.sequence) > self.turn_tokens
 
     @torch.inference_mode()

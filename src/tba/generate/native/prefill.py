@@ -165,7 +165,7 @@ class Prefill:
         self.decoder, self.cache = decoder, cache
 
     def is_early(self, prompt: WaitingPrompt) -> bool:
-        return False
+        return False  # it would only grow stale
 
     @torch.inference_mode()
     def __call__(self, waiting: Sequence[WaitingPrompt], version: int, *, at_once: bool) -> None:

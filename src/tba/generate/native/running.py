@@ -53,9 +53,10 @@ class RunningResponses:
 
         `resumed_only` leaves out those that have no token yet, as while weights wait for running responses to finish.
         """
-        waiting = queue.resumed() if resumed_only else list(queue.waiting)
-        if waiting:
-            self._admit(queue, waiting, version)
+        if queue.waiting and (not self.table.is_full() or self.prefill.is_early(queue.waiting[0])):
+            waiting = queue.resumed() if resumed_only else list(queue.waiting)
+            if waiting:
+                self._admit(queue, waiting, version)
         self._close_gaps()
 
     def _admit(self, queue: PrefillQueue, waiting: list[WaitingPrompt], version: int) -> None:
