@@ -55,10 +55,10 @@ SHARING = [
     Slot(position=70),
     Slot(position=128, group=3, shared=2),
     Slot(position=64, group=0, shared=1),
-    Slot(position=200, done=True, group=3, shared=2),
     Slot(position=319, group=3, shared=2),
     Slot(position=127, group=0, shared=1),
     Slot(position=5),
+    Slot(position=200, done=True, group=3, shared=2),
 ]
 
 
@@ -85,9 +85,12 @@ class Pages:
             lead = mates[0][: slot.shared] if mates else []
             self.pages.append(lead + [free.pop() for _ in range(slot.position // PAGE + 1 - len(lead))])
         self.table = torch.zeros(len(slots), PAGES_PER_SLOT, dtype=torch.int64)
-        for index, pages in enumerate(self.pages):
-            self.table[index, : len(pages)] = torch.tensor([(page - per_chunk) * self.page_size for page in pages])
-        self._poison_what_is_not_seen()
+        for index, (slot, pages) in enumerate(zip(slots, self.pages)):
+            if not slot.done:  # which leaves scratch to a slot that is done
+                self.table[index, : len(pages)] = torch.tensor([(page - per_chunk) * self.page_size for page in pages])
+            # What must not be read spoils what reads it.
+            self.storage[pages[-1], :, :, :, slot.position % PAGE :] = float("nan")
+        self.storage[per_chunk] = float("nan")
 
         self.state = torch.tensor([[9, slot.position, int(slot.done)] for slot in slots], device=DEVICE)
         self.shared = torch.tensor([slot.shared for slot in slots], dtype=torch.int32, device=DEVICE)
@@ -102,13 +105,6 @@ class Pages:
         self.rotations = torch.stack([angles.cos(), angles.sin()], dim=-1) if pairs else None
         self.norms = [randn(heads.dim) if heads.norms else None for _ in range(2)]
         self.sinks = randn(heads.num) if heads.sinks else None
-
-    def _poison_what_is_not_seen(self) -> None:
-        for slot, pages in zip(self.slots, self.pages):
-            for page in pages if slot.done else []:
-                if all(page not in other for other in self.pages if other is not pages):
-                    self.storage[page] = float("nan")
-            self.storage[pages[-1], :, :, :, slot.position % PAGE :] = float("nan")
 
     def attend(self, **options) -> Tensor:
         from tba.kernels.paged_attention import PageView, attend_pages
