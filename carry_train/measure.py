@@ -1,0 +1,321 @@
+"""Where a TB training step's time goes on one GPU: host and device clocks at every mark, profile, and each change alone.
+
+    PYTHONPATH=src:benchmarks python carry_train/measure.py [--shapes qwen,llama] [--seconds 190]
+
+Every part is printed as soon as it is there; a part that fails prints its error and the script goes on. The same model, batch
+and optimizer serve all variants of a shape, which differ in switches only, so figures of one shape compare within 1 or 2%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("src", "benchmarks")]
+
+import gpu  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from tba.models.load import compile_layers  # noqa: E402
+
+STARTED = time.perf_counter()
+SHAPES = {"qwen": gpu.qwen, "llama": gpu.llama}
+
+
+def say(text: str) -> None:
+    print(f"[{time.perf_counter() - STARTED:5.0f} s] {text}", flush=True)
+
+
+class Marks:
+    """Host clock and device event at named places of one step, in milliseconds since its start."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, float, torch.cuda.Event]] = []
+
+    def __call__(self, name: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.found.append((name, time.perf_counter(), event))
+
+    def show(self) -> None:
+        torch.cuda.synchronize()
+        _, start, first = self.found[0]
+        before_host = before_device = 0.0
+        for name, clock, event in self.found[1:]:
+            host, device = 1e3 * (clock - start), first.elapsed_time(event)
+            print(
+                f"    {name:34s} host {host:7.1f} (+{host - before_host:6.1f})   device {device:7.1f} "
+                f"(+{device - before_device:6.1f})   device is behind by {device - host:7.1f}",
+                flush=True,
+            )
+            before_host, before_device = host, device
+
+
+def marked(step: Any, batch: Any) -> Marks:
+    """One step with marks at its parts."""
+    import tba.train.step as module
+
+    marks, undo = Marks(), []
+
+    def wrap(owner: Any, name: str, label: str) -> None:
+        original = getattr(owner, name)
+        had = name in vars(owner)
+
+        def wrapped(*args: Any, **options: Any) -> Any:
+            found = original(*args, **options)
+            marks(label)
+            return found
+
+        setattr(owner, name, wrapped)
+        undo.append(lambda: setattr(owner, name, original) if had else delattr(owner, name))
+
+    wrap(step, "_own_micro_batches", "packed")
+    wrap(step.policy, "_hidden", "trunk forward")
+    wrap(step, "_forward", "log-probs forward")
+    wrap(step.optimizer, "accumulate", "gradients accumulated")
+    wrap(module, "_read", "metrics read")
+    wrap(step.optimizer, "clip_gradients", "clipped")
+    wrap(step.optimizer, "step", "optimizer step")
+    objective = step.objective
+
+    def marked_objective(*args: Any, **options: Any) -> Any:
+        found = objective(*args, **options)
+        marks("objective")
+        return found
+
+    marked_objective.coupling = objective.coupling  # type: ignore[attr-defined]
+    step.objective = marked_objective
+    original_backward = step._backward
+
+    def backward(value: torch.Tensor) -> None:
+        handle = step.policy.model.get_input_embeddings().weight
+        original_backward(value)
+        del handle
+
+    step._backward = backward
+    try:
+        torch.cuda.synchronize()
+        marks("start")
+        step(batch, beta=0.05, learning_rate=1e-6)
+        marks("returned")
+    finally:
+        step.objective = objective
+        del step._backward
+        for one in reversed(undo):
+            one()
+    return marks
+
+
+def rate(step: Any, batch: Any, *, times: int = 6) -> tuple[float, float, list[float]]:
+    """Useful tokens/s and median seconds."""
+    for _ in range(2):
+        gpu.step_seconds(step, batch)
+    seconds = [gpu.step_seconds(step, batch) for _ in range(times)]
+    median = float(np.median(seconds))
+    return gpu.useful_tokens(batch) / median, median, seconds
+
+
+KINDS = (
+    ("matrix products", ("gemm", "cutlass", "nvjet", "splitk", "cublas", "gemv")),
+    ("attention", ("flash", "_merge")),
+    ("log-prob kernels", ("_row_sums", "_to_gradients")),
+    ("compiled elementwise", ("triton",)),
+    ("optimizer and foreach", ("adam", "multi_tensor", "lpnorm", "foreach")),
+    ("copies", ("memcpy", "memset", "copy")),
+)
+
+
+def kind_of(name: str) -> str:
+    lower = name.lower()
+    for kind, parts in KINDS:
+        if any(part in lower for part in parts):
+            return kind
+    return "others (eager)"
+
+
+def profile(step: Any, batch: Any) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    torch.cuda.synchronize()
+    with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        seconds = gpu.step_seconds(step, batch)
+    kernels: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    runtime: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    spans = []
+    for event in found.profiler.kineto_results.events():
+        start, length = event.start_ns(), event.duration_ns()
+        name = event.name()
+        if event.device_type() == torch.autograd.DeviceType.CUDA:
+            if length and not name.startswith(("Optimizer", "ProfilerStep", "## ", "Torch-Compiled")):
+                spans.append((start, start + length))
+                for table, key in ((kernels, name), (kinds, kind_of(name))):
+                    table[key][0] += 1
+                    table[key][1] += length / 1e6
+        elif name.startswith("cu"):
+            entry = runtime[name]
+            entry[0] += 1
+            entry[1] += length / 1e6
+            entry[2] = max(entry[2], length / 1e6)
+    spans.sort()
+    busy, end, gaps = 0, 0, []
+    for start, stop in spans:
+        if start > end:
+            if end:
+                gaps.append((start - end) / 1e6)
+            busy += stop - start
+            end = stop
+        elif stop > end:
+            busy += stop - end
+            end = stop
+    print(f"    profiled step {1e3 * seconds:.0f} ms; device busy {busy / 1e6:.1f} ms, {len(spans)} kernels and copies; "
+          f"gaps {sum(gaps):.1f} ms in all, {sum(1 for gap in gaps if gap > 0.1)} over .1 ms: "
+          f"{', '.join(f'{gap:.1f}' for gap in sorted(gaps)[:-13:-1])}", flush=True)  # fmt: skip
+    for kind, (count, ms) in sorted(kinds.items(), key=lambda item: -item[1][1]):
+        print(f"    {ms:8.2f} ms {count:6.0f} x  {kind}")
+    print("    -- kernels")
+    for name, (count, ms) in sorted(kernels.items(), key=lambda item: -item[1][1])[:28]:
+        print(f"    {ms:8.2f} ms {count:6.0f} x  {name[:110]}")
+    print("    -- CUDA calls of the host (count, total ms, longest)")
+    for name, (count, ms, longest) in sorted(runtime.items(), key=lambda item: -item[1][1])[:9]:
+        print(f"    {ms:8.2f} ms {count:6.0f} x  longest {longest:7.2f}  {name}", flush=True)
+
+
+def host_python(step: Any, batch: Any) -> None:
+    """Python functions by their own time, of the thread that runs forward and packing (backward runs in another)."""
+    import cProfile
+    import io
+    import pstats
+
+    watch = cProfile.Profile()
+    watch.enable()
+    gpu.step_seconds(step, batch)
+    watch.disable()
+    text = io.StringIO()
+    pstats.Stats(watch, stream=text).sort_stats("cumulative").print_stats(45)
+    for line in text.getvalue().splitlines()[6:]:
+        if line.strip():
+            print("    " + line[:150])
+    sys.stdout.flush()
+
+
+def attempt(name: str, work: Any) -> Any:
+    try:
+        return work()
+    except Exception:
+        say(f"{name} FAILED: {traceback.format_exc(limit=-6)}")
+        return None
+
+
+def measure(shape: str, deadline: float) -> None:
+    torch.cuda.reset_peak_memory_stats()
+    model = SHAPES[shape]()
+    batch = gpu.ragged_batch(model.config.vocab_size)
+    step = gpu.make_step(model, share=True)
+    found = attempt("eager", lambda: rate(step, batch, times=3))
+    if found:
+        say(f"{shape} eager: {found[0]:,.0f} tok/s, {1e3 * found[1]:.1f} ms")
+    compile_layers(model)
+    started = time.perf_counter()
+    attempt("first compiled step", lambda: gpu.step_seconds(step, batch))
+    say(f"{shape} first compiled step: {time.perf_counter() - started:.1f} s")
+    base = attempt("base", lambda: rate(step, batch))
+    if base is None:
+        return
+    say(f"{shape} BASE compiled: {base[0]:,.0f} tok/s, {1e3 * base[1]:.1f} ms ({', '.join(f'{1e3 * s:.0f}' for s in base[2])}), "
+        f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, reserved {torch.cuda.memory_reserved() / 2**30:.1f}")  # fmt: skip
+    say(f"{shape} marks of one step:")
+    attempt("marks", lambda: marked(step, batch).show())
+    say(f"{shape} profile of one step:")
+    attempt("profile", lambda: profile(step, batch))
+    if shape == "qwen":
+        say("host profile (slowed by the profiler):")
+        attempt("host profile", lambda: host_python(step, batch))
+    variants(shape, model, step, batch, base[0], deadline)
+    del model, step
+    torch.cuda.empty_cache()
+
+
+def variants(shape: str, model: Any, step: Any, batch: Any, base: float, deadline: float) -> None:
+    try:
+        from switches import VARIANTS
+    except ImportError:
+        return
+    for name, apply in VARIANTS.items():
+        if time.perf_counter() - STARTED > deadline:
+            say(f"{shape} {name}: no time left")
+            continue
+
+        def once() -> None:
+            torch.cuda.reset_peak_memory_stats()
+            with apply(model, step):
+                started = time.perf_counter()
+                gpu.step_seconds(step, batch)
+                first = time.perf_counter() - started
+                found, seconds, _ = rate(step, batch)
+                say(f"{shape} {name}: {found:,.0f} tok/s, {1e3 * seconds:.1f} ms, {found / base:.3f} of base, "
+                    f"first {first:.1f} s, peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")  # fmt: skip
+                if name.startswith("all"):
+                    marked(step, batch).show()
+                    profile(step, batch)
+
+        attempt(f"{shape} {name}", once)
+
+
+def products() -> None:
+    """Rates of the matrix products of a layer and of the head, by number of tokens; what wider ones would give."""
+
+    def teraflops(make: Any, flops: float) -> float:
+        for _ in range(3):
+            make()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(8):
+            make()
+        end.record()
+        torch.cuda.synchronize()
+        return 8 * flops / start.elapsed_time(end) / 1e9
+
+    def line(label: str, T: int, N: int, K: int) -> None:
+        x, w, dy = (torch.randn(*size, device="cuda", dtype=torch.bfloat16) for size in ((T, K), (N, K), (T, N)))
+        found = [teraflops(make, 2.0 * T * N * K) for make in (lambda: x @ w.t(), lambda: dy @ w, lambda: dy.t() @ x)]
+        ms = sum(2.0 * T * N * K / rate / 1e9 for rate in found)
+        print(f"    {label:28s} T {T:6d}  forward {found[0]:4.0f}  d input {found[1]:4.0f}  d weight {found[2]:4.0f} TFLOP/s,"
+              f" {ms:6.3f} ms in all", flush=True)  # fmt: skip
+
+    for T in (31197, 31232, 16384, 3093):
+        for label, N, K in (("0.5B q or o", 896, 896), ("0.5B k or v", 128, 896), ("0.5B qkv", 1152, 896),
+                            ("0.5B gate or up", 4864, 896), ("0.5B gate+up", 9728, 896), ("0.5B down", 896, 4864)):  # fmt: skip
+            line(label, T, N, K)
+    for T in (31197, 31232):
+        for label, N, K in (("1.1B q or o", 2048, 2048), ("1.1B k or v", 256, 2048), ("1.1B qkv", 2560, 2048),
+                            ("1.1B gate or up", 5632, 2048), ("1.1B gate+up", 11264, 2048), ("1.1B down", 2048, 5632)):  # fmt: skip
+            line(label, T, N, K)
+    for M in (7067, 7040, 29696):
+        line("0.5B head", M, 151_936, 896)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", default="qwen,llama")
+    parser.add_argument("--seconds", type=float, default=190.0)
+    options = parser.parse_args()
+    say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    shapes = options.shapes.split(",")
+    for index, shape in enumerate(shapes):
+        share = options.seconds * (index + 1) / len(shapes)
+        attempt(shape, lambda shape=shape, share=share: measure(shape, share))  # type: ignore[misc]
+    say("matrix products:")
+    attempt("products", products)
+    say("done")
+
+
+if __name__ == "__main__":
+    main()
