@@ -90,16 +90,22 @@ class MasterAdamW:
             for head in self._heads:  # each rank has that of its own micro-batches, of a loss that counts `size` times
                 head.grad = torch.zeros_like(head) if head.grad is None else head.grad
                 self._ranks.sum_(head.grad).div_(self._ranks.size)
-        norm, heads_norm = self._clip(self._policy, spread=self._ranks.size > 1), self._clip(self._heads, spread=False)
-        return norm if torch.isfinite(heads_norm) else heads_norm
+        norm = self._clip(self._policy, spread=self._ranks.size > 1)
+        if not self._heads:
+            return norm
+        heads_norm = self._clip(self._heads, spread=False)
+        return torch.where(torch.isfinite(heads_norm), norm.to(heads_norm.device), heads_norm)
 
     def _clip(self, masters: list[nn.Parameter], *, spread: bool) -> Tensor:
         """`spread`: each rank has other gradients, all of which make up one norm."""
         norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
         if spread:
             norm = self._ranks.sum_(norm.square()).sqrt()
-        if self.max_grad_norm is not None and torch.isfinite(norm):
-            torch.nn.utils.clip_grads_with_norm_(masters, self.max_grad_norm, norm)
+        gradients = [master.grad for master in masters if master.grad is not None]
+        if self.max_grad_norm is not None and gradients:
+            # Not clip_grads_with_norm_, which makes NaN of all gradients where one is: to ask first is to wait for the device.
+            factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
+            torch._foreach_mul_(gradients, torch.where(torch.isfinite(norm), factor, 1.0))
         return norm
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -110,10 +116,14 @@ class MasterAdamW:
                 self.adam.state.pop(master, None)
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
+    def step(self, learning_rate: float, *, unless: Tensor | None = None) -> None:
+        """Move the weights and drop the gradients. Where `unless` (fp32 [], on the device) is not 0 nothing moves, which the
+        host need not know."""
         for index, group in enumerate(self.adam.param_groups):
             group["lr"] = learning_rate if index == 0 or self._heads_rate is None else self._heads_rate
+        self.adam.found_inf = unless  # what the fused kernels look at: torch's own gradient scaler skips steps by it
         self.adam.step()
+        self.adam.found_inf = None
         self.drop_gradients()
         rounded = self._rounded()
         if rounded:
