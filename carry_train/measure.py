@@ -16,11 +16,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("src", "benchmarks")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("src", "benchmarks", "carry_train")]
 
 import gpu  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from switches import VARIANTS, only  # noqa: E402
 
 from tba.models.load import compile_layers  # noqa: E402
 
@@ -75,7 +76,7 @@ def marked(step: Any, batch: Any) -> Marks:
         setattr(owner, name, wrapped)
         undo.append(lambda: setattr(owner, name, original) if had else delattr(owner, name))
 
-    wrap(step, "_own_micro_batches", "packed")
+    wrap(step, "_pack", "packed")
     wrap(step.policy, "_hidden", "trunk forward")
     wrap(step, "_forward", "log-probs forward")
     wrap(step.optimizer, "accumulate", "gradients accumulated")
@@ -219,16 +220,51 @@ def measure(shape: str, deadline: float) -> None:
     model = SHAPES[shape]()
     batch = gpu.ragged_batch(model.config.vocab_size)
     step = gpu.make_step(model, share=True)
-    found = attempt("eager", lambda: rate(step, batch, times=3))
-    if found:
-        say(f"{shape} eager: {found[0]:,.0f} tok/s, {1e3 * found[1]:.1f} ms")
+    with only():
+        compare_gradients(shape, step, batch)
+        found = attempt("eager", lambda: rate(step, batch, times=3))
+        if found:
+            say(f"{shape} eager, as before: {found[0]:,.0f} tok/s, {1e3 * found[1]:.1f} ms")
+        base = measure_base(shape, model, step, batch)
+    if base is not None:
+        variants(shape, model, step, batch, base, deadline)
+    del model, step
+    torch.cuda.empty_cache()
+
+
+def compare_gradients(shape: str, step: Any, batch: Any) -> None:
+    """Gradients of the step with each change against those as before: equal but for rounding."""
+
+    def found() -> torch.Tensor:
+        step.gradients(batch, beta=0.05)
+        gradient = torch.cat([master.grad.flatten() for master in step.optimizer.masters])
+        step.optimizer.drop_gradients()
+        return gradient
+
+    def gap(got: torch.Tensor, want: torch.Tensor) -> float:
+        return float((got - want).norm() / want.norm())
+
+    def compare() -> None:
+        want = found()
+        text = [f"again {gap(found(), want):.1e}"]
+        for name, on in VARIANTS.items():
+            with only(*on):
+                text.append(f"{name} {gap(found(), want):.1e}")
+        say(f"{shape} gradients, relative distance to those as before: {', '.join(text)}")
+
+    attempt("gradients", compare)
+    torch.cuda.empty_cache()
+
+
+def measure_base(shape: str, model: Any, step: Any, batch: Any) -> float | None:
+    """Useful tokens/s as before the changes, with marks and profile."""
     compile_layers(model)
     started = time.perf_counter()
     attempt("first compiled step", lambda: gpu.step_seconds(step, batch))
     say(f"{shape} first compiled step: {time.perf_counter() - started:.1f} s")
     base = attempt("base", lambda: rate(step, batch))
     if base is None:
-        return
+        return None
     say(f"{shape} BASE compiled: {base[0]:,.0f} tok/s, {1e3 * base[1]:.1f} ms ({', '.join(f'{1e3 * s:.0f}' for s in base[2])}), "
         f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, reserved {torch.cuda.memory_reserved() / 2**30:.1f}")  # fmt: skip
     say(f"{shape} marks of one step:")
@@ -238,31 +274,23 @@ def measure(shape: str, deadline: float) -> None:
     if shape == "qwen":
         say("host profile (slowed by the profiler):")
         attempt("host profile", lambda: host_python(step, batch))
-    variants(shape, model, step, batch, base[0], deadline)
-    del model, step
-    torch.cuda.empty_cache()
+    return float(base[0])
 
 
 def variants(shape: str, model: Any, step: Any, batch: Any, base: float, deadline: float) -> None:
-    try:
-        from switches import VARIANTS
-    except ImportError:
-        return
-    for name, apply in VARIANTS.items():
+    for name, on in VARIANTS.items():
         if time.perf_counter() - STARTED > deadline:
             say(f"{shape} {name}: no time left")
             continue
 
-        def once() -> None:
+        def once(name: str = name, on: Any = on) -> None:
             torch.cuda.reset_peak_memory_stats()
-            with apply(model, step):
-                started = time.perf_counter()
-                gpu.step_seconds(step, batch)
-                first = time.perf_counter() - started
+            with only(*on):
+                first = gpu.step_seconds(step, batch)
                 found, seconds, _ = rate(step, batch)
                 say(f"{shape} {name}: {found:,.0f} tok/s, {1e3 * seconds:.1f} ms, {found / base:.3f} of base, "
                     f"first {first:.1f} s, peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")  # fmt: skip
-                if name.startswith("all"):
+                if name == "all":
                     marked(step, batch).show()
                     profile(step, batch)
 

@@ -1,5 +1,6 @@
 """Kernels for the log-probs of chosen tokens with their gradient, which serve training and scoring: logits are computed from
-hidden states chunk by chunk of rows, once forward and once backward, or kept between the two where there is memory. How decode steps choose tokens is in sampling.py.
+hidden states chunk by chunk of rows, once forward and once backward, or kept between the two where there is memory. How
+decode steps choose tokens is in sampling.py.
 
 Axes: M tokens, E hidden, V vocabulary.
 """
@@ -151,7 +152,13 @@ class _KeptLogProbs(torch.autograd.Function):
 
 
 def chosen_log_probs(
-    hidden_ME: Tensor, head_VE: Tensor, targets_M: Tensor, *, temperature: float, logits_at_once: int, keep: bool = False
+    hidden_ME: Tensor,
+    head_VE: Tensor,
+    targets_M: Tensor,
+    *,
+    temperature: float,
+    logits_at_once: int,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target [M], and entropy of each distribution [M] without gradient, both fp32.
 

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tba.types import on_device
+
 LARGEST_HEAD = 256
 OLDEST = (8, 0)
 """Oldest compute capability that has the kernels: Ampere."""
@@ -81,7 +83,7 @@ class FlashPlan:
 
 def _cumulated(lengths: Sequence[int], device: torch.device) -> Tensor:
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return ends.to(device, non_blocking=True)
+    return on_device(ends, device)
 
 
 def can_use_flash(query: Tensor, value: Tensor, *, softcap: float | None) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tba.models.packed_attention import PackedLayout
+from tba.types import on_device
 
 MIN_PADDED_TOKENS = 512
 """Number of tokens below which a padded batch is never split: small batches cost in calls what padding costs."""
@@ -53,7 +54,7 @@ class PackedTokens:
         for prompt, own in zip(self.prompts, self.responses):
             for response in own:
                 row = torch.cat([prompt, response[:-1]])
-                yield row.to(self.input_ids_T.device, non_blocking=True), len(response)
+                yield on_device(row, self.input_ids_T.device), len(response)
 
     def expand(self, values_M: Tensor) -> Tensor:
         """From distinct responses to all responses as given."""
@@ -68,7 +69,7 @@ def pack(
         return _pack_whole(prompts, responses, device)
     distinct, copies = _distinct(responses)
     packed = _pack_shared(prompts, distinct, device)
-    return packed if copies is None else replace(packed, copies=copies.to(device, non_blocking=True))
+    return packed if copies is None else replace(packed, copies=on_device(copies, device))
 
 
 def split_by_length(packed: PackedTokens, length: int) -> list[tuple[PackedTokens, Tensor]]:
@@ -128,11 +129,11 @@ def _pack_whole(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]]
             lengths.append(length)
             start += length
     return PackedTokens(
-        input_ids_T=torch.cat(pieces).to(device, non_blocking=True),
-        positions_T=torch.cat([torch.arange(length) for length in lengths]).to(device, non_blocking=True),
+        input_ids_T=on_device(torch.cat(pieces), device),
+        positions_T=on_device(torch.cat([torch.arange(length) for length in lengths]), device),
         layout=PackedLayout(root_lengths=lengths, device=device),
-        predict_M=torch.cat(predict).to(device, non_blocking=True),
-        targets_M=torch.cat([response for own in responses for response in own]).to(device, non_blocking=True),
+        predict_M=on_device(torch.cat(predict), device),
+        targets_M=on_device(torch.cat([response for own in responses for response in own]), device),
         prompt_spans=tuple(spans),
         prompts=tuple(prompts),
         responses=tuple(map(tuple, responses)),
@@ -164,11 +165,11 @@ def _pack_shared(
     )
     return PackedTokens(
         prompt_spans=tuple((int(end) - len(prompt), len(prompt)) for prompt, end in zip(prompts, root_ends)),
-        input_ids_T=torch.cat(pieces).to(device, non_blocking=True),
-        positions_T=torch.cat(positions).to(device, non_blocking=True),
+        input_ids_T=on_device(torch.cat(pieces), device),
+        positions_T=on_device(torch.cat(positions), device),
         layout=layout,
-        predict_M=torch.cat(predict).to(device, non_blocking=True),
-        targets_M=torch.cat([response for own in responses for response in own]).to(device, non_blocking=True),
+        predict_M=on_device(torch.cat(predict), device),
+        targets_M=on_device(torch.cat([response for own in responses for response in own]), device),
         prompts=tuple(prompts),
         responses=tuple(map(tuple, responses)),
     )
@@ -233,8 +234,3 @@ def padded(rows: Sequence[np.ndarray], *, columns: int, device: torch.device) ->
     for index, row in enumerate(rows):
         table[index, : len(row)] = row
     return on_device(torch.from_numpy(table), device)
-
-
-def on_device(table: Tensor, device: torch.device) -> Tensor:
-    """A small table made on the host, copied without waiting for what the device has been told to do before."""
-    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)

@@ -5,8 +5,8 @@ of the step. Otherwise (a prompt spread over micro-batches; a loss that couples 
 gradients collects what the model says, the objective turns it into one coefficient per number, and a second pass
 back-propagates those. Both give the same gradients (a test compares them).
 
-Nothing is read back from the device before the optimizer has been told to move, and what is sent there is pinned, so that the
-device need not wait for the host: micro-batches are packed while it computes those before, and whether the loss and the
+Nothing is read back from the device before the optimizer has been told to move, and what is sent there is pinned, so that
+the device need not wait for the host: micro-batches are packed while it computes those before, and whether the loss and the
 gradient are finite, without which nothing may move, is decided there. (VinePPO reads: it finds its steps on the device.)
 
 Where a trainer has several ranks, each runs this with the same batch and computes its share of the micro-batches: whole
@@ -252,8 +252,8 @@ class TrainStep:
         return outputs
 
     def _own_micro_batches(self, batch: Batch, dealt: list[list[list[int]]]) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the responses dealt to all ranks, as many as the rank with the most has; each is packed
-        when it is asked for."""
+        """This rank's micro-batches of the responses dealt to all ranks, as many as the rank with the most has; each is
+        packed when it is asked for."""
         own = dealt[self.ranks.rank]
         for responses in own:
             yield self._pack(batch, responses)
