@@ -121,7 +121,7 @@ class _ChosenLogProbs(torch.autograd.Function):
 
 
 class _KeptLogProbs(torch.autograd.Function):
-    """Forward turns the logits into slopes, d log-prob / d logits, which backward multiplies: no logits are computed twice."""
+    """Forward turns the logits into slopes, d log-prob / d logits, which backward multiplies: none is computed twice."""
 
     @staticmethod
     def forward(

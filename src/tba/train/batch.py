@@ -95,8 +95,8 @@ class MicroBatch:
 
 
 def split_whole_prompts(batch: Batch, budget: Budget, prompts: Sequence[int]) -> list[list[int]] | None:
-    """Prompts per micro-batch, each prompt whole, similar lengths together, micro-batches of about the same size; None when a
-    prompt exceeds the budget."""
+    """Prompts per micro-batch, each prompt whole, similar lengths together, micro-batches of about the same size; None when
+    a prompt exceeds the budget."""
     K, cost = batch.shape[1], _prompt_costs(batch, budget)
     if not all(budget.admits(tokens=cost[prompt], responses=K) for prompt in prompts):
         return None
@@ -194,11 +194,11 @@ def empty_micro_batch(batch: Batch, *, device: torch.device) -> MicroBatch:
 
 def pack_responses(batch: Batch, responses: list[int], *, share_prompts: bool, device: torch.device) -> MicroBatch:
     """Pack some responses of a batch, those of a prompt together."""
-    K, index = batch.shape[1], torch.tensor(responses)
+    K, index, ends = batch.shape[1], torch.tensor(responses), batch.offsets.tolist()
     prompts, own, begins = [], [], []
     for prompt, members in _by_prompt(responses, K):
         prompts.append(prompt)
-        own.append([batch.token_ids_N[batch.offsets[r] : batch.offsets[r + 1]] for r in members])
+        own.append([batch.token_ids_N[ends[r] : ends[r + 1]] for r in members])
         begins.append(members[0] == prompt * K)
     packed = pack([batch.prompt_tokens[p] for p in prompts], own, share_prompts=share_prompts, device=device)
     return MicroBatch(
