@@ -16,25 +16,34 @@ from tba.models.packing import pack
 from tba.models.policy import PolicyModel
 
 H, K, D = 4, 2, 8
+CPU = torch.device("cpu")
 
 
-def test_branches_of_a_root_are_one_sequence_of_queries():
-    plan = FlashPlan.make(
-        root_lengths=[3, 2], branch_lengths=[4, 1, 5], branch_roots=[0, 0, 1], device=torch.device("cpu")
-    )
-    assert plan.roots.tolist() == [0, 3, 5]
-    assert plan.branches.tolist() == [0, 4, 5, 10]
-    assert plan.queries_of_root.tolist() == [0, 5, 10]
-    assert flash.Sizes(*plan.sizes.tolist()) == flash.Sizes(
-        root_tokens=5, longest_root=3, longest_branch=5, most_queries=5
-    )
+def test_branches_see_the_keys_of_their_root_and_their_own():
+    plan = FlashPlan.make(root_lengths=[3, 2], branch_lengths=[2, 1, 1], branch_roots=[0, 0, 1], device=CPU)
+    sizes, at = plan.read()
+    assert at.queries.tolist() == [0, 3, 5, 7, 8, 9]
+    assert at.keys.tolist() == [0, 3, 5, 10, 14, 17]
+    assert at.gathered.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 0, 1, 2, 7, 3, 4, 8]
+    copies = [at.copies[begin:end].tolist() for begin, end in zip(at.first[:-1], at.first[1:])]
+    assert copies == [[0, 5, 10], [1, 6, 11], [2, 7, 12], [3, 14], [4, 15], [8], [9], [13], [16]]
+    assert sizes == flash.Sizes(gathered=17, root_tokens=5, longest_query=3, longest_key=5)
 
 
-def test_without_branches_there_is_one_part():
-    plan = FlashPlan.make(root_lengths=[3], branch_lengths=[], branch_roots=[], device=torch.device("cpu"))
-    assert plan.branches.tolist() == [0, 0]
-    assert plan.queries_of_root.tolist() == [0, 0]
-    assert flash.Sizes(*plan.sizes.tolist()).longest_branch == 0
+def test_where_prompts_are_long_branches_of_a_root_are_one_sequence_of_queries(monkeypatch):
+    monkeypatch.setattr(flash, "MOST_GATHERED", 1)
+    plan = FlashPlan.make(root_lengths=[3, 2], branch_lengths=[4, 1, 5], branch_roots=[0, 0, 1], device=CPU)
+    sizes, at = plan.read()
+    assert at.queries.tolist() == [0, 3, 5]
+    assert at.keys.tolist() == [0, 4, 5, 10]
+    assert at.queries_of_root.tolist() == [0, 5, 10]
+    assert sizes == flash.Sizes(gathered=-1, root_tokens=5, longest_root=3, longest_branch=5, most_queries=5)
+
+
+def test_without_branches_nothing_is_gathered():
+    sizes, at = FlashPlan.make(root_lengths=[3], branch_lengths=[], branch_roots=[], device=CPU).read()
+    assert at.queries.tolist() == at.keys.tolist() == [0, 3]
+    assert sizes == flash.Sizes(gathered=0, root_tokens=3, longest_query=3, longest_key=3)
 
 
 def test_it_is_for_half_precision_on_cuda():
@@ -56,7 +65,8 @@ def sequences(ends_q: Tensor, ends_k: Tensor):
 def scores_of(q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
     """[H, queries, keys] of one sequence."""
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)) * scale
-    return scores.masked_fill(~torch.ones(scores.shape[1:], dtype=torch.bool).tril(), -math.inf) if causal else scores
+    seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(k.shape[0] - q.shape[0])  # the last query sees every key
+    return scores.masked_fill(~seen, -math.inf) if causal else scores
 
 
 def slow_forward(q, k, v, ends_q, ends_k, most_q, most_k, *, causal, scale):
@@ -100,7 +110,12 @@ SHARED = {"root_lengths": [5, 3], "branch_lengths": [4, 6, 2], "branch_roots": [
 WHOLE = {"root_lengths": [9, 4, 7]}
 
 
-@pytest.mark.usefixtures("kernels_written_out")
+@pytest.fixture(params=[flash.MOST_GATHERED, 1], ids=["gathered", "in parts"])
+def both_ways(request, monkeypatch):
+    monkeypatch.setattr(flash, "MOST_GATHERED", request.param)
+
+
+@pytest.mark.usefixtures("kernels_written_out", "both_ways")
 @pytest.mark.parametrize("lengths", [SHARED, WHOLE], ids=["shared", "whole"])
 def test_parts_make_up_the_whole_attention_and_its_gradients(lengths):
     """Against the gathered blocks with a mask, by autograd, in fp64."""
@@ -121,7 +136,7 @@ def test_parts_make_up_the_whole_attention_and_its_gradients(lengths):
         assert (got - want).abs().max() < 1e-12
 
 
-@pytest.mark.usefixtures("kernels_written_out")
+@pytest.mark.usefixtures("kernels_written_out", "both_ways")
 @pytest.mark.parametrize("lengths", [SHARED, WHOLE], ids=["shared", "whole"])
 def test_values_may_be_smaller_than_keys(lengths, monkeypatch):
     """DeepSeek's heads: FlashAttention, which has one head size, against the gathered blocks."""
@@ -150,7 +165,7 @@ def tiny_mistral():
     return MistralForCausalLM(config).eval()
 
 
-@pytest.mark.usefixtures("kernels_written_out")
+@pytest.mark.usefixtures("kernels_written_out", "both_ways")
 @pytest.mark.parametrize("make", [lambda: tiny_llama(num_hidden_layers=1), tiny_mistral], ids=["llama", "window"])
 def test_a_compiled_layer_is_one_graph_for_all_lengths(make, monkeypatch):
     """fullgraph refuses to stop in the middle of a layer; nothing is compiled after the first pass."""
@@ -184,6 +199,7 @@ def log_probs_and_gradient(policy: PolicyModel, lengths: tuple[int, ...], share_
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("lengths", [SHARED, WHOLE], ids=["shared", "whole"])
 def test_values_and_gradients_are_those_of_plain_attention(lengths):
@@ -203,6 +219,7 @@ def test_values_and_gradients_are_those_of_plain_attention(lengths):
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("sinks", [False, True])
 def test_smaller_values_and_sinks_on_cuda(sinks):
@@ -226,6 +243,7 @@ def test_smaller_values_and_sinks_on_cuda(sinks):
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_responses_of_one_token_and_prompts_without_a_response():
     """As a collapsed policy writes them: the operator took at most one query for exactly one."""
@@ -238,7 +256,7 @@ def test_responses_of_one_token_and_prompts_without_a_response():
     assert (got.float() - want).abs().max() < 0.03 * want.abs().max()
 
 
-@pytest.mark.usefixtures("kernels_written_out")
+@pytest.mark.usefixtures("kernels_written_out", "both_ways")
 @pytest.mark.parametrize("lengths", [SHARED, WHOLE], ids=["shared", "whole"])
 def test_the_operators_say_what_they_return(lengths):
     """torch.library.opcheck: schema, shapes and strides of the stand-ins, and gradients while compiling."""
@@ -246,6 +264,7 @@ def test_the_operators_say_what_they_return(lengths):
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("lengths", [SHARED, WHOLE], ids=["shared", "whole"])
 def test_the_operators_say_what_they_return_on_cuda(lengths):
@@ -255,7 +274,7 @@ def test_the_operators_say_what_they_return_on_cuda(lengths):
 def check_operators(layout: PackedLayout, dtype: torch.dtype) -> None:
     plan, device = layout.flash_plan, layout.device
     q, k, v = (torch.randn(20, heads, 64, device=device, dtype=dtype) for heads in (H, K, K))
-    of_plan = (plan.roots, plan.branches, plan.queries_of_root, plan.sizes, 0.125)
+    of_plan = (plan.places, plan.sizes, 0.125)
     out, sums = flash._packed_flash(q, k, v, *of_plan)
     kinds = ("test_schema", "test_faketensor")
     torch.library.opcheck(

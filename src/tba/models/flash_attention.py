@@ -1,12 +1,16 @@
-"""Packed attention through PyTorch's FlashAttention: no padding, no gathered blocks, shared prompts read once.
+"""Packed attention through PyTorch's FlashAttention: no padding, no masks, shared prompts computed once.
 
-A branch (a response that shares its prompt's pass) sees its root and its own past. Both parts are computed apart and merged
-by their log-sums; in the backward pass each part gets the *merged* output and log-sum, which makes its share of the gradient
+A branch (a response that shares its prompt's pass) sees its root and its own past. Its keys and values are gathered from
+both, which is little to copy where several query heads share them, so that all sequences, roots and branches, are one call
+of FlashAttention forward and one backward; the gradients of a root's keys are then summed over all that have seen them.
+
+Where prompts are so long that gathered keys would be many times the tokens, both parts are computed apart and merged by
+their log-sums; in the backward pass each part gets the *merged* output and log-sum, which makes its share of the gradient
 exact: probabilities are exp(score - merged log-sum) wherever the key lies.
 
 Forward and backward are operators of their own, so that a compiled layer is one graph with attention in its middle.
 
-Axes: T packed tokens, R of them in roots, H query heads, K key/value heads, D head dimension.
+Axes: T packed tokens, R of them in roots, S gathered keys, H query heads, K key/value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,36 +29,61 @@ from tba.types import on_device
 LARGEST_HEAD = 256
 OLDEST = (8, 0)
 """Oldest compute capability that has the kernels: Ampere."""
+MOST_GATHERED = 4
+"""Largest number of gathered keys per token. Reading and writing a gathered key and its gradients for every query head costs
+about a third of what computing a query's two parts apart and merging them does."""
 
 
 class Sizes(NamedTuple):
-    """Numbers of tokens that FlashAttention must know beforehand.
+    """Numbers that the host must know beforehand.
 
-    Sizes(root_tokens=5, longest_root=3, longest_branch=5, most_queries=5)
+    Sizes(gathered=17, root_tokens=5, longest_query=3, longest_key=5) or, in parts,
+    Sizes(gathered=-1, root_tokens=5, longest_root=3, longest_branch=5, most_queries=5)
     """
 
+    gathered: int
+    """Number of gathered keys; 0 = there are no branches, -1 = roots and branches are computed in parts."""
     root_tokens: int
-    longest_root: int
-    longest_branch: int
-    """Number of tokens of the longest branch; 0 = there are none."""
-    most_queries: int
+    longest_query: int = 0
+    """Largest number of queries of one sequence."""
+    longest_key: int = 0
+    longest_root: int = 0
+    longest_branch: int = 0
+    most_queries: int = 0
     """Largest number of branch tokens of one root."""
+
+
+class Places(NamedTuple):
+    """Where sequences and keys lie, int32. Cumulated lengths begin with 0, as FlashAttention takes them.
+
+    Of roots 0-2 and their branches 3-4 and 5, whose keys are gathered from tokens 0-2, 0-2 3-4, 0-2 5:
+    Places(queries=[0, 3, 5, 6], keys=[0, 3, 8, 12], gathered=[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5],
+    first=[0, 3, 6, 9, 10, 11, 12], copies=[0, 3, 8, 1, 4, 9, 2, 5, 10, 6, 7, 11], queries_of_root=[])
+    """
+
+    queries: Any
+    """Cumulated lengths of all sequences, roots and then branches; in parts those of the roots alone."""
+    keys: Any
+    """Cumulated numbers of keys that these sequences see; in parts the cumulated lengths of the branches."""
+    gathered: Any
+    """Token that each gathered key is of."""
+    first: Any
+    """[T + 1]: where the copies of each token begin in `copies`."""
+    copies: Any
+    """Places of the tokens among the gathered keys, token after token."""
+    queries_of_root: Any
+    """Cumulated lengths, in parts, of all branch tokens of a root as one sequence: they lie side by side."""
 
 
 @dataclass(kw_only=True, eq=False)  # not frozen, and no integers: torch.compile would compile again for other lengths
 class FlashPlan:
-    """Cumulated lengths of the packed sequences, as FlashAttention takes them (int32, on the device).
+    """How FlashAttention computes packed sequences. All places are one tensor: one copy to the device, and nothing by whose
+    size torch.compile could tell one layout from another."""
 
-    FlashPlan.make(root_lengths=[3], branch_lengths=[2, 1], branch_roots=[0, 0], device=...): roots 0-2, branches 3-4 and 5.
-    """
-
-    roots: Tensor
-    branches: Tensor
-    """Cumulated lengths of the branches, each by itself; one of no tokens where there are none."""
-    queries_of_root: Tensor
-    """Cumulated lengths of all branch tokens of a root as one sequence: they lie side by side."""
+    places: Tensor
+    """The tensors of `Places` one after the other, on the device."""
     sizes: Tensor
-    """Numbers of `Sizes`, on the CPU."""
+    """Numbers of `Sizes`, then the lengths of the tensors of `Places`, on the CPU."""
 
     @classmethod
     def make(
@@ -64,26 +94,81 @@ class FlashPlan:
         branch_roots: Sequence[int],
         device: torch.device,
     ) -> FlashPlan:
-        queries = [0] * len(root_lengths)
-        for root, length in zip(branch_roots, branch_lengths):
-            queries[root] += length
-        sizes = Sizes(
-            root_tokens=sum(root_lengths),
-            longest_root=max(root_lengths),
-            longest_branch=max(branch_lengths, default=0),
-            most_queries=max(queries),
-        )
-        return cls(
-            roots=_cumulated(root_lengths, device),
-            branches=_cumulated(branch_lengths or [0], device),
-            queries_of_root=_cumulated(queries, device),
-            sizes=torch.tensor(sizes),
-        )
+        roots, branches = np.array(root_lengths), np.array(branch_lengths, dtype=np.int64)
+        root_of = np.array(branch_roots, dtype=np.int64)
+        tokens = int(roots.sum() + branches.sum())
+        is_little = tokens + roots[root_of].sum() <= MOST_GATHERED * tokens
+        sizes, places = (_in_one if is_little else _in_parts)(roots, branches, root_of)
+        numbers = np.concatenate(places).astype(np.int32)
+        return cls(places=on_device(torch.from_numpy(numbers), device), sizes=torch.tensor([*sizes, *map(len, places)]))
+
+    def read(self) -> tuple[Sizes, Places]:
+        return _read(self.places, self.sizes)
 
 
-def _cumulated(lengths: Sequence[int], device: torch.device) -> Tensor:
-    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return on_device(ends, device)
+def _read(places: Tensor, sizes: Tensor) -> tuple[Sizes, Places]:
+    numbers = sizes.tolist()
+    count = len(Sizes._fields)
+    return Sizes(*numbers[:count]), Places(*places.split(numbers[count:]))
+
+
+def _in_one(roots: np.ndarray, branches: np.ndarray, root_of: np.ndarray) -> tuple[Sizes, Places]:
+    """All sequences in one call."""
+    keys, nothing = np.concatenate([roots, roots[root_of] + branches]), np.zeros(0)
+    sizes = Sizes(
+        gathered=int(keys.sum()) if len(branches) else 0,
+        root_tokens=int(roots.sum()),
+        longest_query=int(max(roots.max(), branches.max(initial=0))),
+        longest_key=int(keys.max()),
+    )
+    gathered, first, copies = _gathered(roots, branches, root_of) if len(branches) else (nothing,) * 3
+    queries = _cumulated(np.concatenate([roots, branches]))
+    return sizes, Places(queries, _cumulated(keys), gathered, first, copies, nothing)
+
+
+def _in_parts(roots: np.ndarray, branches: np.ndarray, root_of: np.ndarray) -> tuple[Sizes, Places]:
+    """Roots, branches by themselves, and branches with their roots."""
+    queries = np.bincount(root_of, weights=branches, minlength=len(roots)).astype(np.int64)
+    sizes = Sizes(
+        gathered=-1,
+        root_tokens=int(roots.sum()),
+        longest_root=int(roots.max()),
+        longest_branch=int(branches.max()),
+        most_queries=int(queries.max()),
+    )
+    nothing = np.zeros(0)
+    return sizes, Places(_cumulated(roots), _cumulated(branches), nothing, nothing, nothing, _cumulated(queries))
+
+
+def _gathered(roots: np.ndarray, branches: np.ndarray, root_of: np.ndarray) -> tuple[np.ndarray, ...]:
+    """`gathered`, `first` and `copies` of the places."""
+    root_starts, R = roots.cumsum() - roots, int(roots.sum())
+    branch_starts = R + branches.cumsum() - branches
+    seen, lengths = roots[root_of], roots[root_of] + branches
+    key_starts = R + lengths.cumsum() - lengths
+    within = counted(lengths)
+    of_root = np.repeat(root_starts[root_of], lengths) + within
+    of_branch = np.repeat(branch_starts - seen, lengths) + within
+    gathered_S = np.concatenate([np.arange(R), np.where(within < np.repeat(seen, lengths), of_root, of_branch)])
+    # A root's token is a key of its root and of each of its branches, which lie side by side; a branch's of itself.
+    members = np.bincount(root_of, minlength=len(roots))
+    copies_R = np.repeat(members + 1, roots)
+    token, copy = np.repeat(np.arange(R), copies_R), counted(copies_R)
+    branch = np.repeat(np.repeat(members.cumsum() - members, roots), copies_R) + copy - 1
+    position = np.repeat(counted(roots), copies_R)
+    of_roots = np.where(copy == 0, token, key_starts[np.maximum(branch, 0)] + position)
+    of_branches = np.repeat(key_starts + seen, branches) + counted(branches)
+    first_T = np.concatenate([[0], copies_R.cumsum(), copies_R.sum() + 1 + np.arange(branches.sum())])
+    return gathered_S, first_T, np.concatenate([of_roots, of_branches])
+
+
+def counted(lengths: np.ndarray) -> np.ndarray:
+    """Place of each item in its own run: [3, 2] -> [0, 1, 2, 0, 1]."""
+    return np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+
+
+def _cumulated(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], lengths.cumsum()])
 
 
 def can_use_flash(query: Tensor, value: Tensor, *, softcap: float | None) -> bool:
@@ -107,34 +192,76 @@ def _is_new_enough(device: torch.device) -> bool:
 def flash_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: FlashPlan, scale: float) -> Tensor:
     """Attention inside the plan's sequences -> [T, H, D]."""
     states = (q_THD.contiguous(), k_TKD.contiguous(), v_TKD.contiguous())
-    out, _ = _packed_flash(*states, plan.roots, plan.branches, plan.queries_of_root, plan.sizes, scale)
+    out, _ = _packed_flash(*states, plan.places, plan.sizes, scale)
     return out
 
 
 # --- the operators -----------------------------------------------------------------------------------------------------
 
-PLAN = "Tensor roots, Tensor branches, Tensor queries_of_root, Tensor sizes, float scale"
+
+@torch.library.custom_op(
+    "tba::packed_flash",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor places, Tensor sizes, float scale) -> (Tensor, Tensor)",
+)
+def _packed_flash(
+    q: Tensor, k: Tensor, v: Tensor, places: Tensor, sizes: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output [T, H, D] and log-sums [H, T]."""
+    known, at = _read(places, sizes)
+    if known.gathered < 0:
+        return _forward_in_parts(q, k, v, at, known, scale)
+    if known.gathered:
+        k, v = k.index_select(0, at.gathered), v.index_select(0, at.gathered)
+    return _forward(q, k, v, at.queries, at.keys, known.longest_query, known.longest_key, causal=True, scale=scale)
 
 
 @torch.library.custom_op(
-    "tba::packed_flash", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {PLAN}) -> (Tensor, Tensor)"
+    "tba::packed_flash_backward",
+    mutates_args=(),
+    schema="(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, Tensor places, Tensor sizes, float scale)"
+    " -> (Tensor, Tensor, Tensor)",
 )
-def _packed_flash(
-    q: Tensor, k: Tensor, v: Tensor,
-    roots: Tensor, branches: Tensor, queries_of_root: Tensor, sizes: Tensor, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output [T, H, D] and log-sums [H, T]."""
-    R, longest_root, longest_branch, most_queries = sizes.tolist()
+def _packed_flash_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
+    places: Tensor, sizes: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v."""
+    known, at = _read(places, sizes)
+    if known.gathered < 0:
+        return _backward_in_parts(d_out, q, k, v, out, sums, at, known, scale)
+    if known.gathered:
+        k, v = k.index_select(0, at.gathered), v.index_select(0, at.gathered)
+    dq, dk, dv = _backward(
+        d_out, q, k, v, out, sums,
+        at.queries, at.keys, known.longest_query, known.longest_key, causal=True, scale=scale,
+    )  # fmt: skip
+    return (dq, *_sums_of_copies(dk, dv, at)) if known.gathered else (dq, dk, dv)
+
+
+def _sums_of_copies(dk: Tensor, dv: Tensor, at: Places) -> tuple[Tensor, Tensor]:
+    """Gradients [T, K, D] of tokens from those [S, K, D] of the gathered keys and values."""
+    if dk.is_cuda and importlib.util.find_spec("triton") is not None:
+        from tba.kernels.attention import sum_copies
+
+        return sum_copies(dk, dv, at.first, at.copies)
+    wide = torch.promote_types(dk.dtype, torch.float32)
+    whole = (torch.zeros(len(at.first) - 1, *part.shape[1:], dtype=wide, device=part.device) for part in (dk, dv))
+    dk, dv = (total.index_add_(0, at.gathered, part.to(wide)).to(part.dtype) for total, part in zip(whole, (dk, dv)))
+    return dk, dv
+
+
+def _forward_in_parts(q: Tensor, k: Tensor, v: Tensor, at: Places, sizes: Sizes, scale: float) -> tuple[Tensor, Tensor]:
+    roots, branches = at.queries, at.keys
+    R, longest_root, longest_branch = sizes.root_tokens, sizes.longest_root, sizes.longest_branch
     out_roots, sums_roots = _forward(
         q[:R], k[:R], v[:R], roots, roots, longest_root, longest_root, causal=True, scale=scale
     )
-    if longest_branch == 0:
-        return out_roots, sums_roots
     own, own_sums = _forward(
         q[R:], k[R:], v[R:], branches, branches, longest_branch, longest_branch, causal=True, scale=scale
     )
     root, root_sums = _forward(
-        q[R:], k[:R], v[:R], queries_of_root, roots, most_queries, longest_root, causal=False, scale=scale
+        q[R:], k[:R], v[:R], at.queries_of_root, roots, sizes.most_queries, longest_root, causal=False, scale=scale
     )
     out, sums = torch.empty_like(q), sums_roots.new_empty(q.shape[1], q.shape[0])
     out[:R], sums[:, :R] = out_roots, sums_roots
@@ -142,23 +269,15 @@ def _packed_flash(
     return out, sums
 
 
-@torch.library.custom_op(
-    "tba::packed_flash_backward",
-    mutates_args=(),
-    schema=f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, {PLAN}) -> (Tensor, Tensor, Tensor)",
-)
-def _packed_flash_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
-    roots: Tensor, branches: Tensor, queries_of_root: Tensor, sizes: Tensor, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v."""
-    R, longest_root, longest_branch, most_queries = sizes.tolist()
+def _backward_in_parts(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, at: Places, sizes: Sizes, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    roots, branches = at.queries, at.keys
+    R, longest_root, longest_branch = sizes.root_tokens, sizes.longest_root, sizes.longest_branch
     dq_roots, dk_roots, dv_roots = _backward(
         d_out[:R], q[:R], k[:R], v[:R], out[:R], sums[:, :R],
         roots, roots, longest_root, longest_root, causal=True, scale=scale,
     )  # fmt: skip
-    if longest_branch == 0:
-        return dq_roots, dk_roots, dv_roots
     of_branches = (out[R:], sums[:, R:].contiguous())
     dq_own, dk_own, dv_own = _backward(
         d_out[R:], q[R:], k[R:], v[R:], *of_branches,
@@ -166,7 +285,7 @@ def _packed_flash_backward(
     )  # fmt: skip
     dq_root, dk_root, dv_root = _backward(
         d_out[R:], q[R:], k[:R], v[:R], *of_branches,
-        queries_of_root, roots, most_queries, longest_root, causal=False, scale=scale,
+        at.queries_of_root, roots, sizes.most_queries, longest_root, causal=False, scale=scale,
     )  # fmt: skip
     dq, dk, dv = (torch.empty_like(states) for states in (q, k, v))
     dq[:R] = dq_roots
@@ -194,7 +313,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     gradients = _packed_flash_backward(d_out.contiguous(), *ctx.saved_tensors, ctx.scale)
-    return (*gradients, None, None, None, None, None)
+    return (*gradients, None, None, None)
 
 
 _packed_flash.register_autograd(_gradients, setup_context=_keep)

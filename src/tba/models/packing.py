@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tba.models.flash_attention import counted
 from tba.models.packed_attention import PackedLayout
 from tba.types import on_device
 
@@ -128,9 +129,9 @@ def _pack_whole(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]]
     firsts = np.cumsum([0, *(len(own) for own in responses[:-1])])
     return PackedTokens(
         input_ids_T=on_device(torch.cat(pieces), device),
-        positions_T=_sent(_counted(lengths), device),
+        positions_T=_sent(counted(lengths), device),
         layout=PackedLayout(root_lengths=lengths.tolist(), device=device),
-        predict_M=_sent(np.repeat(starts + prompt_sizes - 1, sizes) + _counted(sizes), device),
+        predict_M=_sent(np.repeat(starts + prompt_sizes - 1, sizes) + counted(sizes), device),
         targets_M=on_device(torch.cat([response for own in responses for response in own]), device),
         prompt_spans=tuple(zip(starts[firsts].tolist(), map(len, prompts))),
         prompts=tuple(prompts),
@@ -147,7 +148,7 @@ def _pack_shared(
     sizes = np.array([len(response) for own in responses for response in own])
     lengths, root_of = sizes - 1, np.repeat(np.arange(len(prompts)), [len(own) for own in responses])
     starts = root_ends[-1] + lengths.cumsum() - lengths
-    within_M = _counted(sizes)
+    within_M = counted(sizes)
     predict_M = np.where(within_M == 0, np.repeat(root_ends[root_of], sizes), np.repeat(starts, sizes) + within_M) - 1
     is_branch = lengths > 0
     layout = PackedLayout(
@@ -160,7 +161,7 @@ def _pack_shared(
         prompt_spans=tuple(zip((root_ends - roots).tolist(), roots.tolist())),
         input_ids_T=on_device(torch.cat([*prompts, *(response[:-1] for own in responses for response in own)]), device),
         positions_T=_sent(
-            np.concatenate([_counted(roots), np.repeat(roots[root_of], lengths) + _counted(lengths)]), device
+            np.concatenate([counted(roots), np.repeat(roots[root_of], lengths) + counted(lengths)]), device
         ),
         layout=layout,
         predict_M=_sent(predict_M, device),
@@ -168,11 +169,6 @@ def _pack_shared(
         prompts=tuple(prompts),
         responses=tuple(map(tuple, responses)),
     )
-
-
-def _counted(lengths: np.ndarray) -> np.ndarray:
-    """Place of each item in its own run: [3, 2] -> [0, 1, 2, 0, 1]."""
-    return np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
 
 
 def _sent(numbers: np.ndarray, device: torch.device) -> Tensor:

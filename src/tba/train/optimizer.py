@@ -103,7 +103,7 @@ class MasterAdamW:
             norm = self._ranks.sum_(norm.square()).sqrt()
         gradients = [master.grad for master in masters if master.grad is not None]
         if self.max_grad_norm is not None and gradients:
-            # Not clip_grads_with_norm_, which makes NaN of all gradients where one is: to ask first is to wait for the device.
+            # Not clip_grads_with_norm_, which makes all gradients NaN where one is: to ask first is to wait for the device.
             factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
             torch._foreach_mul_(gradients, torch.where(torch.isfinite(norm), factor, 1.0))
         return norm
