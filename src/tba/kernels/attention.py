@@ -140,15 +140,17 @@ def _sum_copies(
 ):
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    for token in range(tl.program_id(0) * TOKENS, tl.minimum((tl.program_id(0) + 1) * TOKENS, T)):
-        of_key, of_value = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-        for index in range(tl.load(first + token), tl.load(first + token + 1)):
-            place = tl.load(places + index).to(tl.int64) * WIDTH + column
-            of_key += tl.load(d_keys + place, mask=inside, other=0.0).to(tl.float32)
-            of_value += tl.load(d_values + place, mask=inside, other=0.0).to(tl.float32)
-        out = token.to(tl.int64) * WIDTH + column
-        tl.store(keys_out + out, of_key.to(keys_out.dtype.element_ty), mask=inside)
-        tl.store(values_out + out, of_value.to(values_out.dtype.element_ty), mask=inside)
+    for step in tl.static_range(TOKENS):
+        token = tl.program_id(0).to(tl.int64) * TOKENS + step
+        if token < T:
+            of_key, of_value = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+            for index in range(tl.load(first + token), tl.load(first + token + 1)):
+                place = tl.load(places + index).to(tl.int64) * WIDTH + column
+                of_key += tl.load(d_keys + place, mask=inside, other=0.0).to(tl.float32)
+                of_value += tl.load(d_values + place, mask=inside, other=0.0).to(tl.float32)
+            out = token * WIDTH + column
+            tl.store(keys_out + out, of_key.to(keys_out.dtype.element_ty), mask=inside)
+            tl.store(values_out + out, of_value.to(values_out.dtype.element_ty), mask=inside)
 
 
 def sum_copies(dk_SKD: Tensor, dv_SKD: Tensor, first_T: Tensor, places_S: Tensor) -> tuple[Tensor, Tensor]:
