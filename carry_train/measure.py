@@ -336,6 +336,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=190.0)
     options = parser.parse_args()
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    torch._logging.set_logs(recompiles=True)
     shapes = options.shapes.split(",")
     for index, shape in enumerate(shapes):
         share = options.seconds * (index + 1) / len(shapes)

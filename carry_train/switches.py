@@ -1,4 +1,4 @@
-"""Each change of the training step, to be switched on alone: `with only("kept logits"): ...`; the rest is as it was before."""
+"""Each change of the training step, to be switched on alone: `with only("kept logits"): ...`."""
 
 from __future__ import annotations
 
@@ -57,10 +57,19 @@ def _patches(name: str) -> list[Any]:
         ]
     if name == "gathered keys":
         return [patch.object(tba.models.flash_attention, "MOST_GATHERED", 1)]
+    if name == "gradients at once":
+        return [patch("tba.kernels.gradients.can_accumulate", lambda sums, gradients: False)]
     raise ValueError(name)
 
 
-CHANGES = ("gathered keys", "kept logits", "even micro-batches", "read at the end", "packed in turn, pinned")
+CHANGES = (
+    "gathered keys",
+    "kept logits",
+    "even micro-batches",
+    "read at the end",
+    "packed in turn, pinned",
+    "gradients at once",
+)
 
 
 @contextmanager

@@ -350,7 +350,7 @@ def _backward(
     ends_q: Tensor, ends_k: Tensor, most_q: int, most_k: int, *, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     # No dropout, so the random state that the operator asks for is never read.
-    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
         d_out, q, k, v, out, sums.contiguous(), ends_q, ends_k, most_q, most_k, 0.0, causal, unused, unused, scale=scale
     )

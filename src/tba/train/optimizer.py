@@ -13,6 +13,7 @@ part of the run (train.settle) it falls to zero, so that the noise of single ste
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,7 +67,8 @@ class MasterAdamW:
 
     def accumulate(self) -> None:
         """Add the model's gradients of one micro-batch to the fp32 sums; an fp32 model adds them up itself."""
-        sums, gradients = [], []
+        first: list[tuple[nn.Parameter, Tensor]] = []
+        further: list[tuple[nn.Parameter, Tensor]] = []
         for parameter, part, master in zip(self.parameters, self._parts, self.masters):
             if master is parameter or parameter.grad is None:
                 continue
@@ -74,14 +76,10 @@ class MasterAdamW:
             if part.dtype == torch.float32:
                 master.grad = gradient
                 continue
-            if master.grad is None:
-                master.grad = gradient.float()
-            else:
-                sums.append(master.grad)
-                gradients.append(gradient)
+            (first if master.grad is None else further).append((master, gradient))
             parameter.grad = None
-        if sums:
-            torch._foreach_add_(sums, gradients)
+        _add(first, is_first=True)
+        _add(further, is_first=False)
 
     def clip_gradients(self) -> Tensor:
         """Scale gradients down to max_grad_norm; returns the policy's norm before (the heads' if that is not finite).
@@ -190,6 +188,26 @@ class MasterAdamW:
         for index, moments in state["moments"].items():
             master = self.masters[index]
             self.adam.state[master] = {name: value.to(master.device) for name, value in moments.items()}
+
+
+def _add(pairs: list[tuple[nn.Parameter, Tensor]], *, is_first: bool) -> None:
+    """Add gradients in less than fp32 to those of their masters, which have none yet where they are the first."""
+    if not pairs:
+        return
+    masters, gradients = zip(*pairs)
+    if gradients[0].is_cuda and importlib.util.find_spec("triton") is not None:
+        from tba.kernels.gradients import accumulate, can_accumulate
+
+        sums = None if is_first else [master.grad for master in masters]
+        if can_accumulate(sums, gradients):
+            for master, total in zip(masters, accumulate(sums, gradients)):
+                master.grad = total
+            return
+    if is_first:
+        for master, gradient in pairs:
+            master.grad = gradient.float()
+    else:
+        torch._foreach_add_([master.grad for master in masters], list(gradients))
 
 
 def _master_of(parameter: nn.Parameter, part: Tensor) -> nn.Parameter:
