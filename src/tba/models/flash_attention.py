@@ -52,6 +52,15 @@ class Sizes(NamedTuple):
     most_queries: int = 0
     """Largest number of branch tokens of one root."""
 
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Largest numbers of queries and of keys of one sequence."""
+        return self.longest_query, self.longest_key
+
+    def cut(self, window: int) -> int | None:
+        """A sliding window that leaves some key out of sight, else None; 0 = there is none."""
+        return window if 0 < window < self.longest_key else None
+
 
 class Places(NamedTuple):
     """Where sequences and keys lie, int32. Cumulated lengths begin with 0, as FlashAttention takes them.
@@ -84,6 +93,8 @@ class FlashPlan:
     """The tensors of `Places` one after the other, on the device."""
     sizes: Tensor
     """Numbers of `Sizes`, then the lengths of the tensors of `Places`, on the CPU."""
+    is_in_parts: bool
+    """Whether roots and branches are computed apart: a sliding window that cuts across both has no place in either part."""
 
     @classmethod
     def make(
@@ -97,10 +108,14 @@ class FlashPlan:
         roots, branches = np.array(root_lengths), np.array(branch_lengths, dtype=np.int64)
         root_of = np.array(branch_roots, dtype=np.int64)
         tokens = int(roots.sum() + branches.sum())
-        is_little = tokens + roots[root_of].sum() <= MOST_GATHERED * tokens
+        is_little = bool(tokens + roots[root_of].sum() <= MOST_GATHERED * tokens)
         sizes, places = (_in_one if is_little else _in_parts)(roots, branches, root_of)
         numbers = np.concatenate(places).astype(np.int32)
-        return cls(places=on_device(torch.from_numpy(numbers), device), sizes=torch.tensor([*sizes, *map(len, places)]))
+        return cls(
+            places=on_device(torch.from_numpy(numbers), device),
+            sizes=torch.tensor([*sizes, *map(len, places)]),
+            is_in_parts=not is_little,
+        )
 
     def read(self) -> tuple[Sizes, Places]:
         return _read(self.places, self.sizes)
@@ -172,7 +187,7 @@ def _cumulated(lengths: np.ndarray) -> np.ndarray:
 
 
 def can_use_flash(query: Tensor, value: Tensor, *, softcap: float | None) -> bool:
-    """Whether FlashAttention serves these states, given that no sliding window is shorter than a sequence."""
+    """Whether FlashAttention serves these states, given that the plan serves the sliding window."""
     return (
         query.is_cuda
         and _is_new_enough(query.device)
@@ -189,23 +204,25 @@ def _is_new_enough(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= OLDEST
 
 
-def flash_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: FlashPlan, scale: float) -> Tensor:
-    """Attention inside the plan's sequences -> [T, H, D]."""
+def flash_attention(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: FlashPlan, scale: float, window: int | None = None
+) -> Tensor:
+    """Attention inside the plan's sequences -> [T, H, D]; `window` is the number of last keys that a query sees."""
     states = (q_THD.contiguous(), k_TKD.contiguous(), v_TKD.contiguous())
-    out, _ = _packed_flash(*states, plan.places, plan.sizes, scale)
+    out, _ = _packed_flash(*states, plan.places, plan.sizes, scale, window or 0)
     return out
 
 
 # --- the operators -----------------------------------------------------------------------------------------------------
 
+PLAN = "Tensor places, Tensor sizes, float scale, int window"
+
 
 @torch.library.custom_op(
-    "tba::packed_flash",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor places, Tensor sizes, float scale) -> (Tensor, Tensor)",
+    "tba::packed_flash", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {PLAN}) -> (Tensor, Tensor)"
 )
 def _packed_flash(
-    q: Tensor, k: Tensor, v: Tensor, places: Tensor, sizes: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, places: Tensor, sizes: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     """Output [T, H, D] and log-sums [H, T]."""
     known, at = _read(places, sizes)
@@ -213,18 +230,17 @@ def _packed_flash(
         return _forward_in_parts(q, k, v, at, known, scale)
     if known.gathered:
         k, v = k.index_select(0, at.gathered), v.index_select(0, at.gathered)
-    return _forward(q, k, v, at.queries, at.keys, known.longest_query, known.longest_key, causal=True, scale=scale)
+    return _forward(q, k, v, at.queries, at.keys, *known.longest, causal=True, scale=scale, window=known.cut(window))
 
 
 @torch.library.custom_op(
     "tba::packed_flash_backward",
     mutates_args=(),
-    schema="(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, Tensor places, Tensor sizes, float scale)"
-    " -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, {PLAN}) -> (Tensor, Tensor, Tensor)",
 )
 def _packed_flash_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
-    places: Tensor, sizes: Tensor, scale: float,
+    places: Tensor, sizes: Tensor, scale: float, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
     known, at = _read(places, sizes)
@@ -234,7 +250,7 @@ def _packed_flash_backward(
         k, v = k.index_select(0, at.gathered), v.index_select(0, at.gathered)
     dq, dk, dv = _backward(
         d_out, q, k, v, out, sums,
-        at.queries, at.keys, known.longest_query, known.longest_key, causal=True, scale=scale,
+        at.queries, at.keys, *known.longest, causal=True, scale=scale, window=known.cut(window),
     )  # fmt: skip
     return (dq, *_sums_of_copies(dk, dv, at)) if known.gathered else (dq, dk, dv)
 
@@ -307,13 +323,13 @@ def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tenso
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale = inputs
+    *tensors, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
 
 
 def _gradients(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _packed_flash_backward(d_out.contiguous(), *ctx.saved_tensors, ctx.scale)
-    return (*gradients, None, None, None)
+    gradients = _packed_flash_backward(d_out.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.window)
+    return (*gradients, None, None, None, None)
 
 
 _packed_flash.register_autograd(_gradients, setup_context=_keep)
@@ -333,24 +349,31 @@ def _merge_parts(own: Tensor, own_sums: Tensor, root: Tensor, root_sums: Tensor,
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor,
-    ends_q: Tensor, ends_k: Tensor, most_q: int, most_k: int, *, causal: bool, scale: float,
+    ends_q: Tensor, ends_k: Tensor, most_q: int, most_k: int, *, causal: bool, scale: float, window: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output [T, H, D] and log-sums [H, T] of one set of sequences."""
+    """Output [T, H, D] and log-sums [H, T] of one set of sequences. Where causal, the last query of a sequence sees its last
+    key, and every other query as many fewer as it lies before."""
     # Of at most one query the operator concludes that every sequence has exactly one, where query heads share keys, and
     # folds the heads into queries; a root without a response has none. It is an upper bound, so a higher one is as right.
     most_q = max(most_q, 2)
     out, sums, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, ends_q, ends_k, most_q, most_k, 0.0, causal, False, scale=scale
+        q, k, v, ends_q, ends_k, most_q, most_k, 0.0, causal, False, scale=scale, **_sides(window)
     )
     return out, sums
 
 
 def _backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
-    ends_q: Tensor, ends_k: Tensor, most_q: int, most_k: int, *, causal: bool, scale: float,
+    ends_q: Tensor, ends_k: Tensor, most_q: int, most_k: int, *, causal: bool, scale: float, window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     # No dropout, so the random state that the operator asks for is never read.
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
-        d_out, q, k, v, out, sums.contiguous(), ends_q, ends_k, most_q, most_k, 0.0, causal, unused, unused, scale=scale
-    )
+        d_out, q, k, v, out, sums.contiguous(), ends_q, ends_k, max(most_q, 2), most_k, 0.0, causal, unused, unused,
+        scale=scale, **_sides(window),
+    )  # fmt: skip
+
+
+def _sides(window: int | None) -> dict[str, int]:
+    """Numbers of keys before and after a query's own that it sees."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
