@@ -9,6 +9,7 @@ and optimizer serve all variants of a shape, which differ in switches only, so f
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import traceback
@@ -228,6 +229,9 @@ def measure(shape: str, deadline: float) -> None:
         base = measure_base(shape, model, step, batch)
     if base is not None:
         variants(shape, model, step, batch, base, deadline)
+        attempt("larger first", lambda: larger_first(shape, step, batch, base))
+        if shape == "qwen":
+            attempt("slow host", lambda: slow_host(shape, step, batch, base))
     del model, step
     torch.cuda.empty_cache()
 
@@ -297,6 +301,82 @@ def variants(shape: str, model: Any, step: Any, batch: Any, base: float, deadlin
         attempt(f"{shape} {name}", once)
 
 
+def larger_first(shape: str, step: Any, batch: Any, base: float) -> None:
+    """All changes, with a first micro-batch of 1.2 times the mean: the host has more time to get ahead of the device."""
+    import tba.train.batch
+    from unittest.mock import patch
+
+    with patch.object(tba.train.batch, "EVEN_SHARES", (1.2, 1.25, 1.5)):
+        found, seconds, _ = rate(step, batch)
+    say(
+        f"{shape} all, first micro-batch larger: {found:,.0f} tok/s, {1e3 * seconds:.1f} ms, {found / base:.3f} of base"
+    )
+
+
+def slow_host(shape: str, step: Any, batch: Any, base: float) -> None:
+    """All changes while two other threads of Python take turns with the step: a host of about half the speed."""
+    import threading
+
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            sum(range(2000))
+
+    threads = [threading.Thread(target=spin, daemon=True)]
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(2e-5)
+    for thread in threads:
+        thread.start()
+    try:
+        for name in ("", "all"):
+            with only(*VARIANTS.get(name, ())):
+                found, seconds, _ = rate(step, batch, times=4)
+            say(f"{shape} {name or 'base'}, with a slowed host: {found:,.0f} tok/s, {1e3 * seconds:.1f} ms")
+    finally:
+        stop.set()
+        sys.setswitchinterval(switch)
+
+
+def run_tests() -> None:
+    """What is marked cuda, and the kernels, of what changed."""
+    import subprocess
+
+    root = Path(__file__).resolve().parents[1]
+    files = ["tests/models/test_flash_attention.py", "tests/kernels/test_sum_copies_kernel.py",
+             "tests/kernels/test_gradients_kernel.py", "tests/train/test_step.py"]  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", "cuda or not cuda", *files,
+               "-k", "cuda or plain or copies or sums or host_waits or one_token or half_precision"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(root / "src"), "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    lines = (found.stdout + found.stderr).splitlines()
+    say(f"tests: exit status {found.returncode}")
+    print(
+        "\n".join(
+            f"    {line[:170]}" for line in lines if line.startswith(("E  ", "FAILED", "ERROR")) or "passed" in line
+        )
+    )
+
+
+def with_cpp_wrapper() -> None:
+    """Layers whose launches are compiled C++ instead of Python: how much of the host's time that saves."""
+    import torch._inductor.config as inductor
+
+    torch._dynamo.reset()
+    inductor.cpp_wrapper = True
+    try:
+        model = gpu.qwen()
+        batch = gpu.ragged_batch(model.config.vocab_size)
+        step = gpu.make_step(model, share=True)
+        compile_layers(model)
+        first = gpu.step_seconds(step, batch)
+        found, seconds, _ = rate(step, batch)
+        say(f"qwen all, C++ wrapper: {found:,.0f} tok/s, {1e3 * seconds:.1f} ms, first step {first:.1f} s")
+        marked(step, batch).show()
+    finally:
+        inductor.cpp_wrapper = False
+
+
 def products() -> None:
     """Rates of the matrix products of a layer and of the head, by number of tokens; what wider ones would give."""
 
@@ -334,6 +414,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default="qwen,llama")
     parser.add_argument("--seconds", type=float, default=190.0)
+    parser.add_argument("--products", action="store_true", help="rates of matrix products, 2 s")
+    parser.add_argument("--cpp", action="store_true", help="layers with C++ wrappers, about a minute more")
     options = parser.parse_args()
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     torch._logging.set_logs(recompiles=True)
@@ -341,8 +423,12 @@ def main() -> None:
     for index, shape in enumerate(shapes):
         share = options.seconds * (index + 1) / len(shapes)
         attempt(shape, lambda shape=shape, share=share: measure(shape, share))  # type: ignore[misc]
-    say("matrix products:")
-    attempt("products", products)
+    attempt("tests", run_tests)
+    if options.products:
+        say("matrix products:")
+        attempt("products", products)
+    if options.cpp:
+        attempt("C++ wrapper", with_cpp_wrapper)
     say("done")
 
 

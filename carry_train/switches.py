@@ -83,4 +83,5 @@ def only(*on: str) -> Iterator[None]:
         yield
 
 
-VARIANTS = {**{name: (name,) for name in CHANGES}, "all": CHANGES}
+VARIANTS = {**{name: (name,) for name in CHANGES}, "all": CHANGES, "all but kept logits": CHANGES[:1] + CHANGES[2:]}
+assert "kept logits" not in VARIANTS["all but kept logits"]
