@@ -30,7 +30,13 @@ STARTED = time.perf_counter()
 SHAPES = {"qwen": gpu.qwen, "llama": gpu.llama}
 
 
+SAID: list[str] = []
+"""Figures, which are printed once more at the end."""
+
+
 def say(text: str) -> None:
+    if "tok/s" in text or "gradients, relative" in text or text.startswith("tests"):
+        SAID.append(text)
     print(f"[{time.perf_counter() - STARTED:5.0f} s] {text}", flush=True)
 
 
@@ -141,7 +147,7 @@ def kind_of(name: str) -> str:
     return "others (eager)"
 
 
-def profile(step: Any, batch: Any) -> None:
+def profile(step: Any, batch: Any, *, lines: int = 24) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
@@ -183,29 +189,11 @@ def profile(step: Any, batch: Any) -> None:
     for kind, (count, ms) in sorted(kinds.items(), key=lambda item: -item[1][1]):
         print(f"    {ms:8.2f} ms {count:6.0f} x  {kind}")
     print("    -- kernels")
-    for name, (count, ms) in sorted(kernels.items(), key=lambda item: -item[1][1])[:28]:
-        print(f"    {ms:8.2f} ms {count:6.0f} x  {name[:110]}")
+    for name, (count, ms) in sorted(kernels.items(), key=lambda item: -item[1][1])[:lines]:
+        print(f"    {ms:8.2f} ms {count:6.0f} x  {name[:90]}")
     print("    -- CUDA calls of the host (count, total ms, longest)")
     for name, (count, ms, longest) in sorted(runtime.items(), key=lambda item: -item[1][1])[:9]:
         print(f"    {ms:8.2f} ms {count:6.0f} x  longest {longest:7.2f}  {name}", flush=True)
-
-
-def host_python(step: Any, batch: Any) -> None:
-    """Python functions by their own time, of the thread that runs forward and packing (backward runs in another)."""
-    import cProfile
-    import io
-    import pstats
-
-    watch = cProfile.Profile()
-    watch.enable()
-    gpu.step_seconds(step, batch)
-    watch.disable()
-    text = io.StringIO()
-    pstats.Stats(watch, stream=text).sort_stats("cumulative").print_stats(45)
-    for line in text.getvalue().splitlines()[6:]:
-        if line.strip():
-            print("    " + line[:150])
-    sys.stdout.flush()
 
 
 def attempt(name: str, work: Any) -> Any:
@@ -274,10 +262,7 @@ def measure_base(shape: str, model: Any, step: Any, batch: Any) -> float | None:
     say(f"{shape} marks of one step:")
     attempt("marks", lambda: marked(step, batch).show())
     say(f"{shape} profile of one step:")
-    attempt("profile", lambda: profile(step, batch))
-    if shape == "qwen":
-        say("host profile (slowed by the profiler):")
-        attempt("host profile", lambda: host_python(step, batch))
+    attempt("profile", lambda: profile(step, batch, lines=4))
     return float(base[0])
 
 
@@ -429,7 +414,8 @@ def main() -> None:
         attempt("products", products)
     if options.cpp:
         attempt("C++ wrapper", with_cpp_wrapper)
-    say("done")
+    print("\n---- all figures once more")
+    print("\n".join(SAID), flush=True)
 
 
 if __name__ == "__main__":

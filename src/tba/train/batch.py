@@ -131,7 +131,8 @@ def _evenly(split: Callable[[int], list[list[int]]], budget: Budget, *, total: i
 
 
 def split_responses(batch: Batch, budget: Budget, responses: Sequence[int]) -> list[list[int]]:
-    """Responses per micro-batch, in order; a single response beyond the budget runs alone."""
+    """Responses per micro-batch, in order, micro-batches of about the same size; a single response beyond the budget runs
+    alone."""
     K, lengths = batch.shape[1], batch.lengths.tolist()
 
     def cost(part: Sequence[int], response: int) -> int:
@@ -139,12 +140,15 @@ def split_responses(batch: Batch, budget: Budget, responses: Sequence[int]) -> l
         shared = budget.share_prompts and same_prompt
         return lengths[response] + (0 if shared else len(batch.prompt_tokens[response // K]))
 
-    return split_by_budget(
-        responses,
-        max_tokens=budget.max_tokens,
-        cost=cost,
-        joins=lambda part, _: budget.admits(tokens=0, responses=len(part) + 1),
-    )
+    def split(max_tokens: int) -> list[list[int]]:
+        return split_by_budget(
+            responses,
+            max_tokens=max_tokens,
+            cost=cost,
+            joins=lambda part, _: budget.admits(tokens=0, responses=len(part) + 1),
+        )
+
+    return _evenly(split, budget, total=sum(cost(responses[max(0, i - 1) : i], r) for i, r in enumerate(responses)))
 
 
 def deal_prompts(batch: Batch, budget: Budget, *, num_ranks: int) -> list[list[list[int]]] | None:

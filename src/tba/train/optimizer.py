@@ -119,9 +119,10 @@ class MasterAdamW:
         host need not know."""
         for index, group in enumerate(self.adam.param_groups):
             group["lr"] = learning_rate if index == 0 or self._heads_rate is None else self._heads_rate
-        self.adam.found_inf = unless  # what the fused kernels look at: torch's own gradient scaler skips steps by it
+        # What the fused kernels look at: torch's own gradient scaler skips steps by it.
+        self.adam.found_inf = unless  # type: ignore[attr-defined]
         self.adam.step()
-        self.adam.found_inf = None
+        self.adam.found_inf = None  # type: ignore[attr-defined]
         self.drop_gradients()
         rounded = self._rounded()
         if rounded:
