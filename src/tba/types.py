@@ -301,7 +301,7 @@ class Batch:
         """int64 [N]: which response each token belongs to."""
         device, lengths = self.token_ids_N.device, self.lengths
         responses = torch.arange(len(lengths), device=device)
-        lengths = lengths.to(device, non_blocking=True)
+        lengths = on_device(lengths, device)
         return torch.repeat_interleave(responses, lengths, output_size=len(self.token_ids_N))
 
     def per_token(self, value_PK: Tensor) -> Tensor:
@@ -325,8 +325,7 @@ class Batch:
         K, index = self.shape[1], torch.as_tensor(prompts, dtype=torch.long)
         responses = (index[:, None] * K + torch.arange(K)).flatten()
         lengths, device = self.lengths[responses], self.reward_PK.device
-        tokens = self.tokens_of(responses).to(device, non_blocking=True)
-        rows = index.to(device, non_blocking=True)
+        tokens, rows = on_device(self.tokens_of(responses), device), on_device(index, device)
         return replace(
             self,
             prompt_ids=tuple(self.prompt_ids[p] for p in prompts),
@@ -346,15 +345,22 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """Move what objectives compute on; offsets and prompts stay on the CPU."""
         tensors = [*self._token_tensors(), *((name, getattr(self, name)) for name in RESPONSE_FIELDS)]
-        non_blocking = device.type != "cpu"  # on the way back the host would read too early
-        moved: dict[str, Any] = {name: value.to(device, non_blocking=non_blocking) for name, value in tensors}
-        rewards = {name: value.to(device, non_blocking=non_blocking) for name, value in self.rewards.items()}
+        moved: dict[str, Any] = {name: on_device(value, device) for name, value in tensors}
+        rewards = {name: on_device(value, device) for name, value in self.rewards.items()}
         return replace(self, rewards=rewards, **moved)
 
     def _token_tensors(self) -> list[tuple[str, Any]]:
         """(field, tensor) of every per-token quantity there is."""
         found = [(name, getattr(self, name)) for name in (*TOKEN_FIELDS, "step_values_N", "old_values_N")]
         return [(name, value) for name, value in found if value is not None]
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """What was made on the host, copied without waiting for what the device has been told to do before; on the way back the
+    host waits."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 TOKEN_FIELDS = ("token_ids_N", "loss_mask_N", "log_ref_N", "behaviour_N", "policy_N")

@@ -137,8 +137,9 @@ def test_running_ahead_with_growing_tables_and_new_weights_in_between():
     assert engine._fused._graphs
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("vocabulary", [40, 5000])
-def test_fused_log_probs_have_the_values_and_gradients_of_the_plain_ones(vocabulary):
+def test_fused_log_probs_have_the_values_and_gradients_of_the_plain_ones(vocabulary, keep):
     from tba.kernels.logits import chosen_log_probs
 
     generator = torch.Generator().manual_seed(0)
@@ -149,7 +150,9 @@ def test_fused_log_probs_have_the_values_and_gradients_of_the_plain_ones(vocabul
     for fused in (True, False):
         leaves = [tensor.clone().requires_grad_() for tensor in (hidden, head)]
         if fused:
-            log_probs, entropy = chosen_log_probs(*leaves, targets, temperature=0.7, logits_at_once=3 * vocabulary)
+            log_probs, entropy = chosen_log_probs(
+                *leaves, targets, temperature=0.7, logits_at_once=3 * vocabulary, keep=keep
+            )
         else:
             log_probs, entropy = _log_probs_of_chunk(*leaves, targets, 0.7, None, None)
         (log_probs * weight).sum().backward()

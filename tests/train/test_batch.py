@@ -9,7 +9,15 @@ from builders import ragged_batch
 from tba.config import ConfigError, load_config
 from tba.objectives.registry import make_objective
 from tba.objectives.trajectory_balance import log_z_estimates
-from tba.train.batch import batch_metrics, shape_target, target_metrics
+from tba.train.batch import (
+    Budget,
+    batch_metrics,
+    shape_target,
+    split_responses,
+    split_whole_prompts,
+    target_metrics,
+)
+from tba.types import Batch
 
 
 def config(**objective):
@@ -100,3 +108,27 @@ def test_rewards_that_differ_by_rounding_alone_say_nothing_of_the_target():
     rewards = torch.tensor([[0.1, 0.1, 0.1, 0.10000001]])
     batch = replace(batch, reward_PK=rewards, weight_PK=torch.ones(1, 4))
     assert target_metrics(batch, batch.log_ref_N + 1.0, beta=0.1) == {}
+
+
+def of_lengths(prompt: int, *lengths: int) -> Batch:
+    """Two responses to each prompt, all prompts of one length."""
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    prompts, shape = len(lengths) // 2, (len(lengths) // 2, 2)
+    batch = ragged_batch(prompts, 2)
+    return replace(
+        batch, prompt_tokens=tuple(torch.arange(prompt) for _ in range(prompts)), offsets=ends,
+        token_ids_N=torch.arange(int(ends[-1])), reward_PK=torch.zeros(shape),
+    )  # fmt: skip
+
+
+def test_micro_batches_are_as_few_as_the_budget_allows_and_of_about_the_same_size():
+    batch = of_lengths(10, *[20] * 12)  # six prompts of 50 tokens: 200 hold four of them, and two are left over
+    assert [len(part) for part in split_whole_prompts(batch, Budget(max_tokens=200), range(6))] == [3, 3]
+    assert [len(part) for part in split_whole_prompts(batch, Budget(max_tokens=300), range(6))] == [6]
+    assert split_whole_prompts(batch, Budget(max_tokens=49), range(6)) is None
+    assert [len(part) for part in split_responses(batch, Budget(max_tokens=200), range(12))] == [6, 6]
+
+
+def test_a_response_beyond_the_budget_runs_alone():
+    batch = of_lengths(10, 500, 20, 20, 20)
+    assert split_responses(batch, Budget(max_tokens=100), range(4)) == [[0], [1, 2, 3]]

@@ -261,6 +261,29 @@ def test_a_non_finite_loss_stops_before_the_optimizer_moves(max_responses):
     assert all(master.grad is None for master in step.optimizer.masters)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_that_is_refused_leaves_weights_and_moments_as_they_are(dtype):
+    """The optimizer is told to move before the host knows that the gradient is not finite."""
+    parameter, head = torch.nn.Parameter(torch.ones(3, dtype=dtype)), torch.nn.Parameter(torch.ones(2))
+    optimizer = MasterAdamW([parameter], TrainConfig(max_grad_norm=1.0), heads=[head])
+
+    def move(gradient: float, *, refused: bool) -> list[torch.Tensor]:
+        parameter.grad, head.grad = torch.full((3,), gradient, dtype=dtype), torch.ones(2)
+        optimizer.accumulate()
+        norm = optimizer.clip_gradients()
+        assert torch.isfinite(norm) != refused
+        optimizer.step(0.1, unless=(~torch.isfinite(norm)).float())
+        assert all(master.grad is None for master in optimizer.masters)
+        moments = [value.clone() for state in optimizer.adam.state.values() for value in state.values()]
+        return [parameter.detach().clone(), head.detach().clone(), *moments]
+
+    moved = move(0.5, refused=False)
+    assert not (moved[0] == 1.0).any()
+    for gradient in (math.nan, math.inf):
+        assert all(torch.equal(one, other) for one, other in zip(moved, move(gradient, refused=True), strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(moved[:2], move(0.5, refused=False)))
+
+
 def test_gradients_are_clipped_to_the_threshold():
     step = make_step(Budget(max_tokens=10_000), max_grad_norm=0.01)
     step.gradients(ragged_batch(P, K), beta=0.1)

@@ -88,9 +88,9 @@ class PackedLayout:
         _, _, branch_roots = self._lengths
         return torch.cat([self.root_index_RL[branch_roots.to(self.device)], self.branch_index_BM], dim=1)
 
-    def fits(self, window: int | None) -> bool:
-        """Whether a sliding window leaves everything in sight."""
-        return window is None or window >= self.longest
+    def fits_flash(self, window: int | None) -> bool:
+        """Whether FlashAttention serves a sliding window, as it serves one that leaves everything in sight."""
+        return window is None or not self.flash_plan.is_in_parts or window >= self.longest
 
     @cached_property
     def unpack_T(self) -> Tensor:
@@ -165,9 +165,8 @@ def packed_attention(
     if unknown or is_causal is False:
         raise ValueError(f"its attention takes {unknown[0] if unknown else 'is_causal=False'}, which is not known here")
     q_THD, k_THD, v_THD = (states[0].transpose(0, 1) for states in (query, key, value))
-    # FlashAttention computes root and branch apart, and a window that cuts across both has no place in either part.
-    if s_aux is None and packed_layout.fits(sliding_window) and can_use_flash(q_THD, v_THD, softcap=softcap):
-        attended = _attend_flash(q_THD, k_THD, v_THD, packed_layout, scaling)
+    if s_aux is None and packed_layout.fits_flash(sliding_window) and can_use_flash(q_THD, v_THD, softcap=softcap):
+        attended = _attend_flash(q_THD, k_THD, v_THD, packed_layout, scaling, sliding_window)
     else:
         attended = _attend_outside(
             q_THD, k_THD, v_THD, packed_layout, scaling=scaling, window=sliding_window, softcap=softcap, sinks_H=s_aux
@@ -187,8 +186,8 @@ def attend_packed(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention inside the layout's sequences; keys and values may have fewer heads -> [T, H, D]."""
-    if sinks_H is None and layout.fits(window) and can_use_flash(q_THD, v_THD, softcap=softcap):
-        return _attend_flash(q_THD, k_THD, v_THD, layout, scaling)
+    if sinks_H is None and layout.fits_flash(window) and can_use_flash(q_THD, v_THD, softcap=softcap):
+        return _attend_flash(q_THD, k_THD, v_THD, layout, scaling, window)
     # Roots and branches are two blocks, each padded to its own longest: one block would pad prompts to whole responses.
     states, options = (q_THD, k_THD, v_THD), (scaling, softcap, sinks_H)
     blocks = [_attend(*states, layout.root_index_RL, layout.root_index_RL, layout.root_mask(window), *options)]
@@ -205,12 +204,14 @@ _attend_outside = torch.compiler.disable(attend_packed)
 goes on after."""
 
 
-def _attend_flash(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
+def _attend_flash(
+    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, layout: PackedLayout, scaling: float | None, window: int | None
+) -> Tensor:
     scale = scaling if scaling is not None else q_THD.shape[-1] ** -0.5
     # FlashAttention has one head size. Columns of zeros in the values give columns of zeros in the output.
     size, missing = v_THD.shape[-1], q_THD.shape[-1] - v_THD.shape[-1]
     values = v_THD if missing == 0 else pad(v_THD, (0, missing))
-    attended = flash_attention(q_THD, k_THD, values, layout.flash_plan, scale)
+    attended = flash_attention(q_THD, k_THD, values, layout.flash_plan, scale, window)
     return attended if missing == 0 else attended[..., :size]
 
 

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tba.models.flash_attention import counted
 from tba.models.packed_attention import PackedLayout
+from tba.types import on_device
 
 MIN_PADDED_TOKENS = 512
 """Number of tokens below which a padded batch is never split: small batches cost in calls what padding costs."""
@@ -53,7 +55,7 @@ class PackedTokens:
         for prompt, own in zip(self.prompts, self.responses):
             for response in own:
                 row = torch.cat([prompt, response[:-1]])
-                yield row.to(self.input_ids_T.device, non_blocking=True), len(response)
+                yield on_device(row, self.input_ids_T.device), len(response)
 
     def expand(self, values_M: Tensor) -> Tensor:
         """From distinct responses to all responses as given."""
@@ -68,7 +70,7 @@ def pack(
         return _pack_whole(prompts, responses, device)
     distinct, copies = _distinct(responses)
     packed = _pack_shared(prompts, distinct, device)
-    return packed if copies is None else replace(packed, copies=copies.to(device, non_blocking=True))
+    return packed if copies is None else replace(packed, copies=on_device(copies, device))
 
 
 def split_by_length(packed: PackedTokens, length: int) -> list[tuple[PackedTokens, Tensor]]:
@@ -110,30 +112,28 @@ def _distinct(responses: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]]
                 first[key] = start
                 start += len(response)
                 kept.append(response)
-            places.append(torch.arange(first[key], first[key] + len(response)))
+            places.append((first[key], len(response)))
         distinct.append(kept)
-    all_distinct = sum(map(len, distinct)) == len(places)
-    return distinct, None if all_distinct else torch.cat(places)
+    if sum(map(len, distinct)) == len(places):
+        return distinct, None
+    return distinct, torch.cat([torch.arange(first, first + size) for first, size in places])
 
 
 def _pack_whole(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]], device: torch.device) -> PackedTokens:
     """Every response is a root: its prompt, then its tokens but the last."""
-    pieces, predict, lengths, spans, start = [], [], [], [], 0
-    for prompt, own in zip(prompts, responses):
-        spans.append((start, len(prompt)))
-        for response in own:
-            length = len(prompt) + len(response) - 1
-            pieces += [prompt, response[:-1]]
-            predict.append(torch.arange(start + len(prompt) - 1, start + length))
-            lengths.append(length)
-            start += length
+    pieces = [piece for prompt, own in zip(prompts, responses) for response in own for piece in (prompt, response[:-1])]
+    sizes = np.array([len(response) for own in responses for response in own])
+    prompt_sizes = np.repeat([len(prompt) for prompt in prompts], [len(own) for own in responses])
+    lengths = prompt_sizes + sizes - 1
+    starts = lengths.cumsum() - lengths
+    firsts = np.cumsum([0, *(len(own) for own in responses[:-1])])
     return PackedTokens(
-        input_ids_T=torch.cat(pieces).to(device, non_blocking=True),
-        positions_T=torch.cat([torch.arange(length) for length in lengths]).to(device, non_blocking=True),
-        layout=PackedLayout(root_lengths=lengths, device=device),
-        predict_M=torch.cat(predict).to(device, non_blocking=True),
-        targets_M=torch.cat([response for own in responses for response in own]).to(device, non_blocking=True),
-        prompt_spans=tuple(spans),
+        input_ids_T=on_device(torch.cat(pieces), device),
+        positions_T=_sent(counted(lengths), device),
+        layout=PackedLayout(root_lengths=lengths.tolist(), device=device),
+        predict_M=_sent(np.repeat(starts + prompt_sizes - 1, sizes) + counted(sizes), device),
+        targets_M=on_device(torch.cat([response for own in responses for response in own]), device),
+        prompt_spans=tuple(zip(starts[firsts].tolist(), map(len, prompts))),
         prompts=tuple(prompts),
         responses=tuple(map(tuple, responses)),
     )
@@ -143,35 +143,36 @@ def _pack_shared(
     prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]], device: torch.device
 ) -> PackedTokens:
     """Prompts are roots, responses of two tokens and more are branches; a single token needs only its prompt."""
-    root_ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0)
-    pieces, positions = list(prompts), [torch.arange(len(prompt)) for prompt in prompts]
-    predict, branch_lengths, branch_roots, start = [], [], [], int(root_ends[-1])
-    for root, (prompt, own) in enumerate(zip(prompts, responses)):
-        for response in own:
-            length = len(response) - 1
-            predict.append(torch.cat([root_ends[root : root + 1] - 1, torch.arange(start, start + length)]))
-            if length:
-                pieces.append(response[:-1])
-                positions.append(torch.arange(len(prompt), len(prompt) + length))
-                branch_lengths.append(length)
-                branch_roots.append(root)
-                start += length
+    roots = np.array([len(prompt) for prompt in prompts])
+    root_ends = roots.cumsum()
+    sizes = np.array([len(response) for own in responses for response in own])
+    lengths, root_of = sizes - 1, np.repeat(np.arange(len(prompts)), [len(own) for own in responses])
+    starts = root_ends[-1] + lengths.cumsum() - lengths
+    within_M = counted(sizes)
+    predict_M = np.where(within_M == 0, np.repeat(root_ends[root_of], sizes), np.repeat(starts, sizes) + within_M) - 1
+    is_branch = lengths > 0
     layout = PackedLayout(
-        root_lengths=[len(prompt) for prompt in prompts],
-        branch_lengths=branch_lengths,
-        branch_roots=branch_roots,
+        root_lengths=roots.tolist(),
+        branch_lengths=lengths[is_branch].tolist(),
+        branch_roots=root_of[is_branch].tolist(),
         device=device,
     )
     return PackedTokens(
-        prompt_spans=tuple((int(end) - len(prompt), len(prompt)) for prompt, end in zip(prompts, root_ends)),
-        input_ids_T=torch.cat(pieces).to(device, non_blocking=True),
-        positions_T=torch.cat(positions).to(device, non_blocking=True),
+        prompt_spans=tuple(zip((root_ends - roots).tolist(), roots.tolist())),
+        input_ids_T=on_device(torch.cat([*prompts, *(response[:-1] for own in responses for response in own)]), device),
+        positions_T=_sent(
+            np.concatenate([counted(roots), np.repeat(roots[root_of], lengths) + counted(lengths)]), device
+        ),
         layout=layout,
-        predict_M=torch.cat(predict).to(device, non_blocking=True),
-        targets_M=torch.cat([response for own in responses for response in own]).to(device, non_blocking=True),
+        predict_M=_sent(predict_M, device),
+        targets_M=on_device(torch.cat([response for own in responses for response in own]), device),
         prompts=tuple(prompts),
         responses=tuple(map(tuple, responses)),
     )
+
+
+def _sent(numbers: np.ndarray, device: torch.device) -> Tensor:
+    return on_device(torch.from_numpy(numbers.astype(np.int64, copy=False)), device)
 
 
 # --- batches under a token budget ------------------------------------------------------------------------------------
@@ -233,8 +234,3 @@ def padded(rows: Sequence[np.ndarray], *, columns: int, device: torch.device) ->
     for index, row in enumerate(rows):
         table[index, : len(row)] = row
     return on_device(torch.from_numpy(table), device)
-
-
-def on_device(table: Tensor, device: torch.device) -> Tensor:
-    """A small table made on the host, copied without waiting for what the device has been told to do before."""
-    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)

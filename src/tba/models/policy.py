@@ -41,6 +41,9 @@ LOGITS_PER_CHUNK = 2**25
 """Number of logits held at once (128 MiB in fp32); beyond it chunks are recomputed in the backward pass."""
 LOGITS_PER_CHUNK_CUDA = 2**30
 """Number of logits held at once on a GPU (2 GiB in bf16)."""
+KEPT_LOGITS_SHARE = 0.25
+"""Part of a GPU's free memory that the logits of a micro-batch may take from its forward to its backward pass. Where they
+need more they are computed twice, chunk by chunk."""
 SMALLEST_SQUARE = 1e-12
 """Number added to the mean square of a hidden state before it is divided by: only a state of zeros notices."""
 
@@ -313,7 +316,9 @@ def chosen_log_probs(
     if hidden_MD.is_cuda and bias_V is None and softcap is None and importlib.util.find_spec("triton") is not None:
         from tba.kernels.logits import chosen_log_probs as fused
 
-        return fused(hidden_MD, head_VD, targets_M, temperature=temperature, logits_at_once=LOGITS_PER_CHUNK_CUDA)
+        keep = hidden_MD.requires_grad and _may_keep_logits(hidden_MD, head_VD)
+        at_once = LOGITS_PER_CHUNK_CUDA
+        return fused(hidden_MD, head_VD, targets_M, temperature=temperature, logits_at_once=at_once, keep=keep)
     rows = max(1, LOGITS_PER_CHUNK // head_VD.shape[0])
 
     def chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -326,6 +331,14 @@ def chosen_log_probs(
         for hidden, targets in zip(hidden_MD.split(rows), targets_M.split(rows))
     ]
     return torch.cat([log_prob for log_prob, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+
+def _may_keep_logits(hidden_MD: Tensor, head_VD: Tensor) -> bool:
+    """Whether the logits of all tokens fit into their part of the memory that is free now: what else the backward pass
+    needs of the forward pass is there already."""
+    size, device = hidden_MD.shape[0] * head_VD.shape[0] * hidden_MD.element_size(), hidden_MD.device
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return size <= KEPT_LOGITS_SHARE * (torch.cuda.mem_get_info(device)[0] + unused)
 
 
 def _log_probs_of_chunk(

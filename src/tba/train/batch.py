@@ -10,7 +10,7 @@ is spread over several micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from tba.config import Config, TrainConfig
 from tba.models.packing import PackedTokens, pack, split_by_budget
 from tba.objectives.base import centred
-from tba.types import Batch, Totals, total_reward
+from tba.types import Batch, Totals, on_device, total_reward
 
 ROUNDING = 1e-6
 """Largest difference of rewards, as a share of the largest, that is rounding."""
@@ -95,20 +95,44 @@ class MicroBatch:
 
 
 def split_whole_prompts(batch: Batch, budget: Budget, prompts: Sequence[int]) -> list[list[int]] | None:
-    """Prompts per micro-batch, each prompt whole, similar lengths together; None when a prompt exceeds the budget."""
+    """Prompts per micro-batch, each prompt whole, similar lengths together, micro-batches of about the same size; None when
+    a prompt exceeds the budget."""
     K, cost = batch.shape[1], _prompt_costs(batch, budget)
     if not all(budget.admits(tokens=cost[prompt], responses=K) for prompt in prompts):
         return None
-    return split_by_budget(
-        sorted(prompts, key=cost.__getitem__, reverse=True),
-        max_tokens=budget.max_tokens,
-        cost=lambda _, prompt: cost[prompt],
-        joins=lambda part, _: budget.admits(tokens=0, responses=(len(part) + 1) * K),
-    )
+    falling = sorted(prompts, key=cost.__getitem__, reverse=True)
+
+    def split(max_tokens: int) -> list[list[int]]:
+        return split_by_budget(
+            falling,
+            max_tokens=max_tokens,
+            cost=lambda _, prompt: cost[prompt],
+            joins=lambda part, _: budget.admits(tokens=0, responses=(len(part) + 1) * K),
+        )
+
+    return _evenly(split, budget, total=sum(cost[prompt] for prompt in prompts))
+
+
+EVEN_SHARES = (1.0, 1.03, 1.1, 1.25, 1.5)
+"""Sizes of a micro-batch that are tried, as shares of the mean, before it is filled to the budget."""
+
+
+def _evenly(split: Callable[[int], list[list[int]]], budget: Budget, *, total: int) -> list[list[int]]:
+    """The same number of micro-batches that the budget takes, none much smaller than the others: what is left over from full
+    ones may take the host longer to launch than the device to compute, and full ones take the most memory."""
+    full = split(budget.max_tokens)
+    for share in EVEN_SHARES if len(full) > 1 else ():
+        limit = math.ceil(share * total / len(full))
+        if limit < budget.max_tokens:
+            parts = split(limit)
+            if len(parts) == len(full):
+                return parts
+    return full
 
 
 def split_responses(batch: Batch, budget: Budget, responses: Sequence[int]) -> list[list[int]]:
-    """Responses per micro-batch, in order; a single response beyond the budget runs alone."""
+    """Responses per micro-batch, in order, micro-batches of about the same size; a single response beyond the budget runs
+    alone."""
     K, lengths = batch.shape[1], batch.lengths.tolist()
 
     def cost(part: Sequence[int], response: int) -> int:
@@ -116,12 +140,15 @@ def split_responses(batch: Batch, budget: Budget, responses: Sequence[int]) -> l
         shared = budget.share_prompts and same_prompt
         return lengths[response] + (0 if shared else len(batch.prompt_tokens[response // K]))
 
-    return split_by_budget(
-        responses,
-        max_tokens=budget.max_tokens,
-        cost=cost,
-        joins=lambda part, _: budget.admits(tokens=0, responses=len(part) + 1),
-    )
+    def split(max_tokens: int) -> list[list[int]]:
+        return split_by_budget(
+            responses,
+            max_tokens=max_tokens,
+            cost=cost,
+            joins=lambda part, _: budget.admits(tokens=0, responses=len(part) + 1),
+        )
+
+    return _evenly(split, budget, total=sum(cost(responses[max(0, i - 1) : i], r) for i, r in enumerate(responses)))
 
 
 def deal_prompts(batch: Batch, budget: Budget, *, num_ranks: int) -> list[list[list[int]]] | None:
@@ -171,18 +198,18 @@ def empty_micro_batch(batch: Batch, *, device: torch.device) -> MicroBatch:
 
 def pack_responses(batch: Batch, responses: list[int], *, share_prompts: bool, device: torch.device) -> MicroBatch:
     """Pack some responses of a batch, those of a prompt together."""
-    K, index = batch.shape[1], torch.tensor(responses)
+    K, index, ends = batch.shape[1], torch.tensor(responses), batch.offsets.tolist()
     prompts, own, begins = [], [], []
     for prompt, members in _by_prompt(responses, K):
         prompts.append(prompt)
-        own.append([batch.token_ids_N[batch.offsets[r] : batch.offsets[r + 1]] for r in members])
+        own.append([batch.token_ids_N[ends[r] : ends[r + 1]] for r in members])
         begins.append(members[0] == prompt * K)
     packed = pack([batch.prompt_tokens[p] for p in prompts], own, share_prompts=share_prompts, device=device)
     return MicroBatch(
         responses=index,
-        tokens_N=batch.tokens_of(index).to(device, non_blocking=True),
-        prompts=torch.tensor(prompts).to(device, non_blocking=True),
-        begins=torch.tensor(begins).to(device, non_blocking=True),
+        tokens_N=on_device(batch.tokens_of(index), device),
+        prompts=on_device(torch.tensor(prompts), device),
+        begins=on_device(torch.tensor(begins), device),
         packed=packed,
     )
 

@@ -13,6 +13,7 @@ part of the run (train.settle) it falls to zero, so that the noise of single ste
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,7 +67,8 @@ class MasterAdamW:
 
     def accumulate(self) -> None:
         """Add the model's gradients of one micro-batch to the fp32 sums; an fp32 model adds them up itself."""
-        sums, gradients = [], []
+        first: list[tuple[nn.Parameter, Tensor]] = []
+        further: list[tuple[nn.Parameter, Tensor]] = []
         for parameter, part, master in zip(self.parameters, self._parts, self.masters):
             if master is parameter or parameter.grad is None:
                 continue
@@ -74,14 +76,10 @@ class MasterAdamW:
             if part.dtype == torch.float32:
                 master.grad = gradient
                 continue
-            if master.grad is None:
-                master.grad = gradient.float()
-            else:
-                sums.append(master.grad)
-                gradients.append(gradient)
+            (first if master.grad is None else further).append((master, gradient))
             parameter.grad = None
-        if sums:
-            torch._foreach_add_(sums, gradients)
+        _add(first, is_first=True)
+        _add(further, is_first=False)
 
     def clip_gradients(self) -> Tensor:
         """Scale gradients down to max_grad_norm; returns the policy's norm before (the heads' if that is not finite).
@@ -90,16 +88,22 @@ class MasterAdamW:
             for head in self._heads:  # each rank has that of its own micro-batches, of a loss that counts `size` times
                 head.grad = torch.zeros_like(head) if head.grad is None else head.grad
                 self._ranks.sum_(head.grad).div_(self._ranks.size)
-        norm, heads_norm = self._clip(self._policy, spread=self._ranks.size > 1), self._clip(self._heads, spread=False)
-        return norm if torch.isfinite(heads_norm) else heads_norm
+        norm = self._clip(self._policy, spread=self._ranks.size > 1)
+        if not self._heads:
+            return norm
+        heads_norm = self._clip(self._heads, spread=False)
+        return torch.where(torch.isfinite(heads_norm), norm.to(heads_norm.device), heads_norm)
 
     def _clip(self, masters: list[nn.Parameter], *, spread: bool) -> Tensor:
         """`spread`: each rank has other gradients, all of which make up one norm."""
         norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
         if spread:
             norm = self._ranks.sum_(norm.square()).sqrt()
-        if self.max_grad_norm is not None and torch.isfinite(norm):
-            torch.nn.utils.clip_grads_with_norm_(masters, self.max_grad_norm, norm)
+        gradients = [master.grad for master in masters if master.grad is not None]
+        if self.max_grad_norm is not None and gradients:
+            # Not clip_grads_with_norm_, which makes all gradients NaN where one is: to ask first is to wait for the device.
+            factor = torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
+            torch._foreach_mul_(gradients, torch.where(torch.isfinite(norm), factor, 1.0))
         return norm
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -110,10 +114,15 @@ class MasterAdamW:
                 self.adam.state.pop(master, None)
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
+    def step(self, learning_rate: float, *, unless: Tensor | None = None) -> None:
+        """Move the weights and drop the gradients. Where `unless` (fp32 [], on the device) is not 0 nothing moves, which the
+        host need not know."""
         for index, group in enumerate(self.adam.param_groups):
             group["lr"] = learning_rate if index == 0 or self._heads_rate is None else self._heads_rate
+        # What the fused kernels look at: torch's own gradient scaler skips steps by it.
+        self.adam.found_inf = unless  # type: ignore[attr-defined]
         self.adam.step()
+        self.adam.found_inf = None  # type: ignore[attr-defined]
         self.drop_gradients()
         rounded = self._rounded()
         if rounded:
@@ -180,6 +189,26 @@ class MasterAdamW:
         for index, moments in state["moments"].items():
             master = self.masters[index]
             self.adam.state[master] = {name: value.to(master.device) for name, value in moments.items()}
+
+
+def _add(pairs: list[tuple[nn.Parameter, Tensor]], *, is_first: bool) -> None:
+    """Add gradients in less than fp32 to those of their masters, which have none yet where they are the first."""
+    if not pairs:
+        return
+    masters, gradients = zip(*pairs)
+    if gradients[0].is_cuda and importlib.util.find_spec("triton") is not None:
+        from tba.kernels.gradients import accumulate, can_accumulate
+
+        sums = None if is_first else [master.grad for master in masters]
+        if can_accumulate(sums, gradients):
+            for master, total in zip(masters, accumulate(sums, gradients)):
+                master.grad = total
+            return
+    if is_first:
+        for master, gradient in pairs:
+            master.grad = gradient.float()
+    else:
+        torch._foreach_add_([master.grad for master in masters], list(gradients))
 
 
 def _master_of(parameter: nn.Parameter, part: Tensor) -> nn.Parameter:

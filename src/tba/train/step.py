@@ -5,8 +5,9 @@ of the step. Otherwise (a prompt spread over micro-batches; a loss that couples 
 gradients collects what the model says, the objective turns it into one coefficient per number, and a second pass
 back-propagates those. Both give the same gradients (a test compares them).
 
-All micro-batches are packed and sent to the device first, and between them nothing is read back, so the device need not wait
-for the host. (VinePPO reads: it finds its steps on the device.)
+Nothing is read back from the device before the optimizer has been told to move, and what is sent there is pinned, so that
+the device need not wait for the host: micro-batches are packed while it computes those before, and whether the loss and the
+gradient are finite, without which nothing may move, is decided there. (VinePPO reads: it finds its steps on the device.)
 
 Where a trainer has several ranks, each runs this with the same batch and computes its share of the micro-batches: whole
 prompts where there are enough of them, otherwise single responses. A sharded model computes on all ranks at once, so those
@@ -16,7 +17,7 @@ with fewer micro-batches than others take part with empty ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -65,6 +66,27 @@ class StepResult:
         return float(self.outputs.entropy_N.mean()) if self.outputs.entropy_N is not None else 0.0
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gradients:
+    """What a pass over a batch has found, beside the gradients: still on the device, where it may not be computed yet."""
+
+    losses: list[tuple[Loss, int]]
+    """Loss of each micro-batch, with the number of its prompts."""
+    outputs: Forward
+    ranks: Ranks
+    """Ranks that have other losses than this one; `ALONE` = all have the same."""
+
+    @property
+    def finite(self) -> Tensor:
+        """bool []: whether all losses of this rank are finite."""
+        values = [loss.value.detach().reshape(()) for loss, _ in self.losses] or [self.outputs.log_pi_N.new_zeros(())]
+        return torch.isfinite(torch.stack(values)).all()
+
+    def read(self) -> StepResult:
+        """Wait for the device; raises `NonFiniteLoss` where a loss of any rank is not finite."""
+        return _result(self.losses, self.outputs, self.ranks)
+
+
 class TrainStep:
     """Computes gradients of an objective and applies them."""
 
@@ -107,21 +129,30 @@ class TrainStep:
     def __call__(
         self, batch: Batch, *, beta: float, learning_rate: float, measure_movement: bool = False
     ) -> StepResult:
-        result = self.gradients(batch, beta=beta)
+        found = self.launch(batch, beta=beta)
         norm = self.optimizer.clip_gradients()
-        if not torch.isfinite(norm):
-            self.optimizer.drop_gradients()
-            raise NonFiniteLoss(f"gradient norm is {norm.item()} (loss {result.metrics['loss']}).")
-        metrics = {**result.metrics, "grad_norm": norm.item(), "learning_rate": learning_rate}
         if batch.totals.responses:
             self.moved = True
-            self.optimizer.step(learning_rate)
-            if measure_movement:
-                with self.optimizer.extrapolated(MEASURED_STEP) as factor:
-                    metrics["movement"] = self.movement(batch, result.outputs) / factor
+            self.optimizer.step(learning_rate, unless=self._refused(found, norm))
         else:  # no response has weight: Adam's momentum alone would move the weights
             self.optimizer.drop_gradients()
+        try:
+            result, grad_norm = found.read(), norm.item()
+            if not math.isfinite(grad_norm):
+                raise NonFiniteLoss(f"gradient norm is {grad_norm} (loss {result.metrics['loss']}).")
+        except NonFiniteLoss:
+            self.moved = False
+            raise
+        metrics = {**result.metrics, "grad_norm": grad_norm, "learning_rate": learning_rate}
+        if batch.totals.responses and measure_movement:
+            with self.optimizer.extrapolated(MEASURED_STEP) as factor:
+                metrics["movement"] = self.movement(batch, result.outputs) / factor
         return replace(result, metrics=metrics)
+
+    def _refused(self, found: Gradients, norm: Tensor) -> Tensor:
+        """fp32 [], on the device: 0 where losses and gradients of all ranks are finite, and the optimizer may move."""
+        unsound = (~(found.finite & torch.isfinite(norm).to(self.policy.device))).float()
+        return self.ranks.sum_(unsound).clamp(max=1.0)
 
     @torch.no_grad()
     def movement(self, batch: Batch, outputs: Forward) -> float:
@@ -148,17 +179,22 @@ class TrainStep:
 
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
         """Leave the gradients of the whole batch in the optimizer's weights; none where the loss is not finite."""
+        found = self.launch(batch, beta=beta)
+        try:
+            return found.read()
+        except NonFiniteLoss:
+            self.optimizer.drop_gradients()
+            raise
+
+    def launch(self, batch: Batch, *, beta: float) -> Gradients:
+        """Tell the device to leave the gradients of the whole batch in the optimizer's weights, without waiting for it."""
         host, batch = batch, batch.to(self.policy.device)  # packing looks at single tokens: on the host that is free
         if self.policy.log_z is not None and not self.policy.log_z.started and batch.totals.responses:
             self.policy.log_z.start_at(self._vargrad_log_z(host, batch, beta=beta))
         whole, num_ranks = deal_prompts(host, self.budget, num_ranks=self.ranks.size), self.ranks.size
-        try:
-            if whole is not None and (self.objective.coupling != "batch" or len(whole[0]) == num_ranks == 1):
-                return self._one_pass(host, batch, whole, beta=beta)
-            return self._two_passes(host, batch, self._all_responses(host), beta=beta)
-        except NonFiniteLoss:
-            self.optimizer.drop_gradients()
-            raise
+        if whole is not None and (self.objective.coupling != "batch" or len(whole[0]) == num_ranks == 1):
+            return self._one_pass(host, batch, whole, beta=beta)
+        return self._two_passes(host, batch, self._all_responses(host), beta=beta)
 
     def restart_log_z(self) -> None:
         """Let a learned log Z begin again at the next batch's estimate: after a reference reset it is of another target."""
@@ -166,18 +202,15 @@ class TrainStep:
             self.policy.log_z.started = False
             self.optimizer.forget(self.policy.log_z.parameters())
 
-    def _one_pass(self, host: Batch, batch: Batch, dealt: list[list[list[int]]], *, beta: float) -> StepResult:
+    def _one_pass(self, host: Batch, batch: Batch, dealt: list[list[list[int]]], *, beta: float) -> Gradients:
         """`dealt`: the prompts of each micro-batch of each rank."""
         K, losses, outputs = batch.shape[1], [], GatheredOutputs(batch)
         own = dealt[self.ranks.rank]
         responses = [[[prompt * K + k for prompt in prompts for k in range(K)] for prompts in parts] for parts in dealt]
-        packed = self._own_micro_batches(host, responses)
-        parts = [batch.take(prompts) for prompts in own]
-        while packed:  # not `for`: the masks that a layout makes when it is used go with it
-            micro_batch = packed.pop(0)
+        for index, micro_batch in enumerate(self._own_micro_batches(host, responses)):
             forward = self._forward(micro_batch)
-            if parts:
-                part = parts.pop(0)
+            if index < len(own):
+                part = batch.take(own[index])
                 loss = self.objective(part, forward, beta=beta)
                 self._backward(loss.value)
                 losses.append((loss, part.shape[0]))
@@ -185,18 +218,18 @@ class TrainStep:
                 self._backward(_sum_of_nothing(forward))
             outputs.add(forward, micro_batch)
         outputs.sum_over(self.ranks)
-        return _result(losses, outputs.forward, self.ranks)
+        return Gradients(losses=losses, outputs=outputs.forward, ranks=self.ranks)
 
-    def _two_passes(self, host: Batch, batch: Batch, dealt: list[list[list[int]]], *, beta: float) -> StepResult:
+    def _two_passes(self, host: Batch, batch: Batch, dealt: list[list[list[int]]], *, beta: float) -> Gradients:
         """`dealt`: the responses of each micro-batch of each rank. The objective sees the whole batch on every rank."""
-        micro_batches = self._own_micro_batches(host, dealt)
+        micro_batches = list(self._own_micro_batches(host, dealt))
         outputs = self._gather(batch, micro_batches)
         leaves = outputs.with_gradients()
         loss = self.objective(batch, leaves, beta=beta)
         coefficients = _coefficients(loss.value, leaves)
         for micro_batch in micro_batches:
             self._backward(_weighted_sum(self._forward(micro_batch), coefficients, micro_batch))
-        return _result([(loss, batch.shape[0])], outputs.forward, ALONE)
+        return Gradients(losses=[(loss, batch.shape[0])], outputs=outputs.forward, ranks=ALONE)
 
     def _all_responses(self, batch: Batch) -> list[list[list[int]]]:
         return deal_responses(batch, self.budget, range(len(batch.lengths)), num_ranks=self.ranks.size)
@@ -211,18 +244,21 @@ class TrainStep:
         return float((gap_PK + batch.reward_PK / beta)[batch.weight_PK > 0].mean())
 
     @torch.no_grad()
-    def _gather(self, batch: Batch, micro_batches: list[MicroBatch]) -> GatheredOutputs:
+    def _gather(self, batch: Batch, micro_batches: Iterable[MicroBatch]) -> GatheredOutputs:
         outputs = GatheredOutputs(batch)
         for micro_batch in micro_batches:
             outputs.add(self._forward(micro_batch), micro_batch)
         outputs.sum_over(self.ranks)
         return outputs
 
-    def _own_micro_batches(self, batch: Batch, dealt: list[list[list[int]]]) -> list[MicroBatch]:
-        """This rank's micro-batches of the responses dealt to all ranks, as many as the rank with the most has."""
-        own = [self._pack(batch, responses) for responses in dealt[self.ranks.rank]]
-        lacking = max(map(len, dealt)) - len(own)
-        return own + [empty_micro_batch(batch, device=self.policy.device) for _ in range(lacking)]
+    def _own_micro_batches(self, batch: Batch, dealt: list[list[list[int]]]) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the responses dealt to all ranks, as many as the rank with the most has; each is
+        packed when it is asked for."""
+        own = dealt[self.ranks.rank]
+        for responses in own:
+            yield self._pack(batch, responses)
+        for _ in range(max(map(len, dealt)) - len(own)):
+            yield empty_micro_batch(batch, device=self.policy.device)
 
     def _pack(self, batch: Batch, responses: list[int]) -> MicroBatch:
         share = self.budget.share_prompts
