@@ -24,8 +24,8 @@ from gpu_bench.roles import role_rows
 from gpu_bench.train import check_train_rows, score_rows, train_rows
 from gpu_bench.workloads import SHAPES, WORKLOADS, Row, print_table
 
-PARTS = ("roles", "check", "decode", "experts", "check_train", "train", "score", "publish")
-"""`roles` first: it must run before this process touches the GPU."""
+PARTS = ("roles", "publish", "check", "decode", "experts", "check_train", "train", "score")
+"""`roles` and `publish` first: they must run before this process touches the GPU."""
 
 
 def main() -> None:
