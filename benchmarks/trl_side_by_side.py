@@ -57,7 +57,13 @@ def run_tba(arguments: argparse.Namespace) -> dict[str, Any]:
             "evaluate.num_prompts=16",
             "train.keep_checkpoints=0",
         ]
-        command += [f"output={folder}", "name=run", "observe.progress=false", *FRESH, *arguments.set]
+        command += [
+            f"output={folder}",
+            "name=run",
+            "observe.progress=false",
+            *([] if arguments.as_configured else FRESH),
+            *arguments.set,
+        ]
         done = subprocess.run(command, check=False, cwd=ROOT, timeout=arguments.seconds)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
@@ -234,6 +240,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16, help="of a prompt")
     parser.add_argument("--new-tokens", type=int, default=400, help="most tokens of a response")
     parser.add_argument("--micro-batch", type=int, default=32, help="responses in one of TRL's backward passes")
+    parser.add_argument(
+        "--as-configured", action="store_true", help="tba may train on responses again, as it does unasked"
+    )
     parser.add_argument("--set", nargs="*", default=[], help="more settings of tba, key=value")
     parser.add_argument("--seconds", type=float, default=420.0, help="most seconds for one side")
     parser.add_argument("--cpu", action="store_true", help="TRL in fp32 on the CPU, to try this script")
