@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from gpu_bench.models import make_model
 from gpu_bench.workloads import FLOPS, SHAPES, Row
-from tba.config import TrainConfig
+from tba.config import LoraConfig, TrainConfig
 from tba.generate.scoring import ReferenceScorer
-from tba.models.load import compile_layers
+from tba.models.load import add_lora, compile_layers
 from tba.models.policy import PolicyModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.train.batch import Budget
@@ -83,6 +83,25 @@ def train_rows(shapes: Sequence[str]) -> Iterator[Row]:
             )
             del model, step
             torch.cuda.empty_cache()
+
+
+def lora_rows(key: str, *, max_tokens: int = 8192) -> Iterator[Row]:
+    """A LoRA adapter on a model whose full optimizer state would not fit: speed, and the memory by part."""
+    model = make_model(SHAPES[key])
+    add_lora(model, LoraConfig(), base=key, seed=0)
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() / 1e9
+    batch, step = ragged_batch(model.config.vocab_size), make_step(model, share=True, max_tokens=max_tokens)
+    compile_layers(model)
+    first = step_seconds(step, batch)
+    seconds = float(np.median([step_seconds(step, batch) for _ in range(4)]))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    yield Row(
+        work=f"TB training {SHAPES[key].name}, LoRA of {trained / 1e6:.0f}M parameters, the same sequences, compiled, "
+        f"prompts shared, micro-batches of {max_tokens:,} tokens",
+        figure=f"{useful_tokens(batch) / seconds:,.0f} useful tok/s ({seconds:.2f} s a step, the first {first:.0f} s); "
+        f"model and adapter {held:.0f} GB, most {torch.cuda.max_memory_allocated() / 1e9:.0f}",
+    )
 
 
 def check_train_rows(shapes: Sequence[str]) -> Iterator[Row]:
