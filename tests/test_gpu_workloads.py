@@ -1,12 +1,17 @@
 """What the GPU benchmarks ask for, and the limits that they print beside their figures."""
 
 import argparse
+import copy
 import json
 import runpy
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from builders import tiny_llama
+
+from tba.models.policy import PolicyModel
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -84,3 +89,37 @@ def test_a_shape_is_written_as_a_config_that_transformers_reads(workloads, tmp_p
         config = AutoConfig.from_pretrained(shape.write(tmp_path / key))
         assert config.num_hidden_layers == shape.config["num_hidden_layers"]
         assert json.loads((tmp_path / key / "config.json").read_text())["architectures"] == [shape.architecture]
+
+
+def test_the_searcher_of_the_publish_benchmark_takes_every_version(monkeypatch):
+    """On a CPU, in one process: the trainer publishes when it is told that the version before is in use."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from gpu_bench import models, publish
+
+    monkeypatch.setattr(models, "device", lambda: torch.device("cpu"))
+    model = tiny_llama(max_position_embeddings=512)
+    searched = copy.deepcopy(model)
+    policy, tensors = PolicyModel(model), dict(model.named_parameters())
+    slots = publish.TimedSlots.create(tensors, torch.float32)
+
+    def publish_version(version: int) -> None:
+        slots.add_canary(policy.canary(slots.publish(tensors, version=version).tensors))
+
+    class Enough(Exception):
+        pass
+
+    heard = []
+
+    def tell(what) -> None:
+        heard.append(what)
+        if what == "decodes" or isinstance(what, tuple):
+            if len(heard) == 5:
+                raise Enough
+            publish_version(len(heard) - 1)
+
+    publish_version(0)
+    with pytest.raises(Enough):
+        publish.search(slots, searched, tell)
+    assert heard[:2] == ["has its engine", "decodes"]
+    assert [version for version, *_ in heard[2:]] == [1, 2, 3]
+    assert all(seen <= fetched <= in_use for _, seen, fetched, in_use in heard[2:])

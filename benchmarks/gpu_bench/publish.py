@@ -9,13 +9,14 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from gpu_bench.models import device, make_engine, small
 from gpu_bench.roles import endless
@@ -32,8 +33,8 @@ from tba.types import Sampling, Weights
 
 WARM = 5
 """Publications that are not counted: the first ones compile and capture."""
-SECONDS = 240.0
-"""Most seconds for one way of sharing the GPU."""
+START_SECONDS, VERSION_SECONDS = 60.0, 20.0
+"""Most seconds until the searcher decodes, and until it has one version in use."""
 
 
 class TimedSlots(WeightSlots):
@@ -48,81 +49,126 @@ class TimedSlots(WeightSlots):
         return found
 
 
-def _use_weights(link: Link, *, weights: SlotsHandle) -> None:
-    """A searcher that decodes without end, and says when it has newer weights in use."""
-    model = small()
+def search(slots: TimedSlots, model: PreTrainedModel, tell: Callable[[Any], None]) -> None:
+    """Decode without end, telling what was done last, and when newer weights were seen, fetched and in use."""
     engine = make_engine(model, max_length=512)
-    slots = TimedSlots.attach(weights)
-    assert isinstance(slots, TimedSlots)
+    tell("has its engine")
     ends: Any = SimpleNamespace(weights=slots)  # all that a loader wants of a searcher's ends
     loader = WeightLoader(ends, engine)
+    loader.check_first()
+    ticks = 0
 
     def tick() -> None:
-        before = engine.version
+        nonlocal ticks
+        before, ticks = engine.version, ticks + 1
+        if ticks == WARM_TICKS:
+            tell("decodes")
         loader.load_newer()
         if engine.version != before:
-            torch.cuda.synchronize()
-            link.send((engine.version, slots.seen, slots.fetched, time.monotonic()))
+            if engine.device.type == "cuda":
+                torch.cuda.synchronize()
+            tell((engine.version, slots.seen, slots.fetched, time.monotonic()))
 
     prompts, sampling = endless(model.config.vocab_size), Sampling(max_new_tokens=128)
     for _ in engine.generate(prompts, samples_per_prompt=8, sampling=sampling, between_steps=tick):
         pass
 
 
-def _publish(found: Any, times: int) -> None:
-    """The trainer's process: sends [times, 4] moments in milliseconds since the call: written, seen, fetched, in use."""
+def _search_role(link: Link, *, weights: SlotsHandle) -> None:
+    """The searcher's process."""
+    slots = TimedSlots.attach(weights)
+    assert isinstance(slots, TimedSlots)
+    link.send("runs")
+    search(slots, small(), link.send)
+
+
+WARM_TICKS = 20
+"""Turns of the searcher's loop after which its graphs are captured."""
+
+
+def publish_times(times: int, say: Callable[[str], None] = lambda text: None) -> np.ndarray:
+    """[times, 4]: milliseconds since the trainer's call until a version was written, seen, fetched and in use."""
     model = small()
-    policy, tensors = PolicyModel(model), dict(model.named_parameters())
+    tensors = dict(model.named_parameters())
     slots = WeightSlots.create(tensors, model.dtype, device=device())
+    first = slots.publish(tensors, version=0)
     log = Path(tempfile.mkdtemp()) / "searcher.log"
-    process = RoleProcess("searcher", _use_weights, {"weights": slots.handle()}, log=log)
-    moments = []
-    for version in range(1, times + 1 + WARM):
-        started = time.monotonic()
-        published = slots.publish(tensors, version=version)
-        written = time.monotonic()
-        slots.add_canary(policy.canary(published.tensors))
-        told = process.link.receive(timeout_seconds=120.0)
-        assert told is not None, f"the searcher said nothing; its end: {last_lines(log)}"
-        assert told[0] == version, f"the searcher has version {told[0]} in use, not {version}"
-        moments.append([1e3 * (moment - started) for moment in (written, *told[1:])])
-        time.sleep(0.05)  # the canary is compared and decoding goes on, as between two optimizer steps
-    process.kill()
-    found.send(moments[WARM:])
+    process = RoleProcess("searcher", _search_role, {"weights": slots.handle()}, log=log)
+    say("the trainer has its model and slots")
+
+    def told(seconds: float, what: str) -> Any:
+        found = process.link.receive(timeout_seconds=seconds)
+        if found is None:
+            alive = "lives" if process.alive else f"ended with status {process.status}"
+            raise RuntimeError(
+                f"nothing from the searcher, which {alive}, within {seconds} s: {what}. {last_lines(log)}"
+            )
+        return found
+
+    try:
+        policy = PolicyModel(model)
+        slots.add_canary(policy.canary(first.tensors))
+        say("the trainer has its canary")
+        for stage in ("runs", "has its engine", "decodes"):
+            assert told(START_SECONDS, f"it {stage}") == stage
+            say(f"the searcher {stage}")
+        moments = []
+        for version in range(1, times + 1 + WARM):
+            started = time.monotonic()
+            published = slots.publish(tensors, version=version)
+            written = time.monotonic()
+            slots.add_canary(policy.canary(published.tensors))
+            found = told(VERSION_SECONDS, f"version {version} is in use")
+            assert found[0] == version, f"the searcher has version {found[0]} in use, not {version}"
+            moments.append([1e3 * (moment - started) for moment in (written, *found[1:])])
+            if version in (1, WARM, times + WARM):
+                say(f"version {version} in use: {', '.join(f'{moment:.1f}' for moment in moments[-1])} ms")
+            time.sleep(0.05)  # the canary is compared and decoding goes on, as between two optimizer steps
+    finally:
+        process.kill()
+    return np.array(moments[WARM:])
+
+
+def _publish_role(found: Any, times: int) -> None:
+    """The trainer's process."""
+    found.send(publish_times(times))
 
 
 def measure_publish(times: int) -> np.ndarray:
-    """What `_publish` sends, from a process of its own: this one must not touch the GPU before MPS is there."""
+    """`publish_times` in a process of its own: this one must not touch the GPU before MPS is there."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_publish, args=(theirs, times))
+    process = context.Process(target=_publish_role, args=(theirs, times))
     process.start()
-    theirs.close()
+    theirs.close()  # so that its end is seen here
     try:
-        if not ours.poll(SECONDS):
-            raise TimeoutError(f"{times + WARM} publications took more than {SECONDS} s.")
-        return np.array(ours.recv())
+        return ours.recv()  # it ends by itself: every wait in it has a deadline
+    except EOFError:
+        raise RuntimeError("the trainer's process ended with an error; it is above.") from None
     finally:
         process.kill()
         process.join()
 
 
+def publish_row(moments: np.ndarray, way: str) -> Row:
+    parts = np.diff(moments, axis=1, prepend=0.0)
+    named = zip(("written", "seen", "copied and checked", "loaded"), np.median(parts, axis=0))
+    size = 2 * SHAPES["0.5B"].matrix_parameters
+    return Row(
+        work=f"publish to in-use, {SHAPES['0.5B'].name}, same GPU, in flight, {len(moments)} times, {way}",
+        figure=f"median {np.median(moments[:, -1]):.1f} ms, longest {moments[:, -1].max():.1f} "
+        f"({', '.join(f'{name} {value:.1f}' for name, value in named)})",
+        must="15 ms, stretch 10 ms",
+        limit=f"three copies and two checksums of {size / 1e9:.1f} GB by bandwidth {8e3 * size / BYTES_PER_SECOND:.1f} "
+        "ms, and the decode steps until the searcher looks and that are under way then",
+    )
+
+
 def publish_rows(times: int = 30) -> Iterator[Row]:
     """From the trainer's call to the searcher's engine holding the weights, while it decodes 256 slots."""
-    ways = ["with MPS"] if PIPES in os.environ else ["without MPS", "with MPS"]
-    size = 2 * SHAPES["0.5B"].matrix_parameters
-    for way in ways:
-        if way == "with MPS" and PIPES not in os.environ and not start_mps(load_config(None, [])):
+    if PIPES not in os.environ:
+        yield publish_row(measure_publish(times), "without MPS")
+        if not start_mps(load_config(None, [])):
             yield Row(work="publish to in-use, MPS", figure="MPS could not be started")
-            continue
-        moments = measure_publish(times)
-        parts = np.diff(moments, axis=1, prepend=0.0)
-        named = zip(("written", "seen", "copied and checked", "loaded"), np.median(parts, axis=0))
-        yield Row(
-            work=f"publish to in-use, {SHAPES['0.5B'].name}, same GPU, in flight, {times} times, {way}",
-            figure=f"median {np.median(moments[:, -1]):.1f} ms, longest {moments[:, -1].max():.1f} "
-            f"({', '.join(f'{name} {value:.1f}' for name, value in named)})",
-            must="15 ms, stretch 10 ms",
-            limit=f"three copies and two checksums of {size / 1e9:.1f} GB by bandwidth {8e3 * size / BYTES_PER_SECOND:.1f} "
-            "ms, and the decode steps until the searcher looks and that are under way then",
-        )
+            return
+    yield publish_row(measure_publish(times), "with MPS")
