@@ -64,11 +64,14 @@ def run_tba(arguments: argparse.Namespace) -> dict[str, Any]:
             *([] if arguments.as_configured else FRESH),
             *arguments.set,
         ]
-        done = subprocess.run(command, check=False, cwd=ROOT, timeout=arguments.seconds)
+        try:
+            status = subprocess.run(command, check=False, cwd=ROOT, timeout=0.9 * arguments.seconds).returncode
+        except subprocess.TimeoutExpired:
+            status = -9  # what it has written counts
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     steps = [step for step in steps if "completions/mean_length" in step]
-    assert done.returncode == 0 or len(steps) > arguments.skip + 1, f"tba train ended with status {done.returncode}"
+    assert len(steps) > arguments.skip + 1, f"tba train ended with status {status} after {len(steps)} steps"
     # Each line stands for one optimizer step, also where one was not logged: the numbers are in it.
     first, last = steps[arguments.skip - 1], steps[-1]
     count, seconds = last["step"] - first["step"], last["seconds"] - first["seconds"]
@@ -156,6 +159,12 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, Any]:
 
     clock, ends = StepClock(), []
 
+    def measured() -> dict[str, Any]:
+        count = len(ends) - arguments.skip
+        parts = {name: value / count for name, value in clock.seconds.items()}
+        length, reward = sum(lengths) / len(lengths), sum(rewards) / len(rewards)
+        return figures(arguments, count, ends[-1] - ends[arguments.skip - 1], length, reward, parts)
+
     class Steps(TrainerCallback):
         def on_step_end(self, args: object, state: Any, control: object, **_: object) -> None:
             ends.append(time.perf_counter())
@@ -163,6 +172,8 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, Any]:
             if len(ends) == arguments.skip:
                 clock.seconds.clear()
                 del lengths[:], rewards[:]
+            elif len(ends) > arguments.skip + 1:  # at once: one that is stopped has written what it measured
+                arguments.json.write_text(json.dumps(measured()))
 
     vllm: dict[str, Any] = {"use_vllm": False}
     if arguments.trl_generate == "vllm":
@@ -189,10 +200,7 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, Any]:
                 clock.wrap(trainer, method)
         begun = time.perf_counter()
         trainer.train()
-    count = len(ends) - arguments.skip
-    parts = {name: value / count for name, value in clock.seconds.items()}
-    length, reward = sum(lengths) / len(lengths), sum(rewards) / len(rewards)
-    return figures(arguments, count, ends[-1] - ends[arguments.skip - 1], length, reward, parts)
+    return measured()
 
 
 def run(side: str, arguments: argparse.Namespace) -> dict[str, Any] | None:

@@ -50,18 +50,26 @@ def jobs(arguments: argparse.Namespace) -> Iterator[Job]:
         if "vllm" not in arguments.engines:
             continue
         default = "process" if shape == "7B" else "both"
-        # An engine of vLLM is made for one number of sequences.
-        for slots in sorted({WORKLOADS[name].slots for name in arguments.workloads}, reverse=True):
-            own = tuple(name for name in arguments.workloads if WORKLOADS[name].slots == slots)
+        # An engine of vLLM is made for one number of sequences: that of our slots, unless it may be started once only.
+        by_slots: dict[int, list[str]] = {}
+        for name in arguments.workloads:
+            by_slots.setdefault(0 if arguments.one_start else WORKLOADS[name].slots, []).append(name)
+        for own in by_slots.values():
             for way in WAYS[arguments.vllm or default]:
-                yield Job("vllm", shape, own, way)
+                yield Job("vllm", shape, tuple(own), way)
 
 
 def run(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
     """What the job measured, by workload; whatever it had written when its time was over, or when it failed."""
     found = Path(tempfile.mkdtemp()) / "found.json"
     command = [sys.executable, __file__, "--job", json.dumps(asdict(job)), "--json", str(found)]
-    command += ["--work", str(arguments.work), *(["--no-check"] if arguments.no_check else [])]
+    command += [
+        "--work",
+        str(arguments.work),
+        "--passes",
+        str(arguments.passes),
+        *(["--no-check"] if arguments.no_check else []),
+    ]
     started = time.monotonic()
     try:
         done = subprocess.run(command, timeout=arguments.seconds, check=False)
@@ -89,13 +97,15 @@ def measure(job: Job, arguments: argparse.Namespace) -> Iterator[tuple[str, dict
     if job.engine == "vllm":
         from gpu_bench.vllm_decode import time_vllm
 
-        yield from time_vllm(job.shape, job.workloads, own_process=job.way == "process", work=arguments.work)
+        yield from time_vllm(
+            job.shape, job.workloads, own_process=job.way == "process", work=arguments.work, passes=arguments.passes
+        )
         return
     from gpu_bench.decode import check_rows, time_shape
 
     if not arguments.no_check:
         list(check_rows([job.shape]))  # it prints what it found
-    for name, timing in time_shape(SHAPES[job.shape], job.workloads):
+    for name, timing in time_shape(SHAPES[job.shape], job.workloads, arguments.passes):
         yield name, asdict(timing)
 
 
@@ -106,12 +116,14 @@ def rows(results: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> I
             ways = {way: results.get(f"vllm {shape} {way}", {}).get(name) for way in WAYS["both"]}
             theirs = {way: figures["best"] for way, figures in ways.items() if figures}
             best = max(theirs.values(), default=0.0)
+            most = max((figures["sequences"] for figures in ways.values() if figures), default=0)
+            more = f" with up to {most} sequences at once" if most > WORKLOADS[name].slots else ""
             ratio = f"{ours['best'] / best:.2f}x" if ours and best else "-"
             shown = ", ".join(f"{way} {rate:,.0f}" for way, rate in theirs.items()) or "not measured"
             gap = f" (log-prob gap {ours['gap']:.1e})" if ours else ""
             yield Row(
                 work=f"{SHAPES[shape].name}, {name}: {WORKLOADS[name].title}",
-                figure=f"**{ratio}**: ours {ours['best'] if ours else 0:,.0f} tok/s{gap}, vLLM {shown}",
+                figure=f"**{ratio}**: ours {ours['best'] if ours else 0:,.0f} tok/s{gap}, vLLM {shown}{more}",
                 must=MUST.get((shape, name), ""),
                 limit=f"with prefill {WORKLOADS[name].limits(SHAPES[shape])[1]:,.0f}",
             )
@@ -125,6 +137,12 @@ def main() -> None:
     )
     parser.add_argument("--engines", nargs="+", choices=["native", "vllm"], default=["native", "vllm"])
     parser.add_argument("--vllm", choices=list(WAYS), help="where vLLM runs; without: see above")
+    parser.add_argument(
+        "--one-start",
+        action="store_true",
+        help="start vLLM once for all workloads, with the most sequences that one asks for",
+    )
+    parser.add_argument("--passes", type=int, default=3, help="most timed passes of a workload")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "tba-vllm", help="vLLM's caches")
     parser.add_argument("--seconds", type=float, default=300.0, help="most seconds for one engine of one shape")
     parser.add_argument("--no-check", action="store_true", help="without the greedy check of our engine")

@@ -64,7 +64,11 @@ def test_repeats_have_other_prompts_and_the_same_lengths(workloads):
 def test_vllm_is_started_once_for_each_number_of_slots_and_way(workloads, monkeypatch):
     script = runpy.run_path(str(BENCHMARKS / "vllm_side_by_side.py"), run_name="not main")
     arguments = argparse.Namespace(
-        shapes=["0.5B", "7B"], workloads=["256", "1k", "8k-shared"], engines=["native", "vllm"], vllm=None
+        shapes=["0.5B", "7B"],
+        workloads=["256", "1k", "8k-shared"],
+        engines=["native", "vllm"],
+        vllm=None,
+        one_start=False,
     )
     found = [(job.engine, job.shape, job.workloads, job.way) for job in script["jobs"](arguments)]
     small = [
@@ -80,6 +84,8 @@ def test_vllm_is_started_once_for_each_number_of_slots_and_way(workloads, monkey
         ("vllm", "7B", ("8k-shared",), "process"),
     ]
     assert found == small + large
+    arguments.one_start, arguments.shapes = True, ["7B"]
+    assert [job.workloads for job in script["jobs"](arguments)] == [("256", "1k", "8k-shared")] * 2
 
 
 def test_a_shape_is_written_as_a_config_that_transformers_reads(workloads, tmp_path):

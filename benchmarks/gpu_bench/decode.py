@@ -23,7 +23,7 @@ from tba.models.build_decoder import make_decoder
 from tba.types import Completion, Prompt, Request, Sampling
 
 TIMED_SECONDS = 8.0
-"""No further pass of a workload begins after so long; three at most are timed."""
+"""No further pass of a workload begins after so long."""
 SCORED_TOKENS = 40_000
 """Prompt and response tokens whose log-probs are compared behind a timing."""
 
@@ -85,15 +85,15 @@ class Timing:
     """Most memory of the GPU that was in use."""
 
 
-def time_workload(engine: NativeEngine, workload: Workload) -> Timing:
+def time_workload(engine: NativeEngine, workload: Workload, passes: int = 3) -> Timing:
     torch.cuda.reset_peak_memory_stats()
     first = run_pass(engine, workload, 0)
-    passes, began = [], time.perf_counter()
-    while not passes or (len(passes) < 3 and time.perf_counter() - began < TIMED_SECONDS):
-        passes.append(run_pass(engine, workload, 1 + len(passes)))
-    rates = [done.rate for done in passes]
+    timed, began = [], time.perf_counter()
+    while not timed or (len(timed) < passes and time.perf_counter() - began < TIMED_SECONDS):
+        timed.append(run_pass(engine, workload, 1 + len(timed)))
+    rates = [done.rate for done in timed]
     peak = torch.cuda.max_memory_allocated() / 1e9
-    return Timing(best=max(rates), all=rates, first_seconds=first.seconds, gap=passes[-1].gap(engine), gigabytes=peak)
+    return Timing(best=max(rates), all=rates, first_seconds=first.seconds, gap=timed[-1].gap(engine), gigabytes=peak)
 
 
 def decode_rows(shapes: Sequence[str], workloads: Sequence[str]) -> Iterator[Row]:
@@ -109,7 +109,7 @@ def decode_rows(shapes: Sequence[str], workloads: Sequence[str]) -> Iterator[Row
             )
 
 
-def time_shape(shape: Shape, workloads: Sequence[str]) -> Iterator[tuple[str, Timing]]:
+def time_shape(shape: Shape, workloads: Sequence[str], passes: int = 3) -> Iterator[tuple[str, Timing]]:
     """Every workload of a shape; one that fails, as without memory, is told and left out."""
     started = time.perf_counter()
     model = make_model(shape)
@@ -127,7 +127,7 @@ def time_shape(shape: Shape, workloads: Sequence[str]) -> Iterator[tuple[str, Ti
         engine = make_engine(decoder, slots=slots, max_length=max(WORKLOADS[name].max_length for name in own))
         for name in own:
             try:
-                yield name, time_workload(engine, WORKLOADS[name])
+                yield name, time_workload(engine, WORKLOADS[name], passes)
             except (RuntimeError, ValueError) as error:  # out of memory is one of the former
                 print(f"decode {shape.name}, {name} FAILED: {type(error).__name__}: {error}"[:600], flush=True)
                 torch.cuda.empty_cache()
