@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from gpu import SHAPES, make_engine, requests
+from gpu_bench.decode import requests
+from gpu_bench.models import make_engine, make_model
+from gpu_bench.workloads import SHAPES, WORKLOADS
 
 from tba.generate.native.engine import NativeEngine
 from tba.types import Request, Sampling
 
-LONGEST = 320
+RAGGED = WORKLOADS["ragged"]
 SETTINGS: dict[str, Callable[[int], dict[str, Any]]] = {
     "no setting": lambda index: {},
     "min_new_tokens=1, all": lambda index: {"min_new_tokens": 1},
@@ -34,8 +35,7 @@ SETTINGS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 def with_settings(vocabulary: int, settings: Callable[[int], dict[str, Any]]) -> Iterator[Request]:
     """The same ragged requests whatever the settings."""
-    lengths = np.random.default_rng(1).integers(32, LONGEST + 1, 1024)
-    for index, request in enumerate(requests(1024, 128, vocabulary, lengths)):
+    for index, request in enumerate(requests(RAGGED, vocabulary, 0)):
         assert request.sampling is not None
         yield replace(request, sampling=replace(request.sampling, **settings(index)))
 
@@ -51,9 +51,8 @@ def measure(engine: NativeEngine, settings: Callable[[int], dict[str, Any]]) -> 
     engine._decode_step = counted  # type: ignore[method-assign]
     torch.cuda.synchronize()
     started = time.perf_counter()
-    found = engine.generate(
-        with_settings(engine.vocabulary, settings), samples_per_prompt=1, sampling=Sampling(max_new_tokens=LONGEST)
-    )
+    asked, sampling = with_settings(engine.vocabulary, settings), Sampling(max_new_tokens=RAGGED.new_tokens)
+    found = engine.generate(asked, samples_per_prompt=1, sampling=sampling)
     tokens = sum(len(completion.token_ids) for completion in found)
     engine._decode_step = decode_step  # type: ignore[method-assign]
     return tokens / (time.perf_counter() - started), plain_steps[0]
@@ -66,15 +65,15 @@ def main() -> None:
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n| model | setting | tokens/s | of none | outside |"
     )
     print("|---|---|---|---|---|")
-    for name, make in SHAPES.items():
-        engine = make_engine(make())
+    for shape in (SHAPES["0.5B"], SHAPES["1.1B"]):
+        engine = make_engine(make_model(shape), max_length=512)
         assert engine._fused is not None, "the fused step must serve this shape"
         measure(engine, SETTINGS["no setting"])  # compiles kernels and captures graphs
         base = 0.0
         for label, settings in SETTINGS.items():
             rate, outside = max(measure(engine, settings) for _ in range(2))
             base = base or rate
-            print(f"| {name} | {label} | {rate:,.0f} | {rate / base:.0%} | {outside} |", flush=True)
+            print(f"| {shape.name} | {label} | {rate:,.0f} | {rate / base:.0%} | {outside} |", flush=True)
         del engine
         torch.cuda.empty_cache()
 

@@ -54,12 +54,54 @@ def test_weights_in_host_memory_are_on_no_gpu():
     assert reader.fetch().shared is None
 
 
+def test_a_bundle_of_other_tensors_than_the_slots_were_made_for_is_refused():
+    """A tensor left out would silently keep the value of the version before last."""
+    slots = WeightSlots.create(tensors(0.0), torch.float32)
+    publish(slots, 1.0, 1)
+    with pytest.raises(ValueError, match="'b', it is not in what is published"):
+        slots.publish({"a": torch.zeros(3, 5)}, version=2)
+    with pytest.raises(ValueError, match="'c', the slots have no place for it"):
+        slots.publish({**tensors(2.0), "c": torch.zeros(1)}, version=2)
+    assert other_process(slots).fetch().version == 1
+
+
+def test_tensors_of_several_dtypes_and_strides_are_published():
+    mixed = {"a": torch.arange(6.0).view(2, 3).T, "b": torch.full((4,), 0.1, dtype=torch.float64)}
+    slots = WeightSlots.create(mixed, torch.bfloat16)
+    slots.publish(mixed, version=1)
+    fetched = other_process(slots).fetch().tensors
+    assert all(torch.equal(fetched[name], want.bfloat16()) for name, want in mixed.items())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_fetch_on_a_gpu_waits_for_the_work_that_reads_the_copy(says_so):
+    """The reader's stream is held up by a long kernel in front of a read of what was fetched; the next fetch comes at once
+    and must not change what that read finds."""
+    size = 2**20
+    slots = WeightSlots.create({"a": torch.zeros(size)}, torch.float32, device=torch.device("cuda"))
+    slots.publish({"a": torch.ones(size, device="cuda")}, version=1)
+    first = slots.fetch()
+    torch.cuda._sleep(200_000_000)
+    read = first.tensors["a"].clone()
+    if says_so:
+        slots.loaded()
+    with torch.cuda.stream(torch.cuda.Stream()):  # as another process would: not behind the long kernel
+        slots.publish({"a": torch.full((size,), 2.0, device="cuda")}, version=2)
+    second = slots.fetch()
+    assert second.version == 2
+    torch.cuda.synchronize()
+    assert bool((read == 1.0).all())
+    assert bool((second.tensors["a"] == 2.0).all())
+
+
 def test_a_slot_that_is_being_written_is_not_visible():
     slots = WeightSlots.create(tensors(0.0), torch.float32)
     publish(slots, 1.0, 1)
     reader = other_process(slots)
-    with pytest.raises(KeyError):
-        slots.publish({"unknown": torch.zeros(1)}, version=2)  # fails half-way
+    with pytest.raises(RuntimeError):
+        slots.publish({**tensors(2.0), "b": torch.zeros(8)}, version=2)  # fails half-way
     assert reader.newest_version == 1
     assert reader.fetch().version == 1
 

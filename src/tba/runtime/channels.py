@@ -68,7 +68,11 @@ class WeightSource(Protocol):
         ...
 
     def fetch(self) -> Weights:
-        """A private copy of the newest version, checked."""
+        """A private copy of the newest version, checked; the copy is overwritten by the next fetch."""
+        ...
+
+    def loaded(self) -> None:
+        """Say that what was fetched last is being read by work that is queued already, and by nothing later."""
         ...
 
     def canary(self, version: int) -> np.ndarray | None:

@@ -2,14 +2,16 @@
 Nobody decodes from a slot.
 
 Headers lie in shared host memory. The tensors lie there too, or, when trainer and searchers use one GPU, on it: CUDA IPC
-lets the other process read them, and weights go from device to device.
+lets the other process read them, and weights go from device to device. There a reader copies and checks on a stream of its
+own, beside the decode steps that are under way: it waits for the copy, not for them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -60,6 +62,12 @@ class WeightSlots:
         self._tensors = [_views(data, self.layout) for data in self._data]
         self._private: Tensor | None = None
         """A reader's copy of a slot."""
+        self._private_tensors: dict[str, Tensor] = {}
+        """Views of that copy: hundreds, which would take milliseconds to make at every fetch."""
+        self._stream: torch.cuda.Stream | None = None
+        """A reader's stream on a GPU."""
+        self._loaded: torch.cuda.Event | None = None
+        """The device has passed it when nobody reads the private copy any longer; None = the reader has not said."""
         self._copied: tuple[int, int] = (0, 0)
         """The slot that was copied last, and its sequence number then."""
         handles = [{spec.name: _arguments(found, spec) for spec in self.layout} for found in opened_by or ()]
@@ -106,15 +114,27 @@ class WeightSlots:
         """Whether what is fetched also lies on the GPU that trainer and searcher use (`Weights.shared`)."""
         return self._handles is not None
 
+    @torch.no_grad()
     def publish(self, tensors: Mapping[str, Tensor], *, version: int) -> Weights:
         """Cast-copy into the older slot, make it the newest version, and return what lies there."""
+        self._check_names(tensors)
         slot = self._slots.begin()
         shared = self._tensors[slot]
-        for name, tensor in tensors.items():
-            shared[name].copy_(tensor)
+        # In a few kernels for all tensors: one by one, launching hundreds of copies takes longer than copying.
+        torch._foreach_copy_([shared[name] for name in tensors], list(tensors.values()))
         found = checksum(self._data[slot])  # waits for the copies: it comes back to the host
         self._slots.finish(slot, Header(version=version, checksum=found))
         return Weights(version=version, tensors=shared, checksum=found)
+
+    def _check_names(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise unless a bundle has the tensors of the layout: one left out would keep the value of two versions before."""
+        differing = sorted(tensors.keys() ^ self._tensors[0].keys())
+        if differing:
+            where = "the slots have no place for it" if differing[0] in tensors else "it is not in what is published"
+            raise ValueError(
+                f"weights to publish are not those that the slots were made for: {differing[0]!r}, {where} "
+                f"({len(differing)} such names). Publish the same parameters every time."
+            )
 
     def add_canary(self, canary: np.ndarray) -> None:
         """Add to the newest version the log-probs of the canary tokens under what lies in its slot."""
@@ -135,6 +155,17 @@ class WeightSlots:
 
     def fetch(self) -> Weights:
         """A private copy of the newest version, checked; the copy is overwritten by the next fetch."""
+        with self._reading():
+            return self._fetch()
+
+    def loaded(self) -> None:
+        """Say that what was fetched last is being read by work that is queued already, and by nothing later: the next fetch
+        then waits for that work, and not for what is queued until then."""
+        if self._private is not None and self._private.is_cuda:
+            self._loaded = torch.cuda.Event()
+            self._loaded.record(torch.cuda.current_stream(self._private.device))
+
+    def _fetch(self) -> Weights:
         misses = 0
         for attempt in range(MAX_RETRIES):
             header = self._slots.copy_newest(self._copy)
@@ -149,9 +180,11 @@ class WeightSlots:
                         raise
                     logger.warning("%s They are copied again.", error)
                 else:
-                    tensors = _views(private, self.layout)
                     return Weights(
-                        version=header.version, tensors=tensors, checksum=header.checksum, shared=self._shared()
+                        version=header.version,
+                        tensors=self._private_tensors,
+                        checksum=header.checksum,
+                        shared=self._shared(),
                     )
             # A reader that spins could keep the trainer, which it waits for, from its core.
             time.sleep(0.001 * min(attempt, 10))
@@ -159,6 +192,27 @@ class WeightSlots:
             f"weights could not be copied: {MAX_RETRIES} times the trainer wrote the slot while it was read. "
             "Raise train.publish_every."
         )
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Have what follows run on the reader's stream, behind whatever still reads its copy."""
+        if self._private is None:
+            self._private = torch.empty_like(self._data[0])
+            self._private_tensors = _views(self._private, self.layout)
+        if not self._private.is_cuda:
+            yield
+            return
+        device = self._private.device
+        if self._stream is None:
+            # Before decode steps where both have work: they last longer by a millisecond, but the weights are there.
+            self._stream = torch.cuda.Stream(device, priority=-1)
+        if self._loaded is None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        else:
+            self._stream.wait_event(self._loaded)
+            self._loaded = None
+        with torch.cuda.stream(self._stream):
+            yield
 
     def _shared(self) -> SharedTensors | None:
         """What was copied last, where it lies on the GPU."""
@@ -169,8 +223,7 @@ class WeightSlots:
 
     def _copy(self, slot: int) -> None:
         self._copied = slot, self._slots.sequence(slot)
-        if self._private is None:
-            self._private = torch.empty_like(self._data[0])
+        assert self._private is not None
         self._private.copy_(self._data[slot])
         # A copy on a GPU is only queued: the sequence number tells nothing about it before it has ended.
         if self._private.is_cuda:

@@ -72,7 +72,7 @@ class WeightLoader:
         if not self.is_of_this_trainer:
             # Another trainer's versions begin at its checkpoint: a lower number is newer than what is loaded.
             self._source, self._loaded, self._checked = self._ends.weights, -1, -1
-            self._engine.load(self._fetch())
+            self._give(self._fetch())
         newest = self._source.newest_version
         if newest > self._loaded and self._engine.version == self._loaded and self._may_load(newest):
             self._load()
@@ -100,7 +100,12 @@ class WeightLoader:
     def _load(self) -> None:
         weights = self._fetch()
         if weights.version > self._engine.version:
-            self._engine.load(weights)
+            self._give(weights)
+
+    def _give(self, weights: Weights) -> None:
+        self._engine.load(weights)
+        if self._engine.version == weights.version:  # under `drain` it will read them later
+            self._source.loaded()
 
     def _fetch(self) -> Weights:
         weights = self._source.fetch()
