@@ -5,7 +5,8 @@ outside (`Attend`): the same layers serve prefill, decoding in slots and scoring
 are fp32; the matrices have the engine's dtype.
 
 `Decoder` holds the plain pass, which is the specification. On CUDA most families run the same layers with Triton kernels
-(models/fused_pass.py). A decoder is used only if `check_decoder` finds that it computes what the model it was made from computes.
+(models/fused_pass.py). A decoder is used only if `check_decoder` finds that it computes what the model it was made from
+computes.
 
 Axes: N tokens, E hidden, H query heads, K key/value heads, D head dimension, V vocabulary.
 """

@@ -182,7 +182,7 @@ class Layer:
     mlp_post_norm: Norm | None = None
 
     def head_norms(self, spec: DecoderSpec) -> tuple[Tensor | None, Tensor | None]:
-        """Weights of the norms of single query and key heads; None where there are none, or all heads are normed together."""
+        """Weights of the norms of single query and key heads; None where there are none, or all heads are normed at once."""
         if spec.query_key_norm != "head" or self.query_norm is None or self.key_norm is None:
             return None, None
         return self.query_norm.weight, self.key_norm.weight

@@ -287,8 +287,8 @@ class NativeEngine:
         return ahead
 
     def _may_run_ahead(self, queue: PrefillQueue) -> bool:
-        """Whether the next decode steps may start before it is known which responses these ones finish: a finished slot idles
-        a little longer, but the device never waits for the host."""
+        """Whether the next decode steps may start before it is known which responses these ones finish: a finished slot
+        idles a little longer, but the device never waits for the host."""
         if self._fused is None or self._pending is not None:
             return False
         # Where nothing comes to fill the gaps, running responses move together, and for that the device must stand still.
