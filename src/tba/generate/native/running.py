@@ -16,7 +16,8 @@ import torch
 
 from tba.generate.native.kv_cache import KeyValueCache
 from tba.generate.native.prefill import PrefillQueue, PromptPrefill, WaitingPrompt
-from tba.generate.native.slots import FinishedSlots, SlotSnapshot, SlotState, SlotTable
+from tba.generate.native.slots import SlotState, SlotTable
+from tba.generate.native.snapshots import FinishedSlots, SlotSnapshot
 from tba.generate.sampling import Response, WrittenTokens
 from tba.models.packing import on_device
 from tba.types import Completion

@@ -1,8 +1,7 @@
 """Slots: places for the responses that are decoded side by side.
 
 `SlotState` holds what the device needs of each slot, in static tensors; `SlotTable` what the host knows: which response is
-where. On a GPU the host is behind: it learns what happened from a `SlotSnapshot`, an asynchronous copy of the slots'
-integers, and takes finished responses out as `FinishedSlots`.
+where. On a GPU the host is behind: it learns what happened from snapshots (snapshots.py).
 
 Running responses always occupy slots 0 to n - 1, but for gaps that finished ones have left, so a decode step works on views:
 `state[:n]`, `keys[:, :n]`. A gap is taken by the next response, or, when there is none, by the last running one (`compact`).
@@ -12,17 +11,17 @@ Axes: S slots, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tba.generate.native.snapshots import AsyncCopy, SlotProgress, SlotSnapshot
 from tba.generate.sampling import Response, SampledTokens, SamplingNeeds, SamplingState, response_key, sampling_needs
 from tba.models.packing import on_device, padded
-from tba.types import Completion
 
 if TYPE_CHECKING:  # Triton is there only where CUDA is
     from tba.kernels.sampling import Columns
@@ -201,7 +200,8 @@ class SlotState:
 
     def snapshot(self, num_slots: int) -> SlotSnapshot:
         """What the host must know after a decode step, as an asynchronous copy."""
-        return SlotSnapshot(self.integers[:num_slots])
+        columns = {name: INTEGERS.index(name) for name in ("num_tokens", "done")}
+        return SlotSnapshot(self.integers[:num_slots], **columns)
 
     def columns(self, num_slots: int) -> Columns:
         """Views of the first slots for the kernels that choose tokens."""
@@ -291,64 +291,3 @@ def _floats(response: Response) -> tuple[float, float, float]:
     sampling = response.sampling
     # In the order of FLOATS. A greedy response ignores its temperature, and a temperature of 0 would divide by it.
     return (1.0 if sampling.greedy else sampling.temperature, sampling.training_temperature, sampling.top_p)
-
-
-class SlotProgress(NamedTuple):
-    """How far the first slots are, an entry per slot."""
-
-    num_tokens: np.ndarray
-    """Number of response tokens so far, int64."""
-    done: np.ndarray
-    """Whether the response is complete, or there is none; bool."""
-
-
-class SlotSnapshot:
-    """The slots' integers as they are when the device comes to it."""
-
-    def __init__(self, integers: Tensor) -> None:
-        # On a CPU the copy would be the table itself, which the next decode step changes.
-        self._integers = AsyncCopy(integers if integers.is_cuda else integers.clone())
-
-    def wait(self) -> SlotProgress:
-        (integers,) = self._integers.wait()
-        return SlotProgress(integers[:, INTEGERS.index("num_tokens")], integers[:, INTEGERS.index("done")] != 0)
-
-
-class FinishedSlots:
-    """Finished responses taken out of their slots, with their rows of the slots' tables, which may still be under way."""
-
-    def __init__(
-        self,
-        responses: Sequence[Response] = (),
-        num_tokens: Sequence[int] | np.ndarray = (),
-        tables: AsyncCopy | None = None,
-    ) -> None:
-        """`tables` are tokens, behaviour and policy log-probs, a row per response."""
-        self.responses, self.num_tokens, self.tables = responses, num_tokens, tables
-
-    def completions(self, stop_ids: Collection[int]) -> Iterator[Completion]:
-        """The finished completions; waits for the tables to arrive."""
-        if self.tables is None:
-            return
-        arrays = self.tables.wait()
-        for row, (response, count) in enumerate(zip(self.responses, self.num_tokens)):
-            tokens, behaviour, policy = (array[row, :count] for array in arrays)
-            yield response.completion(tokens.astype(np.int32), behaviour.copy(), policy.copy(), stop_ids)
-
-
-class AsyncCopy:
-    """Tables copied to the host asynchronously: as they are when the device comes to it, without waiting for it."""
-
-    def __init__(self, *tables: Tensor) -> None:
-        """On a CPU the tables are kept, not copied: a view of something that will change must be cloned before."""
-        self._tables = [table.to("cpu", non_blocking=True) for table in tables]
-        self._arrived: torch.cuda.Event | None = None
-        if tables and tables[0].is_cuda:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(tables[0].device))
-
-    def wait(self) -> list[np.ndarray]:
-        # The copies are complete once the device has passed the event; before that the host's memory holds garbage.
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return [table.numpy() for table in self._tables]
