@@ -271,10 +271,14 @@ def attend_pages(
     that `view.shared` counts are read once for all members of a group, by `shared_splits` programs.
 
     With `pdl` kernels are launched while the one before them ends (programmatic dependent launch), and let the next one
-    be; with `prefetch` too, what they will read is brought to the L2 cache meanwhile.
+    be; with `prefetch` too, the first pages (16 for each warp) are brought to the L2 cache meanwhile, where keys are not
+    divided. Every kernel of such a chain has to wait for the one before it (gdc_wait).
     """
     from tba.kernels.split_attention import attend_shared, merge_parts
 
+    assert qkv.is_contiguous()
+    assert view.table.stride(1) == 1
+    assert view.members.is_contiguous()
     count, dim, dtype, device = qkv.shape[0], head_dim, view.base.dtype, qkv.device
     factors = score_factors(scale, cap)
     unused = qkv  # a pointer for arguments that a constant switches off
@@ -313,9 +317,9 @@ def default_launch(dim: int, dtype: torch.dtype) -> Launch:
     """Tiles of a slot's own keys, of a size that stays in registers and shared memory."""
     if dtype.itemsize > 2:
         return Launch(block=64 if dim <= 64 else 32, warps=4, stages=2)
-    return (
-        Launch(block=64, warps=2 if dim <= 64 else 4, stages=3) if dim <= 128 else Launch(block=32, warps=4, stages=2)
-    )
+    if dim > 128:
+        return Launch(block=32, warps=4, stages=2)
+    return Launch(block=64, warps=2 if dim <= 64 else 4, stages=3)
 
 
 def default_shared_launch(dim: int, dtype: torch.dtype) -> Launch:

@@ -62,7 +62,7 @@ def _attend_shared(
         first, last = 0, tl.max(num_pages, axis=0) * PAGE
         if HAS_WINDOW:
             position = tl.load(positions + slot * position_stride, mask=active, other=0).to(tl.int32)
-            earliest = tl.min(tl.where(active, position, 2147483647), axis=0) + 1 - window
+            earliest = tl.min(tl.where(active, position, 1 << 30), axis=0) + 1 - window
             first = tl.minimum(tl.maximum(earliest, 0) // BLOCK * BLOCK, last)
         share = tl.cdiv(tl.cdiv(last - first, BLOCK), SPLITS) * BLOCK
         first += split * share
@@ -113,6 +113,7 @@ def attend_shared(
 
     `factors` are those of `score_factors`.
     """
+    assert launch.block <= PAGE
     count, num_heads, dim = query_NHD.shape
     num_kv, num_members = view.base.shape[3], view.members.shape[1]
     if num_members & (num_members - 1):
