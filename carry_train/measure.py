@@ -362,6 +362,42 @@ def with_cpp_wrapper() -> None:
         inductor.cpp_wrapper = False
 
 
+def seven() -> None:
+    """A step of the 7B Qwen2.5 shape with LoRA of rank 16 on all linear layers: speed, and memory by part."""
+    from tba.config import LoraConfig
+    from tba.models.load import add_lora
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    def gib() -> float:
+        torch.cuda.synchronize()
+        return float(torch.cuda.memory_allocated()) / 2**30
+
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+    config = Qwen2Config(
+        vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, max_position_embeddings=8192, tie_word_embeddings=False,
+    )  # fmt: skip
+    before = gib()
+    torch.set_default_dtype(torch.bfloat16)
+    with gpu.device():
+        model = Qwen2ForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    weights = gib() - before
+    add_lora(model, LoraConfig(rank=16), base="random", seed=0)
+    batch = gpu.ragged_batch(config.vocab_size)
+    for budget in (32_768, 16_384):
+        step = gpu.make_step(model, share=True, max_tokens=budget)
+        if budget == 32_768:
+            compile_layers(model)
+        torch.cuda.reset_peak_memory_stats()
+        first = gpu.step_seconds(step, batch)
+        found, seconds, _ = rate(step, batch, times=3)
+        say(f"7B LoRA, micro-batches of at most {budget}: {found:,.0f} tok/s, {1e3 * seconds:.0f} ms, first {first:.0f} s; "
+            f"weights {weights:.1f} GiB, adapter and optimizer {gib() - before - weights:.1f}, "
+            f"activations and logits {torch.cuda.max_memory_allocated() / 2**30 - gib():.1f} at the peak")  # fmt: skip
+
+
 def products() -> None:
     """Rates of the matrix products of a layer and of the head, by number of tokens; what wider ones would give."""
 
@@ -400,6 +436,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="qwen,llama")
     parser.add_argument("--seconds", type=float, default=190.0)
     parser.add_argument("--products", action="store_true", help="rates of matrix products, 2 s")
+    parser.add_argument("--seven", action="store_true", help="7B with LoRA, about a minute more")
     parser.add_argument("--cpp", action="store_true", help="layers with C++ wrappers, about a minute more")
     options = parser.parse_args()
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
@@ -412,6 +449,8 @@ def main() -> None:
     if options.products:
         say("matrix products:")
         attempt("products", products)
+    if options.seven:
+        attempt("7B", seven)
     if options.cpp:
         attempt("C++ wrapper", with_cpp_wrapper)
     print("\n---- all figures once more")

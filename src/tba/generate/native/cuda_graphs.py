@@ -30,6 +30,13 @@ DECODE_STEPS_AHEAD = 4
 longer."""
 
 
+def slots_of_graph(count: int, num_slots: int) -> int:
+    """Number of slots that a graph over the first `count` runs over: powers of two up to 64, then multiples of 64: few
+    graphs, little waste."""
+    rounded = 1 << (count - 1).bit_length() if count <= 64 else -(-count // 64) * 64
+    return min(rounded, num_slots)
+
+
 class FusedDecode:
     """Runs decode steps of a decoder over the slots' static tensors, from captured graphs once kernels are compiled."""
 
@@ -47,7 +54,7 @@ class FusedDecode:
     def run(self, count: int, *, decode_steps: int) -> None:
         """`decode_steps` tokens for each of the first `count` slots that is not done."""
         # Slots beyond `count` are done, and a slot that is done stands still: a graph over more slots changes nothing there.
-        slots = self.bucket(count)
+        slots = slots_of_graph(count, self.state.integers.shape[0])
         step = (slots, self.cache.plan(slots))
         self._forget_if_moved()
         for _ in range(decode_steps):
@@ -63,11 +70,6 @@ class FusedDecode:
     def forget(self) -> None:
         """Drop all graphs: the decoder computes otherwise from now on."""
         self._address = None
-
-    def bucket(self, count: int) -> int:
-        """Number of slots that a graph runs over: powers of two up to 64, then multiples of 64: few graphs, little waste."""
-        rounded = 1 << (count - 1).bit_length() if count <= 64 else -(-count // 64) * 64
-        return min(rounded, self.state.integers.shape[0])
 
     def _forget_if_moved(self) -> None:
         """Drop all graphs when the tables of responses have grown: they hold the addresses and sizes of the old ones."""

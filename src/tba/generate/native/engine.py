@@ -30,6 +30,7 @@ from tba.generate.native.cuda_graphs import (
     DECODE_STEPS_PER_SNAPSHOT,
     FusedDecode,
     InPlaceLoader,
+    slots_of_graph,
 )
 from tba.generate.native.kv_cache import SlotAttention, SlotCache
 from tba.generate.native.load_check import check_engine
@@ -292,8 +293,9 @@ class NativeEngine:
         if self._fused is None or self._pending is not None:
             return False
         # Where nothing comes to fill the gaps, running responses move together, and for that the device must stand still.
-        num_running = self._slots.count - len(self._slots.gaps)
-        return bool(queue.waiting) or self._fused.bucket(num_running) == self._fused.bucket(self._slots.count)
+        slots, total = self._slots, len(self._slots.responses)
+        together = slots_of_graph(max(1, slots.count - len(slots.gaps)), total)
+        return bool(queue.waiting) or together == slots_of_graph(max(1, slots.count), total)
 
     @torch.inference_mode()
     def _decode_step(self, count: int, num_keys: int, needs: SamplingNeeds) -> None:
