@@ -265,17 +265,3 @@ def test_members_beyond_the_slots_of_the_graph_are_left_out():
     want, _ = pages.expected()
     pages.qkv, pages.state = pages.qkv[:3], pages.state[:3]
     torch.testing.assert_close(pages.attend(shared=True).double(), want[:3], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="dependent launches are a matter of the GPU")
-def test_dependent_launches_give_the_same_in_a_graph():
-    for options in ({}, {"splits": 4}, {"splits": 2, "shared": True}):
-        pages = Pages(Heads(), SHARING, HALF)
-        want = pages.attend(**options)
-        pages.attend(**options, pdl=True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs = [pages.attend(**options, pdl=True) for _ in range(3)]
-        graph.replay()
-        for got in outputs:
-            assert torch.equal(got, want)

@@ -307,16 +307,15 @@ def choose_tokens(logits_NV: Tensor, columns: Columns, is_stop_V: Tensor, *, cap
         "HAS_CAP": cap is not None,
         "SHIFT": 16 if logits_NV.dtype == torch.bfloat16 and cap is None else 0,
         "BLOCK": min(CHUNK, triton.next_power_of_2(size)),
-        "num_warps": 8,
     }
     _find_cuts[(rows,)](
         logits_NV, is_stop_V, columns.num_tokens, columns.min_new_tokens, columns.top_k, columns.greedy, columns.done,
-        columns.top_p, columns.temperature, cuts, last_ids, int_stride, float_stride, size, cap or 0.0, **options,
+        columns.top_p, columns.temperature, cuts, last_ids, int_stride, float_stride, size, cap or 0.0, num_warps=8, **options,
     )  # fmt: skip
     _chunk_sums[(rows, chunks)](
         logits_NV, is_stop_V, columns.num_tokens, columns.min_new_tokens, columns.greedy, columns.temperature,
         columns.policy_temperature, cuts, last_ids, largest, total, policy_largest, policy_total, best,
-        int_stride, float_stride, size, chunks, cap or 0.0, **options,
+        int_stride, float_stride, size, chunks, cap or 0.0, num_warps=4, **options,
     )  # fmt: skip
     _choose[(rows,)](
         logits_NV, cuts, last_ids, largest, total, policy_largest, policy_total, best, is_stop_V,
@@ -324,5 +323,5 @@ def choose_tokens(logits_NV: Tensor, columns: Columns, is_stop_V: Tensor, *, cap
         columns.greedy, columns.done, columns.temperature, columns.policy_temperature,
         columns.tokens, columns.behaviour, columns.policy,
         int_stride, float_stride, columns.tokens.stride(0), size, chunks, cap or 0.0,
-        CHUNKS=triton.next_power_of_2(chunks), **options,
+        CHUNKS=triton.next_power_of_2(chunks), num_warps=8, **options,
     )  # fmt: skip

@@ -31,15 +31,12 @@ def _attend_shared(
     table_stride, position_stride, done_stride, layer_start, scale, cap, window, N, num_tiles,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MEMBERS: tl.constexpr, HEADS: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    PARTS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Tiles are runs of MEMBERS entries of `members`; only those with a member are work, and programs share it evenly."""
     GROUP: tl.constexpr = H // K
     row, dim, step = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
     tile, entry = tl.arange(0, TILES), tl.arange(0, MEMBERS)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     of_tile = members + tile[:, None] * MEMBERS + entry[None, :]
     filled = tl.max(tl.load(of_tile, mask=tile[:, None] < num_tiles, other=-1), axis=1) >= 0
     rank = tl.cumsum(filled.to(tl.int32), axis=0)
@@ -106,7 +103,6 @@ def attend_shared(
     factors: tuple[float, float],
     has_cap: bool,
     window: int | None,
-    pdl: bool,
     launch: Launch,
 ) -> None:
     """Write the last `splits` parts [N, H, parts, D] of slots that share pages, and their sums [N, H, parts].
@@ -128,7 +124,7 @@ def attend_shared(
         H=num_heads, K=num_kv, D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), MEMBERS=members, HEADS=heads,
         ROWS=max(16, members * heads), TILES=triton.next_power_of_2(num_tiles), PAGE=PAGE, BLOCK=launch.block,
         SPLITS=splits, PARTS=sums.shape[2], HAS_CAP=has_cap, HAS_WINDOW=window is not None,
-        PDL=pdl, num_warps=launch.warps, num_stages=launch.stages, **({"launch_pdl": True} if pdl else {}),
+        num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
 
 
@@ -143,13 +139,10 @@ def _num_programs(device: torch.device, num_items: int) -> int:
 def _merge_parts(
     parts, sums, done, shared, out, done_stride,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    OWN: tl.constexpr, PDL: tl.constexpr,
+    OWN: tl.constexpr,
 ):  # fmt: skip
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part, dim = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     num_parts = OWN
     if PARTS > OWN:
         in_group = (tl.load(done + slot * done_stride) == 0) & (tl.load(shared + slot) > 0)
@@ -166,7 +159,7 @@ def _merge_parts(
     tl.store(out + (slot * H + head) * D + dim, merged.to(out.dtype.element_ty), mask=dim < D)
 
 
-def merge_parts(parts: Tensor, sums: Tensor, view: PageView, out_NHD: Tensor, *, own: int, pdl: bool) -> None:
+def merge_parts(parts: Tensor, sums: Tensor, view: PageView, out_NHD: Tensor, *, own: int) -> None:
     """Write the attention over all keys, of the parts [N, H, parts, D] and their sums [N, H, parts].
 
     The first `own` parts are there for every slot, the others for those that share pages.
@@ -175,6 +168,5 @@ def merge_parts(parts: Tensor, sums: Tensor, view: PageView, out_NHD: Tensor, *,
     _merge_parts[(count, num_heads)](
         parts, sums, view.done, view.shared, out_NHD, view.done.stride(0),
         H=num_heads, D=dim, BLOCK_D=triton.next_power_of_2(dim), PARTS=num_parts,
-        BLOCK=triton.next_power_of_2(num_parts), OWN=own, PDL=pdl,
-        num_warps=2 if num_parts <= 16 else 4, **({"launch_pdl": True} if pdl else {}),
+        BLOCK=triton.next_power_of_2(num_parts), OWN=own, num_warps=2 if num_parts <= 16 else 4,
     )  # fmt: skip
