@@ -94,7 +94,7 @@ def assert_same(found: list[Completion], expected: list[Completion]) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 3, 64])
-def test_steps_run_ahead_as_long_as_responses_wait_for_slots(slots):
+def test_steps_run_ahead_and_give_the_tokens_of_single_steps(slots):
     requests = [
         Request(prompt=make_prompt(f"p{i}", 3 + i % 5), sampling=Sampling(max_new_tokens=1 + 7 * i % 23))
         for i in range(30)
@@ -102,8 +102,15 @@ def test_steps_run_ahead_as_long_as_responses_wait_for_slots(slots):
     engine = make(slots=slots)
     found = list(engine.generate(requests, samples_per_prompt=2, sampling=SAMPLING))
     assert_same(found, list(make(slots=4, ahead=False).generate(requests, samples_per_prompt=2, sampling=SAMPLING)))
-    ran_ahead = DECODE_STEPS_AHEAD in engine._fused.numbers
-    assert ran_ahead == (slots < 60)
+    assert DECODE_STEPS_AHEAD in engine._fused.numbers
+
+
+def test_no_step_runs_beyond_the_longest_response():
+    sampling = Sampling(max_new_tokens=22, min_new_tokens=22)
+    engine = make(slots=4)
+    requests = [Request(prompt=make_prompt(f"p{i}", 3)) for i in range(3)]
+    assert len(list(engine.generate(requests, samples_per_prompt=1, sampling=sampling))) == 3
+    assert sum(engine._fused.numbers) == 22
 
 
 def test_truncation_and_forbidden_tokens_never_take_a_batch_off_the_fused_steps():

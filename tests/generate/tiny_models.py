@@ -143,7 +143,8 @@ def keep_in_pages(monkeypatch: pytest.MonkeyPatch, *, page_size: int = 4) -> Non
     have many, and prompts longer than 8 tokens are prefilled in parts while others run."""
     monkeypatch.setattr(engine, "page_size_for", lambda decoder: page_size)
     monkeypatch.setitem(page_pool.LEAST_CHUNK_BYTES, "cpu", 2**14)
-    monkeypatch.setattr(paged_prefill, "TURN_TOKENS", 2 * page_size)
+    monkeypatch.setattr(paged_prefill, "LARGEST_TURN", 2 * page_size)
+    monkeypatch.setattr(paged_prefill, "LEAST_TURN", 2 * page_size)
 
 
 def make_prompt(prompt_id: str, length: int, *, seed: int = 0) -> Prompt:

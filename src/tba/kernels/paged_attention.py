@@ -284,8 +284,8 @@ def attend_pages(
 
 
 def default_launch(dim: int, dtype: torch.dtype) -> Launch:
-    """Tiles of a slot's own keys, of a size that stays in registers and shared memory; the fastest on an H200 for heads of 64
-    and 128 numbers, at 192 and at 640 keys."""
+    """Tiles of a slot's own keys, of a size that stays in registers and shared memory; the fastest on an H200 for heads of
+    64 and 128 numbers, at 192 and at 640 keys."""
     if dtype.itemsize > 2:
         return Launch(block=64 if dim <= 64 else 32, warps=4, stages=2)
     if dim > 128:

@@ -310,7 +310,8 @@ def choose_tokens(logits_NV: Tensor, columns: Columns, is_stop_V: Tensor, *, cap
     }
     _find_cuts[(rows,)](
         logits_NV, is_stop_V, columns.num_tokens, columns.min_new_tokens, columns.top_k, columns.greedy, columns.done,
-        columns.top_p, columns.temperature, cuts, last_ids, int_stride, float_stride, size, cap or 0.0, num_warps=8, **options,
+        columns.top_p, columns.temperature, cuts, last_ids, int_stride, float_stride, size, cap or 0.0,
+        num_warps=8, **options,
     )  # fmt: skip
     _chunk_sums[(rows, chunks)](
         logits_NV, is_stop_V, columns.num_tokens, columns.min_new_tokens, columns.greedy, columns.temperature,

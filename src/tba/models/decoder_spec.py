@@ -97,6 +97,16 @@ class DecoderSpec:
         """Number of query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def num_active_weights(self) -> int:
+        """Number of weights of all layers that a token meets: of experts those of the chosen ones."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        matrices, sizes = 3 if self.gated else 2, [self.mlp_size] * self.num_layers
+        if self.experts is not None:
+            chosen = self.experts.num_chosen * self.experts.mlp_size
+            sizes = [chosen if has_experts else self.mlp_size for has_experts in self.experts.layers]
+        return self.num_layers * attention + matrices * self.hidden_size * sum(sizes)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LowRank:

@@ -254,15 +254,11 @@ class NativeEngine:
 
     def _refill(self, queue: PrefillQueue) -> None:
         """Give free slots to waiting responses; while draining only to those that were taken out."""
-        num_free = 0
-        # Piece by piece: the device prefills what was read while the next prompts are read.
-        while self._pending is None and self._slots.num_free != num_free:
-            num_free = self._slots.num_free
-            queue.read_for(min(num_free, READ_AHEAD[self.device.type]), self.version)
-            # Reading may have loaded other weights: no response may start from keys and values of older ones.
-            self._running.admit(queue, self.version)
-        if self._pending is not None:
-            self._running.admit(queue, self.version, resumed_only=True)
+        num_free = self._slots.num_free
+        if num_free and self._pending is None:
+            queue.read_for(num_free, self.version)
+        # Reading may have loaded other weights: no response may start from keys and values of older ones.
+        self._running.admit(queue, self.version, resumed_only=self._pending is not None)
 
     def _start_decode_steps(self, queue: PrefillQueue) -> int | None:
         """Start a decode step for every running response: on a GPU several, and they have only begun when this returns.

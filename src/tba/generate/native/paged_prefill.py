@@ -19,8 +19,10 @@ from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention
 from tba.models.packing import length_batches, on_device, padded
 
-TURN_TOKENS = 4096
-"""Most prompt tokens between two turns of decode steps: at 7B as long as a few of them."""
+TURN_OPERATIONS = 6.5e13
+"""Operations for prompts between two turns of decode steps: on an H200 a tenth of a second."""
+LEAST_TURN, LARGEST_TURN = 1024, 8192
+"""Fewest and most tokens in them: fewer at once would be bound by the launches of a pass, more would only wait for slots."""
 MASK_NUMBERS = 2**27
 """Most numbers in the mask of a part of a long prompt."""
 LEAST_DEFERRED = 4
@@ -46,8 +48,9 @@ class PagedPrefill:
 
     def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
         self.decoder, self.cache = decoder, cache
-        self.turn_tokens = TURN_TOKENS
         spec = decoder.spec
+        allowed = TURN_OPERATIONS / (2 * spec.num_active_weights)
+        self.turn_tokens = int(min(LARGEST_TURN, max(LEAST_TURN, allowed)))
         self._has_masks = spec.sinks or spec.attention_cap is not None or any(window for window in spec.windows)
 
     def is_early(self, prompt: WaitingPrompt) -> bool:
