@@ -5,10 +5,11 @@ import pytest
 import targets
 import torch
 
-from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, ChecksumMismatch, checksum
+from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, ChecksumMismatch, checksum, copy_all
 from tba.runtime.processes import RoleProcess
 from tba.runtime.weight_slots import MAX_CHECKSUM_MISSES, WeightSlots
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 CANARY = np.linspace(-3, -1, CANARY_TOKENS)
 
 
@@ -73,8 +74,24 @@ def test_tensors_of_several_dtypes_and_strides_are_published():
     assert all(torch.equal(fetched[name], want.bfloat16()) for name, want in mixed.items())
 
 
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NEEDS_GPU])], ids=["cpu", "cuda"]
+)
+def test_tensors_copied_together_are_those_copied_one_by_one(device):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 5), (7,), (2, 4), (), (300_000,), (4, 2), (0, 3)]
+    sources = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+    sources += [sources[2].t(), sources[0].bfloat16(), sources[1].double()]
+    kinds = [torch.float32, torch.bfloat16]
+    targets = [torch.zeros(source.shape, dtype=kinds[i % 2], device=device) for i, source in enumerate(sources)]
+    copy_all(targets, sources)
+    assert all(torch.equal(target, source.to(target.dtype)) for target, source in zip(targets, sources))
+    with pytest.raises(ValueError, match="shorter"):
+        copy_all(targets, sources[:-1])
+
+
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@NEEDS_GPU
 @pytest.mark.parametrize("says_so", [True, False])
 def test_a_fetch_on_a_gpu_waits_for_the_work_that_reads_the_copy(says_so):
     """The reader's stream is held up by a long kernel in front of a read of what was fetched; the next fetch comes at once

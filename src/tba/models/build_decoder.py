@@ -195,7 +195,9 @@ class _Builder:
         half, rest = self.spec.rotary_dim // 2, self.spec.head_dim - self.spec.rotary_dim
         heads = rows.unflatten(0, (-1, self.spec.head_dim))
         pairs = torch.stack((heads[:, :half], heads[:, half : 2 * half]), dim=2).flatten(1, 2)
-        return torch.cat((pairs, heads[:, self.spec.head_dim - rest :]), dim=1).flatten(0, 1)
+        if rest:
+            pairs = torch.cat((pairs, heads[:, self.spec.head_dim - rest :]), dim=1)
+        return pairs.flatten(0, 1)
 
     def _pair_stacked(self, rows: Tensor) -> Tensor:
         """All queries, then all keys, then all values, in one matrix."""
@@ -236,8 +238,10 @@ class _Builder:
     def _norm(
         self, name: str, size: int, arrange: Callable[[Tensor], Tensor] | None = None, *, scale: float = 1.0
     ) -> Norm:
-        weight, offset = torch.zeros(size, device=self.device), self.spec.norm_offset
-        self._place(f"{name}.weight", weight, lambda given: ((arrange or _same)(given).float() + offset) * scale)
+        weight, offset, arranged = torch.zeros(size, device=self.device), self.spec.norm_offset, arrange or _same
+        as_given = offset == 0.0 and scale == 1.0  # of most families: a copy, which casts too
+        values = arranged if as_given else lambda given: (arranged(given).float() + offset) * scale
+        self._place(f"{name}.weight", weight, values)
         bias = torch.zeros(size, device=self.device) if self.spec.norm == "layer" else None
         if bias is not None:
             self._place(f"{name}.bias", bias, _same)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tba.models.weights import copy_all
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:
@@ -233,8 +235,9 @@ class DecoderWeights:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy all named tensors in place; nothing is copied when a name or shape is wrong."""
         self._check(tensors)
-        for name, placement in self.placements.items():
-            placement.target.copy_(placement.arrange(tensors[name]))
+        # Arranged one by one: on a CPU none of them is kept longer than it takes to copy it.
+        arranged = (placement.arrange(tensors[name]) for name, placement in self.placements.items())
+        copy_all((placement.target for placement in self.placements.values()), arranged)
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
         unknown = [name for name in tensors if name not in self.placements and name not in self.ignored]

@@ -7,6 +7,8 @@ A bundle that never reaches the engine, or reaches it wrongly, shows as a differ
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,23 @@ def make_weights(model: nn.Module, *, version: int) -> Weights:
     """The parameters that train, as they are now (views, not copies; tied tensors once), not yet published: no checksum."""
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
     return Weights(version=version, tensors=tensors)
+
+
+def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    """Copy each source over its target, casting: on a GPU in a few kernels for all of them, where launching one for each of
+    hundreds would take longer than copying."""
+    alike: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        is_plain = target.shape == source.shape and target.is_contiguous() and source.is_contiguous()
+        if is_plain and target.is_cuda and source.device == target.device:
+            # PyTorch copies a list at once only where all of it has the same dtypes and layout.
+            own_targets, own_sources = alike.setdefault((target.dtype, source.dtype, target.device), ([], []))
+            own_targets.append(target)
+            own_sources.append(source)
+        else:
+            target.copy_(source)
+    for own_targets, own_sources in alike.values():
+        torch._foreach_copy_(own_targets, own_sources)
 
 
 def checksum(data: Tensor) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.models.weights import ChecksumMismatch, checksum, verify
+from tba.models.weights import ChecksumMismatch, checksum, copy_all, verify
 from tba.runtime.board import SharedMemory
 from tba.runtime.slot_memory import ALIGNMENT, Header, SlotMemory, SlotsHandle, TensorSpec, data_bytes
 from tba.types import SharedTensors, Weights
@@ -120,8 +120,7 @@ class WeightSlots:
         self._check_names(tensors)
         slot = self._slots.begin()
         shared = self._tensors[slot]
-        # In a few kernels for all tensors: one by one, launching hundreds of copies takes longer than copying.
-        torch._foreach_copy_([shared[name] for name in tensors], list(tensors.values()))
+        copy_all((shared[name] for name in tensors), tensors.values())
         found = checksum(self._data[slot])  # waits for the copies: it comes back to the host
         self._slots.finish(slot, Header(version=version, checksum=found))
         return Weights(version=version, tensors=shared, checksum=found)
