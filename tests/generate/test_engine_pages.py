@@ -247,6 +247,16 @@ def test_a_long_prompt_is_computed_in_parts_while_others_run_and_at_once_when_no
     assert parts == [(0, 29)]
 
 
+def test_prompts_that_fit_into_a_turn_are_not_cut_to_fill_another():
+    engine = make(slots=4)
+    parts = prefilled_parts(engine)
+    requests = iter(
+        [*make_requests(4), None, *(Request(prompt=make_prompt(f"q{length}", length)) for length in (6, 7, 8))]
+    )
+    generated(engine, requests, Sampling(max_new_tokens=12, min_new_tokens=12), samples=1)
+    assert parts == [(0, 3), (0, 5), (0, 6), (0, 7)]  # 8 tokens a turn hold one of them
+
+
 @pytest.mark.parametrize("family", ["mistral-window", "gemma2", "gpt-oss", "gpt2", "qwen3"])
 def test_parts_see_what_came_before_them_as_the_family_does(family):
     model = make_tiny_model(family)
