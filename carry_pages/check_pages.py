@@ -190,12 +190,12 @@ def speed(model):
 
 def long_contexts(model):
     """16 prompts x 8 samples, 64 slots: shared pages against each for itself."""
-    from tba.generate.native import paged_cache
+    from tba.generate.native import page_plan
 
     length, new = (500, 8) if SMALL else (8192, 128)
-    least = paged_cache.LEAST_SHARED_PAGES
+    least = page_plan.LEAST_SHARED_PAGES
     for shared in (True, False):
-        paged_cache.LEAST_SHARED_PAGES = least if shared else 10**9
+        page_plan.LEAST_SHARED_PAGES = least if shared else 10**9
         engine = engine_of(model, slots=64, max_length=length + 600)
         sampling = Sampling(max_new_tokens=new, min_new_tokens=new)
         requests = prompts(16, length, model.config.vocab_size)
@@ -203,7 +203,7 @@ def long_contexts(model):
         used = engine.cache.pool.num_pages * engine.cache.pool.page_bytes / 2**30
         plans = sorted({(s, p.splits, p.shared) for s, p in getattr(engine._fused, "_graphs", {})})
         say(f"16 x {length} x 8 x {new}, shared={shared}: {max(rates):,.0f} tok/s with prefill, {used:.2f} GiB of pages, graphs {plans}")
-    paged_cache.LEAST_SHARED_PAGES = least
+    page_plan.LEAST_SHARED_PAGES = least
 
 
 def main():

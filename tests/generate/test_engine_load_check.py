@@ -5,17 +5,23 @@ import pytest
 import torch
 from tiny_models import FAMILIES, VOCABULARY, make_requests, make_tiny_model, plain_log_probs
 
+from tba.generate.native import engine as engine_module
 from tba.generate.native import kv_cache
 from tba.generate.native.engine import NativeEngine
-from tba.models.decoder import Decoder, UnsupportedModel
+from tba.generate.native.page_pool import PAGE
+from tba.generate.native.paged_cache import PagedCache
+from tba.models.decoder import Decoder, UnsupportedModel, why_never_fused
 from tba.models.decoder_attention import CausalAttention
 from tba.types import Sampling
 
 
 @pytest.fixture
 def as_on_cuda(monkeypatch):
-    """Keys, values and attention as they are on a GPU: in the engine's dtype, keys like values."""
+    """Keys, values and attention as they are on a GPU: in the engine's dtype, in pages or, without fused kernels, keys like
+    values."""
     monkeypatch.setitem(kv_cache.POSITIONS_LAST, "cpu", False)
+    pages = lambda decoder: PAGE if why_never_fused(decoder.spec) is None else 0  # noqa: E731
+    monkeypatch.setattr(engine_module, "page_size_for", pages)
     monkeypatch.setattr(Decoder, "attention_dtype", property(lambda decoder: decoder.dtype))
 
 
@@ -28,7 +34,8 @@ def make(model, **changes):
 def test_every_family_generates_in_bf16_with_the_cache_of_a_gpu(family):
     model = make_tiny_model(family, spread=3.0)
     engine = make(model, dtype=torch.bfloat16)
-    assert engine.cache.keys.dtype == torch.bfloat16
+    table = engine.cache.pool.base if isinstance(engine.cache, PagedCache) else engine.cache.keys
+    assert table.dtype == torch.bfloat16
     requests = make_requests(9, 3)
     gaps = []
     for found in engine.generate(requests, samples_per_prompt=2, sampling=Sampling(max_new_tokens=12)):

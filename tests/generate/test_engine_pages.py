@@ -18,7 +18,7 @@ from tiny_models import (
     plain_log_probs,
 )
 
-from tba.generate.native import paged_cache
+from tba.generate.native import page_plan
 from tba.generate.native.engine import NativeEngine
 from tba.generate.native.page_pool import SCRATCH, PagePool, PrefixIndex
 from tba.generate.native.running import RunningResponses
@@ -247,6 +247,16 @@ def test_a_long_prompt_is_computed_in_parts_while_others_run_and_at_once_when_no
     assert parts == [(0, 29)]
 
 
+def test_prompts_that_fit_into_a_turn_are_not_cut_to_fill_another():
+    engine = make(slots=4)
+    parts = prefilled_parts(engine)
+    requests = iter(
+        [*make_requests(4), None, *(Request(prompt=make_prompt(f"q{length}", length)) for length in (6, 7, 8))]
+    )
+    generated(engine, requests, Sampling(max_new_tokens=12, min_new_tokens=12), samples=1)
+    assert parts == [(0, 3), (0, 5), (0, 6), (0, 7)]  # 8 tokens a turn hold one of them
+
+
 @pytest.mark.parametrize("family", ["mistral-window", "gemma2", "gpt-oss", "gpt2", "qwen3"])
 def test_parts_see_what_came_before_them_as_the_family_does(family):
     model = make_tiny_model(family)
@@ -337,14 +347,15 @@ def test_tokens_and_pages_are_copied_across_chunks():
 
 
 def test_slots_with_the_same_first_pages_are_a_group_of_at_most_sixteen(monkeypatch):
-    monkeypatch.setattr(paged_cache, "LEAST_SHARED_PAGES", 4)
+    monkeypatch.setattr(page_plan, "LEAST_SHARED_PAGES", 4)
     engine = make(slots=24, max_length=64)
     cache = engine.cache
     # 20 samples of one prompt (pages 1 to 6), two of another (7 to 11) and one that shares only 4 pages with the first.
     rows = [[1, 2, 3, 4, 5, 6]] * 20 + [[7, 8, 9, 10, 11]] * 2 + [[1, 2, 3, 4, 12]]
     for slot, row in enumerate(rows):
         cache.numbers[slot, : len(row)], cache.counts[slot], cache.num_whole[slot] = row, len(row), len(row)
-    members, shared = cache._groups(24)
+    cache.groups.update(cache.numbers, cache.num_whole)
+    members, shared = cache.groups.members.numpy(), cache.groups.shared
     found = {tuple(slots[slots >= 0].tolist()) for slots in members if slots[0] >= 0}
     assert found == {tuple(range(16)), (16, 17, 18, 19, 22), (20, 21)}
     assert shared.tolist() == [6] * 16 + [4] * 4 + [5] * 2 + [4] + [0]

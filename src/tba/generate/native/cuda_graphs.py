@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tba.generate.native.page_attention import FusedPagedAttention
-from tba.generate.native.paged_cache import PagedCache, PagePlan
+from tba.generate.native.page_plan import PagePlan
+from tba.generate.native.paged_cache import PagedCache
 from tba.generate.native.slots import SlotState
 from tba.models.decoder import Decoder
 from tba.models.fused_pass import FusedPass

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from tba.generate.native.kv_cache import attend_rows, key_mask
+from tba.generate.native.page_plan import PagePlan
 from tba.generate.native.page_pool import PagePool, PageRefs
-from tba.generate.native.paged_cache import PagedCache, PagePlan
+from tba.generate.native.paged_cache import PagedCache
 from tba.generate.native.slots import SlotState
 from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention, _as_block, additive, attention
@@ -73,8 +74,8 @@ class FusedPagedAttention:
             table=cache.table,
             positions=state.column("positions", num_slots),
             done=state.column("done", num_slots),
-            members=cache.members,
-            shared=cache.shared,
+            members=cache.groups.members,
+            shared=cache.groups.shared,
             num_layers=decoder.spec.num_layers,
         )
 

@@ -32,7 +32,8 @@ PAGE = 64
 SCRATCH = 0
 """Number of the page that stands where there is none."""
 LEAST_CHUNK_BYTES = {"cpu": 2**20, "cuda": 2**28}
-"""Size of the first chunk, by device; later ones are half of all before, and never smaller."""
+"""Size of the first chunk, by device; later ones are a quarter of all before, and never smaller: few chunks, little more
+memory than is used."""
 LARGEST_CHUNK_BYTES = 2**32
 CACHE_BYTES = 2**30
 """Most memory for pages on a CPU, where nothing else was said."""
@@ -183,7 +184,7 @@ class PagePool:
         if allowed < missing:
             return False
         least, most = (size // self.page_bytes for size in (LEAST_CHUNK_BYTES[self.device.type], LARGEST_CHUNK_BYTES))
-        wanted = max(missing, min(most, max(least, self.num_pages // 2)))
+        wanted = max(missing, min(most, max(least, self.num_pages // 4)))
         for count in (min(allowed, wanted), missing):
             try:
                 self._add_chunk(count)

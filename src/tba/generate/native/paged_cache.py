@@ -6,7 +6,7 @@ memory follows the tokens that are there. Moving a response to another slot move
 
 The host's tables are ahead of the device's: `flush` brings it what has changed, in one copy, before anything runs.
 
-Axes: S slots, P pages of the longest sequence, G groups of slots that share a prompt, R members of a group.
+Axes: S slots, P pages of the longest sequence.
 """
 
 from __future__ import annotations
@@ -17,20 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tba.generate.native.page_plan import PagePlan, PromptGroups, num_splits
 from tba.generate.native.page_pool import PAGE, SCRATCH, PagePool, PrefixIndex
 from tba.generate.native.slots import SlotTable
 from tba.models.decoder_spec import DecoderSpec
 from tba.models.packing import on_device
-
-MOST_MEMBERS = 16
-"""Most slots whose queries are rows of one tile: larger groups are cut."""
-LEAST_SHARED_PAGES = 8
-"""Shared prompts of fewer pages are read by each slot for itself: a pass more costs more than it saves."""
-KEYS_PER_SPLIT = 1024
-"""Up to so many keys one program reads a slot's; beyond, several share them."""
-MOST_SPLITS = 16
-FEW_PROGRAMS = 4096
-"""Number of programs from which on more splits fill a GPU no better."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -50,16 +41,6 @@ class PagedPrompt:
     def ready(self) -> bool:
         """Whether a response may start from it."""
         return self.num_computed == len(self.ids)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PagePlan:
-    """How a decode step reads pages: PagePlan(splits=4, shared=True). A captured graph is for one plan."""
-
-    splits: int = 1
-    """Number of programs that share the keys of a slot and head."""
-    shared: bool = False
-    """Whether pages that samples of a prompt share are read once for all of them."""
 
 
 class PagedCache:
@@ -88,10 +69,7 @@ class PagedCache:
         """Number of leading pages that each slot never writes into: its prompt's whole ones."""
         self.table = torch.zeros(num_slots, width, dtype=torch.int64, device=device)
         """Offsets of the same pages, int64 [S, P]."""
-        self.members = torch.full((num_slots, MOST_MEMBERS), -1, dtype=torch.int32, device=device)
-        """Slots that share a prompt, [G, R]; -1 = none."""
-        self.shared = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        """Number of leading pages of each slot that its group reads for it, [S]."""
+        self.groups = PromptGroups(num_slots, device)
         self._added: list[np.ndarray] = []
         """Places in the flat table that got a page which the device does not know yet."""
         self._stale = np.zeros(num_slots, dtype=np.int64)
@@ -99,8 +77,6 @@ class PagedCache:
         self._copies: list[tuple[int, int]] = []
         """Pages to be copied, from and to."""
         self._groups_changed = False
-        self._num_shared = np.zeros(num_slots, dtype=np.int64)
-        """What `shared` says on the device."""
 
     @property
     def num_positions(self) -> int:
@@ -255,59 +231,13 @@ class PagedCache:
 
     def plan(self, num_slots: int) -> PagePlan:
         """How the next decode steps over the first slots read pages; prompt groups are brought up to date."""
-        shared = self._share(num_slots)
-        most = int((self.counts - self._num_shared)[:num_slots].max(initial=0))
-        wanted = most * self.page_size / KEYS_PER_SPLIT
-        filling = FEW_PROGRAMS / (num_slots * self.spec.num_kv_heads)
-        splits = 1
-        while splits < min(wanted, filling, MOST_SPLITS):
-            splits *= 2  # few distinct numbers, for each is a graph
-        return PagePlan(splits=splits, shared=shared)
-
-    @torch.inference_mode()
-    def _share(self, num_slots: int) -> bool:
-        """Bring the groups up to date -> whether any prompt is shared."""
         if self._groups_changed:
             self._groups_changed = False
-            if int((self.num_whole[:num_slots] >= LEAST_SHARED_PAGES).sum()) < 2 and not self._num_shared.any():
-                return False
-            members, shared = self._groups(num_slots)
-            if shared.any() or self._num_shared.any():
-                both = np.concatenate((members, shared[:, None]), axis=1, dtype=np.int32)
-                uploaded = on_device(torch.from_numpy(both), self.device)
-                self.members.copy_(uploaded[:, :MOST_MEMBERS])
-                self.shared.copy_(uploaded[:, MOST_MEMBERS])
-            self._num_shared = shared
-        return bool(self._num_shared.any())
-
-    def _groups(self, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
-        """Members [G, R] of each group of slots with the same first pages, and how many pages each slot shares."""
-        total = len(self.counts)
-        members = np.full((total, MOST_MEMBERS), -1, dtype=np.int64)
-        shared = np.zeros(total, dtype=np.int64)
-        able = np.flatnonzero(self.num_whole[:num_slots] >= LEAST_SHARED_PAGES)
-        if len(able) < 2:
-            return members, shared
-        # Pages are shared in order from the first, so slots that share any share the first, whose number names the group.
-        first = self.numbers[able, LEAST_SHARED_PAGES - 1]
-        order = np.argsort(first, kind="stable")
-        slots, first = able[order], first[order]
-        begins = np.flatnonzero(np.append(True, first[1:] != first[:-1]))
-        sizes = np.diff(np.append(begins, len(slots)))
-        rank = np.arange(len(slots)) - np.repeat(begins, sizes)
-        begins = np.flatnonzero(rank % MOST_MEMBERS == 0)
-        sizes = np.diff(np.append(begins, len(slots)))
-        group = np.repeat(np.arange(len(begins)), sizes)
-        members[group, rank % MOST_MEMBERS] = slots
-        longest = int(self.num_whole[slots].max())
-        rows = self.numbers[slots, :longest]
-        alike = rows == rows[begins][group]
-        lengths = np.where(alike.all(axis=1), longest, np.argmin(alike, axis=1))
-        common = np.minimum.reduceat(np.minimum(lengths, self.num_whole[slots]), begins)
-        common[sizes == 1] = 0
-        members[np.flatnonzero(sizes == 1)] = -1
-        shared[slots] = common[group]
-        return members, shared
+            self.groups.update(self.numbers[:num_slots], self.num_whole[:num_slots])
+        own = self.counts[:num_slots] - self.groups.num_shared[:num_slots]
+        num_keys = int(own.max(initial=0)) * self.page_size
+        splits = num_splits(num_keys, num_slots * self.spec.num_kv_heads)
+        return PagePlan(splits=splits, shared=self.groups.any_shared)
 
 
 def _ramp(counts: np.ndarray) -> np.ndarray:

@@ -61,20 +61,20 @@ class PagedPrefill:
     @torch.inference_mode()
     def __call__(self, waiting: Sequence[WaitingPrompt], version: int, *, at_once: bool) -> None:
         """Prompts in their order, as far as the turn's tokens and the pages that there are go."""
-        left = None if at_once else self.turn_tokens
-        while left is None or left > 0:
-            parts = self._next_parts(waiting, version, left)
+        most = PREFILL_TOKENS[self.decoder.device.type]
+        most = most if at_once else min(most, self.turn_tokens)
+        left = most
+        while left > 0:
+            parts = self._next_parts(waiting, version, left, most)
             for batch in self._batches(parts):
                 self.batch(batch)
             if not parts:
                 return
-            left = None if left is None else left - sum(part.size for part in parts)
+            left = most if at_once else left - sum(part.size for part in parts)
 
-    def _next_parts(self, waiting: Sequence[WaitingPrompt], version: int, limit: int | None) -> list[Part]:
-        """The next part of each prompt that is not complete, up to the tokens of one pass."""
+    def _next_parts(self, waiting: Sequence[WaitingPrompt], version: int, left: int, most: int) -> list[Part]:
+        """The next part of each prompt that is not complete, up to the tokens that are `left` of a turn's `most`."""
         parts: list[Part] = []
-        most = PREFILL_TOKENS[self.decoder.device.type]
-        left = most if limit is None else min(limit, most)
         later = self._better_later(waiting, version)
         for index in range(len(waiting)):
             if left <= 0:
@@ -86,6 +86,9 @@ class PagedPrefill:
                 break  # in order: a later one must not take the pages that this one waits for
             if stored.ready:
                 continue
+            # A prompt is cut only where it must be: a pass over the rest costs as much as one over more.
+            if left < len(stored.ids) - stored.num_computed <= most:
+                break
             part = self._part(stored, left)
             parts.append(part)
             left -= part.size
