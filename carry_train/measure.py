@@ -1,6 +1,6 @@
 """Where a TB training step's time goes on one GPU: host and device clocks at every mark, profile, and each change alone.
 
-    PYTHONPATH=src:benchmarks python carry_train/measure.py [--shapes qwen,llama] [--seconds 190]
+    python carry_train/measure.py [--shapes qwen,llama] [--seconds 190]
 
 Every part is printed as soon as it is there; a part that fails prints its error and the script goes on. The same model, batch
 and optimizer serve all variants of a shape, which differ in switches only, so figures of one shape compare within 1 or 2%.
@@ -17,9 +17,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("src", "benchmarks", "carry_train")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("src", "carry_train")]
 
-import gpu  # noqa: E402
+import shapes as gpu  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from switches import VARIANTS, only  # noqa: E402
