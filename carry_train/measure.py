@@ -209,6 +209,8 @@ def measure(shape: str, deadline: float) -> None:
     model = SHAPES[shape]()
     batch = gpu.ragged_batch(model.config.vocab_size)
     step = gpu.make_step(model, share=True)
+    attempt("against fp32", lambda: against_fp32(shape))
+    torch.cuda.empty_cache()
     with only():
         compare_gradients(shape, step, batch)
         found = attempt("eager", lambda: rate(step, batch, times=3))
@@ -246,6 +248,23 @@ def compare_gradients(shape: str, step: Any, batch: Any) -> None:
 
     attempt("gradients", compare)
     torch.cuda.empty_cache()
+
+
+def against_fp32(shape: str) -> None:
+    """Gradients of two layers in bf16 against those in fp32 through plain attention: "again" above says only how far two
+    runs of the same step differ, which hides errors of that size."""
+    found: dict[str, torch.Tensor] = {}
+    for name, dtype, on in (("fp32", torch.float32, ()), ("before", torch.bfloat16, ()), *(
+        (name, torch.bfloat16, on) for name, on in VARIANTS.items())):  # fmt: skip
+        model = SHAPES[shape](layers=2).to(dtype)
+        batch = gpu.ragged_batch(model.config.vocab_size, prompts=4, samples=4)
+        with only(*on):
+            step = gpu.make_step(model, share=True, max_tokens=3000)
+            step.gradients(batch, beta=0.05)
+        found[name] = torch.cat([master.grad.flatten().float() for master in step.optimizer.masters])
+    want = found.pop("fp32")
+    gaps = [f"{name} {float((got - want).norm() / want.norm()):.3e}" for name, got in found.items()]
+    say(f"{shape} gradients, relative distance to fp32 (2 layers): {', '.join(gaps)}")
 
 
 def measure_base(shape: str, model: Any, step: Any, batch: Any) -> float | None:
