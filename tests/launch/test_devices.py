@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config
+from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
 from tba.config import ConfigError, load_config
 from tba.launch import devices
@@ -86,7 +86,7 @@ def test_slots_are_filled_in_by_the_device_of_each_kind(gpus):
         assert filled.search.kinds[name].slots == budget.slots
     assert filled.search.kinds["large"].slots == 256
     assert filled.generate.slots == 128, "the least, that of a searcher on the CPU"
-    gpus["cuda:1"] = GIB // 16
+    gpus["cuda:1"] = GIB // 64
     assert with_defaults(config, loaded).search.kinds["small"].slots < 256
     assert with_defaults(load_config(None, [kinds, "generate.slots=7"]), loaded).search.kinds["small"].slots == 7
 
@@ -110,19 +110,25 @@ LLAMA_7B = shaped(
 )
 
 
+GPT_350M = shaped(GPT2Config(n_embd=1024, n_layer=24, n_head=16, n_positions=1024))
+
+
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize(
     ("loaded", "prompt", "response", "slots", "tokens", "bytes_per_token"),
     [
-        # 2 x 28 layers x 4 heads x 128 x 2 bytes = 57,344 a token, so 16 GiB hold 299,593. A slot takes 8192 + 256 = 8448,
-        # and one prompt of 8192 waits for every 8 slots: 31 x 8448 + 3 x 8192 = 286,464 (15.3 GiB), 32 would be 303,104.
-        (QWEN_7B, 8192, 256, 31, 286_464, 57_344),
-        # 200 + 4096 is rounded up to 4304: 69 x 4304 + 8 x 200 = 298,576; 70 would be 302,880.
-        (QWEN_7B, 200, 4096, 69, 298_576, 57_344),
-        # 2 x 32 x 32 x 128 x 2 = 524,288 a token: 32,768 of them. 512 + 53 is rounded up to 576: 51 x 576 + 6 x 512.
-        (LLAMA_7B, 512, 53, 51, 32_448, 524_288),
-        # never more than 256, though 16 GiB would hold more: 256 x 80 + 32 x 16
-        (QWEN_7B, 16, 64, 256, 20_992, 57_344),
+        # 2 x 28 layers x 4 heads x 128 x 2 bytes = 57,344 a token, so 16 GiB hold 299,593. In pages of 64 a slot takes half
+        # of 256 and a page; one prompt of 8192 is at work and one waits for every 8 slots: 135 x 192 + (17 + 16) x 8192.
+        (QWEN_7B, 8192, 256, 135, 296_256, 57_344),
+        # 2048 + 64: 138 x 2112 + (18 + 17) x 200 = 298,456; 139 would be 300,568.
+        (QWEN_7B, 200, 4096, 138, 298_456, 57_344),
+        # 2 x 32 x 32 x 128 x 2 = 524,288 a token: 32,768 of them. Half of 53 and a page are two pages: 128 x 128 + 32 x 512.
+        (LLAMA_7B, 512, 53, 128, 32_768, 524_288),
+        # never more than 256, though 16 GiB would hold more: 256 x 128 + 64 x 16
+        (QWEN_7B, 16, 64, 256, 33_792, 57_344),
+        # Learned positions have no fused kernels, and so no pages. 2 x 24 x 16 x 64 x 2 = 98,304 a token: 174,762 of them,
+        # of which a slot takes 512 + 256: 210 x 768 + 26 x 512 = 174,592; 211 would be 175,360.
+        (GPT_350M, 512, 256, 210, 174_592, 98_304),
     ],
 )
 def test_slots_fill_16_gib_with_the_longest_prompt_in_the_dtype_of_the_cache(
@@ -173,7 +179,7 @@ def test_the_chosen_slots_are_logged_with_what_they_take(caplog):
     with caplog.at_level(logging.INFO, logger="tba"):
         filled = with_defaults(config, inputs.loaded, longest_prompt=longest)
     assert f"generate.slots on cpu: {filled.generate.slots} slots of " in caplog.text
-    assert f"({longest} of the longest prompt)" in caplog.text
+    assert f"prompts of {longest} tokens (the longest)" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="tba"):
         with_defaults(load_config(None, ["model.device=cpu", "generate.slots=9"]), inputs.loaded)

@@ -78,7 +78,8 @@ class GenerateConfig(Section):
     slots: int | None = Field(default=None, ge=1)
     """Number of responses decoded side by side; None = as many as 1 GiB holds the keys and values of, each with the longest
     prompt of the run, at most 128; on a GPU as many as 16 GiB, or the searcher's part of a third of the memory that is free
-    (half where no trainer uses it), at most 256."""
+    (half where no trainer uses it), at most 256. There samples share their prompt, and memory is taken as tokens come: half
+    of the longest response is counted, and where responses are longer the youngest wait."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Length of the longest response, in tokens."""
     min_new_tokens: int = Field(default=0, ge=0)

@@ -1,9 +1,10 @@
-"""What lies between the matrix products of a layer, a kernel each: for decode steps and for passes over whole sequences.
+"""What lies between the matrix products of a layer, a kernel each: for decode steps and for passes over whole sequences
+(rotation in a decode step is in paged_attention.py).
 
 A row is a token; in a decode step it is a slot too. The residual stream is fp32, the rest has the engine's dtype; sums are
 fp32. Positions are read on the device, so one captured graph serves all lengths.
 
-Axes: N rows, E hidden, H query heads, K key/value heads, D head dimension, S slots, L positions of the cache, F MLP width.
+Axes: N rows, E hidden, H query heads, K key/value heads, D head dimension, F MLP width.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def add_norm(
 @triton.jit
 def _rotate_store(
     qkv, positions, rotations, query_norm, key_norm, query, keys, values,
-    position_stride, row_stride, head_stride, place_stride, epsilon,
+    position_stride, row_stride, head_stride, epsilon,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, ROTATED: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +98,7 @@ def _rotate_store(
         x = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (HEADS, 2 * PAIRS))
     x = x.to(query.dtype.element_ty)
     tl.store(query + (row * H + head[:, None]) * D + column[None, :], x, mask=inside & is_query)
-    place = row * row_stride + position * place_stride + column[None, :]
+    place = row * row_stride + column[None, :]
     key_place, value_place = place + (head[:, None] - H) * head_stride, place + (head[:, None] - H - K) * head_stride
     tl.store(keys + key_place, x, mask=inside & (head[:, None] >= H) & (head[:, None] < H + K))
     tl.store(values + value_place, x, mask=inside & is_value)
@@ -117,7 +118,7 @@ def rotate_and_store(
 ) -> Tensor:
     """Norm and rotate query and key heads, put keys and values where they belong -> query [N, H, D] in the dtype of keys.
 
-    `keys` and `values` lie alike: [N, K, D], or the cache [S, K, L, D], where a row's token goes to its position.
+    `keys` and `values` are [N, K, D] and lie alike.
     `rotations` is real [positions, rotated pairs, 2] (cos, sin), or None; the two numbers of a pair lie side by side.
     """
     count, num_kv, dim = qkv.shape[0], keys.shape[1], keys.shape[-1]
@@ -130,7 +131,7 @@ def rotate_and_store(
         qkv, positions_N, unused if rotations is None else rotations,
         unused if query_norm is None else query_norm, unused if key_norm is None else key_norm,
         query, keys, values,
-        positions_N.stride(0), keys.stride(0), keys.stride(1), keys.stride(2) if keys.ndim == 4 else 0, epsilon,
+        positions_N.stride(0), keys.stride(0), keys.stride(1), epsilon,
         H=num_heads, K=num_kv, D=dim, HEADS=heads, PAIRS=pairs, ROTATED=0 if rotations is None else rotations.shape[1],
         HAS_NORM=query_norm is not None, num_warps=min(8, max(1, heads * pairs // 512)),
     )  # fmt: skip

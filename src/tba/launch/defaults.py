@@ -23,14 +23,18 @@ what the paper uses instead stands in its config files.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 
 from tba.config import Config, ConfigError, Schedule
 from tba.generate.native.kv_cache import KEY_MULTIPLE
+from tba.generate.native.page_pool import PAGE
 from tba.generate.native.prefill import READ_AHEAD
 from tba.launch.devices import activation_bytes, device_bytes, kv_bytes, placement_of
+from tba.models.families import FAMILIES
+from tba.models.fused_pass import why_never_fused
 from tba.models.load import LoadedModel, resolve_dtype
 from tba.objectives.registry import make_objective
 from tba.runtime.placement import RolePlacement
@@ -172,30 +176,31 @@ def with_room(config: Config, *, num_prompts: int) -> Config:
 class SlotBudget:
     """How many slots a searcher gets, and what that costs.
 
-    SlotBudget(slots=31, positions=8448, prompt_tokens=8192, bytes_per_token=57_344, waiting=3, memory=16 * 2**30)
+    SlotBudget(slots=31, positions=8448, prompts=3, prompt_tokens=8192, bytes_per_token=57_344, memory=16 * 2**30)
     """
 
     slots: int
     positions: int
-    """Number of tokens of the longest prompt with the longest response, as the cache rounds it."""
+    """Number of tokens of a slot, as the cache rounds it: those of the longest prompt with the longest response; in pages
+    (`keeps_pages`) of half the longest response, for prompts are shared, and where that is too little responses wait."""
+    prompts: int
+    """Number of prompts beside them, at most: those that are prefilled and wait for slots; in pages also those at work."""
     prompt_tokens: int
     """Number of tokens of the longest prompt."""
     bytes_per_token: int
     """Size of one token's keys and values in all layers."""
-    waiting: int
-    """Number of prompts that are prefilled and wait for slots, at most."""
     memory: int
     """Bytes for the keys and values of one searcher."""
 
     @property
     def used(self) -> int:
-        """Bytes of all keys and values: slots x positions x bytes + waiting x prompt x bytes."""
-        return (self.slots * self.positions + self.waiting * self.prompt_tokens) * self.bytes_per_token
+        """Bytes of all keys and values."""
+        return (self.slots * self.positions + self.prompts * self.prompt_tokens) * self.bytes_per_token
 
     def __str__(self) -> str:
         return (
-            f"{self.slots} slots of {self.positions} tokens ({self.prompt_tokens} of the longest prompt) with "
-            f"{self.bytes_per_token:,} bytes of keys and values each, and {self.waiting} prompts that wait: "
+            f"{self.slots} slots of {self.positions} tokens with {self.bytes_per_token:,} bytes of keys and values each, "
+            f"and {self.prompts} prompts of {self.prompt_tokens} tokens (the longest): "
             f"{self.used / 2**30:.3g} GiB of {self.memory / 2**30:.3g}"
         )
 
@@ -204,7 +209,7 @@ def slots_for(
     config: Config, loaded: LoadedModel, placement: RolePlacement, device: str, *, longest_prompt: int
 ) -> SlotBudget:
     """As many responses as a searcher on this device has memory for, at most MOST_SLOTS: each with the longest prompt and
-    the longest response, in the dtype that the cache has there."""
+    the longest response, or half of that in pages, in the dtype that the cache has there."""
     memory, most = kv_bytes(placement, device), MOST_SLOTS[device.partition(":")[0]]
     budgets = [
         slot_budget(config, loaded, device, slots=slots, memory=memory, longest_prompt=longest_prompt)
@@ -229,21 +234,38 @@ def slot_budget(
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     dtype = torch.float32 if kind == "cpu" else resolve_dtype(config.model.dtype, torch.device(kind))
-    prompt = min(longest_prompt, loaded.context)
+    prompt, samples = min(longest_prompt, loaded.context), config.samples_generated_per_prompt
+    waiting = max(1, min(READ_AHEAD[kind], slots // samples))
+    if keeps_pages(config, loaded, device):
+        positions, multiple = config.generate.max_new_tokens / 2 + PAGE, PAGE
+        waiting += -(-slots // samples)
+    else:
+        positions, multiple = min(loaded.context, prompt + config.generate.max_new_tokens), KEY_MULTIPLE
     return SlotBudget(
         slots=slots,
-        positions=-(-min(loaded.context, prompt + config.generate.max_new_tokens) // KEY_MULTIPLE) * KEY_MULTIPLE,
+        positions=math.ceil(positions / multiple) * multiple,
+        prompts=waiting,
         prompt_tokens=prompt,
         bytes_per_token=2 * shape.num_hidden_layers * heads * head_dim * dtype.itemsize,
-        waiting=max(1, min(READ_AHEAD[kind], slots // config.samples_generated_per_prompt)),
         memory=memory,
     )
+
+
+def keeps_pages(config: Config, loaded: LoadedModel, device: str) -> bool:
+    """Whether a searcher on this device keeps keys and values in pages: the native engine with its fused kernels does."""
+    text = loaded.model.config.get_text_config()
+    if device.partition(":")[0] != "cuda" or config.generate.engine != "native" or text.model_type not in FAMILIES:
+        return False
+    make_spec, _ = FAMILIES[text.model_type]
+    return why_never_fused(make_spec(text, tied=False)) is None
 
 
 def check_slots(config: Config, loaded: LoadedModel, device: str, *, slots: int, longest_prompt: int) -> None:
     """Refuse a number of slots, given by the user, whose keys and values the device could never hold."""
     memory = device_bytes(device)
     budget = slot_budget(config, loaded, device, slots=slots, memory=memory, longest_prompt=longest_prompt)
+    if keeps_pages(config, loaded, device):  # a response has a page at least; where there are no more, others wait
+        budget = replace(budget, positions=PAGE, prompts=1)
     if budget.used > memory:
         most = max(1, slots * memory // budget.used)
         raise ConfigError(

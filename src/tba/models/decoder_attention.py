@@ -34,7 +34,7 @@ class AttendInPlace(Protocol):
     """An `Attend` whose tensors the kernel writes at once, instead of handing over keys and values to be copied."""
 
     def storage(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The tensors that this layer's keys and values are written to: [N, K, D], or slots [S, K, L, D], both alike."""
+        """The tensors [N, K, D] that this layer's keys and values are written to, both alike."""
 
     def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         """Attention over what is stored -> [N, H * D]."""
