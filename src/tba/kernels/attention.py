@@ -7,7 +7,6 @@ Axes: T queries, H query heads, K key/value heads, D head dimension.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
