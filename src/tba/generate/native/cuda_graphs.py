@@ -50,6 +50,8 @@ class FusedDecode:
         that a capture may follow."""
         self._address: tuple[int, torch.Size] | None = None
         self._captures = decoder.device.type == "cuda"
+        self._memory = torch.cuda.graph_pool_handle() if self._captures else None
+        """Memory that all graphs work in: they run one after the other and leave nothing there."""
 
     @torch.inference_mode()
     def run(self, count: int, *, decode_steps: int) -> None:
@@ -88,7 +90,7 @@ class FusedDecode:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=self._memory):
                 self._decode_step(slots, plan)
         except torch.OutOfMemoryError as error:
             self._captures = False
