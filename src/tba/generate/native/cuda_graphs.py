@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,8 +51,8 @@ class FusedDecode:
         that a capture may follow."""
         self._address: tuple[int, torch.Size] | None = None
         self._captures = decoder.device.type == "cuda"
-        self._memory = torch.cuda.graph_pool_handle() if self._captures else None
-        """Memory that all graphs work in: they run one after the other and leave nothing there."""
+        self._memory: Any = None
+        """Pool that all graphs have their memory of: they run one after the other and leave nothing there."""
 
     @torch.inference_mode()
     def run(self, count: int, *, decode_steps: int) -> None:
@@ -81,6 +82,7 @@ class FusedDecode:
             if self._graphs:
                 torch.cuda.synchronize()  # one of them may be at work
             self._graphs.clear()
+            self._memory = torch.cuda.graph_pool_handle() if self._captures else None  # the old pool goes with its graphs
             self._warm.clear()  # other sizes may be other kernels, and a capture must not compile any
             self._address = address
 
