@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -179,6 +181,22 @@ def test_prompts_without_a_token_yet_are_prefilled_again_once_when_weights_are_l
     assert len(list(stream)) == 8
     # The second four prompts are read when the first response has ended: one is in its slot and three wait at the load.
     assert sorted(rows) == sorted([(length, 0) for length in range(1, 9)] + [(length, 1) for length in range(5, 9)])
+
+
+def test_weights_that_still_wait_never_replace_newer_ones():
+    engine = make(slots=1, update="drain")
+    weights = make_weights_of(make_tiny_model("llama", seed=1), 0)
+    completions = engine.generate(
+        make_requests(4, 4),
+        samples_per_prompt=1,
+        sampling=Sampling(max_new_tokens=3),
+        between_steps=lambda: engine.version or engine.load(replace(weights, version=1)),
+    )
+    next(completions)  # version 1 waits for this response, and nothing runs now
+    engine.load(replace(weights, version=2))
+    (second,) = completions
+    assert engine.version == 2
+    assert second.version_spans == ((0, 2),)
 
 
 def test_draining_starts_nothing_new_until_the_weights_are_in():

@@ -176,6 +176,7 @@ class NativeEngine:
             return
         if self._slots.any_running():
             self._running.synchronize()  # the spans below need the number of tokens that the old weights chose
+        self._pending = None  # what waited for the last response is older than these
         self._load_now(weights)
         for slot, response in self._slots.items():
             response.open_span(int(self._slots.num_tokens[slot]), weights.version)
