@@ -183,6 +183,23 @@ def test_prompts_without_a_token_yet_are_prefilled_again_once_when_weights_are_l
     assert sorted(rows) == sorted([(length, 0) for length in range(1, 9)] + [(length, 1) for length in range(5, 9)])
 
 
+def test_other_weights_of_the_same_number_compute_what_waits_again():
+    """As after a trainer went back to a checkpoint, and counts from there."""
+    other = make_tiny_model("llama", seed=1)
+    engine, requests, loaded = make(slots=1), make_requests(9, 9), []
+    requests = [Request(prompt=replace(requests[0].prompt, id=f"p{index}")) for index in range(2)]
+
+    def between_steps():
+        if not loaded and engine._slots.num_tokens[0] > 0:
+            loaded.append(engine.load(make_weights_of(other, engine.version)))
+
+    options = {"samples_per_prompt": 2, "sampling": Sampling(max_new_tokens=5, min_new_tokens=5)}
+    found = by_key(engine.generate(requests, between_steps=between_steps, **options))
+    expected = by_key(make(other, slots=1).generate(requests, **options))
+    del found["p0", 0], expected["p0", 0]  # it ran while the weights came
+    assert_same(found, expected)
+
+
 def test_weights_that_still_wait_never_replace_newer_ones():
     engine = make(slots=1, update="drain")
     weights = make_weights_of(make_tiny_model("llama", seed=1), 0)

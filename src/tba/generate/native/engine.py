@@ -316,3 +316,5 @@ class NativeEngine:
     def _load_now(self, weights: Weights) -> None:
         self._load_in_place(weights.tensors)
         self.version = weights.version
+        if self._queue is not None:
+            self._running.forget_prompts(self._queue)

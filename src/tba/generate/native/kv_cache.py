@@ -54,6 +54,9 @@ class KeyValueCache(Protocol):
     def drop(self, prompt: Any) -> None:
         """Nobody starts from a prompt any more."""
 
+    def forget_prefixes(self) -> None:
+        """Prompts that are computed from now on share nothing with those before."""
+
     def clear(self) -> None:
         """There are neither responses nor prompts any more."""
 
@@ -155,6 +158,9 @@ class SlotCache:
 
     def drop(self, prompt: SlotPrompt) -> None:
         """A batch goes with its last prompt."""
+
+    def forget_prefixes(self) -> None:
+        """Prompts never share anything."""
 
     def clear(self) -> None:
         self._starts.clear()

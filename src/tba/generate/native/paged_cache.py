@@ -205,6 +205,10 @@ class PagedCache:
         """Nobody starts from a prompt any more."""
         self._release(prompt.pages)
 
+    def forget_prefixes(self) -> None:
+        """Prompts that are computed from now on share no page with those before."""
+        self.prefixes.clear()
+
     def _release(self, pages: np.ndarray) -> None:
         self.prefixes.forget(self.pool.release(pages))
 
