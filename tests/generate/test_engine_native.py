@@ -10,6 +10,7 @@ import torch
 from tiny_models import by_key, keep_in_pages, make_requests, make_tiny_model, make_weights_of, plain_log_probs
 
 from tba.generate.native.engine import NativeEngine
+from tba.generate.sampling import BrokenLogits
 from tba.types import Request, Sampling
 
 LENGTHS = (3, 8, 1, 5, 12, 4, 7)
@@ -198,6 +199,19 @@ def test_other_weights_of_the_same_number_compute_what_waits_again():
     expected = by_key(make(other, slots=1).generate(requests, **options))
     del found["p0", 0], expected["p0", 0]  # it ran while the weights came
     assert_same(found, expected)
+
+
+def test_an_engine_that_met_broken_weights_says_what_it_should_with_sound_ones():
+    """Keys that are NaN stay in the cache, where others come to lie before them."""
+    model = make_tiny_model("llama")
+    sound, broken = make_weights_of(model, 2), make_weights_of(model, 1)
+    broken.tensors["model.layers.1.self_attn.k_proj.weight"].fill_(float("nan"))
+    engine = make(model, slots=2)
+    engine.load(broken)
+    with pytest.raises(BrokenLogits):
+        generated(engine, make_requests(20, 20))
+    engine.load(sound)
+    assert_same(generated(engine, make_requests(3, 3)), generated(make(model, slots=2), make_requests(3, 3)))
 
 
 def test_weights_that_still_wait_never_replace_newer_ones():

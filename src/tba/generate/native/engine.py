@@ -41,7 +41,7 @@ from tba.generate.native.paged_prefill import PagedPrefill
 from tba.generate.native.prefill import READ_AHEAD, Prefill, PrefillQueue
 from tba.generate.native.running import RunningResponses
 from tba.generate.native.slots import SlotState, SlotTable
-from tba.generate.sampling import SamplingNeeds, checked_requests, sample
+from tba.generate.sampling import BrokenLogits, SamplingNeeds, checked_requests, sample
 from tba.generate.scoring import ReferenceScorer
 from tba.models.adapter import DecoderAdapter
 from tba.models.build_decoder import make_decoder
@@ -218,6 +218,9 @@ class NativeEngine:
         )
         try:
             yield from self._loop(queue, between_steps)
+        except BrokenLogits:
+            self.cache.wipe()
+            raise
         finally:
             self._queue = None
             self._running.clear()

@@ -60,6 +60,9 @@ class KeyValueCache(Protocol):
     def clear(self) -> None:
         """There are neither responses nor prompts any more."""
 
+    def wipe(self) -> None:
+        """Set all keys and values to zero: NaN would come back through keys that are out of sight, 0 x NaN being NaN."""
+
     def flush(self) -> None:
         """Tell the device what has changed, before anything runs there."""
 
@@ -164,6 +167,11 @@ class SlotCache:
 
     def clear(self) -> None:
         self._starts.clear()
+
+    @torch.inference_mode()
+    def wipe(self) -> None:
+        self.keys.zero_()
+        self.values.zero_()
 
     def arrange(self, keys: Tensor) -> Tensor:
         """Keys [..., L, D] copied into the order that the cache has."""

@@ -176,6 +176,12 @@ class PagedCache:
         self.table.zero_()
         self._groups_changed = True
 
+    @torch.inference_mode()
+    def wipe(self) -> None:
+        """Set all keys and values to zero, those in use too."""
+        for chunk in self.pool.chunks:
+            chunk.zero_()
+
     # --- prompts -----------------------------------------------------------------------------------------------------
 
     def begin(self, ids: np.ndarray, version: int, *, num_spare: int) -> PagedPrompt | None:
