@@ -106,7 +106,7 @@ class PagedPrefill:
                 num_pages += cache.num_pages(len(prompt.sequence))
                 if len(prompt.sequence) > size:
                     alike.setdefault(prompt.sequence[:size].tobytes(), []).append(index)
-        # Where pages are short, with those that stay free (`_begun`), the longer one might never come, and they would wait for
+        # Where pages are short, with those that stay free (`_begun`), the longer one might never come: they would wait for
         # ever.
         if num_pages + num_spare > cache.pool.num_available:
             return found
