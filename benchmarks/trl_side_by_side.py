@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gpu_bench.processes import run_alone
 from gpu_bench.workloads import Row, print_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -208,10 +209,9 @@ def run(side: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     found = Path(tempfile.mkdtemp()) / "found.json"
     command = [sys.executable, __file__, *sys.argv[1:], "--sides", side, "--only", "--json", str(found)]
     started = time.monotonic()
-    try:
-        status = subprocess.run(command, timeout=arguments.seconds, check=False).returncode
-        said = "" if status == 0 else f", exit status {status}"
-    except subprocess.TimeoutExpired:
+    status = run_alone(command, seconds=arguments.seconds)
+    said = "" if status == 0 else f", exit status {status}"
+    if status is None:
         said = f", stopped after {arguments.seconds:.0f} s (--seconds)"
     print(f"{side}: {time.monotonic() - started:.0f} s{said}", flush=True)
     return json.loads(found.read_text()) if found.exists() else None

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu_bench.processes import run_alone
 from gpu_bench.workloads import MUST, SHAPES, WORKLOADS, Row, print_table
 
 WAYS = {"both": ("in-process", "process"), "in-process": ("in-process",), "process": ("process",)}
@@ -71,10 +71,9 @@ def run(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
         *(["--no-check"] if arguments.no_check else []),
     ]
     started = time.monotonic()
-    try:
-        done = subprocess.run(command, timeout=arguments.seconds, check=False)
-        said = "" if done.returncode == 0 else f", exit status {done.returncode}"
-    except subprocess.TimeoutExpired:
+    status = run_alone(command, seconds=arguments.seconds)
+    said = "" if status == 0 else f", exit status {status}"
+    if status is None:
         said = f", stopped after {arguments.seconds:.0f} s (--seconds)"
     print(
         f"{job.engine} {job.way} {job.shape} {' '.join(job.workloads)}: {time.monotonic() - started:.0f} s{said}",

@@ -3,7 +3,9 @@
 import argparse
 import copy
 import json
+import os
 import runpy
+import select
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +88,21 @@ def test_vllm_is_started_once_for_each_number_of_slots_and_way(workloads, monkey
     assert found == small + large
     arguments.one_start, arguments.shapes = True, ["7B"]
     assert [job.workloads for job in script["jobs"](arguments)] == [("256", "1k", "8k-shared")] * 2
+
+
+@pytest.mark.parametrize(("then", "seconds", "status"), [("", 60.0, 0), ("wait", 1.0, None)])
+def test_a_job_takes_the_processes_that_it_has_started_with_it(then, seconds, status, workloads, tmp_path):
+    from gpu_bench.processes import run_alone
+
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reader, True)
+    # What outlives the job holds the pipe, as vLLM's engine holds the GPU.
+    command = ["sh", "-c", f"exec > '{tmp_path}/pipe'; echo started; sleep 30 & {then}"]
+    assert run_alone(command, seconds=seconds) == status
+    assert os.read(reader, 100) == b"started\n"
+    assert select.select([reader], [], [], 10.0)[0], "somebody holds the pipe still"
+    os.close(reader)
 
 
 def test_a_shape_is_written_as_a_config_that_transformers_reads(workloads, tmp_path):

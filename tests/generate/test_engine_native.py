@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from tiny_models import by_key, keep_in_pages, make_requests, make_tiny_model, make_weights_of, plain_log_probs
 
 from tba.generate.native.engine import NativeEngine
+from tba.generate.sampling import BrokenLogits
 from tba.types import Request, Sampling
 
 LENGTHS = (3, 8, 1, 5, 12, 4, 7)
@@ -179,6 +182,52 @@ def test_prompts_without_a_token_yet_are_prefilled_again_once_when_weights_are_l
     assert len(list(stream)) == 8
     # The second four prompts are read when the first response has ended: one is in its slot and three wait at the load.
     assert sorted(rows) == sorted([(length, 0) for length in range(1, 9)] + [(length, 1) for length in range(5, 9)])
+
+
+def test_other_weights_of_the_same_number_compute_what_waits_again():
+    """As after a trainer went back to a checkpoint, and counts from there."""
+    other = make_tiny_model("llama", seed=1)
+    engine, requests, loaded = make(slots=1), make_requests(9, 9), []
+    requests = [Request(prompt=replace(requests[0].prompt, id=f"p{index}")) for index in range(2)]
+
+    def between_steps():
+        if not loaded and engine._slots.num_tokens[0] > 0:
+            loaded.append(engine.load(make_weights_of(other, engine.version)))
+
+    options = {"samples_per_prompt": 2, "sampling": Sampling(max_new_tokens=5, min_new_tokens=5)}
+    found = by_key(engine.generate(requests, between_steps=between_steps, **options))
+    expected = by_key(make(other, slots=1).generate(requests, **options))
+    del found["p0", 0], expected["p0", 0]  # it ran while the weights came
+    assert_same(found, expected)
+
+
+def test_an_engine_that_met_broken_weights_says_what_it_should_with_sound_ones():
+    """Keys that are NaN stay in the cache, where others come to lie before them."""
+    model = make_tiny_model("llama")
+    sound, broken = make_weights_of(model, 2), make_weights_of(model, 1)
+    broken.tensors["model.layers.1.self_attn.k_proj.weight"].fill_(float("nan"))
+    engine = make(model, slots=2)
+    engine.load(broken)
+    with pytest.raises(BrokenLogits):
+        generated(engine, make_requests(20, 20))
+    engine.load(sound)
+    assert_same(generated(engine, make_requests(3, 3)), generated(make(model, slots=2), make_requests(3, 3)))
+
+
+def test_weights_that_still_wait_never_replace_newer_ones():
+    engine = make(slots=1, update="drain")
+    weights = make_weights_of(make_tiny_model("llama", seed=1), 0)
+    completions = engine.generate(
+        make_requests(4, 4),
+        samples_per_prompt=1,
+        sampling=Sampling(max_new_tokens=3),
+        between_steps=lambda: engine.version or engine.load(replace(weights, version=1)),
+    )
+    next(completions)  # version 1 waits for this response, and nothing runs now
+    engine.load(replace(weights, version=2))
+    (second,) = completions
+    assert engine.version == 2
+    assert second.version_spans == ((0, 2),)
 
 
 def test_draining_starts_nothing_new_until_the_weights_are_in():

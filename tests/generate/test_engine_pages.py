@@ -23,7 +23,7 @@ from tba.generate.native.engine import NativeEngine
 from tba.generate.native.page_pool import SCRATCH, PagePool, PrefixIndex
 from tba.generate.native.running import RunningResponses
 from tba.models.build_decoder import make_decoder
-from tba.types import Request, Sampling
+from tba.types import Prompt, Request, Sampling
 
 PAGE = 4
 
@@ -286,6 +286,14 @@ def test_prompts_that_begin_alike_are_computed_once_as_far_as_they_do():
         np.testing.assert_allclose(completion.policy_log_probs, expected, atol=1e-4)
     assert num_used(engine) == 0
     assert not engine.cache.prefixes._pages
+
+
+def test_a_prompt_does_not_wait_for_a_longer_one_that_has_no_room():
+    """The longer one may begin only where a page stays free for each of the 30 responses before it: there are too few."""
+    ids = make_prompt("b", 24).token_ids
+    requests = [Request(prompt=Prompt(id=str(size), token_ids=ids[:size], text="")) for size in (20, 24)]
+    sampling = Sampling(max_new_tokens=3)
+    assert len(generated(make(pages=20, slots=60), requests, sampling, samples=30)) == 60
 
 
 def test_a_prefix_of_other_weights_is_not_shared():

@@ -204,6 +204,15 @@ def test_a_batch_without_any_weight_does_not_start_log_z():
     assert not step.policy.log_z.started
 
 
+def test_a_batch_without_a_finite_loss_does_not_start_log_z():
+    step, batch = heads_step("tb_learned_z", Budget(max_tokens=10_000)), ragged_batch(P, K)
+    step.restart_log_z()
+    with pytest.raises(NonFiniteLoss):
+        step(replace(batch, reward_PK=torch.full((P, K), math.nan)), beta=0.1, learning_rate=1e-3)
+    assert not step.policy.log_z.started
+    assert math.isfinite(step(batch, beta=0.1, learning_rate=1e-3).metrics["loss"])
+
+
 def test_heads_have_a_clip_and_a_learning_rate_of_their_own():
     policy, head = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
     optimizer = MasterAdamW([policy], TrainConfig(max_grad_norm=1.0), heads=[head], heads_rate=0.5)

@@ -190,7 +190,9 @@ class TrainStep:
         """Tell the device to leave the gradients of the whole batch in the optimizer's weights, without waiting for it."""
         host, batch = batch, batch.to(self.policy.device)  # packing looks at single tokens: on the host that is free
         if self.policy.log_z is not None and not self.policy.log_z.started and batch.totals.responses:
-            self.policy.log_z.start_at(self._vargrad_log_z(host, batch, beta=beta))
+            first = self._vargrad_log_z(host, batch, beta=beta)
+            if math.isfinite(first):  # otherwise the loss is not either, and nothing may move
+                self.policy.log_z.start_at(first)
         whole, num_ranks = deal_prompts(host, self.budget, num_ranks=self.ranks.size), self.ranks.size
         if whole is not None and (self.objective.coupling != "batch" or len(whole[0]) == num_ranks == 1):
             return self._one_pass(host, batch, whole, beta=beta)

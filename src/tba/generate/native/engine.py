@@ -41,7 +41,7 @@ from tba.generate.native.paged_prefill import PagedPrefill
 from tba.generate.native.prefill import READ_AHEAD, Prefill, PrefillQueue
 from tba.generate.native.running import RunningResponses
 from tba.generate.native.slots import SlotState, SlotTable
-from tba.generate.sampling import SamplingNeeds, checked_requests, sample
+from tba.generate.sampling import BrokenLogits, SamplingNeeds, checked_requests, sample
 from tba.generate.scoring import ReferenceScorer
 from tba.models.adapter import DecoderAdapter
 from tba.models.build_decoder import make_decoder
@@ -176,6 +176,7 @@ class NativeEngine:
             return
         if self._slots.any_running():
             self._running.synchronize()  # the spans below need the number of tokens that the old weights chose
+        self._pending = None  # what waited for the last response is older than these
         self._load_now(weights)
         for slot, response in self._slots.items():
             response.open_span(int(self._slots.num_tokens[slot]), weights.version)
@@ -217,6 +218,9 @@ class NativeEngine:
         )
         try:
             yield from self._loop(queue, between_steps)
+        except BrokenLogits:
+            self.cache.wipe()
+            raise
         finally:
             self._queue = None
             self._running.clear()
@@ -315,3 +319,5 @@ class NativeEngine:
     def _load_now(self, weights: Weights) -> None:
         self._load_in_place(weights.tensors)
         self.version = weights.version
+        if self._queue is not None:
+            self._running.forget_prompts(self._queue)

@@ -54,8 +54,14 @@ class KeyValueCache(Protocol):
     def drop(self, prompt: Any) -> None:
         """Nobody starts from a prompt any more."""
 
+    def forget_prefixes(self) -> None:
+        """Prompts that are computed from now on share nothing with those before."""
+
     def clear(self) -> None:
         """There are neither responses nor prompts any more."""
+
+    def wipe(self) -> None:
+        """Set all keys and values to zero: NaN would come back through keys that are out of sight, 0 x NaN being NaN."""
 
     def flush(self) -> None:
         """Tell the device what has changed, before anything runs there."""
@@ -156,8 +162,16 @@ class SlotCache:
     def drop(self, prompt: SlotPrompt) -> None:
         """A batch goes with its last prompt."""
 
+    def forget_prefixes(self) -> None:
+        """Prompts never share anything."""
+
     def clear(self) -> None:
         self._starts.clear()
+
+    @torch.inference_mode()
+    def wipe(self) -> None:
+        self.keys.zero_()
+        self.values.zero_()
 
     def arrange(self, keys: Tensor) -> Tensor:
         """Keys [..., L, D] copied into the order that the cache has."""

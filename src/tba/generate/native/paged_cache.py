@@ -176,6 +176,12 @@ class PagedCache:
         self.table.zero_()
         self._groups_changed = True
 
+    @torch.inference_mode()
+    def wipe(self) -> None:
+        """Set all keys and values to zero, those in use too."""
+        for chunk in self.pool.chunks:
+            chunk.zero_()
+
     # --- prompts -----------------------------------------------------------------------------------------------------
 
     def begin(self, ids: np.ndarray, version: int, *, num_spare: int) -> PagedPrompt | None:
@@ -204,6 +210,10 @@ class PagedCache:
     def drop(self, prompt: PagedPrompt) -> None:
         """Nobody starts from a prompt any more."""
         self._release(prompt.pages)
+
+    def forget_prefixes(self) -> None:
+        """Prompts that are computed from now on share no page with those before."""
+        self.prefixes.clear()
 
     def _release(self, pages: np.ndarray) -> None:
         self.prefixes.forget(self.pool.release(pages))

@@ -100,13 +100,15 @@ class PagedPrefill:
         cache, size = self.cache, LEAST_DEFERRED * self.cache.page_size
         alike: dict[bytes, list[int]] = {}
         num_pages = 0
+        num_spare = int((cache.counts > 0).sum()) + sum(len(prompt.responses) for prompt in waiting)
         for index, prompt in enumerate(waiting):
             if prompt.stored is None or prompt.stored.version != version:
                 num_pages += cache.num_pages(len(prompt.sequence))
                 if len(prompt.sequence) > size:
                     alike.setdefault(prompt.sequence[:size].tobytes(), []).append(index)
-        # Where pages are short the longer one might never come, and they would wait for ever.
-        if num_pages + int((cache.counts > 0).sum()) > cache.pool.num_available:
+        # Where pages are short, with those that stay free (`_begun`), the longer one might never come: they would wait for
+        # ever.
+        if num_pages + num_spare > cache.pool.num_available:
             return found
         for members in alike.values():
             if len(members) > 1:

@@ -74,6 +74,13 @@ class RunningResponses:
         if not self.table.any_running():
             self._refuse(waiting[0].responses[0])
 
+    def forget_prompts(self, queue: PrefillQueue) -> None:
+        """Other weights came: what waits is computed again, also where they have the number of those before, as those of a
+        trainer that went back to a checkpoint."""
+        while queue.give_back(num_kept=0):
+            pass
+        self.cache.forget_prefixes()
+
     def restart(self, queue: PrefillQueue, version: int) -> None:
         """Compute the prompts in slots with the weights in use, where no token was chosen yet."""
         started = [
