@@ -82,7 +82,9 @@ class FusedDecode:
             if self._graphs:
                 torch.cuda.synchronize()  # one of them may be at work
             self._graphs.clear()
-            self._memory = torch.cuda.graph_pool_handle() if self._captures else None  # the old pool goes with its graphs
+            self._memory = (
+                torch.cuda.graph_pool_handle() if self._captures else None
+            )  # the old pool goes with its graphs
             self._warm.clear()  # other sizes may be other kernels, and a capture must not compile any
             self._address = address
 
