@@ -10,8 +10,9 @@ from tba.generate.native import kv_cache
 from tba.generate.native.engine import NativeEngine
 from tba.generate.native.page_pool import PAGE
 from tba.generate.native.paged_cache import PagedCache
-from tba.models.decoder import Decoder, UnsupportedModel, why_never_fused
+from tba.models.decoder import Decoder, UnsupportedModel
 from tba.models.decoder_attention import CausalAttention
+from tba.models.fused_pass import why_never_fused
 from tba.types import Sampling
 
 
