@@ -25,11 +25,12 @@ from tba.models.fused_pass import FusedPass
 
 logger = logging.getLogger("tba.generate")
 
-DECODE_STEPS_PER_SNAPSHOT = 8
-"""Decode steps between two snapshots: a finished slot idles half of them on average, a snapshot costs about as much."""
 DECODE_STEPS_AHEAD = 4
-"""Decode steps between two snapshots where the next ones run while the host reads: nothing waits, but a finished slot idles
-longer."""
+"""Decode steps between two snapshots: the next ones run while the host reads, so nothing waits, but a finished slot idles
+until then."""
+DECODE_STEPS_PER_SNAPSHOT = 8
+"""The same where the next ones must wait for the host: a finished slot idles half of them on average, a snapshot costs about
+as much."""
 
 
 def slots_of_graph(count: int, num_slots: int) -> int:
