@@ -86,12 +86,12 @@ def test_tokens_are_embedded_in_fp32_after_rounding_to_the_matrix():
 @pytest.mark.parametrize("rows", [1, 40, 100, 256])
 @pytest.mark.parametrize("kind", ["plain", "gated", "parts"])
 def test_tiles_that_are_chosen_compute_the_product(kind: str, rows: int):
-    x, weight = random(rows, 896, seed=0), random(1152, 896, seed=1)
+    x, weight = random(rows, 896, seed=0), random(320, 896, seed=1)  # long sums: parts at any number of rows
     tile = choose_tile(kind, x, weight)
     assert tile is not None
     wanted = x.double() @ weight.double().t()
     if kind == "gated":
-        assert_close(gated_linear(x, weight, None, tile, gelu=False), F.silu(wanted[:, :576]) * wanted[:, 576:])
+        assert_close(gated_linear(x, weight, None, tile, gelu=False), F.silu(wanted[:, :160]) * wanted[:, 160:])
     elif kind == "plain":
         assert_close(linear(x, weight, None, tile), wanted)
     else:
