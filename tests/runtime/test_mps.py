@@ -1,9 +1,11 @@
 """The MPS daemon is started only where it helps; everywhere else a reason is given."""
 
+import os
+
 import pytest
 
 from tba.config import load_config
-from tba.runtime.mps import PIPES, start_mps, why_no_mps
+from tba.runtime.mps import PIPES, PRIORITY, give_way_to_searchers, start_mps, why_no_mps
 
 
 @pytest.mark.parametrize(
@@ -35,3 +37,19 @@ def test_asking_for_it_where_it_cannot_be_is_an_error():
     with pytest.raises(RuntimeError, match=r"runtime\.mps=on, but there is no NVIDIA GPU"):
         start_mps(load_config(None, ["runtime.mps=on", "model.device=cpu"]))
     assert not start_mps(load_config(None, ["model.device=cpu"]))
+
+
+def test_a_trainer_gives_way_to_searchers_that_share_its_gpu_through_a_daemon(monkeypatch):
+    apart = "runtime.placement={trainer: cuda:0, searchers: cuda:1}"
+    monkeypatch.delenv(PRIORITY, raising=False)
+    monkeypatch.delenv(PIPES, raising=False)
+    give_way_to_searchers(load_config(None, ["model.device=cuda"]))  # there is no daemon
+    monkeypatch.setenv(PIPES, "/somewhere")
+    give_way_to_searchers(load_config(None, ["model.device=cuda", "mode=sync"]))
+    give_way_to_searchers(load_config(None, [apart]))
+    assert PRIORITY not in os.environ
+    give_way_to_searchers(load_config(None, ["model.device=cuda"]))
+    assert os.environ[PRIORITY] == "1"
+    monkeypatch.setenv(PRIORITY, "0")  # a user's own word is kept
+    give_way_to_searchers(load_config(None, ["model.device=cuda"]))
+    assert os.environ[PRIORITY] == "0"

@@ -32,7 +32,7 @@ from tba.observe.listener import RunListener
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import stacks_to
 from tba.runtime.links import ShowStacks
-from tba.runtime.mps import start_mps
+from tba.runtime.mps import give_way_to_searchers, start_mps
 from tba.runtime.processes import prepare_roles
 from tba.runtime.seats import Host
 from tba.search.make import make_search_engine
@@ -77,6 +77,8 @@ def train(
         checkpoint = checkpoint_to_resume(folder, config, resume)
     if host is None:
         start_mps(config)  # before anything touches the GPU
+    else:
+        give_way_to_searchers(config)  # this process is the trainer's alone
     if host is None and not config.takes_turns:
         prepare_roles(config.runtime.threads)
     check_devices(config)

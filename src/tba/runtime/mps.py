@@ -24,6 +24,7 @@ TIMEOUT_SECONDS = 20.0
 WATCH = 'while kill -0 "$1" 2>/dev/null; do sleep 1; done; echo quit | "$2"; rm -rf "$3"'
 """Arguments: process, control program, folder."""
 PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+PRIORITY, BELOW_NORMAL = "CUDA_MPS_CLIENT_PRIORITY", "1"
 
 
 def why_no_mps(config: Config) -> str | None:
@@ -63,6 +64,14 @@ def start_mps(config: Config) -> bool:
         raise RuntimeError(f"runtime.mps=on, but {reason}.")
     logger.info("no MPS daemon: %s.", reason)
     return False
+
+
+def give_way_to_searchers(config: Config) -> None:
+    """In the trainer's own process, before it touches the GPU: where searchers share the GPU through a daemon, their kernels
+    go first. A decode step is hundreds of small kernels that would each wait for the trainer's large ones; the other way
+    round little is lost (docs/gpu.md)."""
+    if PIPES in os.environ and not config.takes_turns and RolePlacement.of(config).shared_gpus:
+        os.environ.setdefault(PRIORITY, BELOW_NORMAL)
 
 
 def _start() -> str | None:
