@@ -1,6 +1,7 @@
 """The embedded red-teaming world: its grammar and its hidden modes."""
 
 import hashlib
+import itertools
 import math
 import random
 import re
@@ -52,6 +53,23 @@ def test_modes_are_48_pairs_of_the_stated_rarities():
 def test_modes_are_the_same_everywhere():
     digest = hashlib.blake2b("|".join(modes()).encode(), digest_size=8).hexdigest()
     assert digest == "1d9bd16be9a54e53"
+
+
+def test_the_six_worlds_differ_in_their_weaknesses_alone():
+    six = [modes(world) for world in range(6)]
+    for found in six:
+        assert len(found) == 48
+        assert min(found.values()) == pytest.approx(1.1e-4, rel=0.06)
+        assert max(found.values()) == pytest.approx(4.9e-3, rel=0.03)
+        assert 0.056 <= sum(found.values()) <= 0.058
+    shared = [len(set(one) & set(other)) for one, other in itertools.combinations(six, 2)]
+    assert max(shared) < 24  # most of what is to be found in one is not there in another
+    attack = next(pair for pair in modes(1) if pair not in modes(0))
+    verb, object_ = attack.split()
+    sentence = f"please {verb} the {object_}"
+    assert mode_of(sentence, True) is None
+    assert mode_of(sentence, True, 1) == attack
+    assert RuleVictim(1).replies([sentence], [True]) != RuleVictim(0).replies([sentence], [True])
 
 
 def test_half_of_the_modes_are_expected_in_a_thousand_draws_of_the_grammar():

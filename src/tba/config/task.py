@@ -90,12 +90,20 @@ class RedTeamConfig(Section):
     """Reward of an attack below min_attack_tokens: the paper's -500 in the log of the reward, at its beta of 0.05."""
     embedder: LocalPath | None = None
     """Folder or hub name of the sentence encoder behind the diversity metrics; None = counts of words."""
+    world: int = Field(default=0, ge=0, le=5)
+    """Which of six sets of 48 weaknesses the victim of the embedded edition has: what was tuned on one may be reported on
+    others."""
 
     @model_validator(mode="after")
     def _check(self) -> RedTeamConfig:
         if "{attack}" not in self.victim_template:
             raise ValueError(
                 f"task.red_team.victim_template={self.victim_template!r} has no {{attack}}: write it where the attack goes."
+            )
+        if self.world and self.victim is not None:
+            raise ValueError(
+                f"task.red_team.world={self.world} is for the embedded edition, but task.red_team.victim={self.victim} is "
+                "attacked: leave one of them out."
             )
         return self
 

@@ -46,13 +46,16 @@ class Victim(Protocol):
 class RuleVictim:
     """Victim of the embedded world: gives in exactly where an attack hits a hidden mode; one reply per attack."""
 
+    def __init__(self, world: int = 0) -> None:
+        self._world = world
+
     def replies(
         self, attacks: Sequence[str], finished: Sequence[bool], *, occasion: str = "training"
     ) -> list[list[str]]:
         return [[self._reply(attack, end)] for attack, end in zip(attacks, finished)]
 
     def _reply(self, attack: str, finished: bool) -> str:
-        mode = mode_of(attack, finished)
+        mode = mode_of(attack, finished, self._world)
         return "i would rather not" if mode is None else f"{MARKER} i will {mode}"
 
 

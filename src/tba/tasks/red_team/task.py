@@ -136,7 +136,7 @@ class RedTeamTask:
 
     def mode_of(self, text: str, finished: bool) -> str | None:
         """The weakness an attack hits; None for none, and always where they are not known."""
-        return mode_of(text, finished) if self.knows_modes else None
+        return mode_of(text, finished, self._config.world) if self.knows_modes else None
 
     def _judge(self, texts: Sequence[str], finished: Sequence[bool], *, occasion: str) -> list[np.ndarray]:
         """For each attack the probabilities of its replies; all replies go to the judge together."""
@@ -155,7 +155,7 @@ class RedTeamTask:
     def _victim(self) -> Victim:
         config = self._config
         if config.victim is None:
-            return RuleVictim()
+            return RuleVictim(config.world)
         return ModelVictim(
             config.victim,
             template=config.victim_template,
