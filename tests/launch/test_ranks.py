@@ -11,8 +11,8 @@ import torch.distributed as dist
 from problem import command, heed_signals, make_config, steps_of, wait_for
 
 from tba.config import ConfigError
-from tba.launch.ranks import Torchrun, with_torchrun
 from tba.launch.start import train
+from tba.launch.torchrun import Torchrun, with_torchrun
 from tba.observe.files import RunFolder, read_summary
 
 RANKS = ("train.ranks=2", "train.checkpoint_every=3")
