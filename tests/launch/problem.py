@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import sys
 import time
 from pathlib import Path
@@ -121,12 +120,6 @@ def command(folder: Path, name: str, *overrides: str, reward: str = "sevens") ->
     options += ["--reward", f"{folder}/rewards.py:{reward}"]
     settings = [*SETTINGS, f"output={folder}/runs", f"name={name}", *overrides]
     return [sys.executable, "-m", "tba", "train", *options, *settings]
-
-
-def heed_signals() -> None:
-    """For a process that is to be interrupted: these tests may run under nohup or in the background of a script."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def steps_of(config: Config) -> list[int]:

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 
 import psutil
 import pytest
-from problem import command, heed_signals, make_config, steps_of, wait_for
+from commands import heed_signals
+from problem import command, make_config, steps_of, wait_for
 from test_supervision import role
 
 from tba.observe.files import RunFolder

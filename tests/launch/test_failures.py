@@ -2,15 +2,13 @@
 
 import json
 import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import psutil
 import pytest
-from problem import SETTINGS, children, heed_signals, make_config, wait_for
+from commands import Command
+from problem import SETTINGS, children, make_config, wait_for
 
 from tba.launch import train
 from tba.observe.files import RunFolder
@@ -117,19 +115,9 @@ def command(folder, name: str, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "tba", "train", *options, *settings]
 
 
-@contextmanager
-def running(command: list[str]) -> Iterator[subprocess.Popen]:
-    """A process that does not outlive a test that failed."""
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def test_a_killed_trainer_leaves_no_orphan(folder):
     config = make_config(folder, "name=trainer-killed")
-    with running(command(folder, "trainer-killed")) as trainer:
+    with Command(command(folder, "trainer-killed")) as trainer:
         assert wait_for(lambda: has_stepped(config))
         below = psutil.Process(trainer.pid).children(recursive=True)
         assert below
@@ -140,7 +128,7 @@ def test_a_killed_trainer_leaves_no_orphan(folder):
 
 def test_ctrl_c_saves_and_leaves_nothing_running(folder):
     config = make_config(folder, "name=ctrl-c")
-    with running(command(folder, "ctrl-c")) as trainer:
+    with Command(command(folder, "ctrl-c")) as trainer:
         assert wait_for(lambda: has_stepped(config))
         below = psutil.Process(trainer.pid).children(recursive=True)
         trainer.send_signal(signal.SIGINT)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from problem import command, heed_signals, make_config, steps_of, wait_for
+from commands import heed_signals
+from problem import command, make_config, steps_of, wait_for
 from test_supervision import role
 
 from tba.config import ConfigError

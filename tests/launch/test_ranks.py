@@ -8,7 +8,8 @@ import sys
 import psutil
 import pytest
 import torch.distributed as dist
-from problem import command, heed_signals, make_config, steps_of, wait_for
+from commands import Command, heed_signals
+from problem import command, make_config, steps_of, wait_for
 
 from tba.config import ConfigError
 from tba.launch.start import train
@@ -20,21 +21,13 @@ RANKS = ("train.ranks=2", "train.checkpoint_every=3")
 
 def test_a_run_over_two_ranks_survives_the_loss_of_one_and_goes_on_with_one(folder):
     config = make_config(folder, "name=ranks", "train.max_steps=15", *RANKS)
-    with subprocess.Popen(
-        command(folder, "ranks", "train.max_steps=15", *RANKS),
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_signals,
-    ) as process:
-        try:
-            assert wait_for(lambda: max(steps_of(config), default=0) >= 4, 120)
-            started = psutil.Process(process.pid).children(recursive=True)
-            rank = next(p for p in started if p.name() == "trainer-rank-1")
-            listening = [c for p in started for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-            rank.kill()
-            _, errors = process.communicate(timeout=120)
-        finally:
-            process.kill()
+    with Command(command(folder, "ranks", "train.max_steps=15", *RANKS)) as process:
+        assert wait_for(lambda: max(steps_of(config), default=0) >= 4, 120)
+        started = psutil.Process(process.pid).children(recursive=True)
+        rank = next(p for p in started if p.name() == "trainer-rank-1")
+        listening = [c for p in started for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        rank.kill()
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert f"trainer-rank-1 (process {rank.pid}) has ended with status -9" in errors
     assert "it is resumed" in errors

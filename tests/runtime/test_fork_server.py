@@ -49,3 +49,15 @@ def test_one_server_serves_all_runs_of_a_process(tmp_path):
         role.kill()
     assert len(parents) == 1
     assert before is None or before is ForkServer._shared[1]
+
+
+def test_a_role_that_starts_roles_has_a_server_of_its_own_that_ends_with_it(tmp_path):
+    role = RoleProcess("above", targets.starts_a_role, {}, log=tmp_path / "role.log", forked=True, starts_roles=True)
+    had, passed_on, pid, below, server = role.link.receive(timeout_seconds=60.0)
+    assert (had, passed_on, pid) == (True, [], role.pid)
+    processes = [psutil.Process(number) for number in (below, server)]
+    assert processes[1].ppid() == role.pid
+    ours = psutil.Process(psutil.Process(role.pid).ppid())
+    assert processes[1].cmdline() == ours.cmdline(), "a fork of this one's, which imports nothing again"
+    role.kill()
+    assert psutil.wait_procs(processes, timeout=60.0)[1] == []

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 import cloudpickle
 
 from tba.runtime.deadlines import dump_stacks, write_stacks_when_asked
-from tba.runtime.fork_server import INTERRUPTED, ForkedProcess, ForkServer, die_with_parent, show_as
+from tba.runtime.fork_server import INTERRUPTED, OWN_SERVER, ForkedProcess, ForkServer, die_with_parent, show_as
 from tba.runtime.links import PARENT, Failed, Link, RunCannotGoOn, StartSearchers
 
 logger = logging.getLogger("tba")
@@ -115,17 +115,20 @@ class RoleProcess(Generic[L]):
         fds: Sequence[int] = (),
         threads: int = 1,
         forked: bool = False,
+        starts_roles: bool = False,
         make_link: Callable[[Connection], L] = Link,  # type: ignore[assignment]  # L is Link then
     ) -> None:
         """`target` is a function, `module:function` where this process should not import the module, or a pickled
         (function, arguments) that this process need not understand. `log` None = it writes where this process does. `fds`
-        are descriptors that it inherits. `forked` saves a process that needs torch its imports."""
+        are descriptors that it inherits. `forked` saves a process that needs torch its imports; one that
+        `starts_roles` saves theirs too."""
         self.name = name
         self.log = log
         ours, theirs = Pipe()
         environment = role_environment(threads)
         self._process: subprocess.Popen[bytes] | ForkedProcess
         if forked and sys.platform == "linux":
+            prepare_roles(threads)
             self._process = ForkServer.start_role(
                 threads,
                 name,
@@ -133,6 +136,7 @@ class RoleProcess(Generic[L]):
                 descriptors=fds if log is not None else (1, 2, *fds),
                 log=log,
                 environment=environment,
+                starts_roles=starts_roles,
             )
         elif log is None:
             self._process = popen("tba.runtime.processes", theirs.fileno(), fds, None, environment)
@@ -237,7 +241,8 @@ def prepare_roles(threads: int) -> None:
 def role_environment(threads: int) -> dict[str, str]:
     """Thread counts are fixed before torch starts: processes that share cores must not fight over them."""
     pinned = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
-    return {**os.environ, **pinned, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    ours = {name: value for name, value in os.environ.items() if name != OWN_SERVER}  # it is this process's alone
+    return {**ours, **pinned, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
 def run_role(link_descriptor: int) -> int:
