@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from builders import tiny_llama, tiny_tokenizer
+from transformers import LlamaForCausalLM
 
 from tba.config import Config, load_config
 from tba.launch import evaluate_model
@@ -59,9 +60,14 @@ SETTINGS = (
 )
 
 
-def write_problem(folder: Path, *, num_prompts: int = 30) -> None:
+def start_model(layers: int = 1) -> LlamaForCausalLM:
+    """One layer unless a test needs more: nearly all of a step's time is the interpreter's, layer by layer."""
+    return tiny_llama(num_hidden_layers=layers)
+
+
+def write_problem(folder: Path, *, num_prompts: int = 30, layers: int = 1) -> None:
     """model/, data.jsonl and rewards.py."""
-    tiny_llama().save_pretrained(folder / "model")
+    start_model(layers).save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
     generator = random.Random(0)
     rows = [

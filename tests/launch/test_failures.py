@@ -143,7 +143,7 @@ def test_ctrl_c_saves_and_leaves_nothing_running(folder):
 
 def test_a_hanging_reward_costs_its_samples_only(folder, caplog):
     config = make_config(
-        folder, "mode=sync", "name=hangs", "train.max_steps=1", "search.reward_timeout_seconds=2",
+        folder, "mode=sync", "name=hangs", "seed=1", "train.max_steps=1", "search.reward_timeout_seconds=2",
         "task.eval_fraction=0", "train.responses_per_step=8", reward="hangs_on_w9",
     )  # fmt: skip
     assert train(config)["steps"] == 1
