@@ -8,6 +8,7 @@ main script again, so training scripts need no `if __name__ == "__main__"`.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import logging
@@ -263,6 +264,7 @@ def run_role(link_descriptor: int) -> int:
         if isinstance(target, str):
             module, _, name = target.partition(":")
             target = getattr(importlib.import_module(module), name)
+        gc.enable()
         return target(link, **arguments) or 0
     except Exception as error:  # the process boundary: told to the parent, logged, and the exit status says so
         traceback.print_exc()
@@ -278,6 +280,7 @@ def _parent_is_gone() -> None:
 
 if __name__ == "__main__":
     die_with_parent()
+    gc.disable()  # until its target is imported, as in the fork server: looking for garbage takes an eighth of that time
     try:
         status = run_role(int(sys.argv[1]))
     except KeyboardInterrupt:
