@@ -84,14 +84,14 @@ class Command:
         if self._role.alive:
             self._role.kill()
 
-    def wait(self, timeout: float = 120.0) -> int:
+    def wait(self, timeout: float = 300.0) -> int:
         if not self._role.wait(timeout):
             raise subprocess.TimeoutExpired(self.args, timeout)
         status = self.returncode
         assert status is not None
         return status
 
-    def communicate(self, timeout: float = 120.0) -> tuple[str, str]:
+    def communicate(self, timeout: float = 300.0) -> tuple[str, str]:
         """Wait for its end, and for that of everybody who writes where it did; returns what was captured."""
         self.wait(timeout)
         for reader in self._readers:

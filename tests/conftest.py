@@ -6,19 +6,21 @@ import torch
 torch.set_num_threads(1)
 
 LONGEST = (
-    *("launch/test_node_loss.py", "launch/test_collapse.py", "runtime/test_cluster.py", "launch/test_ranks.py"),
-    *("launch/test_resume.py", "launch/test_runs.py", "launch/test_cluster_runs.py", "api/test_api.py"),
-    *("compare/test_compare_runs.py", "launch/test_failures.py", "tasks/test_reward_workers.py"),
-    *("launch/test_readme.py", "generate/test_engine_families.py", "replay/test_replay_sampling.py"),
-    *("launch/test_bad_inputs.py", "models/test_flash_attention.py", "launch/test_faults.py"),
-    *("generate/test_engine_ahead.py", "train/test_sharded.py", "launch/test_supervision.py"),
-    *("launch/test_staleness.py", "launch/test_later_rows.py", "tasks/test_task_evaluators.py"),
-    *("runtime/test_copies.py", "launch/test_cli.py", "launch/test_example.py", "replay/test_replay_mixing.py"),
-    *("generate/test_engine_contract.py", "generate/test_engine_native.py", "generate/test_engine_fuzz.py"),
-    *("tasks/test_tldr_prepare.py", "tasks/test_red_team_task.py", "tasks/test_grader_pairs.py"),
-    *("tasks/test_arithmetic.py", "observe/test_guards.py", "test_models_table.py"),
+    *("launch/test_node_loss.py", "launch/test_collapse.py", "compare/test_compare_runs.py"),
+    *("launch/test_ranks.py", "launch/test_runs.py", "replay/test_replay_sampling.py"),
+    *("launch/test_cluster_runs.py", "generate/test_engine_families.py", "launch/test_bad_inputs.py"),
+    *("runtime/test_cluster.py", "models/test_flash_attention.py", "generate/test_engine_ahead.py"),
+    *("launch/test_resume.py", "launch/test_staleness.py", "replay/test_replay_mixing.py"),
+    *("api/test_api.py", "tasks/test_task_evaluators.py", "generate/test_engine_contract.py"),
+    *("launch/test_failures.py", "generate/test_engine_native.py", "tasks/test_tldr_prepare.py"),
+    *("launch/test_readme.py", "launch/test_example.py", "generate/test_engine_fuzz.py"),
+    *("train/test_sharded.py", "tasks/test_arithmetic.py", "observe/test_guards.py"),
+    *("launch/test_faults.py", "test_models_table.py", "tasks/test_red_team_task.py"),
+    *("launch/test_supervision.py", "tasks/test_reward_workers.py", "launch/test_later_rows.py"),
+    *("runtime/test_copies.py", "launch/test_cli.py", "tasks/test_grader_pairs.py"),
 )
-"""Files of more than ten seconds, those that mostly wait beside those that compute."""
+"""Files of more than ten seconds. Beside one that starts processes which all import torch are two that compute in one: where
+three of the former came at once on two cores, their deadlines would come near."""
 
 
 def pytest_collection_modifyitems(items):

@@ -110,7 +110,7 @@ def _is_of_a_run(process: psutil.Process) -> bool:
         return False
 
 
-def wait_for(condition, seconds: float = 60.0) -> bool:
+def wait_for(condition, seconds: float = 120.0) -> bool:
     """Poll with a deadline."""
     deadline = time.monotonic() + seconds
     while not condition():

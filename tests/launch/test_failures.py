@@ -132,7 +132,7 @@ def test_ctrl_c_saves_and_leaves_nothing_running(folder):
         assert wait_for(lambda: has_stepped(config))
         below = psutil.Process(trainer.pid).children(recursive=True)
         trainer.send_signal(signal.SIGINT)
-        _, errors = trainer.communicate(timeout=60)
+        _, errors = trainer.communicate(timeout=120)
     assert trainer.returncode == 130, errors
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in below)
     run = RunFolder(config.run_folder)

@@ -38,7 +38,7 @@ def test_closed_output_does_not_end_a_run(folder):
     """`tba train ... 2>&1 | head -1`: both streams lose their reader at the start, and the exit status is 0."""
     settings = ("mode=sync", "observe.progress=true", "evaluate.every=2")
     with Command(command(folder, "closed", *settings), captured=(), prepare=lose_readers) as process:
-        assert process.wait(120) == 0
+        assert process.wait(300) == 0
     assert json.loads((folder / "runs" / "closed" / "summary.json").read_text())["steps"] == 6
 
 
@@ -47,7 +47,7 @@ def test_a_hang_up_saves_and_ends_the_run(folder):
     with Command(command(folder, "hang-up", ENDLESS, "mode=sync")) as process:
         assert wait_for(lambda: steps_of(config))
         process.send_signal(signal.SIGHUP)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     run = RunFolder(config.run_folder)
     assert run.newest_checkpoint().name == f"step-{json.loads(run.summary.read_text())['steps']}"

@@ -70,7 +70,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_and_keep
     ]
     with Command(command) as process:
         # Steps may run ahead of the disk: what counts here is what has been committed.
-        wait_for(lambda: process.poll() is not None or (run.metrics.is_file() and len(rows(run)) >= 12), 120.0)
+        wait_for(lambda: process.poll() is not None or (run.metrics.is_file() and len(rows(run)) >= 12), 300)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     before = rows(run)

@@ -33,7 +33,7 @@ def test_a_trainer_that_is_killed_is_resumed_and_its_searchers_go_on(folder):
         os.kill(trainer, signal.SIGKILL)
         assert wait_for(lambda: role(run, "trainer").get("pid", trainer) != trainer)
         assert role(run, "searcher-0")["pid"] == searcher, "the same process goes on"
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert "the trainer was killed by signal 9" in errors
     assert steps_of(config) == list(range(1, 31))
@@ -53,7 +53,7 @@ def test_without_restarts_a_killed_trainer_ends_the_run_with_advice(folder):
     with Command(command(folder, "not-again", *settings)) as process:
         assert wait_for(lambda: steps_of(config) and role(run, "trainer"))
         os.kill(role(run, "trainer")["pid"], signal.SIGKILL)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGKILL
     assert "--resume" in errors
     for written in (run.summary, run.status):
@@ -72,7 +72,7 @@ def test_a_run_saves_when_every_process_of_it_is_asked_to_end(folder):
         assert wait_for(lambda: steps_of(config) and role(run, "searcher-0"))
         for pid in (process.pid, role(run, "trainer")["pid"]):
             os.kill(pid, signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     summary = json.loads(run.summary.read_text())
     assert summary["outcome"] == "interrupted"
