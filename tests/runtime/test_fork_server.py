@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -27,6 +28,17 @@ def test_a_fork_has_its_callers_descriptors_folder_and_environment(tmp_path, mon
     assert process.wait(60.0)
     os.close(reading)
     os.close(writing)
+
+
+def test_the_log_of_a_fork_is_named_from_its_callers_folder_wherever_that_was_before(tmp_path, monkeypatch):
+    """As in a script that changes its folder between two trainings."""
+    RoleProcess("before", targets.deaf, {}, log=tmp_path / "before.log", forked=True).kill()
+    monkeypatch.chdir(tmp_path)
+    process = RoleProcess("later", targets.echo, {"prefix": ""}, log=Path("later.log"), forked=True)
+    process.link.send("alive")
+    assert process.link.receive(timeout_seconds=60.0) == "alive"
+    process.kill()
+    assert (tmp_path / "later.log").exists()
 
 
 def test_roles_end_with_their_server_and_a_new_one_takes_its_place(tmp_path):

@@ -385,6 +385,7 @@ def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         spare = max(FIRST_SPARE_DESCRIPTOR, *start.descriptors) + 1
         parked = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, spare) for descriptor in descriptors]
+        os.chdir(start.folder)  # which need not be the server's: the log's path may be relative
         if start.log is not None:
             log = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             os.dup2(log, 1)
@@ -396,7 +397,6 @@ def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
             os.close(held)
         os.environ.clear()
         os.environ.update(start.environment)
-        os.chdir(start.folder)
         if start.starts_roles:
             _fork_own_server(start.threads, below=spare)
         from tba.runtime.processes import run_role
