@@ -1,11 +1,16 @@
 """The `tba` command. What the roles of a training need is being imported while the command line itself is."""
 
+import os
 import sys
+
+NO_ROLES = frozenset({"--help", "--dry-run", "runtime.kind=ray"})
+"""Arguments with which a training starts no roles on this machine, or none by itself."""
 
 
 def main() -> None:
     """Run the command line; see tba.cli."""
-    if sys.argv[1:2] == ["train"] and not {"--help", "--dry-run"} & set(sys.argv):
+    is_later_rank = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
+    if sys.argv[1:2] == ["train"] and not NO_ROLES & set(sys.argv) and not is_later_rank:
         from tba.runtime.processes import prepare_roles  # nothing heavy comes with it
 
         prepare_roles(threads=1)  # the default; another number would need another process

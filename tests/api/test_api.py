@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from commands import run_command
 from huggingface_hub.errors import OfflineModeIsEnabled
 from problem import SETTINGS, make_config
 from transformers import (
@@ -59,11 +60,11 @@ def test_tba_trainer_and_the_command_give_the_same_run(folder):
         f"{folder}/rewards.py:sevens",
     ]
     settings = [*SETTINGS, "mode=sync", f"output={folder}/runs", f"name={name}"]
-    subprocess.run([sys.executable, "-m", "tba", "train", *options, *settings], check=True, capture_output=True)
+    run_command([sys.executable, "-m", "tba", "train", *options, *settings]).check_returncode()
 
     # Both in new processes: what other tests have made of this one's matrix products (a fallback of oneDNN) does not count.
     (folder / "by_python.py").write_text(BY_PYTHON)
-    subprocess.run([sys.executable, "by_python.py"], check=True, capture_output=True, cwd=folder)
+    run_command([sys.executable, "by_python.py"], folder=folder).check_returncode()
     assert losses(folder / "runs" / "by-python") == losses(folder / "runs" / name)
 
 
@@ -87,7 +88,7 @@ trainer = TBATrainer(
 )
 print(trainer.train()["steps"])
 """)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    done = run_command([sys.executable, str(script)])
     assert done.stdout.strip() == "3", done.stderr
 
 

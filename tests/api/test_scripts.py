@@ -1,13 +1,13 @@
 """Scripts written for TRL's GRPOTrainer, after its documentation, run here with their import changed and nothing else. They
 need the `datasets` package, which comes with TRL (the extra `benchmark`); sizes are for a CPU."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from builders import tiny_llama, tiny_tokenizer
+from commands import run_command
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 pytest.importorskip("datasets", reason="the extra `benchmark` is not installed")
@@ -119,6 +119,6 @@ def test_a_script_of_trl_runs_with_its_import_changed(folder, tmp_path, script, 
     for name in ("model", "judge"):
         (tmp_path / name).symlink_to(folder / name)
     (tmp_path / "script.py").write_text(script.replace("from trl import", "from tba import"))
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_command([sys.executable, "script.py"], folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert printed in done.stdout, done.stdout + done.stderr

@@ -16,7 +16,7 @@ from tba.compare.study import make_study
 BASE = {
     "mode": "sync",
     "train": {"max_steps": 2, "responses_per_step": 8, "samples_per_prompt": 4},
-    "evaluate": {"num_prompts": 4},
+    "evaluate": {"num_prompts": 4, "every": 0},  # before the first step and after the last one
     "task": {"num_train_prompts": 50},
     "generate": {"max_new_tokens": 40, "temperature": 2.0},  # long and varied enough that there is something to learn
 }

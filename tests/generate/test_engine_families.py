@@ -36,11 +36,11 @@ def make_engine(model, **changes):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_transformers_generate(family):
     model = make_tiny_model(family)
-    requests = make_requests(3, 9, 1, 14, 6)
-    sampling = Sampling(max_new_tokens=20, greedy=True)
+    requests = make_requests(3, 9, 1, 14)  # more than slots, shorter and longer than windows
+    sampling = Sampling(max_new_tokens=12, greedy=True)
     found = by_key(make_engine(model).generate(requests, samples_per_prompt=1, sampling=sampling))
     for request in requests:
-        expected = generate_greedily(model, request.prompt.token_ids, 20, STOPS)
+        expected = generate_greedily(model, request.prompt.token_ids, 12, STOPS)
         assert found[request.prompt.id, 0].token_ids.tolist() == expected
 
 
@@ -52,7 +52,7 @@ def test_policy_log_probs_equal_a_plain_forward_pass(family, pages, monkeypatch)
     model = make_tiny_model(family)
     requests = make_requests(2, 13, 7)
     engine = make_engine(model)
-    found = by_key(engine.generate(requests, samples_per_prompt=2, sampling=Sampling(max_new_tokens=18)))
+    found = by_key(engine.generate(requests, samples_per_prompt=2, sampling=Sampling(max_new_tokens=12)))
     for request in requests:
         for index in range(2):
             completion = found[request.prompt.id, index]

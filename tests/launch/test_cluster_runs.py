@@ -10,7 +10,8 @@ from importlib.util import find_spec
 
 import psutil
 import pytest
-from problem import command, heed_signals, make_config, steps_of, wait_for
+from commands import heed_signals
+from problem import command, make_config, steps_of, wait_for
 from test_supervision import role
 
 from tba.observe.files import RunFolder
@@ -37,7 +38,7 @@ def test_a_run_on_a_private_cluster_survives_its_searcher_and_its_trainer(folder
         ExitStack() as closing,
     ):
         closing.callback(process.kill)  # or a failure below would wait for the end of an endless run
-        assert wait_for(lambda: max(steps_of(config), default=0) >= 20 and role(run, "searcher-0"), 120)
+        assert wait_for(lambda: max(steps_of(config), default=0) >= 20 and role(run, "searcher-0"), 300)
         started = psutil.Process(process.pid).children(recursive=True)
         listening = [c for p in started for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
         assert {c.laddr.ip.removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}
@@ -46,7 +47,7 @@ def test_a_run_on_a_private_cluster_survives_its_searcher_and_its_trainer(folder
         os.kill(role(run, "trainer")["pid"], signal.SIGKILL)
         assert wait_for(lambda: restarts("trainer/restarts") == 1)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     summary = json.loads(run.summary.read_text())
     assert summary["outcome"] == "interrupted"

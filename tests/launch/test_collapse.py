@@ -19,6 +19,9 @@ ABSURD = "train.learning_rate={kind: cosine, start: 1e-4, end: 1.0}"
 """Rises to a thousand times what the tiny model bears: within forty steps its responses are one or two tokens long."""
 SETTINGS = ("mode=sync", "seed=3", "train.max_steps=100", "evaluate.num_prompts=1", "objective.beta=0.05", ABSURD)
 
+LAYERS = 2
+"""Layers of the start model: with one it does not collapse so soon."""
+
 OUTAGE = """
 from pathlib import Path
 
@@ -32,6 +35,13 @@ def judge(completions, **columns):
     return [0.5] * len(completions)
 """
 """A judge that likes everything, but for an outage of fifteen steps after the first twenty, in which it dislikes words."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("problem")
+    write_problem(path, layers=LAYERS)
+    return path
 
 
 def test_a_collapsed_run_stops_and_its_healthy_checkpoint_loads(folder):
@@ -101,7 +111,7 @@ def records_of(run: RunFolder) -> list[dict]:
 
 @pytest.mark.parametrize("mode", [["mode=sync"], ["mode=fixed_lag"], ["mode=async", "replay.lag=pace"]], ids=str)
 def test_a_run_that_collapses_goes_back_and_on_more_gently(tmp_path, mode, caplog):
-    write_problem(tmp_path)
+    write_problem(tmp_path, layers=LAYERS)
     (tmp_path / "rewards.py").write_text(OUTAGE)
     config = make_config(
         tmp_path, "seed=3", "train.max_steps=45", "evaluate.num_prompts=1", "objective.beta=0.05", *mode,

@@ -16,7 +16,7 @@ from tba.models.names import resolve_path
 from tba.observe.files import RunFolder
 from tba.runtime.board import Board
 
-STEPS, P, K = 20, 4, 4
+STEPS, P, K = 20, 2, 3
 Step = tuple[float, float, list[list[int]]]
 """Loss, mean reward, tokens of every response."""
 

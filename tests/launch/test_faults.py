@@ -5,12 +5,12 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import threading
 
 import psutil
 import pytest
-from problem import children, command, heed_signals, make_config, steps_of, wait_for
+from commands import Command
+from problem import children, command, make_config, steps_of, wait_for
 
 from tba.launch import train
 from tba.observe.claim import NAME, FolderInUse
@@ -26,30 +26,28 @@ def at_step(config, step: int, action) -> threading.Thread:
     return thread
 
 
+def lose_readers() -> None:
+    """Make both streams of this process pipes that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    for stream in (1, 2):
+        os.dup2(writing, stream)
+
+
 def test_closed_output_does_not_end_a_run(folder):
     """`tba train ... 2>&1 | head -1`: both streams lose their reader at the start, and the exit status is 0."""
-    process = subprocess.Popen(
-        command(folder, "closed", "mode=sync", "observe.progress=true", "evaluate.every=2"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    process.stdout.close()
-    process.stderr.close()
-    assert process.wait(120) == 0
+    settings = ("mode=sync", "observe.progress=true", "evaluate.every=2")
+    with Command(command(folder, "closed", *settings), captured=(), prepare=lose_readers) as process:
+        assert process.wait(300) == 0
     assert json.loads((folder / "runs" / "closed" / "summary.json").read_text())["steps"] == 6
 
 
 def test_a_hang_up_saves_and_ends_the_run(folder):
     config = make_config(folder, "name=hang-up")
-    with subprocess.Popen(
-        command(folder, "hang-up", ENDLESS, "mode=sync"),
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_signals,
-    ) as process:
+    with Command(command(folder, "hang-up", ENDLESS, "mode=sync")) as process:
         assert wait_for(lambda: steps_of(config))
         process.send_signal(signal.SIGHUP)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     run = RunFolder(config.run_folder)
     assert run.newest_checkpoint().name == f"step-{json.loads(run.summary.read_text())['steps']}"

@@ -5,10 +5,10 @@ import logging
 import os
 import signal
 import sqlite3
-import subprocess
 import sys
 from collections import Counter
 
+from commands import Command
 from problem import SETTINGS, make_config, wait_for
 
 from tba.launch import train
@@ -68,11 +68,11 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_and_keep
         *(sys.executable, "-m", "tba", "train", "--model", f"{folder}/model", "--data", f"{folder}/data.jsonl"),
         *("--reward", f"{folder}/rewards.py:sevens", *SETTINGS, f"output={folder}/runs", *settings),
     ]
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
-    # Steps may run ahead of the disk: what counts here is what has been committed.
-    wait_for(lambda: process.poll() is not None or (run.metrics.is_file() and len(rows(run)) >= 12), 120.0)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with Command(command) as process:
+        # Steps may run ahead of the disk: what counts here is what has been committed.
+        wait_for(lambda: process.poll() is not None or (run.metrics.is_file() and len(rows(run)) >= 12), 300)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     before = rows(run)
     assert len(before) >= 12
     assert not any(run.checkpoints.iterdir())

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from problem import command, heed_signals, make_config, steps_of, wait_for
+from commands import heed_signals
+from problem import command, make_config, steps_of, wait_for
 from test_supervision import role
 
 from tba.config import ConfigError
@@ -57,7 +58,7 @@ def test_the_trainers_node_is_lost_with_its_disk_and_nothing_that_was_acknowledg
     with subprocess.Popen(
         command(folder, "node", *settings), stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals
     ) as process:
-        assert wait_for(lambda: replica.checkpoints_by_step() and role(replica, "trainer"), 120)
+        assert wait_for(lambda: replica.checkpoints_by_step() and role(replica, "trainer"), 300)
         trainer = psutil.Process(role(replica, "trainer")["pid"])
         noted = len(read_notes(tmp_path / "notes"))
         assert wait_for(lambda: len(read_notes(tmp_path / "notes")) > noted)
@@ -66,9 +67,9 @@ def test_the_trainers_node_is_lost_with_its_disk_and_nothing_that_was_acknowledg
         shutil.rmtree(run.path)
         copied = len(replica.metrics.read_text().splitlines())  # the next trainer gets them, and cuts off some
         nodes.add_node(num_cpus=1)
-        assert wait_for(lambda: max(steps_of(config), default=0) > copied + 10, 120)
+        assert wait_for(lambda: max(steps_of(config), default=0) > copied + 10, 300)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert "gets the copy" in errors
     summary = json.loads(run.summary.read_text())

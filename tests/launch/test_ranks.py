@@ -8,11 +8,12 @@ import sys
 import psutil
 import pytest
 import torch.distributed as dist
-from problem import command, heed_signals, make_config, steps_of, wait_for
+from commands import Command, heed_signals
+from problem import command, make_config, steps_of, wait_for
 
 from tba.config import ConfigError
-from tba.launch.ranks import Torchrun, with_torchrun
 from tba.launch.start import train
+from tba.launch.torchrun import Torchrun, with_torchrun
 from tba.observe.files import RunFolder, read_summary
 
 RANKS = ("train.ranks=2", "train.checkpoint_every=3")
@@ -20,21 +21,13 @@ RANKS = ("train.ranks=2", "train.checkpoint_every=3")
 
 def test_a_run_over_two_ranks_survives_the_loss_of_one_and_goes_on_with_one(folder):
     config = make_config(folder, "name=ranks", "train.max_steps=15", *RANKS)
-    with subprocess.Popen(
-        command(folder, "ranks", "train.max_steps=15", *RANKS),
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_signals,
-    ) as process:
-        try:
-            assert wait_for(lambda: max(steps_of(config), default=0) >= 4, 120)
-            started = psutil.Process(process.pid).children(recursive=True)
-            rank = next(p for p in started if p.name() == "trainer-rank-1")
-            listening = [c for p in started for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-            rank.kill()
-            _, errors = process.communicate(timeout=120)
-        finally:
-            process.kill()
+    with Command(command(folder, "ranks", "train.max_steps=15", *RANKS)) as process:
+        assert wait_for(lambda: max(steps_of(config), default=0) >= 4, 300)
+        started = psutil.Process(process.pid).children(recursive=True)
+        rank = next(p for p in started if p.name() == "trainer-rank-1")
+        listening = [c for p in started for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        rank.kill()
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert f"trainer-rank-1 (process {rank.pid}) has ended with status -9" in errors
     assert "it is resumed" in errors
@@ -66,7 +59,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 def test_torchrun_starts_the_ranks(folder):
     config, one = make_config(folder, "name=torchrun"), command(folder, "torchrun", "train.max_steps=3")
-    done = subprocess.run([*TORCHRUN, *one[1:]], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*TORCHRUN, *one[1:]], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert steps_of(config) == [1, 2, 3]
     assert "ranks: 2" in RunFolder(config.run_folder).config.read_text()
@@ -76,9 +69,9 @@ def test_a_run_under_torchrun_that_is_interrupted_saves_before_its_ranks_end(fol
     config, one = make_config(folder, "name=interrupted"), command(folder, "interrupted", "train.max_steps=10000")
     with subprocess.Popen([*TORCHRUN, *one[1:]], stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals) as process:
         try:
-            assert wait_for(lambda: max(steps_of(config), default=0) >= 2, 120)
+            assert wait_for(lambda: max(steps_of(config), default=0) >= 2, 300)
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=300)
         finally:
             process.kill()
     assert "saving and stopping" in errors

@@ -2,11 +2,11 @@
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import run_command
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -16,7 +16,7 @@ def test_the_python_example_trains_as_it_stands(tmp_path):
     example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert example is not None
     (tmp_path / "example.py").write_text(example.group(1))
-    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_command([sys.executable, "example.py"], folder=tmp_path)
     assert done.returncode == 0, done.stderr
     final = ast.literal_eval(done.stdout.strip().splitlines()[-1])
     assert 0.0 <= final["accuracy"] <= 1.0

@@ -5,12 +5,12 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import Command
 from problem import SETTINGS, make_config, wait_for
 
 from tba import TBATrainer
@@ -62,16 +62,16 @@ def run_and_kill(folder: Path, name: str, *overrides: str) -> None:
         *(sys.executable, "-m", "tba", "train", "--model", f"{folder}/model", "--data", f"{folder}/data.jsonl"),
         *("--reward", f"{folder}/rewards.py:sevens", *SETTINGS, f"output={folder}/runs", f"name={name}", *overrides),
     ]
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
 
     def newest() -> int:
         return max((*run.checkpoints_by_step(), *run.checkpoints_by_step("healthy-step-")), default=0)
 
-    reached = wait_for(lambda: process.poll() is not None or newest() >= 5)
-    os.killpg(process.pid, signal.SIGKILL)
-    _, errors = process.communicate()
+    with Command(command) as process:
+        reached = wait_for(lambda: process.poll() is not None or newest() >= 5)
+        os.killpg(process.pid, signal.SIGKILL)
+        _, errors = process.communicate()
     assert reached
-    assert process.returncode == -signal.SIGKILL, errors.decode()
+    assert process.returncode == -signal.SIGKILL, errors
 
 
 def in_a_new_process(config: Config, *, resume: bool = False) -> None:

@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from builders import tiny_llama
-from problem import make_config, scores_of
+from problem import make_config, scores_of, start_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config import load_config
@@ -40,7 +39,7 @@ def test_a_sync_run_writes_its_folder(folder):
     assert (summary["outcome"], summary["error"], summary["final_step"]) == ("finished", None, 6)
     saved = load_config(run.config)
     assert saved.replay.capacity_per_prompt == 100
-    assert saved.train.first_learning_rate == learning_rate_for(sum(p.numel() for p in tiny_llama().parameters()))
+    assert saved.train.first_learning_rate == learning_rate_for(sum(p.numel() for p in start_model().parameters()))
     asked = with_objective_defaults(config)
     assert saved.replay.model_copy(update={"capacity_per_prompt": None}) == asked.replay
     assert saved.train.model_copy(update={"first_learning_rate": None}) == asked.train
@@ -88,10 +87,11 @@ def test_imported_responses_are_trained_on_from_the_first_step(folder):
 
 def test_the_embedded_task_as_an_own_problem_learns_without_tuning(folder):
     """Model, data and reward as a user gives them; every setting at its default."""
+    embedded = load_inputs(load_config(None)).task
     rows = [
         {"id": p.id, "prompt": p.text, "answer": p.columns["answer"]}
         for split, count in (("train", 3000), ("held_out", 200))
-        for p in load_inputs(load_config(None)).task.prompts(split)[:count]
+        for p in embedded.prompts(split)[:count]
     ]
     for name, part in (("words-train", rows[:3000]), ("words-eval", rows[3000:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
@@ -101,7 +101,7 @@ def test_the_embedded_task_as_an_own_problem_learns_without_tuning(folder):
     )
     task = {"name": "custom", "data": f"{folder}/words-train.jsonl", "eval_data": f"{folder}/words-eval.jsonl"}
     task["rewards"] = [{"function": f"{folder}/words.py:right"}]
-    overrides = ["mode=sync", "name=words", "train.max_steps=25", "observe.progress=false", f"output={folder}/runs"]
+    overrides = ["mode=sync", "name=words", "train.max_steps=18", "observe.progress=false", f"output={folder}/runs"]
     overrides += ["evaluate.every=0", "evaluate.num_prompts=300"]
     summary = train(load_config(None, overrides, task=task))
     assert summary["final"]["accuracy"] > summary["start"]["accuracy"] + 0.15

@@ -4,9 +4,9 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
 
 import pytest
+from commands import Command
 from problem import command, make_config, steps_of, wait_for
 
 from tba.launch.supervise import supervise
@@ -27,13 +27,13 @@ def test_a_trainer_that_is_killed_is_resumed_and_its_searchers_go_on(folder):
     config = make_config(folder, "name=killed", "train.max_steps=30", "train.checkpoint_every=5")
     run = RunFolder(config.run_folder)
     settings = ("train.max_steps=30", "train.checkpoint_every=5")
-    with subprocess.Popen(command(folder, "killed", *settings), stderr=subprocess.PIPE, text=True) as process:
+    with Command(command(folder, "killed", *settings)) as process:
         assert wait_for(lambda: max(steps_of(config), default=0) >= 7 and role(run, "searcher-0"))
         searcher, trainer = role(run, "searcher-0")["pid"], role(run, "trainer")["pid"]
         os.kill(trainer, signal.SIGKILL)
         assert wait_for(lambda: role(run, "trainer").get("pid", trainer) != trainer)
         assert role(run, "searcher-0")["pid"] == searcher, "the same process goes on"
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert "the trainer was killed by signal 9" in errors
     assert steps_of(config) == list(range(1, 31))
@@ -50,10 +50,10 @@ def test_without_restarts_a_killed_trainer_ends_the_run_with_advice(folder):
     config = make_config(folder, "name=not-again")
     run = RunFolder(config.run_folder)
     settings = ("train.max_steps=1000000", "runtime.max_trainer_restarts=0", "mode=sync")
-    with subprocess.Popen(command(folder, "not-again", *settings), stderr=subprocess.PIPE, text=True) as process:
+    with Command(command(folder, "not-again", *settings)) as process:
         assert wait_for(lambda: steps_of(config) and role(run, "trainer"))
         os.kill(role(run, "trainer")["pid"], signal.SIGKILL)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGKILL
     assert "--resume" in errors
     for written in (run.summary, run.status):
@@ -65,16 +65,14 @@ def test_a_run_saves_when_every_process_of_it_is_asked_to_end(folder):
     """As batch systems do; and it was started in the background of a script, where Ctrl-C is ignored."""
     config = make_config(folder, "name=asked")
     run = RunFolder(config.run_folder)
-    with subprocess.Popen(
+    with Command(
         command(folder, "asked", "train.max_steps=1000000"),
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        prepare=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     ) as process:
         assert wait_for(lambda: steps_of(config) and role(run, "searcher-0"))
         for pid in (process.pid, role(run, "trainer")["pid"]):
             os.kill(pid, signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     summary = json.loads(run.summary.read_text())
     assert summary["outcome"] == "interrupted"

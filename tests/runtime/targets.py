@@ -226,3 +226,22 @@ def tells_what_it_was_told(link, **_) -> None:
 def waits(link, **_) -> None:
     while not link.closed:
         link.receive(timeout_seconds=0.1)
+
+
+def starts_a_role(link) -> None:
+    """Tells its own number, that of its role and that of the process that it was forked from, and waits."""
+    import psutil
+
+    from tba.runtime.fork_server import OWN_SERVER
+    from tba.runtime.processes import RoleProcess
+
+    had = OWN_SERVER in os.environ
+    role = RoleProcess("below", surroundings_of_a_role, {}, log=None, forked=True)
+    link.send((had, role.link.receive(timeout_seconds=60.0), os.getpid(), role.pid, psutil.Process(role.pid).ppid()))
+    link.receive(timeout_seconds=None)
+
+
+def surroundings_of_a_role(link) -> None:
+    """Tells which variables of a fork server it has, and waits."""
+    link.send([name for name in os.environ if "FORK_SERVER" in name])
+    link.receive(timeout_seconds=None)

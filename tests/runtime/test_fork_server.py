@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -29,6 +30,17 @@ def test_a_fork_has_its_callers_descriptors_folder_and_environment(tmp_path, mon
     os.close(writing)
 
 
+def test_the_log_of_a_fork_is_named_from_its_callers_folder_wherever_that_was_before(tmp_path, monkeypatch):
+    """As in a script that changes its folder between two trainings."""
+    RoleProcess("before", targets.deaf, {}, log=tmp_path / "before.log", forked=True).kill()
+    monkeypatch.chdir(tmp_path)
+    process = RoleProcess("later", targets.echo, {"prefix": ""}, log=Path("later.log"), forked=True)
+    process.link.send("alive")
+    assert process.link.receive(timeout_seconds=60.0) == "alive"
+    process.kill()
+    assert (tmp_path / "later.log").exists()
+
+
 def test_roles_end_with_their_server_and_a_new_one_takes_its_place(tmp_path):
     first = RoleProcess("first", targets.deaf, {}, log=tmp_path / "first.log", forked=True)
     psutil.Process(first.pid).parent().kill()
@@ -49,3 +61,15 @@ def test_one_server_serves_all_runs_of_a_process(tmp_path):
         role.kill()
     assert len(parents) == 1
     assert before is None or before is ForkServer._shared[1]
+
+
+def test_a_role_that_starts_roles_has_a_server_of_its_own_that_ends_with_it(tmp_path):
+    role = RoleProcess("above", targets.starts_a_role, {}, log=tmp_path / "role.log", forked=True, starts_roles=True)
+    had, passed_on, pid, below, server = role.link.receive(timeout_seconds=60.0)
+    assert (had, passed_on, pid) == (True, [], role.pid)
+    processes = [psutil.Process(number) for number in (below, server)]
+    assert processes[1].ppid() == role.pid
+    ours = psutil.Process(psutil.Process(role.pid).ppid())
+    assert processes[1].cmdline() == ours.cmdline(), "a fork of this one's, which imports nothing again"
+    role.kill()
+    assert psutil.wait_procs(processes, timeout=60.0)[1] == []

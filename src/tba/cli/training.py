@@ -44,11 +44,15 @@ def train(
     )
     # torch loads only when it is needed
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from tba.launch.ranks import Torchrun, join_torchrun, with_torchrun
+        from tba.launch.torchrun import Torchrun, with_torchrun
 
         started = Torchrun.found()
         if started is not None and started.rank > 0:
-            raise typer.Exit(0 if dry_run else join_torchrun(started, config))
+            if dry_run:
+                raise typer.Exit(0)
+            from tba.launch.ranks import join_torchrun
+
+            raise typer.Exit(join_torchrun(started, config))
         config = with_torchrun(config, started)
     if dry_run:
         from tba.launch.defaults import with_objective_defaults

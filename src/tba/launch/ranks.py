@@ -15,11 +15,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +25,7 @@ import torch.distributed as dist
 from tba.config import Config, ConfigError
 from tba.launch.devices import placement_of
 from tba.launch.run import Interrupt
+from tba.launch.torchrun import Torchrun
 from tba.models.load import adapt, load_model
 from tba.runtime.fork_server import INTERRUPTED
 from tba.runtime.links import Link
@@ -170,41 +169,6 @@ def begin(config: Config, ranks: ConnectedRanks, device: str) -> ShardedTrainSte
 # --- torchrun --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Torchrun:
-    """How torchrun has started this process. Torchrun(rank=1, size=4, local_rank=1, address=("10.0.0.5", 29500))"""
-
-    rank: int
-    size: int
-    local_rank: int
-    address: tuple[str, int]
-    """Where the ranks meet."""
-
-    @classmethod
-    def found(cls, environment: Mapping[str, str] = os.environ) -> Torchrun | None:
-        """None = torchrun has not started this process."""
-        if "TORCHELASTIC_RUN_ID" not in environment or environment.get("WORLD_SIZE", "1") == "1":
-            return None
-        return cls(
-            rank=int(environment["RANK"]),
-            size=int(environment["WORLD_SIZE"]),
-            local_rank=int(environment["LOCAL_RANK"]),
-            address=(environment["MASTER_ADDR"], int(environment["MASTER_PORT"])),
-        )
-
-    def device(self, config: Config) -> str:
-        """Device of this rank: the one that runtime.placement names for it, or the GPU with its number on its machine."""
-        devices = config.trainer_devices
-        if len(devices) > 1:
-            return devices[self.rank]
-        return "cpu" if devices[0] == "cpu" or not torch.cuda.is_available() else f"cuda:{self.local_rank}"
-
-    def store(self) -> dist.Store:
-        """Torchrun's agent has it, and it stays when a trainer dies; otherwise rank 0 has it."""
-        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return dist.TCPStore(*self.address, is_master=self.rank == 0 and not by_agent, wait_for_workers=False)
-
-
 @contextmanager
 def _torchrun_ranks(config: Config, started: Torchrun) -> Iterator[ConnectedRanks]:
     store = started.store()
@@ -246,16 +210,3 @@ def join_torchrun(started: Torchrun, config: Config) -> int:
                     "rank %d: the trainer is gone, or another rank; it waits for the next. %s", started.rank, error
                 )
     return INTERRUPTED
-
-
-def with_torchrun(config: Config, started: Torchrun | None) -> Config:
-    """The config for as many ranks as torchrun has started."""
-    if started is None or config.train.ranks == started.size:
-        return config
-    if config.train.ranks != 1:
-        raise ConfigError(
-            f"train.ranks={config.train.ranks}, but torchrun has started {started.size} processes: leave train.ranks unset, "
-            f"start as many with --nproc-per-node, or resume a run of another number with train.ranks={started.size}."
-        )
-    values: dict[str, Any] = {"ranks": started.size}
-    return config.model_copy(update={"train": config.train.model_copy(update=values)})

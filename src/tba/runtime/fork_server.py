@@ -9,6 +9,10 @@ does not survive a fork: a role that uses one sets it up for itself.
     server -> caller   Started, Ended
 
 The server ends when the caller's end of the socket closes, and its forks with it, however the caller ended.
+
+A role that will start roles itself, such as a trainer with ranks, gets a server of its own: a fork of this one, made before
+the role begins, whose socket the role finds by a variable of its environment (OWN_SERVER). A program that the role becomes
+by exec finds it there too.
 """
 
 from __future__ import annotations
@@ -29,9 +33,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Protocol
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 FIRST_SPARE_DESCRIPTOR = 512
@@ -39,6 +44,9 @@ FIRST_SPARE_DESCRIPTOR = 512
 MAX_DESCRIPTORS = 64
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
+OWN_SERVER = "TBA_OWN_FORK_SERVER"
+"""Variable of the environment of a role that has a server of its own: descriptor of its socket, number of its process and
+the number of threads that its forks have, as in `5 4711 1`."""
 PRELOADED = ("torch", "transformers", "transformers.models.auto.modeling_auto")
 """What every role needs; those who start roles name what theirs need besides."""
 
@@ -56,6 +64,10 @@ class Start:
     """None = standard output and error are among the descriptors."""
     environment: Mapping[str, str]
     folder: str
+    threads: int
+    """The number that this server's forks have."""
+    starts_roles: bool
+    """Whether the role gets a server of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +109,30 @@ class ForkedProcess:
         self._server.kill(self.pid)
 
 
+class ServerProcess(Protocol):
+    """What its caller needs of a server's process."""
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
+class OwnServerProcess:
+    """A server that is a child of this process, but was not started by it."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        with suppress(ChildProcessError):  # somebody has waited for it already
+            return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return 0
+
+
 class ServerGone(RuntimeError):
     """The server has ended."""
 
@@ -109,9 +145,22 @@ class ForkServer:
     """What a server that takes the place of a dead one imports."""
     _shared_lock = threading.Lock()
 
-    def __init__(self, environment: Mapping[str, str], preload: Sequence[str] = ()) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._process = subprocess.Popen(
+    def __init__(self, connection: socket.socket, process: ServerProcess, threads: int) -> None:
+        self._socket = connection
+        self._process = process
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._started: list[int] = []
+        self._statuses: dict[int, int] = {}
+        self._alive = True
+        threading.Thread(target=self._read, daemon=True, name="fork-server-reader").start()
+
+    @classmethod
+    def begin(cls, threads: int, environment: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
+        """A new server, in a process that imports what its roles need."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        process = subprocess.Popen(
             [sys.executable, "-m", "tba.runtime.fork_server", str(theirs.fileno()), *PRELOADED, *preload],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -120,12 +169,18 @@ class ForkServer:
             start_new_session=True,
         )
         theirs.close()
-        self._lock = threading.Lock()
-        self._changed = threading.Condition()
-        self._started: list[int] = []
-        self._statuses: dict[int, int] = {}
-        self._alive = True
-        threading.Thread(target=self._read, daemon=True, name="fork-server-reader").start()
+        return cls(ours, process, threads)
+
+    @classmethod
+    def own(cls, threads: int) -> ForkServer | None:
+        """The server that was made for this process before it began; None = there is none, or with other threads."""
+        descriptor, pid, its_threads = map(int, os.environ.get(OWN_SERVER, "0 0 0").split())
+        if its_threads != threads:
+            return None
+        del os.environ[OWN_SERVER]
+        connection = socket.socket(fileno=descriptor)
+        connection.set_inheritable(False)
+        return cls(connection, OwnServerProcess(pid), threads)
 
     @classmethod
     def shared(cls, threads: int, environment: Mapping[str, str], preload: Sequence[str] = ()) -> ForkServer:
@@ -135,7 +190,7 @@ class ForkServer:
             server = cls._shared.get(threads)
             preload = cls._preloads[threads] = tuple(preload) or cls._preloads.get(threads, ())
             if server is None or not server._alive:
-                server = cls._shared[threads] = cls(environment, preload)
+                server = cls._shared[threads] = cls.own(threads) or cls.begin(threads, environment, preload)
                 atexit.register(server.close)
             return server
 
@@ -149,12 +204,20 @@ class ForkServer:
         descriptors: Sequence[int],
         log: Path | None,
         environment: Mapping[str, str],
+        starts_roles: bool = False,
     ) -> ForkedProcess:
         """Fork a role from the shared server; from a new one if that has just died."""
         for attempt in range(2):
             server = cls.shared(threads, environment)
             try:
-                return server.start(name, link=link, descriptors=descriptors, log=log, environment=environment)
+                return server.start(
+                    name,
+                    link=link,
+                    descriptors=descriptors,
+                    log=log,
+                    environment=environment,
+                    starts_roles=starts_roles,
+                )
             except (OSError, ServerGone):
                 server._lost()
                 if attempt:
@@ -162,7 +225,14 @@ class ForkServer:
         raise AssertionError
 
     def start(
-        self, name: str, *, link: int, descriptors: Sequence[int], log: Path | None, environment: Mapping[str, str]
+        self,
+        name: str,
+        *,
+        link: int,
+        descriptors: Sequence[int],
+        log: Path | None,
+        environment: Mapping[str, str],
+        starts_roles: bool,
     ) -> ForkedProcess:
         """Fork a role; returns as soon as it runs."""
         numbers = (link, *descriptors)
@@ -174,6 +244,8 @@ class ForkServer:
                 log=None if log is None else str(log),
                 environment=dict(environment),
                 folder=os.getcwd(),
+                threads=self._threads,
+                starts_roles=starts_roles,
             )
         )
         with self._lock:
@@ -313,6 +385,7 @@ def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         spare = max(FIRST_SPARE_DESCRIPTOR, *start.descriptors) + 1
         parked = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, spare) for descriptor in descriptors]
+        os.chdir(start.folder)  # which need not be the server's: the log's path may be relative
         if start.log is not None:
             log = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             os.dup2(log, 1)
@@ -324,7 +397,8 @@ def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
             os.close(held)
         os.environ.clear()
         os.environ.update(start.environment)
-        os.chdir(start.folder)
+        if start.starts_roles:
+            _fork_own_server(start.threads, below=spare)
         from tba.runtime.processes import run_role
 
         status = run_role(start.link)
@@ -336,6 +410,25 @@ def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _fork_own_server(threads: int, *, below: int) -> None:
+    """In the fork, which has no thread yet: make it a server of its own. Its open descriptors have numbers `below`."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(theirs.fileno(), 3)
+        os.closerange(4, below)
+        die_with_parent()
+        show_as("tba-forks")
+        os.setsid()
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 1)
+        serve(socket.socket(fileno=3))
+        os._exit(0)
+    theirs.close()
+    ours.set_inheritable(True)
+    os.environ[OWN_SERVER] = f"{ours.detach()} {pid} {threads}"
 
 
 def die_with_parent() -> None:

@@ -8,6 +8,7 @@ main script again, so training scripts need no `if __name__ == "__main__"`.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import logging
@@ -27,7 +28,7 @@ from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 import cloudpickle
 
 from tba.runtime.deadlines import dump_stacks, write_stacks_when_asked
-from tba.runtime.fork_server import INTERRUPTED, ForkedProcess, ForkServer, die_with_parent, show_as
+from tba.runtime.fork_server import INTERRUPTED, OWN_SERVER, ForkedProcess, ForkServer, die_with_parent, show_as
 from tba.runtime.links import PARENT, Failed, Link, RunCannotGoOn, StartSearchers
 
 logger = logging.getLogger("tba")
@@ -115,17 +116,20 @@ class RoleProcess(Generic[L]):
         fds: Sequence[int] = (),
         threads: int = 1,
         forked: bool = False,
+        starts_roles: bool = False,
         make_link: Callable[[Connection], L] = Link,  # type: ignore[assignment]  # L is Link then
     ) -> None:
         """`target` is a function, `module:function` where this process should not import the module, or a pickled
         (function, arguments) that this process need not understand. `log` None = it writes where this process does. `fds`
-        are descriptors that it inherits. `forked` saves a process that needs torch its imports."""
+        are descriptors that it inherits. `forked` saves a process that needs torch its imports; one that
+        `starts_roles` saves theirs too."""
         self.name = name
         self.log = log
         ours, theirs = Pipe()
         environment = role_environment(threads)
         self._process: subprocess.Popen[bytes] | ForkedProcess
         if forked and sys.platform == "linux":
+            prepare_roles(threads)
             self._process = ForkServer.start_role(
                 threads,
                 name,
@@ -133,6 +137,7 @@ class RoleProcess(Generic[L]):
                 descriptors=fds if log is not None else (1, 2, *fds),
                 log=log,
                 environment=environment,
+                starts_roles=starts_roles,
             )
         elif log is None:
             self._process = popen("tba.runtime.processes", theirs.fileno(), fds, None, environment)
@@ -237,7 +242,8 @@ def prepare_roles(threads: int) -> None:
 def role_environment(threads: int) -> dict[str, str]:
     """Thread counts are fixed before torch starts: processes that share cores must not fight over them."""
     pinned = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
-    return {**os.environ, **pinned, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    ours = {name: value for name, value in os.environ.items() if name != OWN_SERVER}  # it is this process's alone
+    return {**ours, **pinned, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
 def run_role(link_descriptor: int) -> int:
@@ -258,6 +264,7 @@ def run_role(link_descriptor: int) -> int:
         if isinstance(target, str):
             module, _, name = target.partition(":")
             target = getattr(importlib.import_module(module), name)
+        gc.enable()
         return target(link, **arguments) or 0
     except Exception as error:  # the process boundary: told to the parent, logged, and the exit status says so
         traceback.print_exc()
@@ -273,6 +280,7 @@ def _parent_is_gone() -> None:
 
 if __name__ == "__main__":
     die_with_parent()
+    gc.disable()  # until its target is imported, as in the fork server: looking for garbage takes an eighth of that time
     try:
         status = run_role(int(sys.argv[1]))
     except KeyboardInterrupt:

@@ -44,7 +44,14 @@ class LocalRoles:
     def trainer(self, target: str, arguments: Mapping[str, Any], make_link: MakeLink) -> Role[RelayedLink]:
         threads = self.config.threads
         return RoleProcess(
-            "trainer", target, arguments, log=None, threads=threads, forked=may_fork(), make_link=make_link
+            "trainer",
+            target,
+            arguments,
+            log=None,
+            threads=threads,
+            forked=may_fork(),
+            starts_roles=arguments["config"].train.ranks > 1,
+            make_link=make_link,
         )
 
     def searcher(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> Role[RelayedLink]:

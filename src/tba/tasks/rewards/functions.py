@@ -7,19 +7,18 @@ verl:  compute_score(data_source, solution_str, ground_truth, extra_info=None) -
 For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL. A function gets all samples of a prompt
 in one call, and its values may compare them; when it fails, all of them are lost. One whose values do not depend on the
 other samples says so by an attribute, `f.per_sample = True`: then the samples are tried one by one, and only the failing
-ones are lost. Nothing here imports torch, so that a worker, when it was killed, is back in a moment.
+ones are lost. Nothing here imports torch or pydantic, so that a worker, when it was killed, is back in a moment.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
-from tba.config import RewardConfig
 from tba.tasks.base import Outcome, RewardBroken, RewardFailed
 from tba.tasks.rewards.files import describe, line_in, load_reward_function, shortened
 
@@ -34,10 +33,36 @@ class WrongNumber(ValueError):
     """A reward returned more or fewer values than it was given completions."""
 
 
+class Reward(Protocol):
+    """A reward as a config names it."""
+
+    @property
+    def function(self) -> str | Callable[..., Any]: ...
+
+    @property
+    def weight(self) -> float: ...
+
+    @property
+    def label(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainReward:
+    """A reward for a worker, which does without the config's class. PlainReward(function="r.py:f", weight=1.0, label="f")"""
+
+    function: str | Callable[..., Any]
+    weight: float
+    label: str
+
+    @classmethod
+    def of(cls, reward: Reward) -> PlainReward:
+        return cls(function=reward.function, weight=reward.weight, label=reward.label)
+
+
 class RewardSet:
     """All reward functions of a task."""
 
-    def __init__(self, configs: Sequence[RewardConfig]) -> None:
+    def __init__(self, configs: Sequence[Reward]) -> None:
         reward_weights(configs)  # refuses two of one name
         self._rewards = [RewardFunction(load_reward_function(reward.function), name=reward.label) for reward in configs]
 
@@ -77,7 +102,7 @@ class RewardSet:
         return outcomes
 
 
-def reward_weights(configs: Sequence[RewardConfig]) -> dict[str, float]:
+def reward_weights(configs: Sequence[Reward]) -> dict[str, float]:
     """Names of the rewards and their factors in the sum; no file is imported for it."""
     names = [reward.label for reward in configs]
     if len(set(names)) != len(names):
@@ -167,7 +192,10 @@ class RewardFunction:
         if not takes_all:
             arguments = {name: value for name, value in arguments.items() if name in self._parameters}
         result = self.function(**arguments)
-        result = asyncio.run(result) if inspect.iscoroutine(result) else result
+        if inspect.iscoroutine(result):
+            import asyncio  # few rewards need it, and every worker would wait for it
+
+            result = asyncio.run(result)
         if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
             raise TypeError(f"returned a {type(result).__name__}: it must return a list, one number per completion")
         return list(result)
