@@ -53,6 +53,9 @@ def prints(completions, **columns):
     print("x" * 3_000_000, "the end")
     return [1.0] * len(completions)
 
+def heavy(completions, **columns):
+    return [float(name in sys.modules) for name in completions]
+
 def dies(completions, **columns):
     os._exit(7)
 
@@ -244,3 +247,8 @@ def test_a_reward_that_computes_is_called_by_one_worker_unless_told_otherwise(re
     workers = rewards("calls")
     score_all(workers, [group("a") for _ in range(4)])
     assert len(lines(tmp_path / "imports.txt")) == 1
+
+
+def test_a_worker_is_light_because_many_are_started(rewards):
+    [found] = score_all(rewards("heavy"), [group("torch", "numpy", "pydantic", "asyncio")])
+    assert [outcome["heavy"] for outcome in found] == [0.0, 0.0, 0.0, 1.0]

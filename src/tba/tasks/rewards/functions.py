@@ -7,7 +7,8 @@ verl:  compute_score(data_source, solution_str, ground_truth, extra_info=None) -
 For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL. A function gets all samples of a prompt
 in one call, and its values may compare them; when it fails, all of them are lost. One whose values do not depend on the
 other samples says so by an attribute, `f.per_sample = True`: then the samples are tried one by one, and only the failing
-ones are lost. Nothing here imports torch, so that a worker, when it was killed, is back in a moment.
+ones are lost. Nothing here imports torch or pydantic (the config), so that a worker is there in a moment, also where many are
+started or one was killed.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tba.config import RewardConfig
 from tba.tasks.base import Outcome, RewardBroken, RewardFailed
 from tba.tasks.rewards.files import describe, line_in, load_reward_function, shortened
+
+if TYPE_CHECKING:
+    from tba.config import RewardConfig
 
 PromptText = str | list[dict[str, str]]
 Columns = Mapping[str, Any]
@@ -34,10 +38,23 @@ class WrongNumber(ValueError):
     """A reward returned more or fewer values than it was given completions."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlainReward:
+    """What a worker needs of a RewardConfig: PlainReward(function="rewards.py:correct", label="correct", weight=1.0)"""
+
+    function: str | Callable[..., Any]
+    label: str
+    weight: float
+
+    @classmethod
+    def of(cls, config: RewardConfig) -> PlainReward:
+        return cls(function=config.function, label=config.label, weight=config.weight)
+
+
 class RewardSet:
     """All reward functions of a task."""
 
-    def __init__(self, configs: Sequence[RewardConfig]) -> None:
+    def __init__(self, configs: Sequence[RewardConfig | PlainReward]) -> None:
         reward_weights(configs)  # refuses two of one name
         self._rewards = [RewardFunction(load_reward_function(reward.function), name=reward.label) for reward in configs]
 
@@ -82,7 +99,7 @@ class RewardSet:
         return outcomes
 
 
-def reward_weights(configs: Sequence[RewardConfig]) -> dict[str, float]:
+def reward_weights(configs: Sequence[RewardConfig | PlainReward]) -> dict[str, float]:
     """Names of the rewards and their factors in the sum; no file is imported for it."""
     names = [reward.label for reward in configs]
     if len(set(names)) != len(names):

@@ -6,7 +6,7 @@
 
 The guard copies the worker's output to the log, of which the end is kept. When the worker ends, when the searcher asks or is
 gone, the guard kills everything that the worker started: it is their subreaper, so that they become its children even where
-they have a session of their own. The worker's memory is limited. Nothing here imports torch.
+they have a session of their own. The worker's memory is limited. Nothing here imports torch or pydantic.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import cloudpickle
 
-from tba.config import RewardConfig
 from tba.runtime.links import Failed, Link
 from tba.runtime.processes import popen, role_environment
 from tba.tasks.base import Outcome
 from tba.tasks.rewards.files import describe
-from tba.tasks.rewards.functions import RewardSet
+from tba.tasks.rewards.functions import PlainReward, RewardSet
+
+if TYPE_CHECKING:
+    from tba.config import RewardConfig
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """Linux's numbers of two prctl options: a signal for the parent's death, and to be the parent of orphans below."""
@@ -77,7 +79,7 @@ class RewardProcess:
         theirs.close()
         with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by `alive`
             ours.send_bytes(json.dumps(sys.path).encode())
-            ours.send_bytes(cloudpickle.dumps((tuple(configs), memory_limit(memory_gb))))
+            ours.send_bytes(cloudpickle.dumps((tuple(map(PlainReward.of, configs)), memory_limit(memory_gb))))
         self.link = Link(ours, on_close=lambda: None)
 
     @property

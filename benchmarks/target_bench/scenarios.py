@@ -1,0 +1,163 @@
+"""What is trained, where generation is the bottleneck, and the arms that are compared. Settings and targets were fixed on
+seed 100, which no table reports; only training and validation prompts are read, never held-out ones.
+
+judge      arithmetic with a reward that waits a second for every visit, as a remote judge does
+long       long_sums of the own problems: responses of 60 to 120 tokens, a model of 1M parameters
+vineppo    arithmetic with VinePPO, whose searchers continue every step of every response
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SEARCHERS = (1, 4, 12)
+JUDGE_CALLS = 48
+"""Calls that the judge answers at once, the same for every arm: three steps' worth of visits. A synchronous step has 16."""
+NUM_VALIDATION = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """Arm(name="async 4", overrides=("mode=async", "search.num_searchers=4"))"""
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A problem, its targets, and how long it is trained."""
+
+    name: str
+    words: str
+    """What a picture says above its curves."""
+    make: Callable[[Path], list[str]]
+    """Writes what the runs read into a folder and returns their settings."""
+    metric: str
+    targets: tuple[float, ...]
+    steps: int
+    evaluate_every: int
+    arms: Sequence[Arm]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    needs: str | None = None
+    """Folder of the own problem that it is made from; None = nothing."""
+
+    def overrides(self, folder: Path) -> list[str]:
+        return [*self.make(folder), *(f"{key}={value}" for key, value in self.settings.items())]
+
+
+def arms(*, workers: int | None = None, sync_threads: Sequence[int] = (1,)) -> list[Arm]:
+    """Sync, with as many threads as are named, then asynchronous ones. `workers` are shared by the searchers of an arm."""
+
+    def judges(searchers: int) -> tuple[str, ...]:
+        return () if workers is None else (f"search.reward_workers={workers // searchers}",)
+
+    found = [
+        Arm(
+            name="sync" if threads == 1 else f"sync, {threads} threads",
+            overrides=("mode=sync", f"runtime.threads={threads}", *judges(1)),
+        )
+        for threads in sync_threads
+    ]
+    for count in SEARCHERS:
+        settings = ("mode=async", f"search.num_searchers={count}", "runtime.threads=1", *judges(count))
+        found.append(Arm(name=f"async {count}", overrides=settings))
+    return found
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def custom(folder: Path, reward: str) -> list[str]:
+    """Settings of a task of the rows in a folder."""
+    return [
+        *("task.name=custom", f"task.data={folder / 'train.jsonl'}", f"task.eval_data={folder / 'validation.jsonl'}"),
+        f"task.rewards={json.dumps([{'function': reward}])}",
+        f"evaluate.num_prompts={NUM_VALIDATION}",
+    ]
+
+
+def make_judged(folder: Path) -> list[str]:
+    """The arithmetic task as a user's own rows, whose reward waits."""
+    from transformers import AutoTokenizer
+
+    from tba.config import ModelConfig, TaskConfig
+    from tba.models.names import resolve_path
+    from tba.tasks.registry import make_task
+
+    own = (folder / "judge").resolve()
+    if not (own / "validation.jsonl").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(resolve_path(ModelConfig().path))
+        task = make_task(TaskConfig(), tokenizer, max_prompt_tokens=256)
+        for split, name, count in (("train", "train", None), ("validation", "validation", NUM_VALIDATION)):
+            prompts = task.prompts(split)[:count]  # type: ignore[arg-type]
+            rows = [
+                {"prompt": prompt.text, "answer": prompt.columns["answer"], "waits": split == "train"}
+                for prompt in prompts
+            ]
+            write_rows(own / f"{name}.jsonl", rows)
+    return custom(own, f"{Path(__file__).with_name('judge.py')}:judged")
+
+
+def make_long(folder: Path) -> list[str]:
+    """long_sums, with validation rows taken from its training rows."""
+    problem, own = (folder / "long_sums").resolve(), (folder / "long").resolve()
+    if not (problem / "problem.json").is_file():
+        raise SystemExit(
+            f"{problem} is not there: `python benchmarks/own_problems.py make long_sums --folder {folder}` makes it."
+        )
+    rows = [json.loads(line) for line in (problem / "train.jsonl").read_text().splitlines()]
+    write_rows(own / "validation.jsonl", rows[:NUM_VALIDATION])
+    write_rows(own / "train.jsonl", rows[NUM_VALIDATION:])
+    settings = (f"model.path={problem / 'model'}", "generate.max_new_tokens=144", "evaluate.samples_per_prompt=1")
+    return [*custom(own, f"{problem / 'rewards.py'}:correct"), *settings]
+
+
+def make_vineppo(folder: Path) -> list[str]:
+    return [
+        *("task.name=arithmetic", "objective.name=vineppo", "objective.continuations=3"),
+        *("evaluate.split=validation", f"evaluate.num_prompts={NUM_VALIDATION}"),
+    ]
+
+
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(
+            name="judge",
+            words="a reward that waits 1 s for every visit, 48 calls at once",
+            make=make_judged,
+            metric="eval/custom/accuracy",
+            targets=(0.6, 0.7),
+            steps=60,
+            evaluate_every=5,
+            arms=arms(workers=JUDGE_CALLS),
+        ),
+        Scenario(
+            name="long",
+            words="responses of 60 to 120 tokens",
+            make=make_long,
+            metric="eval/custom/avg@1",
+            targets=(0.3, 0.4),
+            steps=100,
+            evaluate_every=10,
+            arms=arms(sync_threads=(1, 4)),
+        ),
+        Scenario(
+            name="vineppo",
+            words="VinePPO, 3 continuations of every step",
+            make=make_vineppo,
+            metric="eval/arithmetic/accuracy",
+            targets=(0.6, 0.7),
+            steps=60,
+            evaluate_every=5,
+            arms=arms(sync_threads=(1, 4)),
+        ),
+    )
+}
