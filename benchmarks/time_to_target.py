@@ -1,4 +1,4 @@
-"""Asynchrony, time to accuracy: wall clock to a target where generation is the bottleneck, sync against 1, 4 and 12 searchers.
+"""Asynchrony, time to accuracy: wall clock to a target where generation is the bottleneck, sync against 1 to 12 searchers.
 
     python benchmarks/time_to_target.py run judge --seeds 0 1 2 --out docs/time_to_target.jsonl     # two cores do
     python benchmarks/time_to_target.py run long vineppo --seeds 0 1 2 --seconds 420 --out FILE     # wants 16 cores
@@ -104,8 +104,9 @@ def show_table(arguments: argparse.Namespace) -> None:
         commits = sorted({line["commit"] for lines in own.values() for line in lines})
         print(f"{name}: {scenario.words}; {first['cores']} cores, commit {', '.join(commits)}\n")
         targets = "".join(f" s to {target:.0%} | times as fast as sync |" for target in scenario.targets)
-        print(f"| | seeds |{targets} s a step | accuracy, % after {first['max_steps']} steps | lag, steps |")
-        print("|---|---|" + "---|---|" * len(scenario.targets) + "---|---|---|")
+        last = f"s a step | accuracy, % after {first['max_steps']} steps | lag, steps |"
+        print(f"| | seeds | s from the command to the first step |{targets} {last}")
+        print("|---|---|---|" + "---|---|" * len(scenario.targets) + "---|---|---|")
         for arm, lines in own.items():
             print(row(scenario, arm, lines, own.get("sync", [])))
         print()
@@ -113,14 +114,16 @@ def show_table(arguments: argparse.Namespace) -> None:
 
 def row(scenario: Scenario, arm: str, lines: Sequence[Line], sync: Sequence[Line]) -> str:
     """Means over the seeds; ratios are of runs of the same seed."""
-    cells = []
+    cells = [mean_and_error([line["startup"] for line in lines], 0)]
     baseline = {line["seed"]: line for line in sync}
     for target in scenario.targets:
         times = {line["seed"]: seconds_to(line["curve"], target) for line in lines}
         reached = {seed: seconds for seed, seconds in times.items() if seconds is not None}
         missed = f" ({len(times) - len(reached)} of {len(times)} never)" if len(reached) < len(times) else ""
         cells.append((mean_and_error(list(reached.values())) if reached else "-") + missed)
-        pairs = [(seconds_to(baseline[seed]["curve"], target), own) for seed, own in reached.items() if seed in baseline]
+        pairs = [
+            (seconds_to(baseline[seed]["curve"], target), own) for seed, own in reached.items() if seed in baseline
+        ]
         ratios = [slow / fast for slow, fast in pairs if slow is not None]
         cells.append(mean_and_error(ratios, 2) if ratios and arm != "sync" else "")
     finished = [100 * line["curve"][-1][1] for line in lines if line["finished"]]
@@ -163,7 +166,9 @@ def main() -> None:
     running.add_argument("--arms", nargs="+", default=[], help="names of arms; nothing = all of a scenario")
     running.add_argument("--steps", type=int, help="optimizer steps; nothing = the scenario's")
     running.add_argument("--cores", help="such as 0-15, the same for every arm; nothing = all that there are")
-    running.add_argument("--seconds", type=float, help="when to stop, a run that is under way included; nothing = never")
+    running.add_argument(
+        "--seconds", type=float, help="when to stop, a run that is under way included; nothing = never"
+    )
     running.add_argument("--folder", type=Path, default=FOLDER, help="where the own problems are made")
     running.add_argument("--out", type=Path, required=True, help="JSONL; runs that have a line are skipped")
     table = commands.add_parser("table")

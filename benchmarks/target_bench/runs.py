@@ -1,12 +1,13 @@
 """Runs of `tba train` to a target, one line of a JSONL file each.
 
-A line: {"scenario": "judge", "arm": "async 4", "seed": 0, "overrides": [...], "cores": 2, "commit": "a3f54fe", "launch": 6.1,
-"curve": [[0.0, 0.367], [5.2, 0.41]], "seconds": 37.1, "steps": 60, "finished": true, "lag": 2.1, "trained": 7680,
-"generated": 7936, "step_seconds": 0.41, "waited": 0.52}
+A line: {"scenario": "judge", "arm": "async 4", "seed": 0, "overrides": [...], "max_steps": 40, "cores": 2, "commit":
+"a3f54fe", "curve": [[0.0, 0.367], [5.2, 0.41]], "startup": 24.1, "seconds": 37.1, "steps": 40, "step_seconds": 0.86, "lag":
+3.6, "finished": true, "wall": 80.2}
 
-Seconds of the curve count from the beginning of the search: of a synchronous run from its first generation, of an asynchronous one
-from when its trainer was ready and waited for the first responses. A synchronous run stops while it evaluates: that time is
-taken off its clock. An asynchronous one has a searcher evaluate, which delays its responses and stays on the clock.
+Seconds of the curve count from the end of the first optimizer step, in every arm: then models are loaded, the reward's
+workers are there and the first batch is generated. What comes before, from the command on, is `startup`. A synchronous run
+stops while it evaluates: that time is taken off its clock. An asynchronous one has a searcher evaluate, which delays its
+responses and stays on the clock.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from own_bench.runs import CHECKOUT, FAILED_TAIL, commit_of_checkout, environment, read_lines
+
 from target_bench.scenarios import Arm, Scenario
 
 STOP_SECONDS = 20.0
@@ -46,7 +48,7 @@ def run(
     shutil.rmtree(output, ignore_errors=True)
     output.parent.mkdir(parents=True, exist_ok=True)
     command = [
-        *(sys.executable, "-m", "tba", "train", *scenario.overrides(folder), *arm.overrides, f"seed={seed}"),
+        *(sys.executable, "-m", "tba", "train", *scenario.make(folder), *arm.overrides, f"seed={seed}"),
         *(f"train.max_steps={steps}", f"evaluate.every={scenario.evaluate_every}", "train.keep_checkpoints=0"),
         *(f"output={output.parent.resolve()}", f"name={output.name}", "observe.progress=false", "observe.log_every=1"),
     ]
@@ -67,7 +69,7 @@ def run(
     lines = read_lines(metrics)
     if first_step(metrics) is None or (process.returncode and seconds is None):
         raise RuntimeError(f"{scenario.name} {arm.name} seed {seed} failed:\n{log.read_text()[-FAILED_TAIL:]}")
-    found = line_of(scenario, arm, lines) | {"finished": finished, "launch": first, "wall": time.monotonic() - began}
+    found = line_of(scenario, arm, lines) | {"finished": finished, "startup": first, "wall": time.monotonic() - began}
     shutil.rmtree(output)
     return {
         "scenario": scenario.name, "arm": arm.name, "seed": seed, "overrides": list(arm.overrides), "max_steps": steps,
@@ -95,23 +97,23 @@ def first_step(metrics: Path) -> Mapping[str, Any] | None:
 def line_of(scenario: Scenario, arm: Arm, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What a run's metrics say, on the clock above."""
     steps = [line for line in lines if scenario.metric not in line]
-    at = {line["step"]: line["seconds"] for line in steps} | {0: 0.0}
+    at = {line["step"]: line["seconds"] for line in steps}
     evaluated = {line["step"]: line[scenario.metric] for line in lines if scenario.metric in line}
+    first, last = min(at), max(at)
     intervals = {after: at[after] - at[before] for before, after in pairwise(sorted(at))}
     usual = statistics.median(intervals.values())
-    waits = "mode=async" in arm.overrides
-    first_wait = steps[0].get("time/wait_for_batch", 0.0) if waits else 0.0
 
     def clock(step: int) -> float:
-        paused = 0.0 if waits else sum(max(0.0, intervals.get(own + 1, usual) - usual) for own in evaluated if 0 < own < step)
-        return at[step] + (first_wait if step else 0.0) - paused
+        stops = [] if "mode=async" in arm.overrides else [own + 1 for own in evaluated if first <= own < step]
+        paused = sum(max(0.0, intervals.get(own, usual) - usual) for own in stops)
+        return max(0.0, at.get(step, 0.0) - at[first] - paused)
 
-    last = max(at)
     return {
-        "curve": [[round(clock(step), 2), value] for step, value in sorted(evaluated.items()) if step in at],
+        "curve": [
+            [round(clock(step), 2), value] for step, value in sorted(evaluated.items()) if step in at or step == 0
+        ],
         "seconds": clock(last),
         "steps": last,
         "step_seconds": usual,
-        "first_wait": first_wait,
         "lag": statistics.fmean(line.get("off_policy/lag_mean", 0.0) for line in steps),
     }

@@ -1,7 +1,7 @@
 """What is trained, where generation is the bottleneck, and the arms that are compared. Settings and targets were fixed on
 seed 100, which no table reports; only training and validation prompts are read, never held-out ones.
 
-judge      arithmetic with a reward that waits a second for every visit, as a remote judge does
+judge      arithmetic with a reward that waits two seconds for every visit, as a remote judge does
 long       long_sums of the own problems: responses of 60 to 120 tokens, a model of 1M parameters
 vineppo    arithmetic with VinePPO, whose searchers continue every step of every response
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,6 @@ class Scenario:
     steps: int
     evaluate_every: int
     arms: Sequence[Arm]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    needs: str | None = None
-    """Folder of the own problem that it is made from; None = nothing."""
-
-    def overrides(self, folder: Path) -> list[str]:
-        return [*self.make(folder), *(f"{key}={value}" for key, value in self.settings.items())]
 
 
 def arms(*, workers: int | None = None, sync_threads: Sequence[int] = (1,)) -> list[Arm]:
@@ -131,11 +125,11 @@ SCENARIOS = {
     for scenario in (
         Scenario(
             name="judge",
-            words="a reward that waits 1 s for every visit, 48 calls at once",
+            words="a reward that waits 2 s for every visit, 48 calls at once",
             make=make_judged,
             metric="eval/custom/accuracy",
             targets=(0.6, 0.7),
-            steps=60,
+            steps=30,
             evaluate_every=5,
             arms=arms(workers=JUDGE_CALLS),
         ),
