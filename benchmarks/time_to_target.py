@@ -90,9 +90,9 @@ def mean_and_error(values: Sequence[float], digits: int = 1) -> str:
 
 
 def by_arm(lines: Iterable[Line]) -> dict[str, dict[str, list[Line]]]:
-    """Scenario -> arm -> runs, in the order of the file."""
+    """Scenario -> arm -> runs: synchronous arms first, then by the number of searchers."""
     found: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
-    for line in lines:
+    for line in sorted(lines, key=lambda line: (line["arm"].startswith("async"), len(line["arm"]), line["arm"])):
         found[line["scenario"]][line["arm"]].append(line)
     return found
 

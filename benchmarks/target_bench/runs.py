@@ -49,6 +49,7 @@ def run(
     output.parent.mkdir(parents=True, exist_ok=True)
     command = [
         *(sys.executable, "-m", "tba", "train", *scenario.make(folder), *arm.overrides, f"seed={seed}"),
+        "model.device=cpu",  # the cores are what the arms share, also on a machine with a GPU
         *(f"train.max_steps={steps}", f"evaluate.every={scenario.evaluate_every}", "train.keep_checkpoints=0"),
         *(f"output={output.parent.resolve()}", f"name={output.name}", "observe.progress=false", "observe.log_every=1"),
     ]

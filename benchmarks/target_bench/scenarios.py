@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SEARCHERS = (1, 4, 12)
+SEARCHERS = (4, 12, 1)
 JUDGE_CALLS = 48
 """Calls that the judge answers at once, the same for every arm: three steps' worth of visits. A synchronous step has 16."""
 NUM_VALIDATION = 300
@@ -44,23 +44,18 @@ class Scenario:
     arms: Sequence[Arm]
 
 
-def arms(*, workers: int | None = None, sync_threads: Sequence[int] = (1,)) -> list[Arm]:
-    """Sync, with as many threads as are named, then asynchronous ones. `workers` are shared by the searchers of an arm."""
+def arms(*, workers: int | None = None, sync_threads: int = 1) -> list[Arm]:
+    """The arms, those first that say most where the time is short. A synchronous run, which would leave cores idle, is also
+    tried with more threads; `workers` of the reward are shared by the searchers of an arm."""
 
-    def judges(searchers: int) -> tuple[str, ...]:
-        return () if workers is None else (f"search.reward_workers={workers // searchers}",)
+    def arm(name: str, mode: str, searchers: int, threads: int = 1) -> Arm:
+        judges = () if workers is None else (f"search.reward_workers={workers // searchers}",)
+        count = () if mode == "sync" else (f"search.num_searchers={searchers}",)
+        return Arm(name=name, overrides=(f"mode={mode}", *count, f"runtime.threads={threads}", *judges))
 
-    found = [
-        Arm(
-            name="sync" if threads == 1 else f"sync, {threads} threads",
-            overrides=("mode=sync", f"runtime.threads={threads}", *judges(1)),
-        )
-        for threads in sync_threads
-    ]
-    for count in SEARCHERS:
-        settings = ("mode=async", f"search.num_searchers={count}", "runtime.threads=1", *judges(count))
-        found.append(Arm(name=f"async {count}", overrides=settings))
-    return found
+    found = [arm("sync", "sync", 1), *(arm(f"async {count}", "async", count) for count in SEARCHERS)]
+    threaded = [] if sync_threads == 1 else [arm(f"sync, {sync_threads} threads", "sync", 1, sync_threads)]
+    return [*found, *threaded]
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -141,7 +136,7 @@ SCENARIOS = {
             targets=(0.3, 0.4),
             steps=100,
             evaluate_every=10,
-            arms=arms(sync_threads=(1, 4)),
+            arms=arms(sync_threads=4),
         ),
         Scenario(
             name="vineppo",
@@ -151,7 +146,7 @@ SCENARIOS = {
             targets=(0.6, 0.7),
             steps=60,
             evaluate_every=5,
-            arms=arms(sync_threads=(1, 4)),
+            arms=arms(sync_threads=4),
         ),
     )
 }
