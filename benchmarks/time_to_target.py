@@ -104,9 +104,9 @@ def show_table(arguments: argparse.Namespace) -> None:
         commits = sorted({line["commit"] for lines in own.values() for line in lines})
         print(f"{name}: {scenario.words}; {first['cores']} cores, commit {', '.join(commits)}\n")
         targets = "".join(f" s to {target:.0%} | times as fast as sync |" for target in scenario.targets)
-        last = f"s a step | accuracy, % after {first['max_steps']} steps | lag, steps |"
+        last = f"s a step | accuracy, % after {first['max_steps']} steps | lag, steps | trained / generated |"
         print(f"| | seeds | s from the command to the first step |{targets} {last}")
-        print("|---|---|---|" + "---|---|" * len(scenario.targets) + "---|---|---|")
+        print("|---|---|---|" + "---|---|" * len(scenario.targets) + "---|---|---|---|")
         for arm, lines in own.items():
             print(row(scenario, arm, lines, own.get("sync", [])))
         print()
@@ -131,6 +131,7 @@ def row(scenario: Scenario, arm: str, lines: Sequence[Line], sync: Sequence[Line
         mean_and_error([line["step_seconds"] for line in lines], 2),
         mean_and_error(finished) if finished else "-",
         f"{statistics.mean(line['lag'] for line in lines):.1f}",
+        f"{sum(line['trained'] for line in lines) / sum(line['generated'] for line in lines):.2f}",
     ]
     return f"| {arm} | {', '.join(str(line['seed']) for line in lines)} | {' | '.join(cells)} |"
 

@@ -16,7 +16,8 @@ VINEPPO = SCENARIOS["vineppo"]
 
 
 def lines(seconds: dict[int, float], scores: dict[int, float]) -> list[dict[str, float]]:
-    steps = [{"step": step, "seconds": at, "off_policy/lag_mean": 1.0} for step, at in seconds.items()]
+    other = {"off_policy/lag_mean": 1.0, "time/step": 0.3, "buffer/generated": 640.0, "buffer/trained": 512.0}
+    steps = [{"step": step, "seconds": at, **other} for step, at in seconds.items()]
     return [*steps, *({"step": step, "seconds": 0.0, VINEPPO.metric: score} for step, score in scores.items())]
 
 

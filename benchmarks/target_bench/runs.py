@@ -2,7 +2,7 @@
 
 A line: {"scenario": "judge", "arm": "async 4", "seed": 0, "overrides": [...], "max_steps": 40, "cores": 2, "commit":
 "a3f54fe", "curve": [[0.0, 0.367], [5.2, 0.41]], "startup": 24.1, "seconds": 37.1, "steps": 40, "step_seconds": 0.86, "lag":
-3.6, "finished": true, "wall": 80.2}
+3.6, "train_seconds": 0.31, "generated": 4096, "trained": 3840, "finished": true, "wall": 80.2}
 
 Seconds of the curve count from the end of the first optimizer step, in every arm: then models are loaded, the reward's
 workers are there and the first batch is generated. What comes before, from the command on, is `startup`. A synchronous run
@@ -117,4 +117,7 @@ def line_of(scenario: Scenario, arm: Arm, lines: Sequence[Mapping[str, Any]]) ->
         "steps": last,
         "step_seconds": usual,
         "lag": statistics.fmean(line.get("off_policy/lag_mean", 0.0) for line in steps),
+        "train_seconds": statistics.median(line["time/step"] for line in steps),
+        "generated": steps[-1]["buffer/generated"],
+        "trained": steps[-1]["buffer/trained"],
     }

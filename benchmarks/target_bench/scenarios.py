@@ -126,7 +126,7 @@ SCENARIOS = {
             targets=(0.6, 0.7),
             steps=30,
             evaluate_every=5,
-            arms=arms(workers=JUDGE_CALLS),
+            arms=arms(workers=JUDGE_CALLS, sync_threads=2),
         ),
         Scenario(
             name="long",
