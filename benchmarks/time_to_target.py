@@ -1,13 +1,15 @@
 """Asynchrony, time to accuracy: wall clock to a target where generation is the bottleneck, sync against 1 to 12 searchers.
 
     python benchmarks/time_to_target.py run judge --seeds 0 1 2 --out docs/time_to_target.jsonl     # two cores do
-    python benchmarks/time_to_target.py run long vineppo --seeds 0 1 2 --seconds 420 --out FILE     # wants 16 cores
+    python benchmarks/time_to_target.py run long vineppo --seeds 0 1 2 --cores 0-15 --at-once 3 --until-reached \\
+        --seconds 420 --out FILE                                                                    # wants 16 cores
     python benchmarks/time_to_target.py table FILE
     python benchmarks/time_to_target.py plot FILE PICTURE.png
 
-Every arm runs alone and on the same cores, one after the other; every run is a line of the file, and one that has a line is
-not run again. Accuracy is of validation prompts. What the scenarios are: target_bench/scenarios.py; what the clock counts:
-target_bench/runs.py. `long` needs `python benchmarks/own_problems.py make long_sums` once.
+Every arm has the same cores, one after the other; with --at-once N, N seeds of an arm that could not keep more than an Nth
+of them busy run side by side. Every run is a line of the file, and one that has a line is not run again. Accuracy is of
+validation prompts. What the scenarios are: target_bench/scenarios.py; what the clock counts: target_bench/runs.py. `long`
+needs `python benchmarks/own_problems.py make long_sums` once.
 """
 
 from __future__ import annotations
@@ -18,14 +20,16 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from end_to_end import seconds_to
 from own_bench.runs import read_lines
 from target_bench.runs import run
-from target_bench.scenarios import SCENARIOS, Scenario
+from target_bench.scenarios import SCENARIOS, Arm, Scenario
 
 FOLDER = Path("runs/own_problems")
 SHORTEST_SECONDS = 20.0
@@ -35,32 +39,65 @@ Line = Mapping[str, Any]
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """All runs that have no line yet, seed by seed, until the time is over."""
-    began, out = time.monotonic(), arguments.out
-    cores = cores_of(arguments.cores)
+    """All runs that have no line yet until the time is over."""
+    began, out, lock = time.monotonic(), arguments.out, Lock()
     out.parent.mkdir(parents=True, exist_ok=True)
-    done = {(line["scenario"], line["arm"], line["seed"]) for line in read_lines(out)}
-    for seed in arguments.seeds:
+
+    def do(planned: Planned) -> None:
+        scenario, arm, seed, cores = planned
+        left = None if arguments.seconds is None else arguments.seconds - (time.monotonic() - began)
+        if left is not None and left < SHORTEST_SECONDS:
+            print(
+                f"{scenario.name} {arm.name} seed {seed}: no time is left, the same command goes on with it.",
+                flush=True,
+            )
+            return
+        try:
+            found = run(
+                scenario, arm, seed, folder=arguments.folder, output=out.with_suffix(".runs") / f"cores-from-{cores[0]}",
+                steps=arguments.steps or scenario.steps, cores=cores, seconds=left, until_reached=arguments.until_reached,
+            )  # fmt: skip
+        except RuntimeError as error:  # the other arms are worth having
+            print(error, flush=True)
+            return
+        with lock:
+            with out.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+            print(shown(scenario, found), flush=True)
+
+    for batch in batches(arguments):
+        with ThreadPoolExecutor(len(batch)) as pool:
+            list(pool.map(do, batch))
+
+
+Planned = tuple[Scenario, Arm, int, Sequence[int]]
+"""A run: scenario, arm, seed and the cores that it has."""
+
+
+def batches(arguments: argparse.Namespace) -> Iterator[list[Planned]]:
+    """Runs without a line, in parts that run at the same time: seeds of an arm, each on cores of its own, where it could
+    not keep more of them busy; otherwise one run on all cores."""
+    cores, done = (
+        cores_of(arguments.cores),
+        {(line["scenario"], line["arm"], line["seed"]) for line in read_lines(arguments.out)},
+    )
+    for scenario in map(SCENARIOS.__getitem__, arguments.scenarios):
+        scenario.make(arguments.folder)
+    for first in range(0, len(arguments.seeds), arguments.at_once):
+        seeds = arguments.seeds[first : first + arguments.at_once]
         for scenario in map(SCENARIOS.__getitem__, arguments.scenarios):
             for arm in scenario.arms:
-                left = None if arguments.seconds is None else arguments.seconds - (time.monotonic() - began)
-                wanted = not arguments.arms or arm.name in arguments.arms
-                if not wanted or (scenario.name, arm.name, seed) in done:
+                todo = [seed for seed in seeds if (scenario.name, arm.name, seed) not in done]
+                if not todo or (arguments.arms and arm.name not in arguments.arms):
                     continue
-                if left is not None and left < SHORTEST_SECONDS:
-                    print(f"{arguments.seconds:g} s are over: the same command goes on.", flush=True)
-                    return
-                try:
-                    found = run(
-                        scenario, arm, seed, folder=arguments.folder, output=out.with_suffix(".runs") / "run",
-                        steps=arguments.steps or scenario.steps, cores=cores, seconds=left,
-                    )  # fmt: skip
-                except RuntimeError as error:  # the other arms are worth having
-                    print(error, flush=True)
-                    continue
-                with out.open("a") as file:
-                    file.write(json.dumps(found) + "\n")
-                print(shown(scenario, found), flush=True)
+                share = len(cores) // arguments.at_once
+                if arm.busy_cores > share:
+                    yield from ([(scenario, arm, seed, cores)] for seed in todo)
+                else:
+                    yield [
+                        (scenario, arm, seed, cores[lane * share : (lane + 1) * share])
+                        for lane, seed in enumerate(todo)
+                    ]
 
 
 def cores_of(text: str | None) -> list[int]:
@@ -169,6 +206,12 @@ def main() -> None:
     running.add_argument("--cores", help="such as 0-15, the same for every arm; nothing = all that there are")
     running.add_argument(
         "--seconds", type=float, help="when to stop, a run that is under way included; nothing = never"
+    )
+    running.add_argument(
+        "--at-once", type=int, default=1, help="seeds of an arm at a time, where an arm cannot keep more cores busy"
+    )
+    running.add_argument(
+        "--until-reached", action="store_true", help="end a run that was at its last target in two evaluations"
     )
     running.add_argument("--folder", type=Path, default=FOLDER, help="where the own problems are made")
     running.add_argument("--out", type=Path, required=True, help="JSONL; runs that have a line are skipped")

@@ -9,8 +9,8 @@ from tba.config import load_config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from target_bench.runs import line_of  # noqa: E402
-from target_bench.scenarios import SCENARIOS, Arm  # noqa: E402
+from target_bench.runs import line_of
+from target_bench.scenarios import SCENARIOS, Arm
 
 VINEPPO = SCENARIOS["vineppo"]
 

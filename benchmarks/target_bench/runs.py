@@ -13,7 +13,6 @@ responses and stays on the clock.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import statistics
@@ -25,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from own_bench.runs import CHECKOUT, FAILED_TAIL, commit_of_checkout, environment, read_lines
+from own_bench.runs import CHECKOUT, FAILED_TAIL, commit_of_checkout, environment
 
 from target_bench.scenarios import Arm, Scenario
 
@@ -43,32 +42,34 @@ def run(
     steps: int,
     cores: Sequence[int],
     seconds: float | None = None,
+    until_reached: bool = False,
 ) -> dict[str, Any]:
-    """One training on the given cores; it is stopped after `seconds`, and what it has reached until then counts."""
+    """One training on the given cores. It is stopped after `seconds`, or once the last target was reached in two evaluations
+    in a row (`until_reached`); what it has reached until then counts."""
     shutil.rmtree(output, ignore_errors=True)
     output.parent.mkdir(parents=True, exist_ok=True)
     command = [
-        *(sys.executable, "-m", "tba", "train", *scenario.make(folder), *arm.overrides, f"seed={seed}"),
-        "model.device=cpu",  # the cores are what the arms share, also on a machine with a GPU
-        *(f"train.max_steps={steps}", f"evaluate.every={scenario.evaluate_every}", "train.keep_checkpoints=0"),
+        *("taskset", "-c", ",".join(map(str, cores)), sys.executable, "-m", "tba", "train", *scenario.make(folder)),
+        *(*arm.overrides, f"seed={seed}", f"train.max_steps={steps}", f"evaluate.every={scenario.evaluate_every}"),
         *(f"output={output.parent.resolve()}", f"name={output.name}", "observe.progress=false", "observe.log_every=1"),
+        "train.keep_checkpoints=0",
+        "model.device=cpu",  # the cores are what the arms share, also on a machine with a GPU
     ]
-    log, began = output.with_suffix(".log"), time.monotonic()
+    log, began, first = output.with_suffix(".log"), time.monotonic(), None
+    metrics = output / "metrics.jsonl"
     with log.open("w") as stream:
-        process = subprocess.Popen(
-            command, stdout=stream, stderr=stream, env=environment(), cwd=CHECKOUT,
-            preexec_fn=lambda: os.sched_setaffinity(0, cores),
-        )  # fmt: skip
-        metrics, first = output / "metrics.jsonl", None
+        process = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment(), cwd=CHECKOUT)
         while process.poll() is None and (seconds is None or time.monotonic() - began < seconds):
             if first is None and first_step(metrics) is not None:
                 first = time.monotonic() - began
-            time.sleep(0.05)
+            if until_reached and reached_last(scenario, whole_lines(metrics)):
+                break
+            time.sleep(0.1)
         finished = process.poll() == 0
         if process.poll() is None:
             end(process)
-    lines = read_lines(metrics)
-    if first_step(metrics) is None or (process.returncode and seconds is None):
+    lines = whole_lines(metrics)
+    if first_step(metrics) is None or (process.returncode and seconds is None and not until_reached):
         raise RuntimeError(f"{scenario.name} {arm.name} seed {seed} failed:\n{log.read_text()[-FAILED_TAIL:]}")
     found = line_of(scenario, arm, lines) | {"finished": finished, "startup": first, "wall": time.monotonic() - began}
     shutil.rmtree(output)
@@ -87,17 +88,26 @@ def end(process: subprocess.Popen) -> None:
         process.wait()
 
 
+def whole_lines(metrics: Path) -> list[dict[str, Any]]:
+    """The lines that are there; the last one may just be written."""
+    text = metrics.read_text() if metrics.is_file() else ""
+    return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
+
+
 def first_step(metrics: Path) -> Mapping[str, Any] | None:
     """The first optimizer step's line; None = it is not there yet."""
-    if not metrics.is_file():
-        return None
-    whole = metrics.read_text().rpartition("\n")[0]
-    return next((line for line in map(json.loads, whole.splitlines()) if "loss" in line or "reward" in line), None)
+    return next((line for line in whole_lines(metrics) if "time/step" in line), None)
+
+
+def reached_last(scenario: Scenario, lines: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last two evaluations are at the highest target."""
+    scores = [line[scenario.metric] for line in lines if scenario.metric in line]
+    return len(scores) > 1 and min(scores[-2:]) >= max(scenario.targets)
 
 
 def line_of(scenario: Scenario, arm: Arm, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What a run's metrics say, on the clock above."""
-    steps = [line for line in lines if scenario.metric not in line]
+    steps = [line for line in lines if "time/step" in line]
     at = {line["step"]: line["seconds"] for line in steps}
     evaluated = {line["step"]: line[scenario.metric] for line in lines if scenario.metric in line}
     first, last = min(at), max(at)

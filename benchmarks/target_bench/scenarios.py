@@ -26,6 +26,8 @@ class Arm:
 
     name: str
     overrides: tuple[str, ...]
+    busy_cores: int = 1
+    """Number of cores that it can keep busy: one a process, or a thread of a synchronous run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,11 @@ def arms(*, workers: int | None = None, sync_threads: int = 1) -> list[Arm]:
     def arm(name: str, mode: str, searchers: int, threads: int = 1) -> Arm:
         judges = () if workers is None else (f"search.reward_workers={workers // searchers}",)
         count = () if mode == "sync" else (f"search.num_searchers={searchers}",)
-        return Arm(name=name, overrides=(f"mode={mode}", *count, f"runtime.threads={threads}", *judges))
+        return Arm(
+            name=name,
+            overrides=(f"mode={mode}", *count, f"runtime.threads={threads}", *judges),
+            busy_cores=threads if mode == "sync" else 1 + searchers,
+        )
 
     found = [arm("sync", "sync", 1), *(arm(f"async {count}", "async", count) for count in SEARCHERS)]
     threaded = [] if sync_threads == 1 else [arm(f"sync, {sync_threads} threads", "sync", 1, sync_threads)]
