@@ -1,7 +1,7 @@
 """Asynchrony, time to accuracy: wall clock to a target where generation is the bottleneck, sync against 1 to 12 searchers.
 
     python benchmarks/time_to_target.py run judge --seeds 0 1 2 --out docs/time_to_target.jsonl     # two cores do
-    python benchmarks/time_to_target.py run long vineppo --seeds 0 1 2 --cores 0-15 --at-once 3 --until-reached \\
+    python benchmarks/time_to_target.py run vineppo long --seeds 0 1 2 --cores 0-15 --at-once 3 --until-reached \\
         --seconds 420 --out FILE                                                                    # wants 16 cores
     python benchmarks/time_to_target.py table FILE
     python benchmarks/time_to_target.py plot FILE PICTURE.png
