@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from own_bench.runs import CHECKOUT, FAILED_TAIL, commit_of_checkout, environmen
 
 from target_bench.scenarios import Arm, Scenario
 
-STOP_SECONDS = 20.0
+STOP_SECONDS = 10.0
 """Time that a run which is stopped early has to end by itself."""
 
 
@@ -80,7 +79,7 @@ def run(
 
 
 def end(process: subprocess.Popen) -> None:
-    process.send_signal(signal.SIGINT)
+    process.terminate()
     try:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
