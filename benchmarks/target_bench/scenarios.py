@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ SEARCHERS = (4, 12, 1)
 JUDGE_CALLS = 48
 """Calls that the judge answers at once, the same for every arm: three steps' worth of visits. A synchronous step has 16."""
 NUM_VALIDATION = 300
+PACED_LAG = 4
+"""Steps that searchers of a paced arm may be ahead. By default a single searcher is paced; several are not, and what is
+older than two steps' worth of groups leaves untrained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,12 @@ def arms(*, workers: int | None = None, sync_threads: int = 1) -> list[Arm]:
             busy_cores=threads if mode == "sync" else 1 + searchers,
         )
 
-    found = [arm("sync", "sync", 1), *(arm(f"async {count}", "async", count) for count in SEARCHERS)]
+    def paced(own: Arm) -> Arm:
+        limit = ("replay.lag=pace", f"replay.max_lag={PACED_LAG}")
+        return replace(own, name=f"{own.name}, paced", overrides=(*own.overrides, *limit))
+
+    several = [arm(f"async {count}", "async", count) for count in SEARCHERS]
+    found = [arm("sync", "sync", 1), *several, *(paced(own) for own in several if own.busy_cores > 2)]
     threaded = [] if sync_threads == 1 else [arm(f"sync, {sync_threads} threads", "sync", 1, sync_threads)]
     return [*found, *threaded]
 
