@@ -7,7 +7,7 @@ verl:  compute_score(data_source, solution_str, ground_truth, extra_info=None) -
 For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL. A function gets all samples of a prompt
 in one call, and its values may compare them; when it fails, all of them are lost. One whose values do not depend on the
 other samples says so by an attribute, `f.per_sample = True`: then the samples are tried one by one, and only the failing
-ones are lost. Nothing here imports torch or pydantic (the config), so that a worker is there in a moment, also where many are
+ones are lost. Nothing here imports torch or pydantic (the config), so that a worker is there in a moment, where many are
 started or one was killed.
 """
 
