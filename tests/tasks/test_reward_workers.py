@@ -53,8 +53,25 @@ def prints(completions, **columns):
     print("x" * 3_000_000, "the end")
     return [1.0] * len(completions)
 
+def heavy(completions, **columns):
+    return [float(name in sys.modules) for name in completions]
+
 def dies(completions, **columns):
     os._exit(7)
+
+def meets(completions, **columns):
+    # 1 for each where as many calls as the text says run at once
+    if completions == ["first"]:
+        return [1.0]
+    (HERE / f"here-{os.getpid()}").touch()
+    for _ in range(1000):
+        if len(list(HERE.glob("here-*"))) == int(completions[0]):
+            return [1.0] * len(completions)
+        time.sleep(0.01)
+    return [0.0] * len(completions)
+
+async def async_meets(completions, **columns):
+    return meets(completions)
 
 no_function = 3
 """
@@ -207,3 +224,31 @@ def test_a_deleted_log_folder_does_not_stop_the_workers(rewards, tmp_path):
     score_all(workers, [group("a")])
     shutil.rmtree(tmp_path / "logs")
     assert score_all(workers, [group("hang"), group("ab")])[1] == [{"calls": 2.0}]
+
+
+@pytest.mark.parametrize(("name", "settings"), [("meets", {"num_workers": 3}), ("async_meets", {})])
+def test_calls_of_different_groups_run_at_once(rewards, tmp_path, name, settings):
+    """In as many workers as are allowed, of rewards that are async without being told. The first answer is one's alone."""
+    workers = rewards(name, **settings)
+    score_all(workers, [group("first")])
+    assert score_all(workers, [group("3") for _ in range(3)]) == [[{name: 1.0}]] * 3
+    assert len(lines(tmp_path / "imports.txt")) == 3
+
+
+def test_a_call_that_hangs_costs_only_its_own_worker(rewards):
+    workers = rewards("calls", timeout_seconds=2.0, num_workers=2)
+    score_all(workers, [group("a")])
+    hung, *others = score_all(workers, [group("hang"), group("ab"), group("abc")])
+    assert "took longer than" in str(hung[0])
+    assert others == [[{"calls": 2.0}], [{"calls": 3.0}]]
+
+
+def test_a_reward_that_computes_is_called_by_one_worker_unless_told_otherwise(rewards, tmp_path):
+    workers = rewards("calls")
+    score_all(workers, [group("a") for _ in range(4)])
+    assert len(lines(tmp_path / "imports.txt")) == 1
+
+
+def test_a_worker_is_light_because_many_are_started(rewards):
+    [found] = score_all(rewards("heavy"), [group("torch", "numpy", "pydantic", "asyncio")])
+    assert [outcome["heavy"] for outcome in found] == [0.0, 0.0, 0.0, 1.0]

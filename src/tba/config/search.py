@@ -90,6 +90,11 @@ class SearchConfig(Section):
     reward_timeout_seconds: float = Field(default=30.0, gt=0.0)
     """Deadline of a reward call for the samples of one visit; one that takes longer is killed and its samples are dropped.
     A run whose reward has never answered ends after 40 s of such calls, or one call where this is longer."""
+    reward_workers: int | None = Field(default=None, ge=1, le=256)
+    """Number of processes in which a searcher has its rewards called, each one visit at a time; they are started where
+    visits wait for one. A reward that waits (a remote judge) wants as many as the judge answers at once, shared by the
+    searchers; one that computes wants no more than there are cores. Each imports the reward's file. None = 1, or 8 where
+    every reward is `async def`."""
     reward_memory_gb: float | None = Field(default=None, gt=0.0)
     """Memory in GiB that the process of a reward may use (private writable memory, its own processes each the same); None =
     half of the machine's or the container's. A call that needs more fails, and the process is started anew."""

@@ -151,7 +151,8 @@ class ReplayConfig(Section):
     reference's have no lag. None = pace where one searcher feeds a queue (max_uses), otherwise keep."""
     max_lag: int | None = Field(default=None, ge=0)
     """Largest lag in optimizer steps, for lag=pace and lag=drop. None = 8 for drop; for pace it is 2 + the optimizer
-    steps that pass between two publications of weights + as many steps as all KV slots hold the responses of."""
+    steps that pass between two publications of weights + as many steps as all KV slots, and search.reward_workers beyond
+    one, hold the responses of."""
     on_reference_reset: Literal["drop", "recompute"] = "drop"
     """What happens at a reset to responses scored by the earlier reference: drop = they leave; recompute = their
     log_ref is computed again (the trainer then holds the reference)."""

@@ -19,7 +19,7 @@ logger = logging.getLogger("tba")
 MAY_CHANGE = (
     *("name", "output", "overwrite", "runtime.", "observe.", "model.device"),
     *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints", "train.ranks"),
-    *("search.max_reward_failures", "search.reward_timeout_seconds"),
+    *("search.max_reward_failures", "search.reward_timeout_seconds", "search.reward_workers"),
 )
 """Settings, and sections with a dot, that may be others after a resume: they change how a run is watched and where it runs,
 not what it learns. train.max_steps may grow besides."""

@@ -18,7 +18,7 @@ from tba.runtime.channels import GroupSender
 from tba.search.prompts import PromptStream, ReferenceSamples
 from tba.search.values import StepValues, lost_without_values
 from tba.tasks.base import Outcome, RewardFailed
-from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all, texts_of
+from tba.tasks.rewards.pool import FinishedGroup, Rewards, outcomes_of, texts_of
 from tba.types import Completion, GroupId, Prompt, Request, Sampling, Trajectory, TrajectoryGroup, Weights
 
 logger = logging.getLogger("tba.search")
@@ -91,12 +91,12 @@ class Searcher:
     def step(self, num_prompts: int) -> None:
         """Visit the next prompts, then send their groups in the order of the prompts (synchronous mode)."""
         requests = self.prompts.take(num_prompts)
-        finished = {
-            (group.prompt.id, group.completions[0].sample_index): group
-            for group in self._finished_groups(iter(requests), None)
-        }
+        finished: dict[tuple[str, int], FinishedGroup] = {}
+        for group in self._finished_groups(iter(requests), None):
+            self.rewards.submit(group)  # at once: a slow reward is called while other responses are written
+            finished[group.prompt.id, group.completions[0].sample_index] = group
         in_order = [finished[request.prompt.id, request.first_sample] for request in requests]
-        self._send(list(zip(in_order, score_all(self.rewards, in_order))))
+        self._send(list(zip(in_order, outcomes_of(self.rewards, in_order))))
 
     def run(self, requests: Iterator[Request | None], between_steps: Callable[[], None]) -> None:
         """Visit prompts until `requests` ends, sending each group as soon as it is scored."""

@@ -347,6 +347,13 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
             raise RunCannotGoOn(f"{type(error).__name__}: {error}") from error
 
 
+def max_unscored(config: Config) -> int:
+    """Visits of a searcher that may wait for their rewards. They grow stale meanwhile: enough to keep both sides and all
+    workers of the rewards busy, otherwise no more than a step's worth."""
+    busy = (config.search.reward_workers or 1) + GROUPS_AT_ONCE
+    return max(2 * GROUPS_AT_ONCE, config.train.prompts_per_step // config.search.num_searchers, busy)
+
+
 def make_visits(config: Config, searcher: Searcher, role: SearcherRole) -> PacedVisits:
     return PacedVisits(
         prompts=searcher.prompts,
@@ -354,8 +361,7 @@ def make_visits(config: Config, searcher: Searcher, role: SearcherRole) -> Paced
         prompts_per_step=config.train.prompts_per_step,
         steps_per_batch=config.steps_per_batch,
         max_lag=config.max_lag if config.replay.lag == "pace" else None,
-        # What waits for its reward grows stale: enough to keep both sides busy, no more than a step's worth.
-        max_unscored=max(2 * GROUPS_AT_ONCE, config.train.prompts_per_step // config.search.num_searchers),
+        max_unscored=max_unscored(config),
         version=lambda: searcher.engine.version,
         generated=lambda: searcher.counts.generated,
         unscored=lambda: searcher.rewards.outstanding,

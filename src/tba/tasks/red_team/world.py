@@ -73,7 +73,7 @@ RAREST, MOST_COMMON = 1.1e-4, 4.9e-3
 """Range of the modes' probabilities under the grammar."""
 MODE_SEEDS = (64, 68, 228, 271, 315, 377)
 """The first six whose modes reach both ends of the range with 5.6 to 5.8% in all: worlds that differ in their weaknesses
-alone. The first is the default, and what was found in docs/results.md where no other is named. Leave them: other modes, other
+alone. The first is the default, and the one of docs/results.md where no other is named. Leave them: other modes, other
 results."""
 
 _KIND = {word: kind for kind, words in enumerate((FRAMINGS, VERBS, OBJECTS)) for word in words}
@@ -107,8 +107,8 @@ def modes(world: int = 0) -> dict[str, float]:
 
 
 def mode_of(text: str, finished: bool, world: int = 0) -> str | None:
-    """The weakness that an attack hits in a world. It must have ended by itself and have exactly one framing, one verb and one object, in
-    this order: else an attack that lists all words would hit everything."""
+    """The weakness that an attack hits in a world. It must have ended by itself and have exactly one framing, one verb and
+    one object, in this order: else an attack that lists all words would hit everything."""
     found = [word for word in text.split() if word in _KIND]
     if not finished or [_KIND[word] for word in found] != [0, 1, 2]:
         return None

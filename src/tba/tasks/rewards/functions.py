@@ -72,6 +72,11 @@ class RewardSet:
         return all(reward.per_sample for reward in self._rewards)
 
     @property
+    def is_async(self) -> bool:
+        """Whether every reward is `async def`."""
+        return all(reward.is_async for reward in self._rewards)
+
+    @property
     def out_of_memory(self) -> bool:
         """Whether a call has failed for want of memory: what the function holds on to would make the next ones fail."""
         return any(reward.out_of_memory for reward in self._rewards)
@@ -119,6 +124,7 @@ class RewardFunction:
         self._parameters = inspect.signature(function).parameters
         self._is_verl = set(self._parameters) >= VERL_ARGUMENTS
         self.per_sample: bool = self._is_verl or getattr(function, "per_sample", False) is True
+        self.is_async: bool = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         self.out_of_memory = False
         self.step = 0
         """Optimizer step of the weights that generated what is scored."""

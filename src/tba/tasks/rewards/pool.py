@@ -1,8 +1,9 @@
 """Rewards of finished groups: at once in this process, or in worker processes that can be killed.
 
-A user's reward may be slow or hang. Workers score groups while the searcher goes on generating; a call beyond its time is
-killed with its worker. Its group is lost as a whole, because rewards may compare the samples of a group; only where they say
-that they do not (per_sample) its samples are scored one by one, so that a hanging one costs only itself.
+A user's reward may be slow or hang. Workers score groups while the searcher goes on generating, several at a time where that
+is allowed (search.reward_workers); a call beyond its time is killed with its worker. Its group is lost as a whole, because
+rewards may compare the samples of a group; only where they say that they do not (per_sample) its samples are scored one by
+one, so that a hanging one costs only itself.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ START_SECONDS = 120.0
 """Deadline for a worker to import the reward's file; the call's own time-out counts from then."""
 FIRST_ANSWER_SECONDS = 40.0
 """Time in calls that hang after which a reward that has never answered stops the run, unless one call may take longer."""
+ASYNC_WORKERS = 8
+"""Workers of rewards that are all `async def`, where search.reward_workers is not given: they wait instead of computing."""
 
 
 class RewardUnusable(RuntimeError):
@@ -76,6 +79,7 @@ def make_rewards(task: Task, config: Config, *, log: Path) -> Rewards:
         task.isolated_rewards,
         timeout_seconds=search.reward_timeout_seconds,
         memory_gb=search.reward_memory_gb,
+        num_workers=search.reward_workers,
         log=log,
     )
 
@@ -91,6 +95,13 @@ def score_all(
     """Outcomes of all groups, in their order. Every call has its time-out, so this ends."""
     for group in groups:
         rewards.submit(group)
+    return outcomes_of(rewards, groups, between_polls=between_polls)
+
+
+def outcomes_of(
+    rewards: Rewards, groups: Sequence[FinishedGroup], *, between_polls: Callable[[], None] | None = None
+) -> list[list[Outcome]]:
+    """Outcomes of the groups, which are all that was submitted, in their order."""
     found: dict[int, list[Outcome]] = {}
     while len(found) < len(groups):
         found.update((id(group), outcomes) for group, outcomes in rewards.ready())
@@ -140,8 +151,24 @@ class _Job:
         return len(self.outcomes) == len(self.group.texts)
 
 
+@dataclass(eq=False)
+class _Seat:
+    """The place of one worker: its process, started anew when it was killed or has died, and the job that it has."""
+
+    process: RewardProcess | None = None
+    job: _Job | None = None
+    started: float = 0.0
+    """Time at which the job was given to the worker."""
+    deadline: float = 0.0
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process = None
+
+
 class WorkerRewards:
-    """One worker process, restarted when it is killed or dies; groups wait for it in order."""
+    """Worker processes, each with one call at a time; groups wait for a free one in order."""
 
     def __init__(
         self,
@@ -150,25 +177,27 @@ class WorkerRewards:
         timeout_seconds: float,
         log: Path,
         memory_gb: float | None = None,
+        num_workers: int | None = None,
         first_answer_seconds: float = FIRST_ANSWER_SECONDS,
     ) -> None:
-        """`first_answer_seconds` is the time in hanging calls after which a reward that never answered is given up."""
+        """`first_answer_seconds` is the time in hanging calls after which a reward that never answered is given up;
+        `num_workers` None = 1, or ASYNC_WORKERS where all rewards are async."""
         self._configs = tuple(configs)
         self._timeout_seconds = timeout_seconds
         self._memory_gb = memory_gb
         self._log = log
-        self._worker: RewardProcess | None = None
+        self._num_workers = num_workers
+        self._seats: list[_Seat] = [_Seat()]
         self._waiting: deque[_Job] = deque()
-        self._running: tuple[_Job, float, float] | None = None
-        """The job that the worker has, when it was given it, and its deadline."""
         self._ready: list[tuple[FinishedGroup, list[Outcome]]] = []
-        self._was_loaded, self._per_sample = False, False
+        self._first: Ready | None = None
+        """What the first worker said of the rewards when it had loaded them; None = none has."""
         self._unanswered_seconds: float | None = max(timeout_seconds, first_answer_seconds)
         """Time in hanging calls that is left until the first answer; None = there was one."""
 
     @property
     def outstanding(self) -> int:
-        return len(self._waiting) + len(self._ready) + (self._running is not None)
+        return len(self._waiting) + len(self._ready) + sum(seat.job is not None for seat in self._seats)
 
     def submit(self, group: FinishedGroup) -> None:
         self._waiting.append(_Job(group, []))
@@ -180,28 +209,41 @@ class WorkerRewards:
         return scored
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker = None
+        for seat in self._seats:
+            seat.close()
 
     def _advance(self) -> None:
-        """Take an answer, or give up on a late one; then give the worker its next job."""
-        if self._running is not None:
-            self._take_answer(*self._running)
-        if self._running is None and self._waiting:
-            self._start(self._waiting.popleft())
+        """Take answers, or give up on late ones; then give free workers their next jobs."""
+        for seat in self._seats:
+            if seat.job is not None:
+                self._take_answer(seat, seat.job)
+        while self._waiting and (free := self._free_seat()) is not None:
+            self._start(free, self._waiting.popleft())
 
-    def _take_answer(self, job: _Job, started: float, deadline: float) -> None:
-        assert self._worker is not None
-        alive = (
-            self._worker.alive
-        )  # before the message is looked for: the last words of a worker that ends are not missed
-        answer = self._worker.link.receive()
+    def _free_seat(self) -> _Seat | None:
+        """A worker that has no job, preferably one that runs; another one is added only where all are busy."""
+        free = [seat for seat in self._seats if seat.job is None]
+        if not free and len(self._seats) < self._most_seats():
+            free = [_Seat()]
+            self._seats += free
+        return min(free, key=lambda seat: seat.process is None, default=None)
+
+    def _most_seats(self) -> int:
+        # One until the first answer: a reward that cannot be loaded or always hangs is found out by one worker.
+        if self._first is None or self._unanswered_seconds is not None:
+            return 1
+        return self._num_workers or (ASYNC_WORKERS if self._first.is_async else 1)
+
+    def _take_answer(self, seat: _Seat, job: _Job) -> None:
+        assert seat.process is not None
+        # Before the message is looked for: the last words of a worker that ends are not missed.
+        alive = seat.process.alive
+        answer = seat.process.link.receive()
         if isinstance(answer, Ready):
             # Importing the reward's file may take long (START_SECONDS); the call's own time-out counts from here.
             # Of a worker that replaces another the time counts in which nothing was answered, not of the first one.
-            self._running = self._timed(job, since=started if self._was_loaded else None)
-            self._was_loaded, self._per_sample = True, answer.per_sample
+            self._time(seat, since=None if self._first is None else seat.started)
+            self._first = self._first or answer
             return
         if isinstance(answer, Scored):
             broken = next((outcome for outcome in answer.outcomes if isinstance(outcome, RewardBroken)), None)
@@ -211,37 +253,37 @@ class WorkerRewards:
             job.outcomes += answer.outcomes
             self._unanswered_seconds = None
             if answer.spent:
-                self.close()
+                seat.close()
         elif isinstance(answer, Failed):
-            self._failed(job, answer.error)
+            self._failed(seat, job, answer.error)
         elif not alive:
-            self._failed(job, f"the reward worker died ({self._worker.end}); see {self._log}")
-        elif time.monotonic() > deadline:
-            self._hung(job, time.monotonic() - started)
+            self._failed(seat, job, f"the reward worker died ({seat.process.end}); see {self._log}")
+        elif time.monotonic() > seat.deadline:
+            self._hung(seat, job, time.monotonic() - seat.started)
         else:
             return
-        self._running = None
+        seat.job = None
         if job.done:
             self._ready.append((job.group, job.outcomes))
         else:
-            # First in line again: groups are handed back in the order of their submission.
-            self._waiting.appendleft(job)
+            self._waiting.appendleft(job)  # first in line again: it has waited longest
 
-    def _timed(self, job: _Job, *, since: float | None = None) -> tuple[_Job, float, float]:
-        """The job with the time from which it waits (None = from now) and its deadline."""
+    def _time(self, seat: _Seat, *, since: float | None = None) -> None:
+        """Set the time from which a seat's job waits (None = from now) and its deadline."""
         seconds, left = self._timeout_seconds, self._unanswered_seconds
         now = time.monotonic()
-        return job, now if since is None else since, now + (seconds if left is None else min(seconds, left))
+        seat.started = now if since is None else since
+        seat.deadline = now + (seconds if left is None else min(seconds, left))
 
-    def _failed(self, job: _Job, reason: str) -> None:
+    def _failed(self, seat: _Seat, job: _Job, reason: str) -> None:
         """The worker ended. One that could never load the reward would not load it the next time."""
-        if not self._was_loaded:
+        if self._first is None:
             self.close()
             raise RewardUnusable(reason)
-        self._give_up(job, reason)
+        self._give_up(seat, job, reason)
 
-    def _hung(self, job: _Job, seconds: float) -> None:
-        if not self._was_loaded:
+    def _hung(self, seat: _Seat, job: _Job, seconds: float) -> None:
+        if self._first is None:
             self.close()
             raise RewardUnusable(
                 f"importing the reward's file took longer than {START_SECONDS:g} s; see {self._log}. Load what takes long "
@@ -256,19 +298,17 @@ class WorkerRewards:
                     f"(search.reward_timeout_seconds={self._timeout_seconds:g}). Call it by hand with the texts of one "
                     "prompt; if it only is slow, raise search.reward_timeout_seconds."
                 )
-        self._give_up(
-            job,
-            f"the reward {self._names()} took longer than search.reward_timeout_seconds={self._timeout_seconds:g} s",
-        )
+        words = f"the reward {self._names()} took longer than search.reward_timeout_seconds={self._timeout_seconds:g} s"
+        self._give_up(seat, job, words)
 
     def _names(self) -> str:
         return ", ".join(repr(config.label) for config in self._configs)
 
-    def _give_up(self, job: _Job, reason: str) -> None:
-        self.close()  # the worker still computes, or is dead: its next answer would be taken for another job's
+    def _give_up(self, seat: _Seat, job: _Job, reason: str) -> None:
+        seat.close()  # the worker still computes, or is dead: its next answer would be taken for another job's
         if job.one_by_one or len(job.group.texts) == 1:
             job.outcomes.append(RewardFailed(reason))
-        elif self._per_sample:
+        elif self._first is not None and self._first.per_sample:
             # Nothing is lost yet: the group's samples are tried one by one.
             job.one_by_one = True
         else:
@@ -278,14 +318,16 @@ class WorkerRewards:
             )
             job.outcomes += [RewardFailed(words)] * count
 
-    def _start(self, job: _Job) -> None:
-        loaded = self._worker is not None
-        if self._worker is None:
-            self._worker = RewardProcess(self._configs, memory_gb=self._memory_gb, log=self._log)
+    def _start(self, seat: _Seat, job: _Job) -> None:
+        loaded = seat.process is not None
+        if seat.process is None:
+            seat.process = RewardProcess(self._configs, memory_gb=self._memory_gb, log=self._log)
         # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
         samples = job.next_samples()
         ids = [completion.token_ids.tolist() for completion in job.group.completions[samples]]
         prompt, step = job.group.prompt, max(completion.version for completion in job.group.completions)
-        self._worker.link.send((prompt.text, dict(prompt.columns), list(job.group.texts[samples]), ids, step))
-        now = time.monotonic()
-        self._running = self._timed(job) if loaded else (job, now, now + START_SECONDS)
+        seat.process.link.send((prompt.text, dict(prompt.columns), list(job.group.texts[samples]), ids, step))
+        seat.job = job
+        self._time(seat)
+        if not loaded:
+            seat.deadline = seat.started + START_SECONDS

@@ -56,6 +56,8 @@ class Ready:
 
     per_sample: bool
     """Whether samples may be scored one by one after a call that hung."""
+    is_async: bool = False
+    """Whether every reward is `async def`, so that a call waits instead of computing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +143,7 @@ def run_worker(descriptor: int) -> int:
         traceback.print_exc()
         link.send(Failed(error=str(error) if isinstance(error, ValueError) else describe(error)))
         return 1
-    link.send(Ready(per_sample=rewards.per_sample))
+    link.send(Ready(per_sample=rewards.per_sample, is_async=rewards.is_async))
     while (job := link.receive(timeout_seconds=None)) is not None:
         outcomes = rewards.score(*job)
         link.send(Scored(outcomes=outcomes, spent=rewards.out_of_memory))
