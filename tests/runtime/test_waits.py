@@ -158,6 +158,8 @@ def visits(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadline
         steps_per_batch=1,
         prompts_per_step=2,
         max_lag=max_lag,
+        spare_lag=settings.get("spare_lag"),
+        visit_lag=settings.get("visit_lag", lambda: 0.0),
         max_unscored=4,
         version=version,
         generated=generated,
@@ -182,6 +184,15 @@ def test_at_lag_0_a_step_worth_of_visits_starts_per_version():
     assert next(stream) is None  # two are running
     version[0] = 1
     assert next(stream) is not None
+
+
+@pytest.mark.parametrize(
+    ("visit_lag", "started"),
+    [(0.0, 8), (0.4, 8), (1.0, 8), (1.2, 10), (3.0, 12), (9.0, 14)],  # two visits a step: limits 3, 3, 3, 4, 5, 6
+)
+def test_a_limit_that_nobody_set_follows_what_visits_take_up_to_what_the_slots_hold(visit_lag, started):
+    stream = visits(lambda: 0, max_lag=6, spare_lag=2, visit_lag=lambda: visit_lag)
+    assert next(index for index in range(20) if next(stream) is None) == started
 
 
 def test_the_number_of_a_visit_says_which_step_it_is_for_whoever_makes_it():

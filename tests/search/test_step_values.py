@@ -54,8 +54,9 @@ def engine():
 PROMPT = Prompt(id="p", token_ids=np.array([1, 5], np.int32), text="w5")
 
 
-def group_of(engine, samples=6) -> FinishedGroup:
-    found = engine.generate([Request(prompt=PROMPT)], samples_per_prompt=samples, sampling=Sampling(max_new_tokens=10))
+def group_of(engine, samples=6, visit=0) -> FinishedGroup:
+    request = Request(prompt=PROMPT, first_sample=visit * samples)
+    found = engine.generate([request], samples_per_prompt=samples, sampling=Sampling(max_new_tokens=10))
     completions = sorted(found, key=lambda completion: completion.sample_index)
     return FinishedGroup(prompt=PROMPT, completions=completions, texts=[""] * samples)
 
@@ -68,7 +69,7 @@ def test_a_step_begins_at_the_start_and_after_every_line_break():
 
 def test_a_value_is_the_mean_reward_of_fresh_continuations_of_the_prefix(engine):
     group = group_of(engine)
-    values = make_values()(engine, group)
+    [values] = make_values()(engine, [group])
     starts_seen = 0
     for completion, own in zip(group.completions, values):
         starts = np.flatnonzero(np.isfinite(own)).tolist()
@@ -83,8 +84,8 @@ def test_a_value_is_the_mean_reward_of_fresh_continuations_of_the_prefix(engine)
 def test_a_cut_off_continuation_counts_as_a_cut_off_response_does(engine):
     """train.truncated=penalise: a response that was cut off has the penalty, and so have the values it is compared with."""
     task, group = LengthTask(), group_of(engine)
-    plain = make_values(task, continuations=16)(engine, group)
-    penalised = make_values(continuations=16, cut_off_reward=-3.0)(engine, group)
+    [plain] = make_values(task, continuations=16)(engine, [group])
+    [penalised] = make_values(continuations=16, cut_off_reward=-3.0)(engine, [group])
     of_the_prompt = [c for c in task.scored[0] if 9 not in c.token_ids]
     lengths = [(c.finish, 0.5 * len(c.token_ids)) for c in of_the_prompt]
     assert {finish for finish, _ in lengths} == {"stop", "length"}, "some continuations end, others are cut off"
@@ -100,7 +101,7 @@ def test_nothing_is_better_than_anything_where_everything_is_cut_off(engine):
     completions = sorted(found, key=lambda completion: completion.sample_index)
     assert {completion.finish for completion in completions} == {"length"}
     values = make_values(sampling=sampling, cut_off_reward=-1.0)
-    found = values(engine, FinishedGroup(prompt=PROMPT, completions=completions, texts=[""] * 12))
+    [found] = values(engine, [FinishedGroup(prompt=PROMPT, completions=completions, texts=[""] * 12)])
     # A step's advantage is V(next) - V(this), and -1 - V(this) for the last one: all are 0.
     known = np.concatenate([own[np.isfinite(own)] for own in found])
     assert set(known) == {-1.0}
@@ -109,10 +110,19 @@ def test_nothing_is_better_than_anything_where_everything_is_cut_off(engine):
 
 def test_equal_prefixes_have_one_value_and_visits_have_their_own(engine):
     group = group_of(engine)
-    first = make_values()(engine, group)
+    [first] = make_values()(engine, [group])
     assert len({float(own[0]) for own in first}) == 1, "the empty prefix is one prefix"
-    again = make_values()(engine, group)
+    [again] = make_values()(engine, [group])
     assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(first, again)), "same visit, same randomness"
+
+
+def test_visits_that_are_valued_together_have_the_values_they_have_alone(engine):
+    groups = [group_of(engine, visit=visit) for visit in range(3)]
+    alone = [make_values(continuations=7)(engine, [group])[0] for group in groups]
+    together = make_values(continuations=7)(engine, groups)
+    for own, found in zip(alone, together, strict=True):
+        assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(own, found, strict=True))
+    assert len({float(own[0][0]) for own in alone}) > 1, "another visit continues with other random numbers"
 
 
 def test_a_response_whose_first_step_has_no_value_is_lost():

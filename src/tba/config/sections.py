@@ -148,11 +148,11 @@ class ReplayConfig(Section):
     """What is done about responses of old weights: keep (TBA: any age trains), pace (a visit starts only with weights
     at most max_lag steps behind the step it is meant for; replay and reuse may still train it later), drop (responses
     beyond max_lag leave the buffer, and the trainer waits until what is left fills a batch). Imported responses and the
-    reference's have no lag. None = pace where one searcher feeds a queue (max_uses), otherwise keep."""
+    reference's have no lag. None = pace where searchers feed a queue (max_uses), otherwise keep."""
     max_lag: int | None = Field(default=None, ge=0)
     """Largest lag in optimizer steps, for lag=pace and lag=drop. None = 8 for drop; for pace it is 2 + the optimizer
-    steps that pass between two publications of weights + as many steps as all KV slots, and search.reward_workers beyond
-    one, hold the responses of."""
+    steps that pass between two publications of weights + those that pass while a visit is made, at most as many as all
+    KV slots, and search.reward_workers beyond one, hold the responses of."""
     on_reference_reset: Literal["drop", "recompute"] = "drop"
     """What happens at a reset to responses scored by the earlier reference: drop = they leave; recompute = their
     log_ref is computed again (the trainer then holds the reference)."""

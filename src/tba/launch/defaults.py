@@ -134,9 +134,11 @@ def with_objective_defaults(config: Config) -> Config:
         # Drawn by age alone, some groups are trained twice and others never wherever one role stalls for a while.
         max_uses = int(uses)
     if lag is None:
-        # Several searchers of unequal speed would wait for the slowest; what a reset drops would be missing in the pace.
+        # Without a limit twelve searchers on two cores had 74% of their responses leave untrained (docs/results.md). A slow
+        # one does not hold up the others: the limit leaves room for all that is in all slots. What a reset drops would be
+        # missing in the pace.
         drops = reset_every > 0 and replay.on_reference_reset == "drop"
-        paced = max_uses is not None and not config.takes_turns and config.search.num_searchers == 1
+        paced = max_uses is not None and not config.takes_turns
         lag = "pace" if paced and not drops and not replay.initial_responses else "keep"
     filled = config.model_copy(
         update={

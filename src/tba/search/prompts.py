@@ -7,6 +7,7 @@ responses of the reference beside those of the policy, which do not narrow as th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,7 +58,11 @@ class PacedVisits:
     """Prompts in order, each as soon as the weights are new enough for it.
 
     Visit n of the run is trained at step U (n // P) or later, where U steps train on the same groups, so its
-    weights must be of version U (n // P) - max_lag at least. Without a limit every visit may start at once.
+    weights must be of version U (n // P) - limit at least. Without a limit every visit may start at once.
+
+    Where nobody has set the limit it follows what a visit takes: enough that the trainer never waits for responses that
+    were held back, and no more, for everything beyond that would only be older when it is trained. A searcher whose slots
+    the trainer outruns sees its visits take longer in versions, and begins more of them, until all slots are in use.
     """
 
     prompts: PromptStream
@@ -66,6 +71,10 @@ class PacedVisits:
     steps_per_batch: int
     max_lag: int | None
     """Largest number of versions that a visit's weights may lag behind; None = no pace limit."""
+    spare_lag: int | None
+    """The limit is this and what recent visits took, at most max_lag; None = it is max_lag."""
+    visit_lag: Callable[[], float]
+    """Number of versions that came while recent visits of this searcher were made: written, rewarded and sent."""
     max_unscored: int
     """Visits that may wait for their rewards: a slow reward slows the searcher down instead of filling its memory."""
     version: Callable[[], int]
@@ -114,7 +123,12 @@ class PacedVisits:
     def _needed(self, visit: Visit) -> int:
         if self.max_lag is None:
             return 0
-        return self.steps_per_batch * (visit.number // self.prompts_per_step) - self.max_lag
+        return self.steps_per_batch * (visit.number // self.prompts_per_step) - self._limit(self.max_lag)
+
+    def _limit(self, most: int) -> int:
+        if self.spare_lag is None:
+            return most
+        return min(most, self.spare_lag + max(1, math.ceil(self.visit_lag())))
 
     def _may_start_after_tick(self) -> bool:
         self.tick()

@@ -361,6 +361,8 @@ def make_visits(config: Config, searcher: Searcher, role: SearcherRole) -> Paced
         prompts_per_step=config.train.prompts_per_step,
         steps_per_batch=config.steps_per_batch,
         max_lag=config.max_lag if config.replay.lag == "pace" else None,
+        spare_lag=config.spare_lag if config.replay.max_lag is None else None,
+        visit_lag=lambda: searcher.visit_lag,
         max_unscored=max_unscored(config),
         version=lambda: searcher.engine.version,
         generated=lambda: searcher.counts.generated,

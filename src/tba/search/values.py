@@ -19,10 +19,13 @@ from tba.tasks.base import Outcome, RewardFailed
 from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all, texts_of
 from tba.types import Completion, Prompt, Request, Sampling, combined_reward
 
+Prefix = tuple[int, bytes]
+"""Index of a group, and the tokens of one of its responses up to a step's start."""
+
 
 @dataclass
 class StepValues:
-    """`StepValues(...)(engine, group)` -> per response an array as in Trajectory.step_values."""
+    """`StepValues(...)(engine, groups)` -> for each group, per response an array as in Trajectory.step_values."""
 
     rewards: Rewards
     """Rewards of the continuations, not shared with a running search."""
@@ -37,21 +40,25 @@ class StepValues:
     _breaks: dict[int, bool] = field(default_factory=dict)
     """Token id -> whether a step ends with it."""
 
-    def __call__(self, engine: Engine, group: FinishedGroup) -> list[np.ndarray]:
-        """NaN at the first token too where no continuation could be scored."""
-        starts = [self.step_starts(completion.token_ids) for completion in group.completions]
+    def __call__(self, engine: Engine, groups: Sequence[FinishedGroup]) -> list[list[np.ndarray]]:
+        """For each group and response. NaN at the first token too where no continuation could be scored. All prefixes of all
+        groups are continued side by side: those of one group alone would leave most slots of the engine empty."""
+        starts = [[self.step_starts(completion.token_ids) for completion in group.completions] for group in groups]
         prefixes = {
-            completion.token_ids[:start].tobytes(): completion.token_ids[:start]
-            for completion, own in zip(group.completions, starts)
+            (index, completion.token_ids[:start].tobytes()): completion.token_ids[:start]
+            for index, (group, of_group) in enumerate(zip(groups, starts))
+            for completion, own in zip(group.completions, of_group)
             for start in own
         }
-        value_of = dict(zip(prefixes, self._values(engine, group, list(prefixes.values()))))
-        found = []
-        for completion, own in zip(group.completions, starts):
-            values = np.full(len(completion.token_ids), np.nan, np.float32)
-            for start in own:
-                values[start] = value_of[completion.token_ids[:start].tobytes()]
-            found.append(values)
+        value_of = self._values(engine, groups, prefixes)
+        found: list[list[np.ndarray]] = []
+        for index, (group, of_group) in enumerate(zip(groups, starts)):
+            found.append([])
+            for completion, own in zip(group.completions, of_group):
+                values = np.full(len(completion.token_ids), np.nan, np.float32)
+                for start in own:
+                    values[start] = value_of[index, completion.token_ids[:start].tobytes()]
+                found[-1].append(values)
         return found
 
     def step_starts(self, token_ids: np.ndarray) -> list[int]:
@@ -64,26 +71,35 @@ class StepValues:
             self._breaks[token] = "\n" in self.tokenizer.decode([token])
         return self._breaks[token]
 
-    def _values(self, engine: Engine, group: FinishedGroup, prefixes: Sequence[np.ndarray]) -> list[float]:
+    def _values(
+        self, engine: Engine, groups: Sequence[FinishedGroup], prefixes: Mapping[Prefix, np.ndarray]
+    ) -> dict[Prefix, float]:
         """Mean reward of each prefix's continuations."""
-        visit = group.completions[0].sample_index // max(1, len(group.completions))
-        requests = {
-            (prompt := _named_after(group.prompt, prefix)).id: Request(
-                prompt=prompt, first_sample=visit * self.continuations, prefix_ids=prefix
-            )
-            for prefix in prefixes
+        requests = [self._request(groups[index], prefix) for (index, _), prefix in prefixes.items()]
+        members: dict[tuple[str, int], list[Completion]] = {
+            (request.prompt.id, request.first_sample): [] for request in requests
         }
-        members: dict[str, list[Completion]] = {name: [] for name in requests}
         for completion in engine.sibling().generate(
-            list(requests.values()),
+            requests,
             samples_per_prompt=self.continuations,
             sampling=self.sampling,
             between_steps=self.between_steps,
         ):
-            members[completion.prompt_id].append(completion)
-        groups = [self._as_group(group.prompt, own) for own in members.values()]
-        outcomes = score_all(self.rewards, groups, between_polls=self.between_steps)
-        return [self._mean(own.completions, found) for own, found in zip(groups, outcomes)]
+            first_sample = completion.sample_index // self.continuations * self.continuations
+            members[completion.prompt_id, first_sample].append(completion)
+        continued = [
+            self._as_group(groups[index].prompt, own)
+            for (index, _), own in zip(prefixes, members.values(), strict=True)
+        ]
+        outcomes = score_all(self.rewards, continued, between_polls=self.between_steps)
+        means = [self._mean(own.completions, found) for own, found in zip(continued, outcomes)]
+        return dict(zip(prefixes, means))
+
+    def _request(self, group: FinishedGroup, prefix: np.ndarray) -> Request:
+        """Another visit to the prompt continues with other random numbers."""
+        visit = group.completions[0].sample_index // max(1, len(group.completions))
+        prompt = _named_after(group.prompt, prefix)
+        return Request(prompt=prompt, first_sample=visit * self.continuations, prefix_ids=prefix)
 
     def _as_group(self, prompt: Prompt, completions: list[Completion]) -> FinishedGroup:
         texts = texts_of(self.tokenizer, completions)
