@@ -17,18 +17,37 @@ def evaluate(
     task: Annotated[str | None, typer.Option(help="Task; a run folder knows its own.")] = None,
     num_prompts: Annotated[int | None, count_option("Held-out prompts.")] = None,
     samples: Annotated[int | None, count_option("k of pass@k and avg@k; 0 = greedy accuracy only.")] = None,
+    responses: Annotated[
+        Path | None, typer.Option(help="Write all responses to this file, a JSON line a prompt.")
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Such a file of another model: also show the paired difference to it.")
+    ] = None,
 ) -> None:
     """The task's metrics on held-out prompts: greedy accuracy (pass@k and avg@k with --samples k), win rate, or success."""
     from tba.launch.checks import check_evaluated
 
     check_evaluated(target)
+    if against is not None and responses is None:
+        raise typer.BadParameter("--against needs --responses FILE, where the responses of this model are kept.")
+    if against is not None and responses is not None and against.resolve() == responses.resolve():
+        raise typer.BadParameter(f"--responses would overwrite {against}, which is compared with: give another file.")
     from tba.launch import evaluate_model
+    from tba.tasks.responses_file import ResponsesFile, paired_differences, read_shares
 
     values = list(overrides or [])
     values += [f"task.name={task}"] if task else []
     values += [f"evaluate.num_prompts={num_prompts}"] if num_prompts else []
     values += [f"evaluate.samples_per_prompt={samples}"] if samples is not None else []
-    typer.echo(json.dumps(evaluate_model(target, values)))
+    if against is not None:
+        read_shares(against)  # says now what is wrong with it
+    keep = None if responses is None else ResponsesFile(responses)
+    if keep is not None:
+        keep.clear()
+    found: dict[str, Any] = dict(evaluate_model(target, values, keep=keep))
+    if responses is not None and against is not None:
+        found["against"] = {"file": str(against), **paired_differences(responses, against)}
+    typer.echo(json.dumps(found))
 
 
 def replay(

@@ -36,7 +36,7 @@ from tba.runtime.mps import give_way_to_searchers, start_mps
 from tba.runtime.processes import prepare_roles
 from tba.runtime.seats import Host
 from tba.search.make import make_search_engine
-from tba.tasks.evaluation import make_evaluator
+from tba.tasks.evaluation import AnswerEvaluator, KeepResponses, make_evaluator
 from tba.tasks.rewards.pool import make_rewards
 from tba.tasks.rewards.sources import copy_sources, with_sources
 from tba.train.health import Collapsed
@@ -200,8 +200,8 @@ def load_scorer(config: ModelConfig) -> Scorer:
     return make_scorer(loaded.model, max_length=loaded.context)
 
 
-def evaluate_model(target: str, overrides: Sequence[str]) -> dict[str, float]:
-    """Evaluate a run's newest checkpoint with the run's own settings, or any model with the defaults."""
+def evaluate_model(target: str, overrides: Sequence[str], *, keep: KeepResponses | None = None) -> dict[str, float]:
+    """Evaluate a run's newest checkpoint with the run's own settings, or any model with the defaults; see `evaluate`."""
     folder, start = RunFolder(Path(target)), None
     if folder.config.is_file():
         config = load_config(folder.config, [*overrides, f"model.path={folder.newest_checkpoint()}"])
@@ -209,11 +209,14 @@ def evaluate_model(target: str, overrides: Sequence[str]) -> dict[str, float]:
         start = partial(load_scorer, load_config(folder.config, overrides).trainer_model)
     else:
         config = load_config(None, [*overrides, f"model.path={target}"])
-    return evaluate(config, start=start)
+    return evaluate(config, start=start, keep=keep)
 
 
-def evaluate(config: Config, *, start: Callable[[], Scorer] | None = None) -> dict[str, float]:
-    """Evaluate the model of a config. `start` gives a scorer with the start model, for KL; None = it is not measured."""
+def evaluate(
+    config: Config, *, start: Callable[[], Scorer] | None = None, keep: KeepResponses | None = None
+) -> dict[str, float]:
+    """Evaluate the model of a config. `start` gives a scorer with the start model, for KL; None = it is not measured.
+    `keep` is given all responses."""
     check_inputs(config)
     torch.set_num_threads(config.runtime.threads)
     check_devices(config)
@@ -222,7 +225,12 @@ def evaluate(config: Config, *, start: Callable[[], Scorer] | None = None) -> di
     with tempfile.TemporaryDirectory() as logs:
         rewards = make_rewards(inputs.task, config, log=Path(logs) / "rewards.log")
         try:
-            evaluator = make_evaluator(config, inputs.loaded, inputs.task, rewards, start=start)
+            evaluator = make_evaluator(config, inputs.loaded, inputs.task, rewards, start=start, keep=keep)
+            if keep is not None and not isinstance(evaluator, AnswerEvaluator):
+                raise ConfigError(
+                    f"--responses needs a task whose responses are right or wrong, or have rewards of your own: "
+                    f"{config.task.name} is judged otherwise. Leave --responses and --against out."
+                )
             return evaluator(make_search_engine(config, inputs.loaded))
         finally:
             rewards.close()

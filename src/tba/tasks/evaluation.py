@@ -36,6 +36,10 @@ Components = Mapping[str, float | None]
 """Reward components of one sample by name, where the reward did not fail."""
 
 
+KeepResponses = Callable[[str, Sequence[FinishedGroup], Sequence[Sequence[Outcome]], Sequence[Sequence[bool]]], None]
+"""Function that is given the responses of an evaluation: (greedy or sampled, groups, their outcomes, whether solved)."""
+
+
 class Evaluator(Protocol):
     """Says how good an engine's weights are, by metrics; the first one is the headline."""
 
@@ -57,6 +61,8 @@ class EvaluationInputs:
     """Rewards of the evaluator's own, not shared with a running search."""
     start: Callable[[], Scorer] | None = None
     """Function that gives a scorer with the start model, for KL; called only where KL is measured. None = it is not."""
+    keep: KeepResponses | None = None
+    """For tasks whose responses are right or wrong; None = responses are forgotten."""
 
     @property
     def sampling(self) -> Sampling:
@@ -79,10 +85,16 @@ class EvaluationInputs:
 
 
 def make_evaluator(
-    config: Config, loaded: LoadedModel, task: Task, rewards: Rewards, *, start: Callable[[], Scorer] | None = None
+    config: Config,
+    loaded: LoadedModel,
+    task: Task,
+    rewards: Rewards,
+    *,
+    start: Callable[[], Scorer] | None = None,
+    keep: KeepResponses | None = None,
 ) -> Evaluator:
     """The evaluator that a task makes for a loaded model; see EvaluationInputs."""
-    inputs = EvaluationInputs(config=config, tokenizer=loaded.tokenizer, rewards=rewards, start=start)
+    inputs = EvaluationInputs(config=config, tokenizer=loaded.tokenizer, rewards=rewards, start=start, keep=keep)
     return task.make_evaluator(inputs)
 
 
@@ -104,6 +116,7 @@ class AnswerEvaluator:
     """Number k of samples for pass@k and avg@k; 0 = greedy accuracy only."""
     mean_rewards: bool = False
     """True adds `reward` of the greedy responses and `reward@k` of the sampled ones, for rewards that are not 0 or 1."""
+    keep: KeepResponses | None = None
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
         outcomes = self._outcomes(engine, greedy(self.sampling), 1, between_steps)
@@ -129,7 +142,10 @@ class AnswerEvaluator:
             sampling=sampling,
             between_steps=between_steps,
         )
-        return score_all(self.rewards, groups, between_polls=between_steps)
+        outcomes = score_all(self.rewards, groups, between_polls=between_steps)
+        if self.keep is not None:
+            self.keep("greedy" if sampling.greedy else "sampled", groups, outcomes, self._solved(outcomes))
+        return outcomes
 
     def _solved(self, outcomes: Sequence[Sequence[Outcome]]) -> list[list[bool]]:
         return [[self.task.solved(outcome) for outcome in own] for own in outcomes]
@@ -161,6 +177,7 @@ class AnswerEvaluator:
             sampling=inputs.sampling,
             samples_per_prompt=inputs.config.evaluate.samples_per_prompt,
             mean_rewards=mean_rewards,
+            keep=inputs.keep,
         )
 
 
