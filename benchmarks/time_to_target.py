@@ -136,7 +136,7 @@ def show_table(arguments: argparse.Namespace) -> None:
         commits = sorted({line["commit"] for lines in own.values() for line in lines})
         print(f"{name}: {scenario.words}; {first['cores']} cores, commit {', '.join(commits)}\n")
         targets = "".join(f" s to {target:.0%} | times as fast as sync |" for target in scenario.targets)
-        last = f"s a step | accuracy, % after {first['max_steps']} steps | lag, steps | trained / generated |"
+        last = "s a step | accuracy, % at the end | lag, steps | trained / generated |"
         print(f"| | seeds | s from the command to the first step |{targets} {last}")
         print("|---|---|---|" + "---|---|" * len(scenario.targets) + "---|---|---|---|")
         for arm, lines in own.items():

@@ -49,7 +49,8 @@ def run(
     output.parent.mkdir(parents=True, exist_ok=True)
     command = [
         *("taskset", "-c", ",".join(map(str, cores)), sys.executable, "-m", "tba", "train", *scenario.make(folder)),
-        *(*arm.overrides, f"seed={seed}", f"train.max_steps={steps}", f"evaluate.every={scenario.evaluate_every}"),
+        *(*arm.overrides, f"seed={seed}", f"train.max_steps={arm.times * steps}"),
+        f"evaluate.every={arm.times * scenario.evaluate_every}",
         *(f"output={output.parent.resolve()}", f"name={output.name}", "observe.progress=false", "observe.log_every=1"),
         "train.keep_checkpoints=0",
         "model.device=cpu",  # the cores are what the arms share, also on a machine with a GPU
@@ -73,8 +74,8 @@ def run(
     found = line_of(scenario, arm, lines) | {"finished": finished, "startup": first, "wall": time.monotonic() - began}
     shutil.rmtree(output)
     return {
-        "scenario": scenario.name, "arm": arm.name, "seed": seed, "overrides": list(arm.overrides), "max_steps": steps,
-        "cores": len(cores), "commit": commit_of_checkout(), **found,
+        "scenario": scenario.name, "arm": arm.name, "seed": seed, "overrides": list(arm.overrides),
+        "max_steps": arm.times * steps, "cores": len(cores), "commit": commit_of_checkout(), **found,
     }  # fmt: skip
 
 

@@ -19,9 +19,8 @@ SEARCHERS = (4, 12, 1)
 JUDGE_CALLS = 48
 """Calls that the judge answers at once, the same for every arm: three steps' worth of visits. A synchronous step has 16."""
 NUM_VALIDATION = 300
-PACED_LAG = 4
-"""Steps that searchers of a paced arm may be ahead. By default a single searcher is paced; several are not, and what is
-older than two steps' worth of groups leaves untrained."""
+REUSED = (2, 4)
+"""How often every response is trained in the arms that train it more than once, with 4 searchers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +31,8 @@ class Arm:
     overrides: tuple[str, ...]
     busy_cores: int = 1
     """Number of cores that it can keep busy: one a process, or a thread of a synchronous run."""
+    times: int = 1
+    """How often a response is trained. The run has so many times the steps, and as many responses as the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,10 @@ class Scenario:
     arms: Sequence[Arm]
 
 
-def arms(*, workers: int | None = None, sync_threads: int = 1) -> list[Arm]:
+def arms(*, workers: int | None = None, sync_threads: int = 1, reused: Sequence[int] = REUSED) -> list[Arm]:
     """The arms, those first that say most where the time is short. A synchronous run, which would leave cores idle, is also
-    tried with more threads; `workers` of the reward are shared by the searchers of an arm."""
+    tried with more threads; `workers` of the reward are shared by the searchers of an arm. An asynchronous trainer that
+    waits for responses may train those it has once more: `reused` are arms that do."""
 
     def arm(name: str, mode: str, searchers: int, threads: int = 1) -> Arm:
         judges = () if workers is None else (f"search.reward_workers={workers // searchers}",)
@@ -63,14 +65,14 @@ def arms(*, workers: int | None = None, sync_threads: int = 1) -> list[Arm]:
             busy_cores=threads if mode == "sync" else 1 + searchers,
         )
 
-    def paced(own: Arm) -> Arm:
-        limit = ("replay.lag=pace", f"replay.max_lag={PACED_LAG}")
-        return replace(own, name=f"{own.name}, paced", overrides=(*own.overrides, *limit))
+    def trained(own: Arm, times: int) -> Arm:
+        more = f"replay.max_trained_per_generated={times}"
+        return replace(own, name=f"{own.name}, each {times} times", overrides=(*own.overrides, more), times=times)
 
     several = [arm(f"async {count}", "async", count) for count in SEARCHERS]
-    found = [arm("sync", "sync", 1), *several, *(paced(own) for own in several if own.busy_cores > 2)]
+    again = [trained(several[0], times) for times in reused]
     threaded = [] if sync_threads == 1 else [arm(f"sync, {sync_threads} threads", "sync", 1, sync_threads)]
-    return [*found, *threaded]
+    return [arm("sync", "sync", 1), *several, *again, *threaded]
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -161,7 +163,7 @@ SCENARIOS = {
             targets=(0.6, 0.7),
             steps=60,
             evaluate_every=5,
-            arms=arms(sync_threads=4),
+            arms=arms(sync_threads=4, reused=()),
         ),
     )
 }
