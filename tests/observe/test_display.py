@@ -10,6 +10,7 @@ from tba.observe.display import (
     stability_line,
     table_names,
     text_plot,
+    waiting_advice,
     went_badly,
 )
 
@@ -33,6 +34,27 @@ def test_means_are_over_the_steps_that_have_the_metric_and_the_rest_is_the_last(
     assert stability.summary() == pytest.approx(
         {"drift_nats": 0.2, "held_back": 0.1, "trained_per_generated": 0.9, "learning_rate": 2e-4}
     )
+
+
+def test_the_share_of_waiting_leaves_out_the_first_step_which_waits_for_the_start():
+    stability = Stability()
+    for waited, worked in ((30.0, 1.0), (1.0, 1.0), (0.0, 2.0)):
+        stability.step({"time/wait_for_batch": waited, "time/step": worked})
+    assert stability.summary() == {"waited": 0.25}
+    assert "the trainer waited 25% of its time" in stability_line(summary(stability=stability.summary()))
+
+
+@pytest.mark.parametrize(
+    ("stability", "told"),
+    [
+        ({"waited": 0.4, "trained_per_generated": 1.0}, True),
+        ({"waited": 0.2, "trained_per_generated": 1.0}, False),
+        ({"waited": 0.4, "trained_per_generated": 2.0}, False),  # it does so already
+        ({}, False),
+    ],
+)
+def test_a_trainer_with_time_to_spare_is_told_what_to_do_with_it(stability, told):
+    assert (waiting_advice(summary(stability=stability)) is not None) is told
 
 
 def test_one_line_tells_alarms_drift_what_was_held_back_and_reuse():

@@ -32,6 +32,8 @@ LASTS = {"trained_per_generated": "buffer/replay_ratio", "learning_rate": "learn
 """Metrics whose last value goes into the summary, by their name there."""
 MUCH_HELD_BACK = 0.4
 """Share of the gradient held back above which most responses are too old when they are trained."""
+MUCH_WAITED = 0.3
+"""Share of its time that a trainer waits for responses above which it could train those it has once more."""
 FELL_ERRORS = 2.0
 """Number of standard errors by which the final score lies below the best one before it counts as lost."""
 
@@ -186,6 +188,8 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
     if went_badly(summary):
         words = advice(summary, auto_rate=config.train.learning_rate is None, movement=config.train.movement)
         console.print(words, style="bold", highlight=False)
+    elif config.mode == "async" and (words_on_time := waiting_advice(summary)) is not None:
+        console.print(words_on_time, highlight=False)
     if summary["best"] is not None and 0 < summary["best"]["step"] < summary["steps"]:
         best, name = summary["best"], next(iter(summary["final"]))
         kept = (folder / "checkpoints" / f"best-step-{best['step']}").is_dir()
@@ -222,8 +226,16 @@ class Stability:
     _sums: dict[str, float] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
     _lasts: dict[str, float] = field(default_factory=dict)
+    _steps: int = 0
+    _waited_seconds: float = 0.0
+    _worked_seconds: float = 0.0
+    """Of all steps but the first, which waits until searchers have started."""
 
     def step(self, metrics: Mapping[str, float]) -> None:
+        self._steps += 1
+        if self._steps > 1:
+            self._waited_seconds += metrics.get("time/wait_for_batch", 0.0)
+            self._worked_seconds += metrics.get("time/step", 0.0)
         for name, metric in MEANS.items():
             if metric in metrics:
                 self._sums[name] = self._sums.get(name, 0.0) + metrics[metric]
@@ -231,8 +243,10 @@ class Stability:
         self._lasts |= {name: metrics[metric] for name, metric in LASTS.items() if metric in metrics}
 
     def summary(self) -> dict[str, float]:
-        """{"drift_nats": 0.02, "held_back": 0.1, "trained_per_generated": 1.0, "learning_rate": 3e-06}"""
+        """{"drift_nats": 0.02, "held_back": 0.1, "trained_per_generated": 1.0, "learning_rate": 3e-06, "waited": 0.3}"""
         means = {name: self._sums[name] / self._counts[name] for name in self._sums}
+        if self._worked_seconds:
+            means["waited"] = self._waited_seconds / (self._waited_seconds + self._worked_seconds)
         return {name: float(f"{value:.4g}") for name, value in (means | self._lasts).items()}
 
 
@@ -250,6 +264,8 @@ def stability_line(summary: Mapping[str, Any]) -> str:
         parts.append(f"{found['held_back']:.0%} of the gradient was held back")
     if "trained_per_generated" in found:
         parts.append(f"each response was trained {found['trained_per_generated']:.2g} times")
+    if found.get("waited"):
+        parts.append(f"the trainer waited {found['waited']:.0%} of its time for responses")
     return f"stability: {'; '.join(parts)}"
 
 
@@ -276,6 +292,18 @@ def advice(summary: Mapping[str, Any], *, auto_rate: bool, movement: float) -> s
     if not auto_rate:
         return "change first: leave train.learning_rate unset (auto), or divide it by 3."
     return f"change first: train.movement={movement / 2:g} (half of what it was), then a higher objective.beta."
+
+
+def waiting_advice(summary: Mapping[str, Any]) -> str | None:
+    """How a run that went well would learn more in the same time, where its trainer waited for responses; None = it did
+    not. Measured in docs/results.md, "Asynchrony, time to accuracy"."""
+    found = summary["stability"]
+    if found.get("waited", 0.0) < MUCH_WAITED or found.get("trained_per_generated", 1.0) > 1.5:
+        return None
+    return (
+        "the trainer has time to spare: more searchers, or replay.max_trained_per_generated=2 with twice the "
+        "train.max_steps, which trains every response twice."
+    )
 
 
 @dataclass(frozen=True)
