@@ -5,9 +5,10 @@
         --methods "tb async" "tb sync" "dr_grpo async" --report 8 --num-prompts 1319 --metric avg@8
     python benchmarks/equal_minutes.py --table runs/equal_minutes.jsonl
 
-A short run first tells the seconds of a step (its first steps, which compile and fill, left out); the number of steps
-follows, so that what depends on the end of a run, the falling learning rate, comes to its end too. Everything else is at its
-default for the objective. Seconds are of training, without start-up and the evaluation after the end. One run after the
+A short run first tells the seconds of a step (its first steps, which compile and fill, left out), and a whole run of another
+seed, which no table shows, corrects them: responses change their length as a policy learns. The number of steps follows, so
+that what depends on the end of a run, the falling learning rate, comes to its end too. Everything else is at its default for
+the objective. Seconds are of training, without start-up and the evaluation after the end. One run after the
 other, seeds outermost, one JSON line each, so that an interrupted study goes on where it was. Nothing else should run.
 
 With --report k the last weights of a run are scored by `tba evaluate` on held-out problems with k samples of each, and the
@@ -49,6 +50,8 @@ METHODS = {
 DEFAULT_METHODS = ["tb async", "tb sync", "rloo sync", "grpo sync", "ppo sync", "vineppo sync"]
 TRIAL_STEPS, TRIAL_SKIP = 12, 4
 """Steps of the short run, and how many of them are left out."""
+PACE_SEED = 1000
+"""Seed of the runs that tell how long a step takes."""
 BESIDE_REPORT = 100
 """Problems of the evaluations at both ends of a run, where --report scores it."""
 
@@ -93,13 +96,16 @@ def study(arguments: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator
     """The lines that are not there yet, as they come: trials first, then seed by seed."""
     key = {"config": arguments.config, "minutes": arguments.minutes, "set": list(arguments.set)}
     found = [line for line in done if all(line[name] == value for name, value in key.items())]
-    paces = {line["method"]: line["seconds_per_step"] for line in found if line["kind"] == "trial"}
+    paces = {line["method"]: line["seconds_per_step"] for line in found if line["kind"] == "pace"}
     for method in arguments.methods:
         if method not in paces:
-            settings = [*METHODS[method], *arguments.set, "seed=1000", "evaluate.num_prompts=8"]
+            settings = [*METHODS[method], *arguments.set, f"seed={PACE_SEED}", "evaluate.num_prompts=8"]
             _, steps, _ = run(arguments.config, [*settings, f"train.max_steps={TRIAL_STEPS}"])
-            paces[method] = seconds_per_step(steps, TRIAL_SKIP)
-            yield {**key, "kind": "trial", "method": method, "seconds_per_step": paces[method]}
+            trial = seconds_per_step(steps, TRIAL_SKIP)
+            planned = max(1, int(60 * arguments.minutes / trial))
+            summary, _, _ = run(arguments.config, [*settings, f"train.max_steps={planned}"])
+            paces[method] = summary["seconds"] / planned
+            yield {**key, "kind": "pace", "method": method, "trial": trial, "seconds_per_step": paces[method]}
     finished = {(line["method"], line["seed"]) for line in found if line["kind"] == "run"}
     for seed in arguments.seeds:
         for method in arguments.methods:
