@@ -1,4 +1,4 @@
-"""Red-teaming with 1, 2 and 4 searchers, read off a finished study at equal responses and at equal minutes:
+"""Red-teaming with 1 to 12 searchers, read off a finished study at equal responses and at equal minutes:
 
     tba compare configs/studies/red_team_searchers.yaml
     python benchmarks/searchers.py [runs/studies/red_team_searchers]
