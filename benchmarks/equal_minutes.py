@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -24,9 +23,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from own_bench.runs import commit_of_checkout
+from own_bench.runs import FAILED_TAIL, commit_of_checkout, environment, mean_and_error, read_lines
 
-ROOT = Path(__file__).resolve().parents[1]
 OBJECTIVES = (
     "tb",
     "rloo",
@@ -54,16 +52,15 @@ def run(config: str, settings: Sequence[str]) -> tuple[dict[str, Any], list[dict
             f"output={folder}",
             "name=run",
             "observe.progress=false",
+            "observe.log_every=1",
             "evaluate.every=0",
             "train.keep_checkpoints=0",
         ]
         command = [sys.executable, "-m", "tba", "train", config, *settings, *fixed]
-        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
         if done.returncode:
-            raise SystemExit(f"training with {' '.join(settings)} failed:\n{done.stderr[-3000:]}")
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+            raise SystemExit(f"training with {' '.join(settings)} failed:\n{done.stderr[-FAILED_TAIL:]}")
+        records = read_lines(Path(folder) / "run" / "metrics.jsonl")
     return json.loads(done.stdout.strip().splitlines()[-1]), [
         record for record in records if "completions/mean_length" in record
     ]
@@ -101,6 +98,11 @@ def study(arguments: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator
             }  # fmt: skip
 
 
+def key_of(line: dict[str, Any]) -> tuple[str, float, tuple[str, ...]]:
+    """What lines of one table have in common: config, minutes and further settings."""
+    return line["config"], line["minutes"], tuple(line["set"])
+
+
 def table(lines: Sequence[dict[str, Any]], metric: str) -> str:
     """A line for each method, best first; differences are paired by seed with the first method that was asked for."""
     runs = [line for line in lines if line["kind"] == "run"]
@@ -122,13 +124,6 @@ def table(lines: Sequence[dict[str, Any]], metric: str) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines_out)
 
 
-def mean_and_error(values: Sequence[float]) -> str:
-    """Mean and standard error; one value has none."""
-    if len(values) < 2:
-        return f"{values[0]:.3f}"
-    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?", default="configs/arithmetic.yaml")
@@ -142,7 +137,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="print the table of a file and end")
     arguments = parser.parse_args()
     path = arguments.table or arguments.out
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = read_lines(path)
     if arguments.table is None:
         path.parent.mkdir(parents=True, exist_ok=True)
         for line in study(arguments, list(lines)):
@@ -151,9 +146,10 @@ def main() -> None:
                 file.write(json.dumps(line) + "\n")
             shown = {name: value for name, value in line.items() if name not in ("config", "set", "minutes")}
             print(json.dumps(shown), flush=True)
-    print(table(lines, arguments.metric))
+    for study_of in dict.fromkeys(map(key_of, lines)):
+        print(f"{study_of[0]}, {study_of[1]:g} minutes {' '.join(study_of[2])}")
+        print(table([line for line in lines if key_of(line) == study_of], arguments.metric))
 
 
 if __name__ == "__main__":
-    os.chdir(ROOT)
     main()

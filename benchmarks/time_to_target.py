@@ -27,7 +27,7 @@ from threading import Lock
 from typing import Any
 
 from end_to_end import seconds_to
-from own_bench.runs import read_lines
+from own_bench.runs import mean_and_error, read_lines
 from target_bench.runs import run
 from target_bench.scenarios import SCENARIOS, Arm, Scenario
 
@@ -121,11 +121,6 @@ def seconds_words(seconds: float | None) -> str:
     return "not reached" if seconds is None else f"{seconds:.1f} s"
 
 
-def mean_and_error(values: Sequence[float], digits: int = 1) -> str:
-    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{error}"
-
-
 def by_arm(lines: Iterable[Line]) -> dict[str, dict[str, list[Line]]]:
     """Scenario -> arm -> runs: synchronous arms first, then by the number of searchers."""
     found: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
@@ -157,7 +152,7 @@ def row(scenario: Scenario, arm: str, lines: Sequence[Line], sync: Sequence[Line
         times = {line["seed"]: seconds_to(line["curve"], target) for line in lines}
         reached = {seed: seconds for seed, seconds in times.items() if seconds is not None}
         missed = f" ({len(times) - len(reached)} of {len(times)} never)" if len(reached) < len(times) else ""
-        cells.append((mean_and_error(list(reached.values())) if reached else "-") + missed)
+        cells.append((mean_and_error(list(reached.values()), 1) if reached else "-") + missed)
         pairs = [
             (seconds_to(baseline[seed]["curve"], target), own) for seed, own in reached.items() if seed in baseline
         ]
@@ -166,7 +161,7 @@ def row(scenario: Scenario, arm: str, lines: Sequence[Line], sync: Sequence[Line
     finished = [100 * line["curve"][-1][1] for line in lines if line["finished"]]
     cells += [
         mean_and_error([line["step_seconds"] for line in lines], 2),
-        mean_and_error(finished) if finished else "-",
+        mean_and_error(finished, 1) if finished else "-",
         f"{statistics.mean(line['lag'] for line in lines):.1f}",
         f"{sum(line['trained'] for line in lines) / sum(line['generated'] for line in lines):.2f}",
     ]

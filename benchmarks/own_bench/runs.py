@@ -210,10 +210,10 @@ def table_of(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     return rows
 
 
-def mean_and_error(values: Sequence[float]) -> str:
-    """`.612 ± .008`; one value has no standard error."""
-    error = f" ± {statistics.stdev(values) / sqrt(len(values)):.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{error}"
+def mean_and_error(values: Sequence[float], digits: int = 3) -> str:
+    """Mean and standard error; one value has none."""
+    error = f" ± {statistics.stdev(values) / sqrt(len(values)):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{error}"
 
 
 def commit_of_checkout() -> str:

@@ -1,5 +1,6 @@
-"""What is trained, where generation is the bottleneck, and the arms that are compared. Settings and targets were fixed on
-seed 100, which no table reports; only training and validation prompts are read, never held-out ones.
+"""What is trained, where generation is the bottleneck, and the arms that are compared. Only training and validation prompts
+are read. Settings and targets of `judge` were fixed on seed 100, which no table reports. Those of `vineppo` had no pilot,
+and the targets of `long` come from curves of its held-out rows in other runs (benchmarks/own_problems.py).
 
 judge      arithmetic with a reward that waits two seconds for every visit, as a remote judge does
 long       long_sums of the own problems: responses of 60 to 120 tokens, a model of 1M parameters

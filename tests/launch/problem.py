@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -128,11 +129,16 @@ def command(folder: Path, name: str, *overrides: str, reward: str = "sevens") ->
     return [sys.executable, "-m", "tba", "train", *options, *settings]
 
 
+def records_so_far(config: Config) -> list[dict[str, Any]]:
+    """Lines of the metrics of a run that may be writing one: of that a reader may see the beginning."""
+    path = RunFolder(config.run_folder).metrics
+    written = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return [json.loads(line) for line in written.splitlines()]
+
+
 def steps_of(config: Config) -> list[int]:
     """Optimizer steps that are recorded, in the order of their lines."""
-    path = RunFolder(config.run_folder).metrics
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [record["step"] for record in records if "loss" in record]
+    return [record["step"] for record in records_so_far(config) if "loss" in record]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import threading
 import psutil
 import pytest
 from commands import Command
-from problem import SETTINGS, children, make_config, wait_for
+from problem import SETTINGS, children, make_config, records_so_far, wait_for
 
 from tba.launch import train
 from tba.observe.files import RunFolder
@@ -19,13 +19,8 @@ from tba.runtime.processes import RoleDied
 ENDLESS = "train.max_steps=1000000"
 
 
-def records(config) -> list[dict]:
-    path = RunFolder(config.run_folder).metrics
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def has_stepped(config) -> bool:
-    return any("loss" in record for record in records(config))
+    return any("loss" in record for record in records_so_far(config))
 
 
 def when(condition, action) -> threading.Thread:
@@ -47,7 +42,7 @@ def name_of(process: psutil.Process) -> str:
 
 
 def steps_done(config) -> int:
-    return max((record["step"] for record in records(config) if "loss" in record), default=0)
+    return max((record["step"] for record in records_so_far(config) if "loss" in record), default=0)
 
 
 def test_killed_searchers_are_replaced_and_the_run_goes_on(folder, caplog):
@@ -61,8 +56,8 @@ def test_killed_searchers_are_replaced_and_the_run_goes_on(folder, caplog):
     assert summary["steps"] == 40
     assert caplog.text.count("searcher-0 ended (exit status -9)") == 2
     assert caplog.text.count("It is replaced") == 2
-    assert [record["searchers/replaced"] for record in records(config) if "loss" in record][-1] == 2
-    assert max(record["step"] for record in records(config) if "eval/custom/solved" in record) == 40
+    assert [record["searchers/replaced"] for record in records_so_far(config) if "loss" in record][-1] == 2
+    assert max(record["step"] for record in records_so_far(config) if "eval/custom/solved" in record) == 40
 
 
 def test_a_hung_searcher_is_replaced(folder, caplog):
@@ -148,7 +143,7 @@ def test_a_hanging_reward_costs_its_samples_only(folder, caplog):
         "task.eval_fraction=0", "train.responses_per_step=8", reward="hangs_on_w9",
     )  # fmt: skip
     assert train(config)["steps"] == 1
-    stored = next(record["buffer/responses"] for record in records(config) if "loss" in record)
+    stored = next(record["buffer/responses"] for record in records_so_far(config) if "loss" in record)
     told = re.findall(
         r"(\d) of 4 responses have no reward .* took longer than search.reward_timeout_seconds=2 s", caplog.text
     )
@@ -160,7 +155,7 @@ def test_a_hanging_reward_costs_its_samples_only(folder, caplog):
 def test_a_nan_reward_costs_its_samples_only(folder):
     config = make_config(folder, "mode=sync", "name=not-a-number", "train.max_steps=2", reward="sometimes_nan")
     assert train(config)["steps"] == 2
-    rewards = [record["reward"] for record in records(config) if "reward" in record]
+    rewards = [record["reward"] for record in records_so_far(config) if "reward" in record]
     assert rewards == [1.0, 1.0]
 
 
@@ -178,8 +173,8 @@ def test_a_channel_of_one_group_slows_a_run_but_does_not_stop_it(folder):
     config = make_config(folder, "name=narrow", "runtime.channel_groups=1", "evaluate.every=2")
     summary = train(config)
     assert summary["steps"] == 6
-    assert [r["step"] for r in records(config) if "eval/custom/solved" in r][-1] == 6
-    waited = [record["searcher/0/wait_seconds"] for record in records(config) if "loss" in record]
+    assert [r["step"] for r in records_so_far(config) if "eval/custom/solved" in r][-1] == 6
+    waited = [record["searcher/0/wait_seconds"] for record in records_so_far(config) if "loss" in record]
     assert waited[-1] > 0
 
 
@@ -197,7 +192,7 @@ def test_the_trainer_waits_at_the_replay_ratio_and_never_exceeds_it(folder):
     summary = train(config)
     assert summary["responses_trained"] <= 0.5 * summary["responses_generated"]
     for record in (
-        record for record in records(config) if "loss" in record
+        record for record in records_so_far(config) if "loss" in record
     ):  # the metric is the number that is limited
         assert record["buffer/replay_ratio"] == record["buffer/trained"] / record["buffer/generated"] <= 0.5
-    assert sum(record.get("time/wait_for_batch", 0.0) for record in records(config)) > 0
+    assert sum(record.get("time/wait_for_batch", 0.0) for record in records_so_far(config)) > 0

@@ -167,7 +167,8 @@ def test_lag_0_in_the_async_runtime_equals_sync_mode(folder):
     for want, got in zip(*([r for r in metrics_of(config) if "loss" in r] for config in (sync, lag_0)), strict=True):
         assert got["batch/reward"] == pytest.approx(want["batch/reward"], abs=1e-7)
         assert got["completions/mean_length"] == want["completions/mean_length"]
-        assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+        # Where rewards nearly agree the loss is of the order of 1e-5, a difference of larger numbers.
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-5, abs=1e-9)
     a, b = (
         AutoModelForCausalLM.from_pretrained(RunFolder(config.run_folder).newest_checkpoint())
         for config in (sync, lag_0)

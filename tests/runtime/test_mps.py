@@ -41,7 +41,8 @@ def test_asking_for_it_where_it_cannot_be_is_an_error():
 
 def test_a_trainer_gives_way_to_searchers_that_share_its_gpu_through_a_daemon(monkeypatch):
     apart = "runtime.placement={trainer: cuda:0, searchers: cuda:1}"
-    monkeypatch.delenv(PRIORITY, raising=False)
+    monkeypatch.setenv(PRIORITY, "")  # so that what is set below does not outlive this test
+    monkeypatch.delenv(PRIORITY)
     monkeypatch.delenv(PIPES, raising=False)
     give_way_to_searchers(load_config(None, ["model.device=cuda"]))  # there is no daemon
     monkeypatch.setenv(PIPES, "/somewhere")

@@ -251,4 +251,4 @@ def test_a_reward_that_computes_is_called_by_one_worker_unless_told_otherwise(re
 
 def test_a_worker_is_light_because_many_are_started(rewards):
     [found] = score_all(rewards("heavy"), [group("torch", "numpy", "pydantic", "asyncio")])
-    assert [outcome["heavy"] for outcome in found] == [0.0, 0.0, 0.0, 1.0]
+    assert [outcome["heavy"] for outcome in found] == [0.0] * 4
