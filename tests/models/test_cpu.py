@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tba.models.cpu import gains_by_onednn, use_cpu
+from tba.tasks.start_models import one_deterministic_thread
 
 NEOVERSE_N1 = (
     "Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp"
@@ -24,15 +25,29 @@ def test_only_an_arm_core_without_bf16_does_without_onednn(machine, cpu_info, ga
     assert gains_by_onednn(machine, cpu_info) == gains
 
 
-def test_threads_and_onednn_are_set_for_the_whole_process(tmp_path, monkeypatch):
+@pytest.fixture
+def on_an_arm_core_without_bf16(tmp_path, monkeypatch):
+    """With oneDNN and two threads, as a process begins there; afterwards as it was."""
     monkeypatch.setattr("tba.models.cpu.CPU_INFO", tmp_path / "cpuinfo")
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     (tmp_path / "cpuinfo").write_text(NEOVERSE_N1)
     before = torch.backends.mkldnn.enabled, torch.get_num_threads()
-    try:
-        torch.backends.mkldnn.set_flags(True)
-        use_cpu(threads=1)
+    torch.backends.mkldnn.set_flags(True)
+    torch.set_num_threads(2)
+    yield
+    torch.backends.mkldnn.set_flags(before[0])
+    torch.set_num_threads(before[1])
+
+
+@pytest.mark.usefixtures("on_an_arm_core_without_bf16")
+@pytest.mark.parametrize(("threads", "then"), [(1, 1), (None, 2)])
+def test_threads_and_onednn_are_set_for_the_whole_process(threads, then):
+    use_cpu(threads)
+    assert (torch.backends.mkldnn.enabled, torch.get_num_threads()) == (False, then)
+
+
+@pytest.mark.usefixtures("on_an_arm_core_without_bf16")
+def test_a_start_model_is_made_in_the_same_way_whoever_asks_for_it():
+    with one_deterministic_thread():
         assert (torch.backends.mkldnn.enabled, torch.get_num_threads()) == (False, 1)
-    finally:
-        torch.backends.mkldnn.set_flags(before[0])
-        torch.set_num_threads(before[1])
+    assert (torch.backends.mkldnn.enabled, torch.get_num_threads()) == (True, 2)

@@ -10,9 +10,10 @@ import torch
 CPU_INFO = Path("/proc/cpuinfo")
 
 
-def use_cpu(threads: int) -> None:
-    """Compute with so many threads, and without oneDNN where it only costs time."""
-    torch.set_num_threads(threads)
+def use_cpu(threads: int | None = None) -> None:
+    """Compute with so many threads, None = as many as before, and without oneDNN where it only costs time."""
+    if threads is not None:
+        torch.set_num_threads(threads)
     if not gains_by_onednn(platform.machine(), CPU_INFO.read_text() if CPU_INFO.exists() else ""):
         torch.backends.mkldnn.set_flags(False)
 
