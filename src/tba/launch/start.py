@@ -86,7 +86,9 @@ def train(
     inputs = inputs or load_inputs(config)
     # Bad train rows show here, before a run folder exists.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))
-    config = with_defaults(config, inputs.loaded, longest_prompt=inputs.longest_prompt("train", config.evaluate.split))
+    config = with_defaults(
+        config, inputs.loaded, longest_prompt=partial(inputs.longest_prompt, "train", config.evaluate.split)
+    )
     # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
     imported = import_groups(config, inputs) if checkpoint is None else []
     if not resume:
@@ -219,7 +221,7 @@ def evaluate(config: Config, *, start: Callable[[], Scorer] | None = None) -> di
     use_cpu(config.runtime.threads)
     check_devices(config)
     inputs = load_inputs(config)
-    config = with_defaults(config, inputs.loaded, longest_prompt=inputs.longest_prompt(config.evaluate.split))
+    config = with_defaults(config, inputs.loaded, longest_prompt=partial(inputs.longest_prompt, config.evaluate.split))
     with tempfile.TemporaryDirectory() as logs:
         rewards = make_rewards(inputs.task, config, log=Path(logs) / "rewards.log")
         try:
