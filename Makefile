@@ -8,6 +8,8 @@ STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
+# Hundreds of processes import the package: each would compile it anew where bytecode is not kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 # vLLM pins its own torch, so its tests have an environment of their own (3.5 GB). Where torch's index cannot be reached,
 # and its torch (2.13.0+cpu) is found by pip elsewhere: make test-vllm VLLM_INDEX=

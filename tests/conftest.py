@@ -1,9 +1,9 @@
 """One thread per test process: two cores are shared, and results must not depend on how many there are. And the order of
 files: those that take longest come first, or the last one would keep one core busy while the others have nothing to do."""
 
-import torch
+from tba.models.cpu import use_cpu
 
-torch.set_num_threads(1)
+use_cpu(threads=1)  # as every role does
 
 LONGEST = (
     *("launch/test_node_loss.py", "launch/test_collapse.py", "compare/test_compare_runs.py"),

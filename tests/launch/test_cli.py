@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import run_command
 from problem import SETTINGS
 from typer.testing import CliRunner
 
@@ -140,7 +141,7 @@ def test_train_and_evaluate_from_the_command_line(folder):
         f"{folder}/rewards.py:sevens",
     ]
     settings = [*SETTINGS, "mode=sync", f"output={folder}/runs", "name=cli", "train.max_steps=2"]
-    done = tba("train", *options, *settings)
+    done = run_command([sys.executable, "-m", "tba", "train", *options, *settings])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 2
     done = tba("evaluate", f"{folder}/runs/cli", "--samples", "2", "--num-prompts", "3")

@@ -171,19 +171,30 @@ def test_searchers_beside_a_trainer_divide_the_memory_that_is_free(gpus, monkeyp
     assert kv_bytes(placement(apart), "cuda:1") == 12 * GIB, "nothing of this run is there to be asked"
 
 
-def test_the_chosen_slots_are_logged_with_what_they_take(caplog):
+def test_the_chosen_slots_are_logged_with_what_they_take(caplog, monkeypatch):
     config = load_config(None, ["model.device=cpu", "task.num_train_prompts=3"])
     inputs = load_inputs(config)
     longest = inputs.longest_prompt("train", config.evaluate.split)
     assert longest == max(len(p.token_ids) for split in ("train", "held_out") for p in inputs.task.prompts(split))
+    monkeypatch.setattr("tba.launch.defaults.kv_bytes", lambda *_: 2**20)
     with caplog.at_level(logging.INFO, logger="tba"):
-        filled = with_defaults(config, inputs.loaded, longest_prompt=longest)
+        filled = with_defaults(config, inputs.loaded, longest_prompt=lambda: longest)
     assert f"generate.slots on cpu: {filled.generate.slots} slots of " in caplog.text
-    assert f"prompts of {longest} tokens (the longest)" in caplog.text
+    assert f"prompts of {longest} tokens at most" in caplog.text
+    assert filled.generate.slots > with_defaults(config, inputs.loaded).generate.slots, "allowed prompts are longer"
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="tba"):
         with_defaults(load_config(None, ["model.device=cpu", "generate.slots=9"]), inputs.loaded)
     assert "slots" not in caplog.text
+
+
+@pytest.mark.parametrize("slots", [[], ["generate.slots=9"]], ids=["all", "given"])
+def test_where_memory_is_plenty_nobody_looks_for_the_longest_prompt(slots):
+    """The prompts of an embedded task are made when they are asked for: looking at 20,000 of them takes five seconds."""
+    config = load_config(None, ["model.device=cpu", *slots])
+    loaded = load_inputs(config).loaded
+    filled = with_defaults(config, loaded, longest_prompt=lambda: pytest.fail("it was asked for"))
+    assert filled.generate.slots == with_defaults(config, loaded).generate.slots
 
 
 def test_slots_that_no_memory_could_hold_are_refused_with_the_most_that_fit():

@@ -50,6 +50,7 @@ def run_library(output: Path) -> tuple[list[Step], list[dict]]:
         None,
         [
             "mode=sync", "seed=3", "name=example", f"output={output}", "observe.progress=false", "evaluate.num_prompts=1",
+            "task.num_train_prompts=200",
             f"train.max_steps={STEPS}", f"train.responses_per_step={P * K}", f"train.samples_per_prompt={K}",
             "train.learning_rate=2e-4", "objective.beta=0.05", "generate.temperature=0.9", "generate.max_new_tokens=40",
         ],

@@ -75,7 +75,7 @@ def run_and_kill(folder: Path, name: str, *overrides: str) -> None:
 
 
 def in_a_new_process(config: Config, *, resume: bool = False) -> None:
-    """As the killed run was: on ARM, fp32 products of a process that has once computed in bf16 round differently."""
+    """As the killed run was: by a supervisor, with the trainer in a process of its own."""
     assert supervise(config, resume=resume, target="tba.cli.training:run_trainer") == 0
 
 

@@ -87,7 +87,7 @@ def test_imported_responses_are_trained_on_from_the_first_step(folder):
 
 def test_the_embedded_task_as_an_own_problem_learns_without_tuning(folder):
     """Model, data and reward as a user gives them; every setting at its default."""
-    embedded = load_inputs(load_config(None)).task
+    embedded = load_inputs(load_config(None, ["task.num_train_prompts=3000"])).task
     rows = [
         {"id": p.id, "prompt": p.text, "answer": p.columns["answer"]}
         for split, count in (("train", 3000), ("held_out", 200))

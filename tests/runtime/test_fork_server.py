@@ -8,7 +8,7 @@ import psutil
 import pytest
 import targets
 
-from tba.runtime.fork_server import ForkServer
+from tba.runtime.forked_roles import ForkServer
 from tba.runtime.processes import RoleProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="roles are forked on Linux only")

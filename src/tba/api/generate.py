@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from tba.config import Config
 from tba.generate.sampling import training_sampling
 from tba.launch.defaults import with_defaults
+from tba.models.cpu import use_cpu
 from tba.models.load import load_model
 from tba.search.make import make_search_engine
 from tba.tasks.data.prompts import make_prompt
@@ -20,7 +19,7 @@ def generate(
     config: Config, prompts: Sequence[str | list[dict[str, str]]], *, num_generations: int, greedy: bool
 ) -> list[list[str]]:
     """Texts for each prompt, in their order."""
-    torch.set_num_threads(config.runtime.threads)
+    use_cpu(config.runtime.threads)
     loaded = load_model(config.trainer_model)
     room = loaded.context - config.generate.max_new_tokens
     template = config.task.chat_template_kwargs
@@ -31,7 +30,7 @@ def generate(
         for index, text in enumerate(prompts)
     ]
     longest = max((len(prompt.token_ids) for prompt in made), default=1)
-    config = with_defaults(config, loaded, longest_prompt=longest)
+    config = with_defaults(config, loaded, longest_prompt=lambda: longest)
     sampling = replace(training_sampling(config), greedy=greedy)
     found: dict[tuple[int, int], str] = {}
     requests = (Request(prompt=prompt) for prompt in made)

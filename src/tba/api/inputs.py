@@ -181,6 +181,9 @@ class ModelReward:
         if self._loaded is None:
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+            from tba.models.cpu import use_cpu
+
+            use_cpu()  # a worker imports torch for this reward only, and nobody has told it how to compute
             model = AutoModelForSequenceClassification.from_pretrained(self.path, num_labels=1, dtype="auto").eval()
             tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
             if tokenizer.pad_token is None:

@@ -33,8 +33,10 @@ def prepare(
         return
     if model is None or pairs is None:
         raise ConfigError("tba prepare reward_model needs --model (a causal language model) and --pairs PAIRS.jsonl.")
+    from tba.models.cpu import use_cpu
     from tba.tasks.tldr.train_reward import RewardTraining, train_reward_model
 
+    use_cpu()
     settings = RewardTraining(learning_rate=learning_rate, epochs=epochs, pairs_per_pass=8)
     typer.echo(json.dumps(train_reward_model(model, pairs, output, settings, held_out=held_out)))
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,9 +66,9 @@ def learning_rate_for(num_parameters: int, *, lora: bool = False) -> float:
     return float(f"{(LORA_FACTOR if lora else 1.0) * rate:.1e}")
 
 
-def with_defaults(config: Config, loaded: LoadedModel, *, longest_prompt: int | None = None) -> Config:
-    """The config with every None that means `by the model and machine` replaced. `longest_prompt` is that of the run, in
-    tokens; None = as long as the settings allow."""
+def with_defaults(config: Config, loaded: LoadedModel, *, longest_prompt: Callable[[], int] | None = None) -> Config:
+    """The config with every None that means `by the model and machine` replaced. `longest_prompt` finds the number of
+    tokens of the run's longest one, and is asked only where memory is short; None = as long as the settings allow."""
     config = with_objective_defaults(config)  # changes nothing where it was done before
     train, placement = config.train, placement_of(config)
     train = train.model_copy(
@@ -78,8 +79,22 @@ def with_defaults(config: Config, loaded: LoadedModel, *, longest_prompt: int | 
         }
     )
     config = config.model_copy(update={"train": train})
-    allowed = max_prompt_tokens(config, loaded.context) if longest_prompt is None else longest_prompt
-    return with_slots(config, loaded, placement, longest_prompt=allowed)
+    longest = max_prompt_tokens(config, loaded.context)
+    # Looking at all prompts takes seconds where they are made when they are asked for.
+    if longest_prompt is not None and is_short_of_memory(config, loaded, placement, longest_prompt=longest):
+        longest = longest_prompt()
+    return with_slots(config, loaded, placement, longest_prompt=longest)
+
+
+def is_short_of_memory(config: Config, loaded: LoadedModel, placement: RolePlacement, *, longest_prompt: int) -> bool:
+    """Whether a searcher could not have all slots that were asked for, or MOST_SLOTS, with prompts of this length."""
+    for index, device in enumerate(placement.searchers):
+        slots = config.for_searcher(index).generate.slots or MOST_SLOTS[device.partition(":")[0]]
+        memory = kv_bytes(placement, device)
+        budget = slot_budget(config, loaded, device, slots=slots, memory=memory, longest_prompt=longest_prompt)
+        if budget.used > memory:
+            return True
+    return False
 
 
 def with_slots(config: Config, loaded: LoadedModel, placement: RolePlacement, *, longest_prompt: int) -> Config:
@@ -188,7 +203,7 @@ class SlotBudget:
     prompts: int
     """Number of prompts beside them, at most: those that are prefilled and wait for slots; in pages also those at work."""
     prompt_tokens: int
-    """Number of tokens of the longest prompt."""
+    """Number of tokens of the longest prompt, or of the longest that is allowed."""
     bytes_per_token: int
     """Size of one token's keys and values in all layers."""
     memory: int
@@ -202,7 +217,7 @@ class SlotBudget:
     def __str__(self) -> str:
         return (
             f"{self.slots} slots of {self.positions} tokens with {self.bytes_per_token:,} bytes of keys and values each, "
-            f"and {self.prompts} prompts of {self.prompt_tokens} tokens (the longest): "
+            f"and {self.prompts} prompts of {self.prompt_tokens} tokens at most: "
             f"{self.used / 2**30:.3g} GiB of {self.memory / 2**30:.3g}"
         )
 

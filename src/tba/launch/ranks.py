@@ -26,6 +26,7 @@ from tba.config import Config, ConfigError
 from tba.launch.devices import placement_of
 from tba.launch.run import Interrupt
 from tba.launch.torchrun import Torchrun
+from tba.models.cpu import use_cpu
 from tba.models.load import adapt, load_model
 from tba.runtime.fork_server import INTERRUPTED
 from tba.runtime.links import Link
@@ -158,7 +159,7 @@ def serve(ranks: ConnectedRanks, device: str) -> None:
 
 
 def begin(config: Config, ranks: ConnectedRanks, device: str) -> ShardedTrainStep:
-    torch.set_num_threads(config.runtime.threads)
+    use_cpu(config.runtime.threads)
     loaded = load_model(config.model.model_copy(update={"device": device}))
     adapt(loaded, config.model, seed=config.seed)
     step = make_train_step(config, loaded, ranks)

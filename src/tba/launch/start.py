@@ -24,6 +24,7 @@ from tba.launch.resume import checkpoint_to_resume, resumed_config
 from tba.launch.run import RunInputs, load_inputs
 from tba.launch.supervise import hosted
 from tba.launch.sync_run import SyncRun
+from tba.models.cpu import use_cpu
 from tba.models.load import base_of, is_adapter, load_model
 from tba.observe.claim import holder_of, refuse
 from tba.observe.display import show_line, show_summary
@@ -66,7 +67,7 @@ def train(
             "`tba train`, or use replay.durability=power."
         )
     check_before_loading(config, resume=bool(resume))
-    torch.set_num_threads(config.runtime.threads)
+    use_cpu(config.runtime.threads)
     config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
     checkpoint = None
     if resume:
@@ -85,7 +86,9 @@ def train(
     inputs = inputs or load_inputs(config)
     # Bad train rows show here, before a run folder exists.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))
-    config = with_defaults(config, inputs.loaded, longest_prompt=inputs.longest_prompt("train", config.evaluate.split))
+    config = with_defaults(
+        config, inputs.loaded, longest_prompt=partial(inputs.longest_prompt, "train", config.evaluate.split)
+    )
     # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
     imported = import_groups(config, inputs) if checkpoint is None else []
     if not resume:
@@ -218,10 +221,10 @@ def evaluate(
     """Evaluate the model of a config. `start` gives a scorer with the start model, for KL; None = it is not measured.
     `keep` is given all responses."""
     check_inputs(config)
-    torch.set_num_threads(config.runtime.threads)
+    use_cpu(config.runtime.threads)
     check_devices(config)
     inputs = load_inputs(config)
-    config = with_defaults(config, inputs.loaded, longest_prompt=inputs.longest_prompt(config.evaluate.split))
+    config = with_defaults(config, inputs.loaded, longest_prompt=partial(inputs.longest_prompt, config.evaluate.split))
     with tempfile.TemporaryDirectory() as logs:
         rewards = make_rewards(inputs.task, config, log=Path(logs) / "rewards.log")
         try:

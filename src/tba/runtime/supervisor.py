@@ -27,7 +27,7 @@ from tba.config import RuntimeConfig
 from tba.runtime.board import MAX_SEARCHERS, PLACES, Board
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import Idleness, dump_stacks
-from tba.runtime.fork_server import ServerGone
+from tba.runtime.forked_roles import ServerGone
 from tba.runtime.links import (
     HOLDING,
     PARENT,

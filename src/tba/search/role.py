@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from tba.config import Config, ConfigError
 from tba.generate.engine import Engine
+from tba.models.cpu import use_cpu
 from tba.models.load import adapt, load_model
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, canary_tokens, kl_estimate
 from tba.replay.payload import acknowledged_log
@@ -287,7 +286,7 @@ def config_on_device(config: Config) -> Config:
 
 def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, logs: Path) -> None:
     """Load the model and search until this searcher is stopped."""
-    torch.set_num_threads(config.runtime.threads)
+    use_cpu(config.runtime.threads)
     own = config_on_device(config.for_searcher(index))  # evaluations and the pace go by the run's own config
     loaded = load_model(own.model)
     task = make_task_for(own, loaded)

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from tba.models.cpu import use_cpu
+
 BATCHES_SORTED_TOGETHER = 8
 """Sequences of so many batches are sorted by length before they are cut into batches: less padding."""
 IGNORED = -100
@@ -52,15 +54,18 @@ class Training:
 
 @contextmanager
 def one_deterministic_thread() -> Iterator[None]:
-    """Sums in another order give other weights: one thread, deterministic kernels, and all of it put back after."""
+    """Sums in another order give other weights: one thread, deterministic kernels, products as this machine computes them
+    best whoever calls, and all of it put back after."""
     num_threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    torch.set_num_threads(1)
+    through_onednn = torch.backends.mkldnn.enabled
+    use_cpu(threads=1)
     torch.use_deterministic_algorithms(True)
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
         torch.set_num_threads(num_threads)
+        torch.backends.mkldnn.set_flags(through_onednn)
         torch.use_deterministic_algorithms(deterministic)
 
 

@@ -1,0 +1,238 @@
+"""Roles in a moment: processes that are forked from one that has imported torch already (fork_server.py), as the one who
+starts them sees them.
+
+    process = ForkServer.start_role(1, "searcher-0", link=7, descriptors=(), log=Path("searcher-0.log"), environment=...)
+    process.poll(), process.wait(5.0), process.kill()
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from tba.runtime.fork_server import HEADER_BYTES, OWN_SERVER, Kill, Start, Started, packed, receive
+
+PRELOADED = ("torch", "transformers", "transformers.models.auto.modeling_auto")
+"""What every role needs; those who start roles name what theirs need besides."""
+
+
+class ForkedProcess:
+    """A role, with the methods of subprocess.Popen that are needed of it."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self._server = server
+
+    def poll(self) -> int | None:
+        return self._server.status(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self._server.wait(self.pid, timeout)
+
+    def kill(self) -> None:
+        self._server.kill(self.pid)
+
+
+class ServerProcess(Protocol):
+    """What its caller needs of a server's process."""
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
+class OwnServerProcess:
+    """A server that is a child of this process, but was not started by it."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        with suppress(ChildProcessError):  # somebody has waited for it already
+            return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return 0
+
+
+class ServerGone(RuntimeError):
+    """The server has ended."""
+
+
+class ForkServer:
+    """A server, as its caller sees it. One serves all runs of a process that pin the same number of threads."""
+
+    _shared: ClassVar[dict[int, ForkServer]] = {}
+    _preloads: ClassVar[dict[int, tuple[str, ...]]] = {}
+    """What a server that takes the place of a dead one imports."""
+    _shared_lock = threading.Lock()
+
+    def __init__(self, connection: socket.socket, process: ServerProcess, threads: int) -> None:
+        self._socket = connection
+        self._process = process
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._started: list[int] = []
+        self._statuses: dict[int, int] = {}
+        self._alive = True
+        threading.Thread(target=self._read, daemon=True, name="fork-server-reader").start()
+
+    @classmethod
+    def begin(cls, threads: int, environment: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
+        """A new server, in a process that imports what its roles need."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tba.runtime.fork_server", str(theirs.fileno()), *PRELOADED, *preload],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env=dict(environment),
+            start_new_session=True,
+        )
+        theirs.close()
+        return cls(ours, process, threads)
+
+    @classmethod
+    def own(cls, threads: int) -> ForkServer | None:
+        """The server that was made for this process before it began; None = there is none, or with other threads."""
+        descriptor, pid, its_threads = map(int, os.environ.get(OWN_SERVER, "0 0 0").split())
+        if its_threads != threads:
+            return None
+        del os.environ[OWN_SERVER]
+        connection = socket.socket(fileno=descriptor)
+        connection.set_inheritable(False)
+        return cls(connection, OwnServerProcess(pid), threads)
+
+    @classmethod
+    def shared(cls, threads: int, environment: Mapping[str, str], preload: Sequence[str] = ()) -> ForkServer:
+        """The server for this number of threads, started if it is not there. `preload` names modules that its roles will
+        need; whoever knows that roles will be started asks for it early, and the imports run meanwhile."""
+        with cls._shared_lock:
+            server = cls._shared.get(threads)
+            preload = cls._preloads[threads] = tuple(preload) or cls._preloads.get(threads, ())
+            if server is None or not server._alive:
+                server = cls._shared[threads] = cls.own(threads) or cls.begin(threads, environment, preload)
+                atexit.register(server.close)
+            return server
+
+    @classmethod
+    def start_role(
+        cls,
+        threads: int,
+        name: str,
+        *,
+        link: int,
+        descriptors: Sequence[int],
+        log: Path | None,
+        environment: Mapping[str, str],
+        starts_roles: bool = False,
+    ) -> ForkedProcess:
+        """Fork a role from the shared server; from a new one if that has just died."""
+        for attempt in range(2):
+            server = cls.shared(threads, environment)
+            try:
+                return server.start(
+                    name,
+                    link=link,
+                    descriptors=descriptors,
+                    log=log,
+                    environment=environment,
+                    starts_roles=starts_roles,
+                )
+            except (OSError, ServerGone):
+                server._lost()
+                if attempt:
+                    raise
+        raise AssertionError
+
+    def start(
+        self,
+        name: str,
+        *,
+        link: int,
+        descriptors: Sequence[int],
+        log: Path | None,
+        environment: Mapping[str, str],
+        starts_roles: bool,
+    ) -> ForkedProcess:
+        """Fork a role; returns as soon as it runs."""
+        numbers = (link, *descriptors)
+        message = packed(
+            Start(
+                name=name,
+                link=link,
+                descriptors=numbers,
+                log=None if log is None else str(log),
+                environment=dict(environment),
+                folder=os.getcwd(),
+                threads=self._threads,
+                starts_roles=starts_roles,
+            )
+        )
+        with self._lock:
+            seen = len(self._started)
+            socket.send_fds(self._socket, [message[:HEADER_BYTES]], list(numbers))
+            self._socket.sendall(message[HEADER_BYTES:])
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._started) > seen or not self._alive)
+            if len(self._started) == seen:
+                raise ServerGone("the process that roles are forked from has ended; its last words are on stderr.")
+            return ForkedProcess(self, self._started[seen])
+
+    def status(self, pid: int) -> int | None:
+        """Exit status of a role, None while it runs."""
+        with self._changed:
+            return self._statuses.get(pid, None if self._alive else -signal.SIGKILL)
+
+    def wait(self, pid: int, timeout: float | None) -> int:
+        with self._changed:
+            if not self._changed.wait_for(lambda: pid in self._statuses or not self._alive, timeout):
+                raise subprocess.TimeoutExpired(f"role {pid}", timeout or 0.0)
+        status = self.status(pid)
+        assert status is not None
+        return status
+
+    def kill(self, pid: int) -> None:
+        if self.status(pid) is None:
+            self._send(Kill(pid=pid))
+
+    def close(self) -> None:
+        """End the server and, with it, every role that still runs."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _send(self, message: Any) -> None:
+        try:
+            with self._lock:
+                self._socket.sendall(packed(message))
+        except OSError:
+            self._lost()  # its roles die with it
+
+    def _read(self) -> None:
+        while (message := receive(self._socket)) is not None:
+            with self._changed:
+                if isinstance(message, Started):
+                    self._statuses.pop(message.pid, None)  # an earlier role may have had this number
+                    self._started.append(message.pid)
+                else:
+                    self._statuses[message.pid] = message.status
+                self._changed.notify_all()
+        self._lost()
+
+    def _lost(self) -> None:
+        with self._changed:
+            self._alive = False
+            self._changed.notify_all()
