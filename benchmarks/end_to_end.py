@@ -71,10 +71,11 @@ def run_trl(seed: int, steps: int, evaluate_every: int) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
     from tba.config import ModelConfig, TaskConfig
+    from tba.models.cpu import use_cpu
     from tba.models.names import resolve_path
     from tba.tasks.registry import make_task
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    use_cpu(int(os.environ["OMP_NUM_THREADS"]))  # as tba does: both without oneDNN where it costs time
     path = resolve_path(ModelConfig().path)
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     task = make_task(TaskConfig(), tokenizer, max_prompt_tokens=256)

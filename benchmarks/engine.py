@@ -29,6 +29,7 @@ import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from tba.generate.native.engine import NativeEngine
+from tba.models.cpu import use_cpu
 from tba.types import Prompt, Request, Sampling
 
 BATCH = 256
@@ -252,7 +253,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one repeat instead of three")
     parser.add_argument("--case", choices=[case.name for case in CASES], help="only this case")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    use_cpu(1)
     transformers.logging.set_verbosity_error()
     model, model_bf16 = make_model(torch.float32), make_model(torch.bfloat16)
     fp32, bf16 = make_engine(model, torch.float32), make_engine(model, torch.bfloat16)

@@ -21,6 +21,8 @@ import transformers
 from model_bench.configs import CONFIGS
 from model_bench.measure import LARGEST_GAP, LARGEST_RATIO, Row, measure
 
+from tba.models.cpu import use_cpu
+
 HEAD = f"""# Models
 
 How every family runs: through the native engine or through transformers' own forward pass (fallback), trained packed or one
@@ -63,7 +65,7 @@ def main() -> int:
         parser.error(f"{unknown[0]!r} is not one of {', '.join(CONFIGS)}")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    use_cpu(1)
     if not chosen:
         print(HEAD, flush=True)
     rows = []

@@ -31,6 +31,7 @@ from tba.config import Config, load_config
 from tba.generate.engine import Engine, make_engine
 from tba.generate.sampling import training_sampling
 from tba.launch.defaults import with_defaults
+from tba.models.cpu import use_cpu
 from tba.models.load import LoadedModel, load_model
 from tba.models.policy import PolicyModel
 from tba.models.weights import kl_estimate
@@ -186,7 +187,7 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     transformers.logging.set_verbosity_error()
     config = load_config(Path(arguments.config), arguments.overrides)
-    torch.set_num_threads(config.runtime.threads)
+    use_cpu(config.runtime.threads)
     loaded = load_model(config.model)
     config = with_defaults(config, loaded)
     prompts = make_task_for(config, loaded).prompts("train")
