@@ -1,6 +1,6 @@
 """What one GPU does: decoding and TB training on random weights of real shapes, with the limits beside the figures.
 
-    python benchmarks/gpu.py [check] [decode] [experts] [check_train] [train] [lora] [score] [roles] [publish]   without: all
+    python benchmarks/gpu.py [check] [decode] [experts] [check_train] [train] [lora] [offload] [score] [roles] [publish]   without: all
     python benchmarks/gpu.py decode --shapes 7B --workloads 1k 8k-shared             parts of it
     python benchmarks/gpu.py decode --shapes 0.5B 1.1B --workloads 256 shared ragged --json FILE
 
@@ -21,10 +21,10 @@ import torch
 from gpu_bench.decode import check_rows, decode_rows, expert_rows
 from gpu_bench.publish import publish_rows
 from gpu_bench.roles import role_rows
-from gpu_bench.train import check_train_rows, lora_rows, score_rows, train_rows
+from gpu_bench.train import check_train_rows, lora_rows, offload_rows, score_rows, train_rows
 from gpu_bench.workloads import SHAPES, WORKLOADS, Row, print_table
 
-PARTS = ("roles", "publish", "check", "decode", "experts", "check_train", "train", "lora", "score")
+PARTS = ("roles", "publish", "check", "decode", "experts", "check_train", "train", "lora", "offload", "score")
 """`roles` and `publish` first: they must run before this process touches the GPU."""
 
 
@@ -52,6 +52,7 @@ def main() -> None:
         "check_train": lambda: check_train_rows(trained),
         "train": lambda: train_rows(trained),
         "lora": lambda: lora_rows("7B"),
+        "offload": lambda: offload_rows("7B"),
         "score": lambda: score_rows(trained),
         "publish": publish_rows,
     }

@@ -46,8 +46,8 @@ def useful_tokens(batch: Batch) -> int:
     return int(batch.lengths.sum()) + batch.shape[1] * sum(len(tokens) for tokens in batch.prompt_tokens)
 
 
-def make_step(model: PreTrainedModel, *, share: bool, max_tokens: int = 32_768) -> TrainStep:
-    optimizer = MasterAdamW(model.parameters(), TrainConfig())
+def make_step(model: PreTrainedModel, *, share: bool, max_tokens: int = 32_768, offload: bool = False) -> TrainStep:
+    optimizer = MasterAdamW(model.parameters(), TrainConfig(offload_optimizer=offload))
     budget = Budget(max_tokens=max_tokens, share_prompts=share)
     return TrainStep(PolicyModel(model), TrajectoryBalance(), optimizer, budget=budget, temperature=1.0)
 
@@ -101,6 +101,33 @@ def lora_rows(key: str, *, max_tokens: int = 8192) -> Iterator[Row]:
         f"prompts shared, micro-batches of {max_tokens:,} tokens",
         figure=f"{useful_tokens(batch) / seconds:,.0f} useful tok/s ({seconds:.2f} s a step, the first {first:.0f} s); "
         f"model and adapter {held:.0f} GB, most {torch.cuda.max_memory_allocated() / 1e9:.0f}",
+    )
+
+
+def offload_rows(key: str, *, max_tokens: int = 8192) -> Iterator[Row]:
+    """All weights of a model whose moments lie on the host: speed, where the time goes, and the memory by part."""
+    model = make_model(SHAPES[key])
+    weights = torch.cuda.memory_allocated() / 1e9
+    step = make_step(model, share=True, max_tokens=max_tokens, offload=True)
+    with_masters = torch.cuda.memory_allocated() / 1e9
+    batch = ragged_batch(model.config.vocab_size)
+    compile_layers(model)
+    first = step_seconds(step, batch)
+    torch.cuda.reset_peak_memory_stats()
+    seconds = float(np.median([step_seconds(step, batch) for _ in range(3)]))
+    step.gradients(batch, beta=0.05)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    step.optimizer.step(0.0)
+    torch.cuda.synchronize()
+    moving, numbers = time.perf_counter() - started, sum(parameter.numel() for parameter in model.parameters())
+    yield Row(
+        work=f"TB training {SHAPES[key].name}, all weights, moments on the host, the same sequences, compiled, prompts "
+        f"shared, micro-batches of {max_tokens:,} tokens",
+        figure=f"{useful_tokens(batch) / seconds:,.0f} useful tok/s ({seconds:.2f} s a step, of which the optimizer "
+        f"{moving:.2f}; the first {first:.0f} s); weights {weights:.0f} GB, with masters {with_masters:.0f}, at most "
+        f"{torch.cuda.max_memory_allocated() / 1e9:.0f}; on the host {8 * numbers / 1e9:.0f}",
+        limit=f"moments over the bus, both ways at once, at 50 GB/s: {8 * numbers / 50e9:.1f} s",
     )
 
 

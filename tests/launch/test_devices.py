@@ -10,7 +10,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen2Config
 from tba.config import ConfigError, load_config
 from tba.launch import devices
 from tba.launch.defaults import slots_for, with_defaults
-from tba.launch.devices import KV_BYTES, activation_bytes, check_devices, kv_bytes
+from tba.launch.devices import KV_BYTES, activation_bytes, check_devices, kv_bytes, slots_in_host_memory
 from tba.launch.run import load_inputs
 from tba.runtime.placement import RolePlacement
 from tba.tasks.registry import max_prompt_tokens
@@ -169,6 +169,20 @@ def test_searchers_beside_a_trainer_divide_the_memory_that_is_free(gpus, monkeyp
     assert kv_bytes(placement("model.device=cuda", "search.num_searchers=2"), "cuda:0") == int(0.35 * 22 * GIB) // 2
     apart = "runtime.placement={trainer: cuda, searchers: cuda:1}"
     assert kv_bytes(placement(apart), "cuda:1") == 12 * GIB, "nothing of this run is there to be asked"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gib", "in_host_memory"),
+    [
+        (["model.device=cuda"], 1, False),  # two slots and one copy: 3 GiB
+        (["model.device=cuda", "search.num_searchers=2"], 1, False),
+        (["model.device=cuda"], 13, True),  # 39 GiB of what a GPU has
+        (["model.device=cpu"], 1, True),
+        (["runtime.placement={trainer: cuda, searchers: cuda:1}"], 1, True),
+    ],
+)
+def test_published_weights_that_would_fill_the_gpu_go_through_the_host(gpus, overrides, gib, in_host_memory):
+    assert slots_in_host_memory(placement(*overrides), gib * GIB) is in_host_memory
 
 
 def test_the_chosen_slots_are_logged_with_what_they_take(caplog, monkeypatch):

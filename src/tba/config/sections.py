@@ -246,6 +246,9 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = False
     """Whether one activation per layer is kept and the rest computed again in the backward pass: slower, for models
     that do not fit."""
+    offload_optimizer: bool = False
+    """Whether AdamW's moments lie in the host's memory, 8 bytes a parameter, and travel to the GPU once a step: the same
+    numbers, slower steps, for models that do not fit. A checkpoint takes as much of the host's memory once more."""
     share_prompts: bool = True
     """Whether the responses of a prompt in a micro-batch share one pass over the prompt's tokens; exact, only
     faster."""

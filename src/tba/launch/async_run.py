@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tba.config import Config
-from tba.launch.devices import placement_of
+from tba.launch.devices import placement_of, slots_in_host_memory
 from tba.launch.run import Interrupt, RunInputs, make_ledger, make_recorder
 from tba.models.load import LoadedModel, adapt
 from tba.models.weights import make_weights
@@ -205,6 +205,7 @@ def make_runtime(
     tensors: Mapping[str, Tensor],
 ) -> LocalRuntime:
     """What the trainer has of its run; `tensors` are those that will be published, all of them whole."""
+    published_bytes = sum(tensor.numel() for tensor in tensors.values()) * loaded.model.dtype.itemsize
     return LocalRuntime(
         config.runtime,
         host,
@@ -214,6 +215,6 @@ def make_runtime(
         canary=learner.train_step.canary,
         ledger=ledger,
         reference_resets=bool(config.reference.reset_every),
-        slots_in_host_memory=placement_of(config).slots_device == "cpu",
+        slots_in_host_memory=slots_in_host_memory(placement_of(config), published_bytes),
         kind_of=config.search.kind_at,
     )

@@ -23,6 +23,9 @@ SHARED_PART, OWN_PART = 0.35, 0.5
 """Part of a GPU's memory for the activations of one micro-batch, and for the keys and values of all searchers there: where
 trainer and searchers share it, weights and optimizer want the rest; a role that has it alone leaves that room too."""
 
+SLOTS_PART = 0.25
+"""Part of a GPU's memory that published weights may take there: two slots, and the copy of each searcher."""
+
 
 def placement_of(config: Config) -> RolePlacement:
     """The placement of a run on this machine."""
@@ -97,6 +100,23 @@ def free_gpu_bytes(placement: RolePlacement, device: str) -> int:
 
 def gpu_bytes(device: str) -> int:
     return torch.cuda.get_device_properties(device).total_memory
+
+
+def slots_in_host_memory(placement: RolePlacement, published_bytes: int) -> bool:
+    """Whether weight slots lie in the host's memory: where not all roles share a GPU, and where published weights would take
+    more of it than they may, which is logged."""
+    device = placement.slots_device
+    if device == "cpu":
+        return True
+    taken = published_bytes * (2 + placement.num_searchers_on(device))
+    if taken <= SLOTS_PART * device_bytes(device):
+        return False
+    logger.info(
+        "published weights go through the host's memory: two slots and a copy for each searcher would take %.0f GiB of %s.",
+        taken / 2**30,
+        device,
+    )
+    return True
 
 
 def device_bytes(device: str) -> int:

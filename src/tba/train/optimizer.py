@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from tba.config import Config, TrainConfig
 from tba.models.sharding import local_part
+from tba.train.offloaded_adam import OffloadedAdamW
 from tba.train.ranks import ALONE, Ranks
 
 
@@ -56,14 +57,14 @@ class MasterAdamW:
         self._heads_rate = heads_rate
         self._ranks = ranks
         self.max_grad_norm = config.max_grad_norm
-        self.adam = torch.optim.AdamW(
-            [{"params": group} for group in (self._policy, self._heads) if group],
-            lr=0.0,
-            betas=config.adam_betas,
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        groups = [{"params": group} for group in (self._policy, self._heads) if group]
+        settings: dict[str, Any] = {"betas": config.adam_betas, "eps": config.adam_epsilon}
+        settings |= {"lr": 0.0, "weight_decay": config.weight_decay}
+        self.adam: torch.optim.AdamW
+        if config.offload_optimizer:
+            self.adam = OffloadedAdamW(groups, **settings)
+        else:
+            self.adam = torch.optim.AdamW(groups, fused=True, **settings)
 
     def accumulate(self) -> None:
         """Add the model's gradients of one micro-batch to the fp32 sums; an fp32 model adds them up itself."""
@@ -110,7 +111,9 @@ class MasterAdamW:
         """Start Adam's moments of these parameters anew, as after they were given other values."""
         forgotten = {id(parameter) for parameter in parameters}
         for parameter, master in zip(self.parameters, self.masters):
-            if id(parameter) in forgotten:
+            if id(parameter) in forgotten and isinstance(self.adam, OffloadedAdamW):
+                self.adam.take(master, {})
+            elif id(parameter) in forgotten:
                 self.adam.state.pop(master, None)
 
     @torch.no_grad()
@@ -158,7 +161,8 @@ class MasterAdamW:
 
     def _last_update(self, master: nn.Parameter) -> Tensor:
         """What the last step added to a policy weight."""
-        state, group = self.adam.state[master], self.adam.param_groups[0]
+        group = self.adam.param_groups[0]
+        state = {name: value.to(master.device) for name, value in self._moments(master).items()}
         (beta1, beta2), steps = group["betas"], float(state["step"])
         mean = state["exp_avg"] / (1.0 - beta1**steps)
         spread = (state["exp_avg_sq"] / (1.0 - beta2**steps)).sqrt() + group["eps"]
@@ -172,11 +176,15 @@ class MasterAdamW:
     def state(self) -> dict[str, Any]:
         """Tensors and numbers of the optimizer, for a checkpoint."""
         moments = {
-            index: dict(self.adam.state[master])
-            for index, master in enumerate(self.masters)
-            if master in self.adam.state
+            index: self._moments(master) for index, master in enumerate(self.masters) if master in self.adam.state
         }
         return {"masters": [master.detach() for master in self.masters], "moments": moments}
+
+    def _moments(self, master: nn.Parameter) -> dict[str, Tensor]:
+        """Adam's state of a master weight, as it is after all steps so far."""
+        if isinstance(self.adam, OffloadedAdamW):
+            self.adam.settle()
+        return dict(self.adam.state[master])
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -185,6 +193,10 @@ class MasterAdamW:
             master.copy_(saved)
             if part.dtype != torch.float32:
                 part.copy_(master)
+        if isinstance(self.adam, OffloadedAdamW):
+            for index, master in enumerate(self.masters):
+                self.adam.take(master, state["moments"].get(index, {}))
+            return
         self.adam.state.clear()
         for index, moments in state["moments"].items():
             master = self.masters[index]

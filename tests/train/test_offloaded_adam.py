@@ -1,0 +1,102 @@
+"""AdamW with its moments on the host: the same numbers as torch's own, whatever chunks they travel in."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from tba.config import TrainConfig
+from tba.train.offloaded_adam import OffloadedAdamW, chunks_of
+from tba.train.optimizer import MasterAdamW
+
+SHAPES = [(7, 5), (3,), (64,), (1,), (20, 4)]
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NEEDS_GPU])]
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def parameters(device: str) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape).to(device)) for shape in SHAPES]
+
+
+def with_gradients(own: list[torch.nn.Parameter], step: int) -> None:
+    draw = torch.Generator().manual_seed(step)
+    for index, parameter in enumerate(own):
+        gradient = torch.randn(parameter.shape, generator=draw).to(parameter)
+        parameter.grad = None if index == 1 and step == 0 else gradient  # one joins a step later
+
+
+def test_chunks_have_every_number_once_and_no_more_than_fit():
+    tensors = [torch.empty(shape) for shape in SHAPES]
+    for size in (1, 8, 33, 1000):
+        chunks = list(chunks_of(tensors, size))
+        assert all(sum(piece.last - piece.first for piece in chunk) <= size for chunk in chunks)
+        for tensor in tensors:
+            pieces = [piece for chunk in chunks for piece in chunk if piece.parameter is tensor]
+            covered = [number for piece in pieces for number in range(piece.first, piece.last)]
+            assert covered == list(range(tensor.numel()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk", [16, 50, 10_000])
+def test_it_moves_as_torchs_adamw_does(device, chunk):
+    plain, own = parameters(device), parameters(device)
+    theirs = torch.optim.AdamW(plain, fused=True, **SETTINGS)
+    ours = OffloadedAdamW(own, chunk=chunk, **SETTINGS)
+    for step in range(6):
+        with_gradients(plain, step)
+        with_gradients(own, step)
+        broken = torch.tensor(float(step == 3), device=device)  # nothing moves, and the step does not count
+        theirs.found_inf = ours.found_inf = broken
+        theirs.step()
+        ours.step()
+        for a, b in zip(plain, own):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    ours.settle()
+    for a, b in zip(plain, own):
+        assert ours.state[b]["exp_avg"].device.type == "cpu"
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(theirs.state[a][name].cpu(), ours.state[b][name].cpu(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_checkpoint_goes_from_one_kind_to_the_other(device):
+    def make(offload: bool) -> MasterAdamW:
+        own = [torch.nn.Parameter(parameter.detach().bfloat16()) for parameter in parameters(device)]
+        return MasterAdamW(own, TrainConfig(offload_optimizer=offload))
+
+    def step(optimizer: MasterAdamW, number: int) -> None:
+        with_gradients(optimizer.parameters, number)
+        optimizer.accumulate()
+        optimizer.clip_gradients()
+        optimizer.step(1e-2)
+
+    first = make(offload=True)
+    for number in (1, 2):
+        step(first, number)
+    second, third = make(offload=False), make(offload=True)
+    step(third, 9)  # what it had before is gone
+    for optimizer in (second, third):
+        optimizer.load_state(deepcopy(first.state()))
+        step(optimizer, 3)
+    step(first, 3)
+    for other in (second, third):
+        for a, b in zip(first.masters, other.masters):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_forgotten_moments_begin_anew():
+    own = parameters("cpu")
+    optimizer = MasterAdamW(own, TrainConfig(offload_optimizer=True))
+    with_gradients(own, 1)
+    optimizer.step(1e-2)
+    optimizer.forget([own[0]])
+    assert float(optimizer.adam.state[own[0]]["step"]) == 0.0
+    assert not optimizer.adam.state[own[0]]["exp_avg"].any()
+    assert float(optimizer.adam.state[own[2]]["step"]) == 1.0
+
+
+def test_parameters_that_cannot_be_cut_are_refused():
+    with pytest.raises(ValueError, match=r"train.offload_optimizer=true needs contiguous parameters.*\(5, 7\)"):
+        OffloadedAdamW([torch.nn.Parameter(torch.randn(7, 5).t())], **SETTINGS)
