@@ -1,6 +1,6 @@
 """What one GPU does: decoding and TB training on random weights of real shapes, with the limits beside the figures.
 
-    python benchmarks/gpu.py [PARTS]                    check decode experts check_train train lora offload score roles publish
+    python benchmarks/gpu.py [PARTS]               check decode experts check_train train lora offload score roles publish
     python benchmarks/gpu.py decode --shapes 7B --workloads 1k 8k-shared             parts of it
     python benchmarks/gpu.py decode --shapes 0.5B 1.1B --workloads 256 shared ragged --json FILE
 
