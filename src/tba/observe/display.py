@@ -188,8 +188,8 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
     if went_badly(summary):
         words = advice(summary, auto_rate=config.train.learning_rate is None, movement=config.train.movement)
         console.print(words, style="bold", highlight=False)
-    elif config.mode == "async" and (words_on_time := waiting_advice(summary)) is not None:
-        console.print(words_on_time, highlight=False)
+    elif config.mode == "async" and (spare_time := waiting_advice(summary)) is not None:
+        console.print(spare_time, highlight=False)
     if summary["best"] is not None and 0 < summary["best"]["step"] < summary["steps"]:
         best, name = summary["best"], next(iter(summary["final"]))
         kept = (folder / "checkpoints" / f"best-step-{best['step']}").is_dir()
