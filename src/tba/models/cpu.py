@@ -21,5 +21,5 @@ def use_cpu(threads: int | None = None) -> None:
 def gains_by_onednn(machine: str, cpu_info: str) -> bool:
     """Whether oneDNN makes products faster: not on an ARM core without bf16. There it prepares every product of small
     matrices for 60 us, which then takes 5 (16 x 32 by 32 x 48 on a Neoverse N1: 66 us, without it 9), and large ones gain
-    8% by it at most. It also switches itself off at the first product in bf16, from where on a process rounds differently."""
+    8% by it at most. It also switches itself off at the first product in bf16, and a process then rounds differently."""
     return machine != "aarch64" or "bf16" in cpu_info
