@@ -9,8 +9,9 @@ from studies import TUNE, plan_study, run_study, write_study
 from typer.testing import CliRunner
 
 from tba.cli import app, main
-from tba.compare.runs import read_steps
-from tba.config import ConfigError
+from tba.compare.runs import changed_settings, read_steps
+from tba.compare.study import flatten
+from tba.config import Config, ConfigError
 from tba.launch import train
 from tba.models.names import resolve_path
 from tba.train.step import NonFiniteLoss, TrainStep
@@ -54,6 +55,15 @@ def test_a_run_of_a_study_equals_the_same_run_alone(finished):
     assert expected[0]["grad_norm"] > 0
     for name in ("loss", "kl", "grad_norm", "reward"):
         assert [step[name] for step in read_steps(run)] == [step[name] for step in expected]
+
+
+def test_a_setting_that_came_after_a_run_does_not_make_it_another_run():
+    now = flatten(Config().model_dump(mode="json"))
+    before = {key: value for key, value in now.items() if key != "train.offload_optimizer"}
+    assert changed_settings(before, now) == []
+    assert changed_settings(before, {**now, "train.offload_optimizer": True}) == ["train.offload_optimizer"]
+    assert changed_settings({**before, "train.max_steps": 2}, {**now, "train.max_steps": 3}) == ["train.max_steps"]
+    assert changed_settings({**now, "train.of_old": 1}, now) == ["train.of_old"]
 
 
 def test_resuming_does_nothing_twice_and_a_changed_config_is_run_again(finished, tmp_path, capsys):

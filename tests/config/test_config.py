@@ -214,6 +214,7 @@ def test_what_the_mode_decides_about_replay_gives_way_to_what_was_set(overrides,
     [
         ([], 1, "pace"),
         (["search.num_searchers=12"], 1, "pace"),
+        (["replay.max_uses=4"], 4, "pace"),
         (["replay.max_trained_per_generated=4"], 4, "pace"),
         (["replay.max_trained_per_generated=4", "train.updates_per_batch=2"], 2, "pace"),
         (["replay.max_trained_per_generated=1.5"], None, "keep"),

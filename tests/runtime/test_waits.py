@@ -195,6 +195,13 @@ def test_a_limit_that_nobody_set_follows_what_visits_take_up_to_what_the_slots_h
     assert next(index for index in range(20) if next(stream) is None) == started
 
 
+def test_while_the_trainer_stands_still_the_limit_is_what_all_slots_hold(monkeypatch):
+    """Another searcher may have the visits that it waits for."""
+    monkeypatch.setattr("tba.search.prompts.STALLED_SECONDS", -1.0)
+    stream = visits(lambda: 0, max_lag=6, spare_lag=2)
+    assert next(index for index in range(20) if next(stream) is None) == 14
+
+
 def test_the_number_of_a_visit_says_which_step_it_is_for_whoever_makes_it():
     stock = VisitStock(lambda count: None, size=4)
     stock.add([Visit(number=number, prompt=0, epoch=number) for number in (1, 3, 5)])  # for the steps 0, 1, 2

@@ -84,6 +84,19 @@ def test_a_model_is_evaluated_against_the_responses_of_another(tmp_path):
     assert found["avg@2"]["num_prompts"] == 6
 
 
+def test_an_evaluation_that_fails_leaves_the_file_of_an_earlier_one(tmp_path):
+    path = write(tmp_path / "a.jsonl", [1])
+    before = path.read_text()
+    assert CliRunner().invoke(app, ["evaluate", "tba:arithmetic", "--task", "none", "--responses", str(path)]).exit_code
+    assert path.read_text() == before
+
+
+def test_unusual_line_ends_in_a_response_are_read_back(tmp_path):
+    path = write(tmp_path / "a.jsonl", [1, 2])
+    path.write_text(path.read_text().replace('"text": ""', '"text": "a\u2028b\u0085c"'), encoding="utf-8")
+    assert paired_differences(path, path)["avg@4"]["num_prompts"] == 2
+
+
 def test_the_file_that_is_compared_with_is_not_overwritten(tmp_path):
     path = write(tmp_path / "a.jsonl", [1])
     before = path.read_text()

@@ -43,8 +43,10 @@ def evaluate(
         read_shares(against)  # says now what is wrong with it
     keep = None if responses is None else ResponsesFile(responses)
     if keep is not None:
-        keep.clear()
+        keep.begin()
     found: dict[str, Any] = dict(evaluate_model(target, values, keep=keep))
+    if keep is not None:
+        keep.finish()
     if responses is not None and against is not None:
         found["against"] = {"file": str(against), **paired_differences(responses, against)}
     typer.echo(json.dumps(found))

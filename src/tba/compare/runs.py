@@ -166,7 +166,7 @@ def _named(runs: list[str]) -> str:
 def state_of(cell: Cell, *, retry_before: float = 0.0) -> State:
     """State of a run on disk; failures older than `retry_before` (seconds since the epoch) count as missing."""
     record = read_record(cell)
-    same = record is not None and record["config"] == cell.recorded_config
+    same = record is not None and not changed_settings(flatten(record["config"]), flatten(cell.recorded_config))
     if same and record is not None:
         if "error" not in record:
             return "done"
@@ -218,9 +218,16 @@ def changes(cell: Cell) -> str:
     if record is None:
         return ""
     before, now = flatten(record["config"]), flatten(cell.recorded_config)
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    keys = changed_settings(before, now)
     named = [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys[:MOST_CHANGES_NAMED]]
     return ", ".join(named) + (f" and {len(keys) - len(named)} more" if len(keys) > len(named) else "")
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Names of the settings that differ. One that did not exist when a run was made, and has its default now, does not: a
+    new setting must not make finished studies run again."""
+    defaults = flatten(Config().model_dump(mode="json"))
+    return [key for key in {**before, **now} if (before[key] if key in before else defaults.get(key)) != now.get(key)]
 
 
 def read_summary(cell: Cell) -> dict[str, Any]:

@@ -143,15 +143,16 @@ def with_objective_defaults(config: Config) -> Config:
     if m is None:
         m = 1.0
     if reuse is None:
-        reuse = float(config.train.updates_per_batch)
+        # A group that is to be drawn several times is trained as often: fewer would leave the trainer without its batches.
+        reuse = float(config.train.updates_per_batch * (max_uses or 1))
     uses = reuse / config.train.updates_per_batch
     if max_uses is None and m == 1.0 and uses.is_integer() and not config.takes_turns and not replay.imports:
         # Drawn by age alone, some groups are trained twice and others never wherever one role stalls for a while.
         max_uses = int(uses)
     if lag is None:
         # Without a limit twelve searchers on two cores had 74% of their responses leave untrained (docs/results.md). A slow
-        # one does not hold up the others: the limit leaves room for all that is in all slots. What a reset drops would be
-        # missing in the pace.
+        # one does not hold up the others for long: the limit then leaves room for all that is in all slots (PacedVisits).
+        # What a reset drops would be missing in the pace.
         drops = reset_every > 0 and replay.on_reference_reset == "drop"
         paced = max_uses is not None and not config.takes_turns
         lag = "pace" if paced and not drops and not replay.initial_responses else "keep"

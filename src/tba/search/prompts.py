@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,9 +19,12 @@ from tba.generate.engine import Engine
 from tba.generate.sampling import response_key, uniforms
 from tba.runtime.board import Row
 from tba.runtime.channels import wait_until
-from tba.runtime.deadlines import Waiting
+from tba.runtime.deadlines import Idleness, Waiting
 from tba.runtime.leases import Visit, VisitSource
 from tba.types import Completion, Prompt, Request, Sampling, Weights
+
+STALLED_SECONDS = 1.0
+"""Time without work of the trainer after which it is taken to wait for responses."""
 
 
 class PromptStream:
@@ -62,7 +65,8 @@ class PacedVisits:
 
     Where nobody has set the limit it follows what a visit takes: enough that the trainer never waits for responses that
     were held back, and no more, for everything beyond that would only be older when it is trained. A searcher whose slots
-    the trainer outruns sees its visits take longer in versions, and begins more of them, until all slots are in use.
+    the trainer outruns sees its visits take longer in versions, and begins more of them, until all slots are in use. While
+    the trainer stands still the limit is max_lag: another searcher may be slow, or gone, with the visits that it waits for.
     """
 
     prompts: PromptStream
@@ -90,6 +94,7 @@ class PacedVisits:
     progress: Callable[[], float]
     """A number that changes while the trainer works: the deadline counts only while it does not."""
     started: int = 0
+    _idleness: Idleness = field(default_factory=Idleness)
 
     def __iter__(self) -> Iterator[Request | None]:
         return self
@@ -126,7 +131,7 @@ class PacedVisits:
         return self.steps_per_batch * (visit.number // self.prompts_per_step) - self._limit(self.max_lag)
 
     def _limit(self, most: int) -> int:
-        if self.spare_lag is None:
+        if self.spare_lag is None or self._idleness.look(self.progress()) > STALLED_SECONDS:
             return most
         return min(most, self.spare_lag + max(1, math.ceil(self.visit_lag())))
 

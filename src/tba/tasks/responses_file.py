@@ -10,6 +10,7 @@ of it, so that two models can be told apart by far fewer prompts than their own 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +33,15 @@ class ResponsesFile:
 
     path: Path
 
-    def clear(self) -> None:
+    @property
+    def partial(self) -> Path:
+        """Where lines go until all are there: what lay under the file's own name stays until then."""
+        return self.path.with_name(f"{self.path.name}.partial")
+
+    def begin(self) -> None:
         """Begin anew; says at once where the file cannot be written."""
         try:
-            self.path.write_text("")
+            self.partial.write_text("")
         except OSError as error:
             raise ValueError(
                 f"--responses {self.path} cannot be written: {error.strerror}. Give another file."
@@ -49,7 +55,7 @@ class ResponsesFile:
         solved: Sequence[Sequence[bool]],
     ) -> None:
         """Add the responses of one pass over the prompts; `kind` is greedy or sampled."""
-        with self.path.open("a") as file:
+        with self.partial.open("a", encoding="utf-8") as file:
             for group, of_group, right in zip(groups, outcomes, solved, strict=True):
                 responses = [
                     {"text": text, **_rewards(outcome), "solved": bool(own)}
@@ -57,6 +63,10 @@ class ResponsesFile:
                 ]
                 line = {"prompt_id": group.prompt.id, "kind": kind, "prompt": group.prompt.text, "responses": responses}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def finish(self) -> None:
+        """All responses are there."""
+        os.replace(self.partial, self.path)
 
 
 def _rewards(outcome: Outcome) -> dict[str, Any]:
@@ -67,7 +77,7 @@ def read_shares(path: Path) -> dict[str, dict[str, float]]:
     """By metric (accuracy, avg@k) and prompt id: the share of the prompt's responses that are solved."""
     found: dict[str, dict[str, float]] = {}
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         for line in lines:
             solved = [bool(response["solved"]) for response in line["responses"]]
             metric = "accuracy" if line["kind"] == "greedy" else f"avg@{len(solved)}"

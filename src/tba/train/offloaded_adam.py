@@ -8,7 +8,7 @@ moments take over the bus, in both directions at once.
 
 from __future__ import annotations
 
-import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
-
-logger = logging.getLogger("tba.train")
 
 CHUNK = 2**26
 """Numbers of each moment that travel together: 256 MiB."""
@@ -159,11 +157,14 @@ def host_zeros(parameter: Tensor) -> Tensor:
     zeros = torch.zeros(parameter.shape, dtype=torch.float32)
     if parameter.is_cuda and zeros.numel():
         # Not pin_memory, whose allocator rounds every tensor up to a power of two.
-        failed = torch.cuda.cudart().cudaHostRegister(zeros.data_ptr(), zeros.numel() * zeros.element_size(), 0)
-        if int(failed):
-            logger.warning(
-                "the host's memory cannot be registered with CUDA (error %d): moments travel slowly.", int(failed)
+        address = zeros.data_ptr()
+        failed = int(torch.cuda.cudart().cudaHostRegister(address, zeros.numel() * zeros.element_size(), 0))
+        if failed:
+            raise RuntimeError(
+                f"the host's memory for AdamW's moments cannot be registered with CUDA (error {failed}): leave "
+                "train.offload_optimizer out, or allow the process to lock more memory (ulimit -l)."
             )
+        weakref.finalize(zeros.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, address)
     return zeros
 
 

@@ -144,9 +144,7 @@ class MasterAdamW:
         other way: a longer step along the same line can be measured.
         """
         policy = list(zip(self._parts, self._policy))
-        rounded = [
-            (part, master) for part, master in policy if part.dtype != torch.float32 and master in self.adam.state
-        ]
+        rounded = [(part, master) for part, master in policy if part.dtype != torch.float32 and self._has_moved(master)]
         if any(part.dtype == torch.float32 for part, _ in policy):
             rounded = []  # those in fp32 would be measured where they are
         with torch.no_grad():
@@ -158,6 +156,9 @@ class MasterAdamW:
             with torch.no_grad():
                 for part, master in rounded:
                     part.copy_(master)
+
+    def _has_moved(self, master: nn.Parameter) -> bool:
+        return master in self.adam.state and float(self.adam.state[master]["step"]) > 0
 
     def _last_update(self, master: nn.Parameter) -> Tensor:
         """What the last step added to a policy weight."""
@@ -195,7 +196,8 @@ class MasterAdamW:
                 part.copy_(master)
         if isinstance(self.adam, OffloadedAdamW):
             for index, master in enumerate(self.masters):
-                self.adam.take(master, state["moments"].get(index, {}))
+                if index in state["moments"] or master in self.adam.state:
+                    self.adam.take(master, state["moments"].get(index, {}))
             return
         self.adam.state.clear()
         for index, moments in state["moments"].items():
