@@ -29,6 +29,8 @@ START_SECONDS = 120.0
 """Deadline for a worker to import the reward's file; the call's own time-out counts from then."""
 FIRST_ANSWER_SECONDS = 40.0
 """Time in calls that hang after which a reward that has never answered stops the run, unless one call may take longer."""
+LAST_WORDS_SECONDS = 1.0
+"""Time for what a worker sent before it ended to arrive; the end of its link comes at once."""
 ASYNC_WORKERS = 8
 """Workers of rewards that are all `async def`, where search.reward_workers is not given: they wait instead of computing."""
 
@@ -236,9 +238,9 @@ class WorkerRewards:
 
     def _take_answer(self, seat: _Seat, job: _Job) -> None:
         assert seat.process is not None
-        # Before the message is looked for: the last words of a worker that ends are not missed.
+        # Before the message is looked for: the last words of a worker that ends are not missed. They may just be read.
         alive = seat.process.alive
-        answer = seat.process.link.receive()
+        answer = seat.process.link.receive(0.0 if alive else LAST_WORDS_SECONDS)
         if isinstance(answer, Ready):
             # Importing the reward's file may take long (START_SECONDS); the call's own time-out counts from here.
             # Of a worker that replaces another the time counts in which nothing was answered, not of the first one.
