@@ -92,8 +92,7 @@ def test_forgotten_moments_begin_anew():
     with_gradients(own, 1)
     optimizer.step(1e-2)
     optimizer.forget([own[0]])
-    assert float(optimizer.adam.state[own[0]]["step"]) == 0.0
-    assert not optimizer.adam.state[own[0]]["exp_avg"].any()
+    assert own[0] not in optimizer.adam.state
     assert float(optimizer.adam.state[own[2]]["step"]) == 1.0
 
 

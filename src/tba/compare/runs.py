@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -223,10 +224,16 @@ def changes(cell: Cell) -> str:
     return ", ".join(named) + (f" and {len(keys) - len(named)} more" if len(keys) > len(named) else "")
 
 
+@cache
+def default_settings() -> Mapping[str, Any]:
+    """Made once: the states of all runs are looked at every second."""
+    return flatten(Config().model_dump(mode="json"))
+
+
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Names of the settings that differ. One that did not exist when a run was made, and has its default now, does not: a
     new setting must not make finished studies run again."""
-    defaults = flatten(Config().model_dump(mode="json"))
+    defaults = default_settings()
     return [key for key in {**before, **now} if (before[key] if key in before else defaults.get(key)) != now.get(key)]
 
 

@@ -104,15 +104,10 @@ class OffloadedAdamW(torch.optim.AdamW):
             self._transfer.settle()
 
     def take(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Go on from the state of a checkpoint; an empty one begins anew. Memory that is registered with CUDA is kept."""
-        self.settle()
-        if parameter not in self.state:
-            self.state[parameter] = self._new_state(parameter)
+        """Go on from the state of a checkpoint."""
+        self.state[parameter] = self._new_state(parameter)
         for name, value in self.state[parameter].items():
-            if name in state:
-                value.copy_(state[name])
-            else:
-                value.zero_()
+            value.copy_(state[name])
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)

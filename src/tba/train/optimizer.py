@@ -109,11 +109,10 @@ class MasterAdamW:
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
         """Start Adam's moments of these parameters anew, as after they were given other values."""
+        self._settle()
         forgotten = {id(parameter) for parameter in parameters}
         for parameter, master in zip(self.parameters, self.masters):
-            if id(parameter) in forgotten and isinstance(self.adam, OffloadedAdamW):
-                self.adam.take(master, {})
-            elif id(parameter) in forgotten:
+            if id(parameter) in forgotten:
                 self.adam.state.pop(master, None)
 
     @torch.no_grad()
@@ -144,7 +143,9 @@ class MasterAdamW:
         other way: a longer step along the same line can be measured.
         """
         policy = list(zip(self._parts, self._policy))
-        rounded = [(part, master) for part, master in policy if part.dtype != torch.float32 and self._has_moved(master)]
+        rounded = [
+            (part, master) for part, master in policy if part.dtype != torch.float32 and master in self.adam.state
+        ]
         if any(part.dtype == torch.float32 for part, _ in policy):
             rounded = []  # those in fp32 would be measured where they are
         with torch.no_grad():
@@ -157,13 +158,11 @@ class MasterAdamW:
                 for part, master in rounded:
                     part.copy_(master)
 
-    def _has_moved(self, master: nn.Parameter) -> bool:
-        return master in self.adam.state and float(self.adam.state[master]["step"]) > 0
-
     def _last_update(self, master: nn.Parameter) -> Tensor:
         """What the last step added to a policy weight."""
         group = self.adam.param_groups[0]
-        state = {name: value.to(master.device) for name, value in self._moments(master).items()}
+        self._settle()
+        state = {name: value.to(master.device) for name, value in self.adam.state[master].items()}
         (beta1, beta2), steps = group["betas"], float(state["step"])
         mean = state["exp_avg"] / (1.0 - beta1**steps)
         spread = (state["exp_avg_sq"] / (1.0 - beta2**steps)).sqrt() + group["eps"]
@@ -176,16 +175,18 @@ class MasterAdamW:
 
     def state(self) -> dict[str, Any]:
         """Tensors and numbers of the optimizer, for a checkpoint."""
+        self._settle()
         moments = {
-            index: self._moments(master) for index, master in enumerate(self.masters) if master in self.adam.state
+            index: dict(self.adam.state[master])
+            for index, master in enumerate(self.masters)
+            if master in self.adam.state
         }
         return {"masters": [master.detach() for master in self.masters], "moments": moments}
 
-    def _moments(self, master: nn.Parameter) -> dict[str, Tensor]:
-        """Adam's state of a master weight, as it is after all steps so far."""
+    def _settle(self) -> None:
+        """Wait until Adam's state is that after all steps so far."""
         if isinstance(self.adam, OffloadedAdamW):
             self.adam.settle()
-        return dict(self.adam.state[master])
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -194,15 +195,14 @@ class MasterAdamW:
             master.copy_(saved)
             if part.dtype != torch.float32:
                 part.copy_(master)
-        if isinstance(self.adam, OffloadedAdamW):
-            for index, master in enumerate(self.masters):
-                if index in state["moments"] or master in self.adam.state:
-                    self.adam.take(master, state["moments"].get(index, {}))
-            return
+        self._settle()
         self.adam.state.clear()
         for index, moments in state["moments"].items():
             master = self.masters[index]
-            self.adam.state[master] = {name: value.to(master.device) for name, value in moments.items()}
+            if isinstance(self.adam, OffloadedAdamW):
+                self.adam.take(master, moments)
+            else:
+                self.adam.state[master] = {name: value.to(master.device) for name, value in moments.items()}
 
 
 def _add(pairs: list[tuple[nn.Parameter, Tensor]], *, is_first: bool) -> None:
