@@ -1,12 +1,13 @@
 """What one GPU does: decoding and TB training on random weights of real shapes, with the limits beside the figures.
 
-    python benchmarks/gpu.py [PARTS]               check decode experts check_train train lora offload score roles publish
+    python benchmarks/gpu.py [PARTS]       roles publish run check decode experts check_train train lora offload score
     python benchmarks/gpu.py decode --shapes 7B --workloads 1k 8k-shared             parts of it
     python benchmarks/gpu.py decode --shapes 0.5B 1.1B --workloads 256 shared ragged --json FILE
 
 The workloads are those of gpu_bench/workloads.py; `decode` checks greedy equality first (`--no-check`: not). Timings are of
 later passes: the first compiles kernels and captures graphs. One table at the end; lines as they come. On an H200 a shape
 takes 10 to 20 seconds to be checked, and each short workload 5 to 10 more; 7B 15 to make, and its long ones up to 40 each.
+`run` is a whole `tba train` at 7B.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from gpu_bench.decode import check_rows, decode_rows, expert_rows
 from gpu_bench.publish import publish_rows
 from gpu_bench.roles import role_rows
 from gpu_bench.train import check_train_rows, lora_rows, offload_rows, score_rows, train_rows
+from gpu_bench.whole_run import run_rows
 from gpu_bench.workloads import SHAPES, WORKLOADS, Row, print_table
 
-PARTS = ("roles", "publish", "check", "decode", "experts", "check_train", "train", "lora", "offload", "score")
-"""`roles` and `publish` first: they must run before this process touches the GPU."""
+PARTS = ("roles", "publish", "run", "check", "decode", "experts", "check_train", "train", "lora", "offload", "score")
+"""`roles`, `publish` and `run` first: they must run before this process touches the GPU."""
 
 
 def main() -> None:
@@ -46,6 +48,7 @@ def main() -> None:
     trained = [shape for shape in shapes if shape != "7B"]  # with fp32 masters and moments it does not fit
     makers: dict[str, Callable[[], Iterator[Row]]] = {
         "roles": role_rows,
+        "run": lambda: run_rows("7B", ["train.offload_optimizer=true"]),
         "check": lambda: check_rows(shapes),
         "decode": lambda: decode_rows(shapes, arguments.workloads),
         "experts": expert_rows,

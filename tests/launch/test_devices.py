@@ -9,13 +9,34 @@ from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
 from tba.config import ConfigError, load_config
 from tba.launch import devices
-from tba.launch.defaults import slots_for, with_defaults
-from tba.launch.devices import KV_BYTES, activation_bytes, check_devices, kv_bytes, slots_in_host_memory
+from tba.launch.defaults import slots_for, with_defaults, with_objective_defaults
+from tba.launch.devices import KV_BYTES, check_devices, kv_bytes, published_on_gpu, tokens_for, trainer_memory
 from tba.launch.run import load_inputs
 from tba.runtime.placement import RolePlacement
 from tba.tasks.registry import max_prompt_tokens
 
 GIB = 2**30
+
+
+def shaped(config) -> SimpleNamespace:
+    """A model of this shape without weights."""
+    model = SimpleNamespace(config=config, dtype=torch.bfloat16)
+    return SimpleNamespace(model=model, context=config.max_position_embeddings, num_parameters=300_000)
+
+
+QWEN_7B = shaped(
+    Qwen2Config(
+        hidden_size=3584,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+    )
+)
+LLAMA_7B = shaped(
+    LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, max_position_embeddings=4096)
+)
+GPT_350M = shaped(GPT2Config(n_embd=1024, n_layer=24, n_head=16, n_positions=1024))
 
 
 @pytest.fixture
@@ -57,10 +78,73 @@ def test_devices_that_nobody_uses_are_told(caplog):
     assert told.startswith("runtime.placement.searchers names 3 devices for search.num_searchers=1")
 
 
+def activation_bytes(*overrides: str) -> int:
+    config = load_config(None, overrides)
+    return trainer_memory(config, GPT_350M, RolePlacement.of(config)).activations
+
+
 def test_a_trainer_takes_more_of_a_gpu_that_no_searcher_uses(gpus):
-    assert activation_bytes(placement("model.device=cuda")) == int(0.35 * gpus["cuda:0"])
-    assert activation_bytes(placement("runtime.placement={trainer: cuda, searchers: cuda:1}")) == 70 * GIB
-    assert activation_bytes(placement("runtime.placement={trainer: cpu, searchers: cuda:1}")) == GIB
+    assert activation_bytes("model.device=cuda") == int(0.35 * gpus["cuda:0"])
+    assert activation_bytes("runtime.placement={trainer: cuda, searchers: cuda:1}") == 70 * GIB
+    assert activation_bytes("runtime.placement={trainer: cpu, searchers: cuda:1}") == GIB
+
+
+SEVEN = 7 * GIB
+"""Parameters of the model below."""
+
+
+def seven(*overrides: str, dtype: torch.dtype = torch.bfloat16):
+    config = with_objective_defaults(load_config(None, ["model.device=cuda", *overrides]))
+    model = SimpleNamespace(config=QWEN_7B.model.config, dtype=dtype)
+    loaded = SimpleNamespace(model=model, num_parameters=SEVEN, context=32768)
+    return config, loaded, RolePlacement.of(config)
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(
+    ("overrides", "dtype", "kept"),
+    [
+        # In GiB: 2 bytes a weight, 4 of its master, 4 of its gradient; a searcher has an engine and a reference of 14 each,
+        # 16 of keys and values, and 2 GiB for each of the two processes. Published weights, 3 x 14, go through the host.
+        (["train.offload_optimizer=true"], torch.bfloat16, 14 + 28 + 28 + 28 + 16 + 4),
+        ([], torch.bfloat16, 14 + 28 + 28 + 56 + 28 + 16 + 4),
+        (["model.lora={}"], torch.bfloat16, 14 + 28 + 16 + 4),
+        ([], torch.float32, 28 + 28 + 56 + 56 + 16 + 4),
+        # Evaluations keep the start model where the reference is reset, and a trainer one that rescores with it.
+        (["train.offload_optimizer=true", "reference.reset_every=50"], torch.bfloat16, 14 + 28 + 28 + 42 + 16 + 4),
+        (
+            ["train.offload_optimizer=true", "reference.reset_every=50", "replay.on_reference_reset=recompute"],
+            torch.bfloat16,
+            14 + 28 + 28 + 56 + 16 + 4,
+        ),
+        (["runtime.placement={trainer: cuda, searchers: cuda:1}"], torch.bfloat16, 14 + 28 + 28 + 56 + 2),
+    ],
+)  # fmt: skip
+def test_what_lies_on_the_gpu_is_counted_by_part(overrides, dtype, kept):
+    config, loaded, placement = seven("reference.reset_every=0", *overrides, dtype=dtype)
+    memory = trainer_memory(config, loaded, placement)
+    assert sum(memory.kept.values()) == kept * GIB
+    most = 70 * GIB if "searchers" in str(overrides) else 49 * GIB
+    assert memory.activations == min(most, (140 - kept) * GIB)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_micro_batch_has_what_weights_and_searchers_leave_and_too_little_is_told(caplog):
+    """28 layers x (20 x 3584 + 6 x 22016) x 2 bytes = 11,411,456 a token: 22 GiB hold 2,070."""
+    config, loaded, placement = seven("reference.reset_every=0", "train.offload_optimizer=true")
+    assert QWEN_7B.model.config.intermediate_size == 22016
+    with caplog.at_level(logging.INFO, logger="tba"):
+        assert tokens_for(config, loaded, placement) == 2070
+    (told,) = caplog.records
+    assert told.levelname == "INFO"
+    assert (
+        "weights 14.0, masters 28.0, gradients 28.0, engines and references 28.0, keys and values 16.0" in caplog.text
+    )
+    assert "22.0 for activations, of 140.0 GiB" in caplog.text
+    caplog.clear()
+    assert tokens_for(*seven("reference.reset_every=0")) == 512
+    assert "cuda:0 may run out of memory: weights 14.0" in caplog.text
+    assert "train.offload_optimizer=true" in caplog.text
 
 
 def test_searchers_divide_what_a_gpu_has_for_them(gpus):
@@ -89,28 +173,6 @@ def test_slots_are_filled_in_by_the_device_of_each_kind(gpus):
     gpus["cuda:1"] = GIB // 64
     assert with_defaults(config, loaded).search.kinds["small"].slots < 256
     assert with_defaults(load_config(None, [kinds, "generate.slots=7"]), loaded).search.kinds["small"].slots == 7
-
-
-def shaped(config) -> SimpleNamespace:
-    """A model of this shape without weights."""
-    return SimpleNamespace(model=SimpleNamespace(config=config), context=config.max_position_embeddings)
-
-
-QWEN_7B = shaped(
-    Qwen2Config(
-        hidden_size=3584,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        max_position_embeddings=32768,
-    )
-)
-LLAMA_7B = shaped(
-    LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, max_position_embeddings=4096)
-)
-
-
-GPT_350M = shaped(GPT2Config(n_embd=1024, n_layer=24, n_head=16, n_positions=1024))
 
 
 @pytest.mark.usefixtures("gpus")
@@ -172,17 +234,17 @@ def test_searchers_beside_a_trainer_divide_the_memory_that_is_free(gpus, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("overrides", "gib", "in_host_memory"),
+    ("overrides", "gib", "taken"),
     [
-        (["model.device=cuda"], 1, False),  # two slots and one copy: 3 GiB
-        (["model.device=cuda", "search.num_searchers=2"], 1, False),
-        (["model.device=cuda"], 13, True),  # 39 GiB of what a GPU has
-        (["model.device=cpu"], 1, True),
-        (["runtime.placement={trainer: cuda, searchers: cuda:1}"], 1, True),
+        (["model.device=cuda"], 1, 3),  # two slots and one copy
+        (["model.device=cuda", "search.num_searchers=2"], 1, 4),
+        (["model.device=cuda"], 13, 0),  # 39 GiB of what a GPU has
+        (["model.device=cpu"], 1, 0),
+        (["runtime.placement={trainer: cuda, searchers: cuda:1}"], 1, 0),
     ],
 )
-def test_published_weights_that_would_fill_the_gpu_go_through_the_host(gpus, overrides, gib, in_host_memory):
-    assert slots_in_host_memory(placement(*overrides), gib * GIB) is in_host_memory
+def test_published_weights_that_would_fill_the_gpu_go_through_the_host(gpus, overrides, gib, taken):
+    assert published_on_gpu(placement(*overrides), gib * GIB) == taken * GIB
 
 
 def test_the_chosen_slots_are_logged_with_what_they_take(caplog, monkeypatch):

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tba.config import Config
-from tba.launch.devices import placement_of, slots_in_host_memory
+from tba.launch.devices import placement_of, published_on_gpu
 from tba.launch.run import Interrupt, RunInputs, make_ledger, make_recorder
 from tba.models.load import LoadedModel, adapt
 from tba.models.weights import make_weights
@@ -215,6 +215,6 @@ def make_runtime(
         canary=learner.train_step.canary,
         ledger=ledger,
         reference_resets=bool(config.reference.reset_every),
-        slots_in_host_memory=slots_in_host_memory(placement_of(config), published_bytes),
+        slots_in_host_memory=published_on_gpu(placement_of(config), published_bytes) == 0,
         kind_of=config.search.kind_at,
     )

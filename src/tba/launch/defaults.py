@@ -33,7 +33,7 @@ from tba.config import Config, ConfigError, Schedule
 from tba.generate.native.kv_cache import KEY_MULTIPLE
 from tba.generate.native.page_pool import PAGE
 from tba.generate.native.prefill import READ_AHEAD
-from tba.launch.devices import activation_bytes, device_bytes, kv_bytes, placement_of
+from tba.launch.devices import device_bytes, kv_bytes, placement_of, tokens_for
 from tba.models.families import FAMILIES
 from tba.models.fused_pass import why_never_fused
 from tba.models.load import LoadedModel, resolve_dtype
@@ -52,9 +52,6 @@ LORA_FACTOR = 10.0
 """An adapter's matrices start at zero and are few: they want a larger rate than the weights they stand for."""
 
 MOST_SLOTS = {"cpu": 128, "cuda": 256}
-MOST_TOKENS = {"cpu": 4_096, "cuda": 32_768}
-KEPT_PER_HIDDEN, KEPT_PER_INNER = 20, 6
-"""Numbers kept per token and layer for the backward pass, for each hidden unit and each unit of the MLP."""
 
 LEAST_ROOM, STEPS_OF_ROOM = 100, 4
 """Responses of a prompt that replay has room for, at least (the paper's number), and in steps' worth of its visits."""
@@ -75,7 +72,7 @@ def with_defaults(config: Config, loaded: LoadedModel, *, longest_prompt: Callab
         update={
             "first_learning_rate": train.first_learning_rate
             or learning_rate_for(loaded.num_parameters, lora=config.model.lora is not None),
-            "tokens_per_micro_batch": train.tokens_per_micro_batch or tokens_for(loaded, placement),
+            "tokens_per_micro_batch": train.tokens_per_micro_batch or tokens_for(config, loaded, placement),
         }
     )
     config = config.model_copy(update={"train": train})
@@ -290,12 +287,3 @@ def check_slots(config: Config, loaded: LoadedModel, device: str, *, slots: int,
             f"generate.slots={slots} (or that of a kind in search.kinds) does not fit on {device}: {budget}, which is all "
             f"that it has. Give at most {most}, or leave it out to have as many as there is memory for."
         )
-
-
-def tokens_for(loaded: LoadedModel, placement: RolePlacement) -> int:
-    """Number of tokens that the memory for activations holds, between one context and MOST_TOKENS."""
-    shape, device = loaded.model.config.get_text_config(), loaded.model.device
-    inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size
-    kept = shape.num_hidden_layers * (KEPT_PER_HIDDEN * shape.hidden_size + KEPT_PER_INNER * inner)
-    fit = activation_bytes(placement) // (kept * loaded.model.dtype.itemsize)
-    return max(min(512, loaded.context), min(MOST_TOKENS[device.type], fit))

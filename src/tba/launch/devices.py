@@ -1,4 +1,4 @@
-"""The devices of a run: whether they are there, and how much memory each role may take of its own."""
+"""The devices of a run: whether they are there, what each role keeps in their memory, and what is left for its work."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from tba.config import Config, ConfigError, PlacementConfig
-from tba.models.load import resolve_device
+from tba.models.load import LoadedModel, resolve_device
 from tba.runtime.placement import RolePlacement
 
 logger = logging.getLogger("tba")
@@ -20,11 +22,20 @@ ACTIVATION_BYTES = 2**30
 KV_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}
 """Most memory for the keys and values of all slots of a searcher."""
 SHARED_PART, OWN_PART = 0.35, 0.5
-"""Part of a GPU's memory for the activations of one micro-batch, and for the keys and values of all searchers there: where
-trainer and searchers share it, weights and optimizer want the rest; a role that has it alone leaves that room too."""
-
+"""Most that the activations of one micro-batch, and the keys and values of all searchers there, take of a GPU's memory:
+where trainer and searchers share it, and where a role has it alone."""
 SLOTS_PART = 0.25
 """Part of a GPU's memory that published weights may take there: two slots, and the copy of each searcher."""
+PROCESS_BYTES = 2 * 2**30
+"""What CUDA, its libraries, workspaces and fragments take of a GPU for each process."""
+MASTER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8
+"""For each weight that is trained, in fp32: its master where the model itself is not fp32, the sum of its gradients, and
+AdamW's two moments."""
+
+MOST_TOKENS = {"cpu": 4_096, "cuda": 32_768}
+LEAST_TOKENS = 512
+KEPT_PER_HIDDEN, KEPT_PER_INNER = 20, 6
+"""Numbers kept per token and layer for the backward pass, for each hidden unit and each unit of the MLP."""
 
 
 def placement_of(config: Config) -> RolePlacement:
@@ -66,12 +77,76 @@ def _warn_of_idle(config: Config) -> None:
         )
 
 
-def activation_bytes(placement: RolePlacement) -> int:
-    """Memory for the activations of one micro-batch on the trainer's device."""
+@dataclass(frozen=True, kw_only=True)
+class TrainerMemory:
+    """What lies on the trainer's first device while a step runs.
+
+    TrainerMemory(device="cuda:0", total=140 * 2**30, kept={"weights": 15 * 2**30, ...}, most=48 * 2**30)
+    """
+
+    device: str
+    total: int
+    """Bytes of the device."""
+    kept: Mapping[str, int]
+    """Bytes by part that do not depend on the micro-batch, those of searchers on the same device included."""
+    most: int
+    """Bytes that activations take at most."""
+
+    @property
+    def activations(self) -> int:
+        """Bytes for the activations of one micro-batch. Its gradients in the model's own dtype need no room of their own:
+        they come as the activations go."""
+        return min(self.most, self.total - sum(self.kept.values()))
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in self.kept.items() if size)
+        return f"{parts}; {self.activations / 2**30:.1f} for activations, of {self.total / 2**30:.1f} GiB"
+
+
+def trainer_memory(config: Config, loaded: LoadedModel, placement: RolePlacement) -> TrainerMemory:
+    """What the trainer keeps on its first GPU, and the searchers beside it; on a CPU nothing is counted."""
     device = placement.trainer[0]
     if device == "cpu":
-        return ACTIVATION_BYTES
-    return int(part_of_gpu(placement, device) * gpu_bytes(device))
+        return TrainerMemory(device=device, total=device_bytes(device), kept={}, most=ACTIVATION_BYTES)
+    train, size = config.train, loaded.model.dtype.itemsize
+    weights = loaded.num_parameters * size
+    trained = 0 if config.model.lora is not None else loaded.num_parameters  # those of an adapter are few
+    ranks, searchers = len(placement.trainer), placement.num_searchers_on(device)
+    resets = bool(config.reference.reset_every)
+    # A searcher has its engine and the reference; evaluations want the start model where the reference is reset.
+    copies = searchers * (3 if resets else 2) + (1 if resets and config.replay.on_reference_reset != "drop" else 0)
+    kept = {
+        "weights": weights // ranks,
+        "masters": MASTER_BYTES * trained // ranks if size < MASTER_BYTES else 0,
+        "gradients": GRADIENT_BYTES * trained // ranks,
+        "moments": 0 if train.offload_optimizer else MOMENT_BYTES * trained // ranks,
+        "engines and references": copies * weights,
+        "published weights": published_on_gpu(placement, trained * size),
+        "keys and values": searchers * kv_bytes(placement, device) if searchers else 0,
+        "processes": (1 + searchers) * PROCESS_BYTES,
+    }
+    total = gpu_bytes(device)
+    return TrainerMemory(device=device, total=total, kept=kept, most=int(part_of_gpu(placement, device) * total))
+
+
+def tokens_for(config: Config, loaded: LoadedModel, placement: RolePlacement) -> int:
+    """Number of tokens of a micro-batch that the memory for activations holds, between LEAST_TOKENS, or one context, and
+    MOST_TOKENS. What lies on a GPU is logged, with a warning where that is too much."""
+    shape, kind = loaded.model.config.get_text_config(), placement.trainer[0].partition(":")[0]
+    inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size
+    kept = shape.num_hidden_layers * (KEPT_PER_HIDDEN * shape.hidden_size + KEPT_PER_INNER * inner)
+    memory, least = trainer_memory(config, loaded, placement), min(LEAST_TOKENS, loaded.context)
+    fit = memory.activations // (kept * loaded.model.dtype.itemsize)
+    if kind != "cpu":
+        logger.info("memory of %s: %s.", memory.device, memory)
+    if fit < least:
+        logger.warning(
+            "%s may run out of memory: %s. Less is needed with model.lora, with train.offload_optimizer=true, with "
+            "searchers on a GPU of their own (runtime.placement), or with a trainer on several (train.ranks).",
+            memory.device,
+            memory,
+        )
+    return max(least, min(MOST_TOKENS[kind], fit))
 
 
 def kv_bytes(placement: RolePlacement, device: str) -> int:
@@ -102,21 +177,14 @@ def gpu_bytes(device: str) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def slots_in_host_memory(placement: RolePlacement, published_bytes: int) -> bool:
-    """Whether weight slots lie in the host's memory: where not all roles share a GPU, and where published weights would take
-    more of it than they may, which is logged."""
+def published_on_gpu(placement: RolePlacement, published_bytes: int) -> int:
+    """Bytes of a GPU that published weights of this size take: two slots, and a copy for each searcher. 0 = they lie in the
+    host's memory: where not all roles share a GPU, and where they would take more of it than they may."""
     device = placement.slots_device
     if device == "cpu":
-        return True
+        return 0
     taken = published_bytes * (2 + placement.num_searchers_on(device))
-    if taken <= SLOTS_PART * device_bytes(device):
-        return False
-    logger.info(
-        "published weights go through the host's memory: two slots and a copy for each searcher would take %.0f GiB of %s.",
-        taken / 2**30,
-        device,
-    )
-    return True
+    return taken if taken <= SLOTS_PART * gpu_bytes(device) else 0
 
 
 def device_bytes(device: str) -> int:

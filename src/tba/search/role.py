@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from tba.config import Config, ConfigError
 from tba.generate.engine import Engine
 from tba.models.cpu import use_cpu
-from tba.models.load import adapt, load_model
+from tba.models.load import LoadedModel, adapt, load_model
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, canary_tokens, kl_estimate
 from tba.replay.payload import acknowledged_log
 from tba.runtime.board import Row
@@ -315,6 +317,7 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
         index=index,
         incarnation=incarnation,
     )
+    forget_loaded_weights(own, loaded)
     with ExitStack() as closing:
         closing.callback(searcher.close)
 
@@ -344,6 +347,15 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
             logger.info("stopped after %d groups", searcher.counts.sent)
         except FINAL as error:
             raise RunCannotGoOn(f"{type(error).__name__}: {error}") from error
+
+
+def forget_loaded_weights(config: Config, loaded: LoadedModel) -> None:
+    """Give back the memory of the model that engine and reference were made from, each with a copy of its own: 15 GB of the
+    GPU at 7B. The base of an adapter is needed further, and so is the start model where the reference is reset."""
+    if config.model.lora is None and not config.reference.reset_every:
+        loaded.model.to("meta")
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # other processes use this GPU
 
 
 def max_unscored(config: Config) -> int:

@@ -25,7 +25,7 @@ from tba.models.fused_pass import FusedPass
 
 logger = logging.getLogger("tba.generate")
 
-DECODE_STEPS_AHEAD = 4
+DECODE_STEPS_AHEAD = 3
 """Decode steps between two snapshots: the next ones run while the host reads, so nothing waits, but a finished slot idles
 until then."""
 DECODE_STEPS_PER_SNAPSHOT = 8
