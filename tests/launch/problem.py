@@ -43,6 +43,11 @@ def fails_on_w5_prompts(prompts, completions, **columns):
         raise ValueError("not this one")
     return [1.0] * len(completions)
 
+def fails_on_most(prompts, completions, **columns):
+    if any(sum(map(ord, prompt)) % 5 for prompt in prompts):
+        raise ValueError("not these four of five")
+    return [1.0] * len(completions)
+
 def sometimes_nan(completions, **columns):
     return [float("nan") if "w9" in text.split() else 1.0 for text in completions]
 """

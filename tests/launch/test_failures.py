@@ -187,6 +187,18 @@ def test_a_group_lost_whole_does_not_stop_a_paced_run(folder):
     assert train(config)["steps"] == 4
 
 
+def test_a_run_most_of_whose_groups_are_lost_trains_whole_batches_of_the_others(folder):
+    """More are lost in a step than it trains on: were they counted as trained on, searchers would soon wait for versions
+    that can never come."""
+    config = make_config(
+        folder, "name=mostly-lost", "runtime.wait_seconds=20", "train.max_steps=12", reward="fails_on_most"
+    )
+    assert train(config)["steps"] == 12
+    steps = [record for record in records_so_far(config) if "loss" in record]
+    assert {record["buffer/trained"] / record["step"] for record in steps} == {16.0}
+    assert steps[-1]["buffer/generated"] > 3 * steps[-1]["buffer/trained"]
+
+
 def test_the_trainer_waits_at_the_replay_ratio_and_never_exceeds_it(folder):
     config = make_config(folder, "name=limit", "replay.max_trained_per_generated=0.5", "train.max_steps=10")
     summary = train(config)

@@ -302,7 +302,6 @@ def test_a_queue_takes_a_prompt_twice_only_where_others_do_not_fill_the_batch():
         buffer.add(groups(name, [[token], [token]]), step=0)
     assert buffer.can_fill(4, prompts_of_task=3)
     assert not buffer.can_fill(5, prompts_of_task=3)
-    assert buffer.can_fill(5, prompts_of_task=3, lost=1)
     assert buffer.sample(2, 2, step=0).prompt_ids == ("a", "b")
     rest = buffer.sample(2, 2, step=0)
     assert rest.prompt_ids == ("a", "c")

@@ -164,6 +164,7 @@ def visits(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadline
         version=version,
         generated=generated,
         unscored=settings.get("unscored", lambda: 0),
+        lost=settings.get("lost", lambda: 0),
         tick=tick,
         row=Board.create().searcher(0),
         deadline_seconds=deadline,
@@ -184,6 +185,15 @@ def test_at_lag_0_a_step_worth_of_visits_starts_per_version():
     assert next(stream) is None  # two are running
     version[0] = 1
     assert next(stream) is not None
+
+
+def test_visits_that_brought_nothing_do_not_count_as_trained_on():
+    """Two visits a step: with 3 of the first lost, visit 4 belongs to the batch of step 0 and visit 5 to that of step 1."""
+    lost = [0]
+    stream = visits(lambda: 0, max_lag=0, lost=lambda: lost[0])
+    assert [next(stream) is not None for _ in range(3)] == [True, True, False]
+    lost[0] = 3
+    assert [next(stream) is not None for _ in range(4)] == [True, True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -183,13 +183,12 @@ class ReplayBuffer:
         return 0 if self._queue is None else len(self._queue)
 
     def can_fill(self, num_prompts: int, *, prompts_of_task: int, lost: int = 0) -> bool:
-        """Whether a batch of so many prompts can be sampled, of which `lost` visits will never come. A task of fewer prompts
-        repeats them within a batch."""
+        """Whether a batch of so many prompts can be sampled. A task of fewer prompts repeats them within a batch, and those
+        of its prompts that were `lost` to their reward are not waited for."""
         if not self._draws:
             return False
         if self._queue is not None:
-            wanted = max(1, num_prompts - lost)
-            return self._queue.holds(wanted, self._entries, reference_version=max(self._draws))
+            return self._queue.holds(num_prompts, self._entries, reference_version=max(self._draws))
         # A lost visit brings no response: waiting for its prompt would never end.
         return self.num_prompts + lost >= min(num_prompts, prompts_of_task)
 

@@ -151,8 +151,9 @@ MAX_SEARCHERS = 64
 """Searchers that there is room for on the board of a run."""
 SUPERVISOR_FIELDS = ("beats", "replaced", "trainer_restarts")
 """`beats` rises while the supervisor looks after the others."""
-TRAINER_FIELDS = ("wait", "wait_seconds", "beats", "step", "pid", "started_at")
-"""`beats` rises whenever the trainer looks for groups or publishes weights, 0 = it is not that far yet."""
+TRAINER_FIELDS = ("wait", "wait_seconds", "beats", "step", "lost", "pid", "started_at")
+"""`beats` rises whenever the trainer looks for groups or publishes weights, 0 = it is not that far yet. `lost` is the
+number of visits so far that brought nothing to train on."""
 SEARCHER_FIELDS = (
     "heartbeat",
     "version",

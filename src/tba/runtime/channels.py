@@ -172,6 +172,10 @@ class SearcherEnds(Protocol):
         """A number that changes while the trainer works, or starts."""
         ...
 
+    def lost_visits(self) -> int:
+        """Number of visits of the run so far that brought nothing to train on."""
+        ...
+
 
 class Stopped(Exception):
     """This searcher was asked to end."""

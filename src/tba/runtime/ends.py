@@ -174,6 +174,9 @@ class LocalSearcherEnds:
     def trainer_progress(self) -> float:
         return self._board.trainer_progress()
 
+    def lost_visits(self) -> int:
+        return int(self._board.trainer["lost"])
+
     def _tell(self, message: AskVisits | Evaluated) -> None:
         self._link.send(message, to=TRAINER)
 

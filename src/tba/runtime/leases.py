@@ -56,6 +56,8 @@ class VisitLedger:
         self._leased: dict[str, dict[int, Visit]] = {}
         """By holder and number: visits whose group has not arrived."""
         self._handed_back: list[Visit] = []
+        self.num_lost = 0
+        """Number of visits of which every response was lost to its reward: what comes after them fills their batches."""
         self._lock = threading.Lock()
 
     def lease(self, holder: str, count: int) -> list[Visit]:
@@ -67,13 +69,15 @@ class VisitLedger:
             self._leased.setdefault(holder, {}).update((visit.number, visit) for visit in visits)
             return visits
 
-    def complete(self, number: int, *, solved: Sequence[bool] = ()) -> None:
-        """The group of a visit has arrived, whoever made it; `solved` tells of each of its responses whether it is right. A
-        ledger that comes from an older checkpoint learns here of visits that were handed out after it."""
+    def complete(self, number: int, *, solved: Sequence[bool] = (), is_lost: bool = False) -> None:
+        """The group of a visit has arrived, whoever made it; `solved` tells of each of its responses whether it is right,
+        `is_lost` that it has none. A ledger that comes from an older checkpoint learns here of visits that were handed out
+        after it."""
         with self._lock:
             self._pass_numbers_to(number)
             visit = self._take_back(number)
             if visit is not None:
+                self.num_lost += is_lost
                 self.difficulty.record(visit.prompt, solved)
 
     def adopt(self, holder: str, visits: Iterable[Visit]) -> None:
@@ -109,6 +113,7 @@ class VisitLedger:
             return {
                 "place": self._place,
                 "handed_out": self._handed_out,
+                "lost": self.num_lost,
                 "open": [asdict(visit) for visit in sorted(open_visits + self._handed_back)],
                 "difficulty": self.difficulty.state(),
             }
@@ -116,6 +121,7 @@ class VisitLedger:
     def load_state(self, state: Mapping[str, Any]) -> None:
         with self._lock:
             self._place, self._handed_out = state["place"], state["handed_out"]
+            self.num_lost = state.get("lost", 0)  # an older version has not saved it
             self._leased, self._handed_back = {}, [Visit(**visit) for visit in state["open"]]
             self.difficulty.load_state(state["difficulty"])
 

@@ -145,6 +145,7 @@ class LocalRuntime:
     def drain(self) -> list[TrajectoryGroup]:
         """All groups that have arrived. Raises when there are no searchers any more and new ones would be of no use."""
         self.row["beats"] += 1
+        self.row["lost"] = self.ledger.num_lost
         if self._failure is not None:  # not before the groups that came with it were stored
             raise RoleDied(self._failure)
         groups = []
@@ -195,7 +196,7 @@ class LocalRuntime:
                 return None
             self._senders[message.id] = sender
             # Here and not later: if this searcher is lost in the same moment, its other visits are handed out again.
-            self.ledger.complete(message.visit, solved=message.solved)
+            self.ledger.complete(message.visit, solved=message.solved, is_lost=not message.trajectories)
             return message
         if isinstance(message, Holding):
             self.ledger.adopt(sender, message.visits)
@@ -219,7 +220,7 @@ class LocalRuntime:
         if not isinstance(message, TrajectoryGroup):
             raise RoleDied(f"the replica holds something that is no group: {message!r:.500}")
         self._unstored.add(message.id)
-        self.ledger.complete(message.visit, solved=message.solved)
+        self.ledger.complete(message.visit, solved=message.solved, is_lost=not message.trajectories)
         return message
 
     def _lease_visits(self) -> None:

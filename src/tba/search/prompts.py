@@ -61,7 +61,8 @@ class PacedVisits:
     """Prompts in order, each as soon as the weights are new enough for it.
 
     Visit n of the run is trained at step U (n // P) or later, where U steps train on the same groups, so its
-    weights must be of version U (n // P) - limit at least. Without a limit every visit may start at once.
+    weights must be of version U (n // P) - limit at least. Visits whose responses were all lost to their reward do not
+    count: batches are filled by those that come after them. Without a limit every visit may start at once.
 
     Where nobody has set the limit it follows what a visit takes: enough that the trainer never waits for responses that
     were held back, and no more, for everything beyond that would only be older when it is trained. A searcher whose slots
@@ -87,6 +88,8 @@ class PacedVisits:
     """Visits of this searcher whose responses are complete."""
     unscored: Callable[[], int]
     """Visits that wait for their rewards."""
+    lost: Callable[[], int]
+    """Visits of the run that brought nothing to train on."""
     tick: Callable[[], None]
     """Handles messages and loads newer weights."""
     row: Row
@@ -128,7 +131,8 @@ class PacedVisits:
     def _needed(self, visit: Visit) -> int:
         if self.max_lag is None:
             return 0
-        return self.steps_per_batch * (visit.number // self.prompts_per_step) - self._limit(self.max_lag)
+        place = max(0, visit.number - self.lost())
+        return self.steps_per_batch * (place // self.prompts_per_step) - self._limit(self.max_lag)
 
     def _limit(self, most: int) -> int:
         if self.spare_lag is None or self._idleness.look(self.progress()) > STALLED_SECONDS:

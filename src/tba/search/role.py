@@ -378,6 +378,7 @@ def make_visits(config: Config, searcher: Searcher, role: SearcherRole) -> Paced
         version=lambda: searcher.engine.version,
         generated=lambda: searcher.counts.generated,
         unscored=lambda: searcher.rewards.outstanding,
+        lost=role.ends.lost_visits,
         tick=role.idle_tick,
         row=role.ends.row,
         deadline_seconds=config.runtime.wait_seconds,

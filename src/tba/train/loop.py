@@ -176,7 +176,7 @@ class Trainer:
         self.counts.generated += group.num_generated
         rewards = (combined_reward(t.rewards, self.reward_weights) for t in group.trajectories)
         self.fresh_rewards += [reward for reward in rewards if not math.isnan(reward)]
-        self.ledger.complete(group.visit, solved=group.solved)
+        self.ledger.complete(group.visit, solved=group.solved, is_lost=not group.trajectories)
         self.recorder.group_received(self.step_index, group)
 
     def close(self) -> None:
