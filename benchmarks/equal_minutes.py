@@ -106,7 +106,12 @@ def study(arguments: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator
             summary, _, _ = run(arguments.config, [*settings, f"train.max_steps={planned}"])
             paces[method] = summary["seconds"] / planned
             yield {**key, "kind": "pace", "method": method, "trial": trial, "seconds_per_step": paces[method]}
-    finished = {(line["method"], line["seed"]) for line in found if line["kind"] == "run"}
+    scored = {"report": arguments.report, "num_prompts": arguments.num_prompts}
+    finished = {
+        (line["method"], line["seed"])
+        for line in found
+        if line["kind"] == "run" and all(line.get(name, value) == value for name, value in scored.items())
+    }
     for seed in arguments.seeds:
         for method in arguments.methods:
             if (method, seed) in finished:
@@ -123,7 +128,7 @@ def study(arguments: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator
                 arguments.config, [*settings, f"evaluate.num_prompts={looked_at}"], report=report
             )
             yield {
-                **key, "kind": "run", "method": method, "seed": seed, "steps": steps, "seconds": summary["seconds"],
+                **key, **scored, "kind": "run", "method": method, "seed": seed, "steps": steps, "seconds": summary["seconds"],
                 "responses_trained": summary["responses_trained"], "start": summary["start"],
                 "final": summary["final"] | reported, "commit": commit_of_checkout(),
                 "responses": str(responses) if report else None,
@@ -158,10 +163,12 @@ def table(lines: Sequence[dict[str, Any]], metric: str) -> str:
 
 
 def by_problem(own: dict[int, dict[str, Any]], first: dict[int, dict[str, Any]], metric: str) -> str:
-    """The difference to the first method over problems, each by its mean over the seeds, and its bootstrap interval."""
-    if own is first:
+    """The difference to the first method over problems, each by its mean over the seeds of both, and its bootstrap
+    interval."""
+    seeds = [seed for seed in own if seed in first]
+    if own is first or not seeds:
         return ""
-    ours, theirs = (mean_shares([line["responses"] for line in lines.values()], metric) for lines in (own, first))
+    ours, theirs = (mean_shares([lines[seed]["responses"] for seed in seeds], metric) for lines in (own, first))
     found = difference([ours[prompt] - theirs[prompt] for prompt in sorted(ours) if prompt in theirs])
     return f"{found['difference']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f})"
 

@@ -103,3 +103,7 @@ def test_the_file_that_is_compared_with_is_not_overwritten(tmp_path):
     wrong = ["evaluate", "tba:arithmetic", "--responses", str(path), "--against", str(path)]
     assert CliRunner().invoke(app, wrong).exit_code == 2
     assert path.read_text() == before
+
+
+def test_the_difference_on_one_prompt_has_no_standard_error():
+    assert difference([0.25]) == {"difference": 0.25, "low": 0.25, "high": 0.25, "num_prompts": 1.0}

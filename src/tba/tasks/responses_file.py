@@ -115,7 +115,8 @@ def _contents(shares: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def difference(gaps: Sequence[float]) -> dict[str, float]:
-    """Mean, standard error and bootstrap interval of differences that were found on each prompt."""
+    """Mean, standard error (of one prompt there is none) and bootstrap interval of differences that were found on each
+    prompt."""
     values = np.asarray(gaps, np.float64)
     draw = np.random.default_rng(0)
     parts = [
@@ -123,10 +124,10 @@ def difference(gaps: Sequence[float]) -> dict[str, float]:
         for _ in range(RESAMPLES // RESAMPLES_AT_ONCE)
     ]
     low, high = np.quantile(np.concatenate(parts), [0.025, 0.975])
-    error = values.std(ddof=1) / np.sqrt(len(values)) if len(values) > 1 else float("nan")
+    error = {"standard_error": float(values.std(ddof=1) / np.sqrt(len(values)))} if len(values) > 1 else {}
     return {
         "difference": float(values.mean()),
-        "standard_error": float(error),
+        **error,
         "low": float(low),
         "high": float(high),
         "num_prompts": float(len(values)),
