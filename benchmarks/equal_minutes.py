@@ -128,8 +128,8 @@ def study(arguments: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator
                 arguments.config, [*settings, f"evaluate.num_prompts={looked_at}"], report=report
             )
             yield {
-                **key, **scored, "kind": "run", "method": method, "seed": seed, "steps": steps, "seconds": summary["seconds"],
-                "responses_trained": summary["responses_trained"], "start": summary["start"],
+                **key, **scored, "kind": "run", "method": method, "seed": seed, "steps": steps,
+                "seconds": summary["seconds"], "responses_trained": summary["responses_trained"], "start": summary["start"],
                 "final": summary["final"] | reported, "commit": commit_of_checkout(),
                 "responses": str(responses) if report else None,
             }  # fmt: skip
