@@ -19,7 +19,7 @@ from tba.models.policy import PolicyModel
 from tba.models.weights import CanaryMismatch, make_weights
 from tba.observe.files import RunFolder
 from tba.runtime.weight_slots import WeightSlots
-from tba.search.role import WeightLoader
+from tba.search.new_weights import WeightLoader
 
 LORA = ("model.lora.rank=4", "train.learning_rate=1e-2")
 

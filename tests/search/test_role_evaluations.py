@@ -16,7 +16,8 @@ from tba.runtime.ends import LocalSearcherEnds
 from tba.runtime.links import EndsHandle, Evaluate, Evaluated, Link
 from tba.runtime.weight_slots import WeightSlots
 from tba.search.loop import FailureCount, SearchCounts, SearchState
-from tba.search.role import Evaluations, Heartbeat, ReferenceLoader, SearcherRole, WeightLoader
+from tba.search.new_weights import ReferenceLoader, WeightLoader
+from tba.search.role import Evaluations, Heartbeat, SearcherRole
 
 
 class Versions:

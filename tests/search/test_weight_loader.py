@@ -14,7 +14,7 @@ from tba.generate.native.engine import NativeEngine
 from tba.models.policy import PolicyModel
 from tba.models.weights import CanaryMismatch, ChecksumMismatch, make_weights
 from tba.runtime.weight_slots import WeightSlots
-from tba.search.role import MAX_UNCHECKED, WeightLoader
+from tba.search.new_weights import MAX_UNCHECKED, WeightLoader
 
 
 class Trainer:

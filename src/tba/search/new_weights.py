@@ -1,0 +1,118 @@
+"""Newer weights in a searcher: seen between decode steps, copied, loaded, and compared with what the trainer computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tba.generate.engine import Engine
+from tba.models.weights import CANARY_TOKENS, CanaryCheck, canary_tokens, kl_estimate
+from tba.runtime.channels import SearcherEnds, WeightSource
+from tba.search.loop import Searcher
+from tba.types import Weights
+
+MAX_UNCHECKED = 4
+"""Versions in a row that may be used and overtaken before their canary comes."""
+
+
+class WeightLoader:
+    """Loads newer weights into the engine and makes sure that they arrived."""
+
+    def __init__(
+        self, ends: SearcherEnds, engine: Engine, report: Callable[[float], None] = lambda mismatch_kl: None
+    ) -> None:
+        """`report` is told how far engine and trainer are apart at each version that is compared."""
+        self._ends = ends
+        self._engine = engine
+        self._report = report
+        self._canary = CanaryCheck()
+        self._tokens = canary_tokens(engine.vocabulary, CANARY_TOKENS)
+        self._source: WeightSource = ends.weights
+        """Where the weights come from; another trainer has another one."""
+        self._loaded = -1
+        """The version given to the engine last; under `drain` it may not be in use yet."""
+        self._checked = -1
+        """The version whose canary was compared last."""
+        self._unchecked = 0
+        """Versions given to the engine since then."""
+
+    def load_newer(self) -> None:
+        """Never waits: under `drain` the engine loads later, and a version's canary comes a little after its weights."""
+        if not self.is_of_this_trainer:
+            # Another trainer's versions begin at its checkpoint: a lower number is newer than what is loaded.
+            self._source, self._loaded, self._checked = self._ends.weights, -1, -1
+            self._give(self._fetch())
+        newest = self._source.newest_version
+        if newest > self._loaded and self._engine.version == self._loaded and self._may_load(newest):
+            self._load()
+        self._check_when_there()
+
+    @property
+    def sees_newer(self) -> bool:
+        """Whether there are newer weights than the engine has."""
+        return self._source.newest_version > self._engine.version
+
+    @property
+    def is_of_this_trainer(self) -> bool:
+        """Whether the weights that were loaded last are the present trainer's."""
+        return self._source is self._ends.weights
+
+    def check_first(self) -> None:
+        """Both sides' canaries set the tolerance. A searcher that starts late begins with a later version."""
+        self._load()
+        self._check_when_there()
+
+    def _may_load(self, version: int) -> bool:
+        """After too many versions in a row without a comparison only one whose canary is there."""
+        return self._unchecked < MAX_UNCHECKED or self._source.canary(version) is not None
+
+    def _load(self) -> None:
+        weights = self._fetch()
+        if weights.version > self._engine.version:
+            self._give(weights)
+
+    def _give(self, weights: Weights) -> None:
+        self._engine.load(weights)
+        if self._engine.version == weights.version:  # under `drain` it will read them later
+            self._source.loaded()
+
+    def _fetch(self) -> Weights:
+        weights = self._source.fetch()
+        self._loaded = weights.version
+        self._unchecked += 1
+        return weights
+
+    def _check_when_there(self) -> None:
+        """A version that is overtaken before its canary comes goes unchecked; the next one's is compared."""
+        version = self._engine.version
+        if version == self._checked or version != self._loaded:
+            return
+        published = self._source.canary(version)
+        if published is not None:
+            computed = self._engine.score([self._tokens[:1]], [self._tokens[1:]], 1.0)[0]
+            self._report(kl_estimate(computed, published))  # first: what is too much is seen too
+            self._canary.check(published=published, computed=computed, version=version)
+            self._checked, self._unchecked = version, 0
+
+
+class ReferenceLoader:
+    """Loads newer references, where they are reset."""
+
+    def __init__(self, ends: SearcherEnds, searcher: Searcher) -> None:
+        self._ends = ends
+        self._source = ends.references
+        self._searcher = searcher
+
+    def load_newer(self) -> None:
+        """Never waits. A group is scored at once, so it never mixes references."""
+        source, loaded = self._ends.references, self._searcher.scorer.reference_version
+        if source is None:
+            return
+        newest, another_trainer = source.newest_version, source is not self._source
+        self._source = source
+        if another_trainer and newest < 0 < loaded:
+            # The start model, which this process no longer has: a new one in its place begins with it.
+            raise RuntimeError(
+                f"the trainer went back to before reference {loaded}: another searcher takes this one's place."
+            )
+        if newest > loaded or (another_trainer and 0 <= newest != loaded):
+            self._searcher.load_reference(source.fetch())
