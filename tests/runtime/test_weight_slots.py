@@ -1,5 +1,7 @@
 """Weights between processes: what is fetched is what was published, or an error says so."""
 
+import sys
+
 import numpy as np
 import pytest
 import targets
@@ -224,6 +226,17 @@ def test_fences_stand_where_the_order_of_stores_matters(monkeypatch):
     slots.add_canary(CANARY)
     assert seen[3:] == [(CANARY[-1], 0)]
     assert header[3] == 10
+
+
+@pytest.mark.parametrize("size", [16_384 * 3 + 8 * 5 + 3, 16_384, 8, 7])
+def test_the_checksum_is_that_of_a_sum_in_plain_numbers(size):
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    text, numbers = bytes(data.tolist()), size // 8
+    values = [int.from_bytes(text[8 * i : 8 * i + 8], sys.byteorder) for i in range(numbers)]
+    rows = [sum(values[start : start + 2048]) for start in range(0, numbers // 2048 * 2048, 2048)]
+    rows.append(sum(values[numbers // 2048 * 2048 :]) + sum(text[8 * numbers :]))
+    weighted = sum(place * row for place, row in enumerate(rows, start=1))
+    assert checksum(data) == (weighted ^ (sum(rows) << 17)) % 2**64
 
 
 def test_the_checksum_sees_values_order_and_place():
