@@ -29,8 +29,9 @@ from tba.runtime.links import (
 )
 from tba.runtime.local import LocalRuntime
 from tba.runtime.processes import RoleDied
+from tba.runtime.searcher_seats import MAX_EARLY_ENDS
 from tba.runtime.seats import Host, LocalRoles
-from tba.runtime.supervisor import MAX_EARLY_ENDS, Supervisor
+from tba.runtime.supervisor import Supervisor
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import Prompt, TrajectoryGroup
 
@@ -82,7 +83,7 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setattr("tba.runtime.supervisor.FIRST_BACK_OFF_SECONDS", 0.01)
+    monkeypatch.setattr("tba.runtime.searcher_seats.FIRST_BACK_OFF_SECONDS", 0.01)
     run = Run(tmp_path / "logs")  # a folder that somebody has deleted
     yield run
     run.close()

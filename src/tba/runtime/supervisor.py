@@ -1,5 +1,5 @@
 """The supervisor of a run: starts trainer and searchers, passes on what they tell each other, replaces those that die or
-hang, and ends all of them.
+hang (searchers in searcher_seats.py), and ends all of them.
 
 It holds nothing that a run could lose: groups are kept by their searchers until the trainer has stored them, and the trainer
 goes on from its checkpoint and its durable replay. With replay.durability=node it stores a second copy of every group
@@ -14,7 +14,6 @@ import logging
 import os
 import pickle
 import queue
-import secrets
 import signal
 import time
 from collections.abc import Callable
@@ -22,12 +21,12 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 from tba.config import RuntimeConfig
-from tba.runtime.board import MAX_SEARCHERS, PLACES, Board
+from tba.runtime.board import Board
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import Idleness, dump_stacks
-from tba.runtime.forked_roles import ServerGone
 from tba.runtime.links import (
     HOLDING,
     PARENT,
@@ -39,30 +38,22 @@ from tba.runtime.links import (
     ReplaceSearchers,
     ReplicaSent,
     ReplicaStored,
-    SearcherEnded,
-    SearchersFailed,
-    SearcherStarted,
     ShowStacks,
     StartSearchers,
-    Stop,
     group_of,
     pickled,
 )
-from tba.runtime.processes import Role, last_lines, stop_all
+from tba.runtime.processes import Role
 from tba.runtime.replica import Replica
+from tba.runtime.searcher_seats import SearcherSeats
 from tba.runtime.seats import Seat, StartSearcher, StartTrainer
 
 logger = logging.getLogger("tba")
 
-MAX_EARLY_ENDS, FEW_GROUPS = 4, 16
-"""Processes in a row that may end before they have sent so many groups; a seat is given up then. A prompt that kills every
-searcher is handed to the next one first, so that it does not last much longer."""
 LOOK_SECONDS = 0.1
 """Longest time between two looks at the processes."""
 OUTSIDE_SECONDS = 1.0
 """Time between two calls of `look_outside`."""
-FIRST_BACK_OFF_SECONDS = 1.0
-"""Before a seat is filled again after the second process that ended early; doubled with each."""
 MAX_STILLBORN = 5
 """Trainers in a row that may find their node gone before they begin, beyond those of runtime.max_trainer_restarts."""
 MOST_REQUESTS = 3
@@ -96,24 +87,26 @@ class Supervisor:
         that is acknowledged; None = there is none."""
         self.config = config
         self.board = board
-        self.seats: list[Seat] = []
         self.requests = 0
         """Number of times that the run was asked to end."""
         self._requests_told = 0
         """Those that the trainer knows of."""
-        self._wanted: int | None = None
-        """Number of searchers that was asked for from outside; None = what the trainer says."""
         self._logs = logs
         self._start_trainer = start_trainer
-        self._start_searcher = start_searcher
         self._newest_checkpoint = newest_checkpoint
         self._look_outside = look_outside
         self._replica = replica
         self._events: queue.SimpleQueue[tuple[RelayedLink, str, bytes | None]] = queue.SimpleQueue()
         self._make_link = partial(RelayedLink, deliver=lambda *event: self._events.put(event))
         self._trainer_process: Role[RelayedLink] | None = None
-        self._orders: StartSearchers | None = None
-        """How searchers are started, by the present trainer; None = there is none that they could work for."""
+        self._searchers = SearcherSeats(
+            config,
+            board,
+            logs=logs,
+            start=start_searcher,
+            make_link=self._make_link,
+            tell_trainer=self._tell_trainer,
+        )
         self._trainer_hung_up = False
         self._trainer_idleness = Idleness()
         self._restarts, self._checkpoint_at_restart = 0, -1
@@ -135,7 +128,7 @@ class Supervisor:
                 while True:
                     self._pass_on(*self._events.get_nowait())
             self.board.supervisor["beats"] += 1
-            self._look_after_searchers()
+            self._searchers.look_after(may_fill=self._trainer_process is None or self._trainer_process.alive)
             self._pass_on_requests()
             status = self._look_after_trainer()
             if status is not None:
@@ -146,7 +139,8 @@ class Supervisor:
 
     def close(self) -> None:
         """End everything; nothing is left running. May be called more than once."""
-        self._stop_searchers()
+        self._ends = True
+        self._searchers.stop()
         if self._trainer_process is not None and self._trainer_process.alive:
             self._trainer_process.kill()
         self._trainer.close()
@@ -178,7 +172,7 @@ class Supervisor:
             dump_stacks([os.getpid()])
 
     def _running(self) -> list[Role[RelayedLink]]:
-        processes = [self._trainer_process, *(seat.process for seat in self.seats)]
+        processes = [self._trainer_process, *(seat.process for seat in self._searchers)]
         return [process for process in processes if process is not None and process.alive]
 
     # Frames
@@ -190,19 +184,19 @@ class Supervisor:
             elif address == PARENT:
                 self._heed(pickle.loads(body))
             else:
-                seat = next((seat for seat in self.seats if seat.process is not None and seat.holder == address), None)
+                seat = self._searchers.find(holder=address)
                 if seat is not None and seat.process is not None:  # what is for one that is gone is lost with it
                     if self._replica is not None:
                         self._replica.commit()  # it may be told that groups are stored
                     seat.process.link.send_frame(PARENT, body)
             return
-        seat = next((seat for seat in self.seats if seat.process is not None and seat.process.link is link), None)
+        seat = self._searchers.find(link=link)
         if seat is None:
             return  # the last words of one that was replaced already
         if body is None:
             seat.hung_up = True
         elif address != PARENT:
-            if self._orders is not None:  # a trainer that is being started asks for all of it again
+            if self._searchers.orders is not None:  # a trainer that is being started asks for all of it again
                 self._pass_to_trainer(seat, address, body)
         else:
             seat.failure, seat.failed_at = pickle.loads(body), time.monotonic()
@@ -222,10 +216,13 @@ class Supervisor:
                 self._replica.add(*group, body)
         self._trainer.send_frame(seat.holder, body)
 
+    def _tell_trainer(self, message: Any) -> None:
+        self._trainer.send(message)
+
     def _heed(self, message: object) -> None:
         """A word of the trainer's."""
         if isinstance(message, StartSearchers):
-            self._orders, self._trainer_idleness = message, Idleness()
+            self._trainer_idleness = Idleness()
             if self._trainer_process is not None:
                 self._trainer_process.serve_weights(message)
                 if self._replica is not None and self._trainer_process.lacks_groups:
@@ -233,20 +230,13 @@ class Supervisor:
                     for body in self._replica.rows():
                         self._trainer.send_frame(REPLICA, body)
                     self._trainer.send_frame(REPLICA, pickled(ReplicaSent()))
-            for seat in self.seats:
-                seat.given_up = False  # what has ended others may have been the trainer before
-                if seat.process is not None:
-                    seat.sends_again = True
-                    # In this order: the trainer knows of it before it says what it has.
-                    self._trainer.send(SearcherStarted(holder=seat.holder, survived=True))
-                    seat.process.new_trainer(message)
-            self.set_searchers(self._wanted or message.count)
+            self._searchers.work_for(message)
         if isinstance(message, ReplicaStored) and self._trainer_process is not None:
             self._trainer_process.lacks_groups = False
         if isinstance(message, ReplaceSearchers):
-            for seat in self.seats:
+            for seat in self._searchers:
                 if seat.process is not None and (message.holders is None or seat.holder in message.holders):
-                    self._lost(seat, f"is replaced: {message.why}", at_fault=message.at_fault)
+                    self._searchers.lose(seat, f"is replaced: {message.why}", at_fault=message.at_fault)
             if message.holders is None:
                 if self._replica is not None and message.stay is not None:
                     self._replica.return_to(message.stay)
@@ -254,131 +244,20 @@ class Supervisor:
         if isinstance(message, ShowStacks):
             self.show_stacks()
         if isinstance(message, EndRun):
-            self._stop_searchers()
+            self._ends = True
+            self._searchers.stop()
             self._trainer.send(AllStopped())
-
-    # Searchers
-
-    def _look_after_searchers(self) -> None:
-        for seat in self.seats:
-            if seat.process is not None:
-                self._look_after(seat, seat.process)
-            elif seat.place == "empty" and time.monotonic() >= seat.starts_at and self._may_fill():
-                assert self._orders is not None
-                self._fill(seat, self._orders)
-            self.board.searcher(seat.index)["place"] = PLACES.index(seat.place)
-
-    def _may_fill(self) -> bool:
-        """Whether there is a trainer to work for; one that has just died may not have been missed yet."""
-        return self._orders is not None and (self._trainer_process is None or self._trainer_process.alive)
-
-    def _look_after(self, seat: Seat, process: Role[RelayedLink]) -> None:
-        self.board.searcher(seat.index)["pid"] = process.pid
-        failure = seat.failure
-        overdue = failure is not None and time.monotonic() > seat.failed_at + self.config.stop_seconds
-        if (seat.hung_up and not process.alive) or overdue:
-            if failure is not None:
-                self._lost(seat, f"failed: {failure.error}", final=failure.final)
-            else:
-                self._lost(seat, f"ended (exit status {process.status})")
-            return
-        beats = self.board.searcher(seat.index)["heartbeat"]
-        setting = "wait_seconds" if beats else "start_seconds"
-        limit = getattr(self.config, setting)
-        if seat.idleness.look(beats) > limit:
-            what = f"(process {process.pid}) has shown no sign of life for runtime.{setting}={limit:g} s"
-            # Where none has ever come up, the next would be as slow.
-            never = not any(self.board.searcher(other.index)["groups"] for other in self.seats)
-            self._lost(seat, what, final=not beats and never)
 
     def ask_for_searchers(self, count: int) -> None:
         """Somebody wants the run to go on with so many searchers, whatever trainers say."""
-        self._wanted = count
-        if self._orders is not None:
-            self.set_searchers(count)
-
-    def set_searchers(self, count: int) -> None:
-        """Go on with so many searchers: new ones start, those with the highest numbers end and their visits go to others."""
-        for seat in self.seats[count:]:
-            if seat.process is not None:
-                seat.process.link.send(Stop())
-            seat.closed = True
-        for seat in self.seats[:count]:
-            seat.closed = seat.given_up = False
-        self.seats += [Seat(index) for index in range(len(self.seats), min(count, MAX_SEARCHERS))]
-
-    def _fill(self, seat: Seat, orders: StartSearchers) -> None:
-        self._logs.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
-        row = self.board.searcher(seat.index)
-        row.clear()
-        row["place"] = PLACES.index("filled")  # or it would show as not wanted for a moment
-        seat.incarnation, seat.idleness = secrets.token_hex(4), Idleness()
-        seat.hung_up, seat.failure, seat.sends_again = False, None, False
-        try:
-            seat.process = self._start_searcher(seat, orders, self._make_link)
-        except (OSError, ServerGone) as error:  # no process or no descriptor is to be had: perhaps later
-            self._vacate(seat, f"{seat.name} could not be started: {error}", early=True)
-            return
-        self._trainer.send(SearcherStarted(holder=seat.holder, survived=False))
-
-    def _lost(self, seat: Seat, what: str, *, final: bool = False, at_fault: bool = True) -> None:
-        """A searcher is gone, or as good as: others take its visits, and another process its seat."""
-        assert seat.process is not None
-        process, seat.process = seat.process, None
-        process.kill()
-        process.link.close()
-        row = self.board.searcher(seat.index)
-        row["pid"] = 0
-        if final and not seat.closed:
-            self._trainer.send(SearcherEnded(holder=seat.holder, replaced=False))
-            seat.given_up = True
-            self._tell_failure(f"{seat.name} {what} (log: {process.log})")
-            return
-        # A traceback stays in the log: what a person can mend is in its last line.
-        last = "" if what.startswith("failed: ") else f", which ends with: {last_lines(process.log, 1).strip()}"
-        words = f"{seat.name} {what} (log: {process.log}{last})."
-        self._vacate(seat, words, early=row["groups"] < FEW_GROUPS and at_fault)
-
-    def _vacate(self, seat: Seat, words: str, *, early: bool) -> None:
-        """Decide whether another process takes a seat, and when. `early`: the last one has hardly worked."""
-        seat.early_ends = seat.early_ends + 1 if early else 0
-        seat.given_up = seat.early_ends > MAX_EARLY_ENDS and not seat.closed
-        self._trainer.send(SearcherEnded(holder=seat.holder, replaced=not (seat.given_up or seat.closed)))
-        if seat.closed:
-            logger.info("%s has ended, as was asked.", seat.name)
-        elif all(other.given_up or other.closed for other in self.seats):
-            why = f"{MAX_EARLY_ENDS + 1} searchers in a row ended before they had sent {FEW_GROUPS} groups."
-            self._tell_failure(f"{words}\n{why}")
-        elif seat.given_up:
-            logger.error("%s\nIts place stays empty: %d in a row ended early.", words, seat.early_ends)
-        else:
-            wait = FIRST_BACK_OFF_SECONDS * 2.0 ** (seat.early_ends - 2) if seat.early_ends > 1 else 0.0
-            seat.starts_at = time.monotonic() + wait
-            self.board.supervisor["replaced"] += 1
-            logger.warning("%s\nIt is replaced; its visits to prompts are handed to others.", words)
-
-    def _tell_failure(self, error: str) -> None:
-        """Tell the trainer that there are no searchers any more. One that is being started begins with new ones."""
-        if self._orders is not None:
-            self._trainer.send(SearchersFailed(error=error))
-
-    def _stop_searchers(self) -> None:
-        self._orders, self._ends = None, True  # nobody is started any more
-        processes = [seat.process for seat in self.seats if seat.process is not None]
-        stop_all(processes, Stop(), timeout_seconds=self.config.stop_seconds)
-        for seat in self.seats:
-            if seat.process is not None:
-                seat.process.link.close()
-            row = self.board.searcher(seat.index)
-            row["pid"], row["place"] = 0, PLACES.index("none")
-        self.seats = []
+        self._searchers.ask_for(count)
 
     # The trainer
 
     def _begin_trainer(self) -> None:
         assert self._start_trainer is not None
         self.board.trainer.clear()
-        self._trainer_hung_up, self._orders = False, None
+        self._trainer_hung_up, self._searchers.orders = False, None
         self._trainer_process = self._start_trainer(self._make_link)
         self._trainer = self._trainer_process.link
         self.board.trainer["pid"] = self._trainer_process.pid
@@ -389,7 +268,7 @@ class Supervisor:
         process = self._trainer_process
         if process is None:
             return 0 if self._trainer_hung_up or self._ends else None
-        if self._orders is not None:
+        if self._searchers.orders is not None:
             limit = self.config.wait_seconds
             if self._trainer_idleness.look(self.board.trainer["beats"]) > limit:
                 logger.error(
@@ -401,7 +280,7 @@ class Supervisor:
                 )
                 self.show_stacks()
                 process.kill()
-                self._orders = None  # once: it may take long to end
+                self._searchers.orders = None  # once: it may take long to end
         if process.alive or not self._trainer_hung_up:
             return None
         status = process.status
