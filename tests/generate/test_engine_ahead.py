@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import by_key, keep_in_pages, make_prompt, make_tiny_model, make_weights_of
+from transformers import PreTrainedModel
 
 from tba.generate.native.cuda_graphs import DECODE_STEPS_AHEAD
 from tba.generate.native.engine import NativeEngine
 from tba.generate.native.slots import INTEGERS
 from tba.generate.sampling import SamplingNeeds, response_key
+from tba.models.build_decoder import make_decoder
 from tba.types import Completion, Request, Sampling
 
 SAMPLING = Sampling(max_new_tokens=20)
@@ -50,9 +52,14 @@ class StepsAhead:
                 table[done] = rows
 
 
+def make_model(seed: int = 0) -> PreTrainedModel:
+    return make_tiny_model("llama", seed=seed, layers=1)
+
+
 def make(*, slots: int, ahead: bool = True, update: str = "in_flight") -> NativeEngine:
-    model = make_tiny_model("llama")
-    engine = NativeEngine(model, stop_ids=[2, 3, 4], seed=3, slots=slots, max_length=48, update=update)
+    # A decoder, not a model: the check of an engine that is made, which has its own tests, would take a third of the time.
+    decoder = make_decoder(make_model(), max_length=48, dtype=torch.float32, device=torch.device("cpu"))
+    engine = NativeEngine(decoder, stop_ids=[2, 3, 4], seed=3, slots=slots, max_length=48, update=update)
     if ahead:
         engine._fused = StepsAhead(engine)
     return engine
@@ -175,7 +182,7 @@ def test_spans_name_the_weights_that_chose_each_token(seed, update):
     requests, samples = mixed_requests(rng, rng.randint(5, 12)), rng.choice([1, 2])
     engine = make(slots=rng.choice([1, 2, 3, 5]), update=update)
     truth = chosen_by(engine)
-    weights = [make_weights_of(make_tiny_model("llama", seed=seed), 0) for seed in range(2)]
+    weights = [make_weights_of(make_model(seed), 0) for seed in range(2)]
     versions = itertools.count(1)
 
     def perhaps_load(probability: float) -> None:

@@ -181,19 +181,18 @@ def check_seed(seed: int) -> int:
     update = rng.choice(["in_flight", "in_flight", "drain"])
     make = partial(
         NativeEngine,
-        models[0],
         stop_ids=STOPS,
         seed=seed,
         slots=rng.randint(1, 6),
         max_length=MAX_LENGTH,
         update=update,
     )
-    engine, runs_ahead, probability = make(), rng.random() < 0.5, rng.choice([0.0, 0.1, 0.3])
+    engine, runs_ahead, probability = make(models[0]), rng.random() < 0.5, rng.choice([0.0, 0.1, 0.3])
     # What was taken out is computed anew by the weights in use: with weights in flight not what the spans say.
     if isinstance(engine.cache, PagedCache) and (update == "drain" or probability == 0.0):
         longest = max(len(r.prompt.token_ids) + max(len(r.prefix_ids), r.sampling.max_new_tokens) for r in requests)
         least = engine.cache.num_pages(max(longest, 12)) + 2
-        engine = make(max_cache_bytes=rng.randint(least, least + 5) * engine.cache.pool.page_bytes)
+        engine = make(engine.decoder, max_cache_bytes=rng.randint(least, least + 5) * engine.cache.pool.page_bytes)
     if runs_ahead:
         engine._fused = StepsAhead(engine)
     weights = [make_weights_of(model, 0) for model in models]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterable
@@ -125,10 +126,21 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
 }
 
 
-def make_tiny_model(family: str = "llama", *, seed: int = 0, spread: float = 6.0) -> PreTrainedModel:
-    """A random model; `spread` multiplies the usual initialisation so that the next token matters."""
+def make_tiny_model(
+    family: str = "llama", *, seed: int = 0, spread: float = 6.0, layers: int | None = None
+) -> PreTrainedModel:
+    """A random model; `spread` multiplies the usual initialisation so that the next token matters. `layers` is for tests of
+    what does not depend on their number: nearly all of a step's time is the interpreter's, layer by layer."""
+    return copy.deepcopy(_random_model(family, seed, spread, layers))
+
+
+@functools.cache
+def _random_model(family: str, seed: int, spread: float, layers: int | None) -> PreTrainedModel:
+    config = FAMILIES[family]()
+    if layers is not None:
+        config.num_hidden_layers = layers
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or ".ln_" in name or name.endswith("bias"):

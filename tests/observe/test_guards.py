@@ -2,10 +2,11 @@
 
 import math
 import random
+import statistics
 
 import pytest
 
-from tba.observe.guards import FIRST_PAST, PERSISTENCE, RECENT, RECOVERY, Alarm, CollapseGuard
+from tba.observe.guards import FIRST_PAST, PERSISTENCE, RECENT, RECOVERY, Alarm, CollapseGuard, _highest_mean
 
 HEALTHY = {
     "completions/mean_length": 200.0,
@@ -193,6 +194,13 @@ def test_a_reward_of_counts_that_falls_to_a_tenth_is_called(seed):
     (alarm,) = alarms(before + after)
     assert alarm.rule == "reward"
     assert CALM < alarm.step <= CALM + 12
+
+
+def test_the_best_of_the_past_is_the_highest_mean_of_neighbours():
+    assert _highest_mean([1.0, 2.0, 6.0, 3.0, 1.0], 2) == 4.5
+    assert _highest_mean([1.0, 3.0], 5) == 2.0  # fewer than asked for: all of them
+    values = [random.Random(0).gauss(0.0, 1.0) * 10**power for power in range(-8, 9)]
+    assert _highest_mean(values, 4) == max(statistics.fmean(values[start : start + 4]) for start in range(14))
 
 
 def test_one_odd_batch_is_silent():

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from replay_builders import Groups, prompt, replay, responses, trajectory
-from test_replay_sampling import assert_frequencies, drawn_responses, one_prompt
+from test_replay_sampling import NAMES, assert_frequencies, drawn_responses, equal_prompts
 
 from tba.config import ReplayConfig
 from tba.replay import ReplayBuffer
@@ -15,30 +15,37 @@ from tba.types import TrajectoryGroup
 
 
 def two_ages(*, old, fresh, **settings):
-    """One prompt with responses (0,), (1,), ... received at step 0 and (100,), (101,), ... at step 5."""
+    """Prompts with responses (0,), (1,), ... received at step 0 and (100,), (101,), ... at step 5."""
     buffer, group = replay(mix="responses", **settings), Groups()
-    buffer.add(group("a", [[i] for i in range(old)], rewards=[float(i) for i in range(old)]), step=0)
-    buffer.add(group("a", [[100 + i] for i in range(fresh)]), step=5)
+    for name in NAMES:
+        buffer.add(group(name, [[i] for i in range(old)], rewards=[float(i) for i in range(old)]), step=0)
+    for name in NAMES:
+        buffer.add(group(name, [[100 + i] for i in range(fresh)]), step=5)
     return buffer
 
 
-def num_fresh(batch) -> int:
-    return sum(tokens[0] >= 100 for tokens in responses(batch)[0])
+def num_fresh(buffer, K, times) -> Counter:
+    """How often so many of a prompt's K responses were fresh ones."""
+    counts = Counter()
+    for drawn, count in drawn_responses(buffer, K, times, step=5).items():
+        counts[sum(tokens[0] >= 100 for tokens in drawn)] += count
+    return counts
 
 
 def test_every_prompt_has_its_share_of_fresh_responses():
     # 3 of 4 are fresh; the other is one of the 20 + 20 - 3 that are left, 20 of them old
     buffer = two_ages(old=20, fresh=20, on_policy_probability=0.75)
-    found = Counter(num_fresh(buffer.sample(1, 4, step=5)) for _ in range(3000))
+    found = num_fresh(buffer, 4, 3000)
     assert_frequencies(found, {3: 20 / 37, 4: 17 / 37})
 
 
 def test_a_share_between_whole_numbers_is_right_on_average():
     # 0.3 of 4 = 1.2 fresh ones; uniform old ones are left out by an inverse temperature that always finds old 19
     buffer = two_ages(old=20, fresh=20, on_policy_probability=0.3, inverse_temperature=100.0)
-    found = [num_fresh(buffer.sample(1, 4, step=5)) for _ in range(3000)]
+    found = num_fresh(buffer, 4, 3000)
     assert set(found) == {1, 2}
-    assert np.mean(found) == pytest.approx(1.2, abs=5 * math.sqrt(0.16 / 3000))
+    mean = (found[1] + 2 * found[2]) / 3000
+    assert mean == pytest.approx(1.2, abs=5 * math.sqrt(0.16 / 3000))
 
 
 def test_no_response_is_drawn_twice_while_there_are_enough():
@@ -51,25 +58,26 @@ def test_no_response_is_drawn_twice_while_there_are_enough():
 def test_a_uniform_share_of_the_old_ones_ignores_the_reward():
     # of 4 old ones 2 are uniform; the other 2 are the best of the rest: old 19 and 18, or those next to them
     buffer = two_ages(old=20, fresh=1, on_policy_probability=0.0, uniform_share=0.5, inverse_temperature=50.0)
-    drawn = [responses(buffer.sample(1, 4, step=5))[0] for _ in range(500)]
-    low = sum(tokens[0] < 16 or tokens[0] >= 100 for own in drawn for tokens in own)
+    drawn = drawn_responses(buffer, 4, 500, step=5)
+    low = sum(n * sum(tokens[0] < 16 or tokens[0] >= 100 for tokens in own) for own, n in drawn.items())
     # a uniform one of 21 is below 16 or fresh with probability 17 / 21
     assert low / 500 == pytest.approx(2 * 17 / 21, abs=5 * math.sqrt(2 * 17 / 21 * 4 / 21 / 500))
 
 
 def test_a_uniform_share_of_the_places_for_old_prompts():
-    buffer = one_prompt([0.0, 1.0], inverse_temperature=100.0, uniform_share=0.5)
+    buffer = equal_prompts([0.0, 1.0], inverse_temperature=100.0, uniform_share=0.5)
     # the softmax always takes the better one: 1/2 + 1/4
     assert_frequencies(drawn_responses(buffer, 1, 2000), {((0,),): 0.25, ((1,),): 0.75})
 
 
 def weighted(log_ratios, **settings):
-    """One prompt; response i has reference / behaviour probability exp(log_ratios[i])."""
-    buffer = replay(on_policy_probability=0.0, importance_weighted=True, **settings)
-    group = Groups()("a", [[i, i] for i in range(len(log_ratios))])
-    for member, log_ratio in zip(group.trajectories, log_ratios):
-        member.log_ref[:] = member.completion.behaviour_log_probs + log_ratio / 2
-    buffer.add(group, step=0)
+    """Equal prompts, and their last group; response i has reference / behaviour probability exp(log_ratios[i])."""
+    buffer, make_group = replay(on_policy_probability=0.0, importance_weighted=True, **settings), Groups()
+    for name in NAMES:
+        group = make_group(name, [[i, i] for i in range(len(log_ratios))])
+        for member, log_ratio in zip(group.trajectories, log_ratios):
+            member.log_ref[:] = member.completion.behaviour_log_probs + log_ratio / 2
+        buffer.add(group, step=0)
     return buffer, group
 
 
@@ -82,10 +90,11 @@ def test_old_responses_are_drawn_by_reference_over_behaviour():
 def test_importance_multiplies_the_softmax_of_the_reward():
     buffer, group = weighted([0.0, -math.log(3)], inverse_temperature=1.0)
     better = Groups()
-    better.count = 10
-    again = better("a", [[1, 1]], rewards=[math.log(6)])  # a newer copy with another reward: e^log6 / 3 = 2 against 1
-    again.trajectories[0].log_ref[:] = group.trajectories[1].log_ref
-    buffer.add(again, step=0)
+    better.count = len(NAMES)
+    for name in NAMES:  # a newer copy with another reward: e^log6 / 3 = 2 against 1
+        again = better(name, [[1, 1]], rewards=[math.log(6)])
+        again.trajectories[0].log_ref[:] = group.trajectories[1].log_ref
+        buffer.add(again, step=0)
     assert_frequencies(drawn_responses(buffer, 1, 3000), {((0, 0),): 1 / 3, ((1, 1),): 2 / 3})
 
 
@@ -144,6 +153,7 @@ def test_a_cut_off_response_is_drawn_by_the_reward_it_will_train_with():
         truncated_reward=-1.0,
     )
     members = (trajectory([0], 4.0, finish="length"), trajectory([1], 0.0))
-    buffer.add(TrajectoryGroup(id="other.0/0", prompt=prompt("a"), trajectories=members), step=0)
+    for i, name in enumerate(NAMES):
+        buffer.add(TrajectoryGroup(id=f"other.0/{i}", prompt=prompt(name), trajectories=members), step=0)
     share = 1 / (1 + math.e)
     assert_frequencies(drawn_responses(buffer, 1, 3000), {((0,),): share, ((1,),): 1 - share})

@@ -18,14 +18,28 @@ def assert_frequencies(counts, probabilities):
     assert statistic < CHI_SQUARE_9999[len(probabilities) - 1], dict(counts)
 
 
+NAMES = [f"p{i}" for i in range(50)]
+"""Prompts with the same responses. A batch of all of them is as many independent draws, at a tenth of the cost of as many
+batches of one; and what one prompt's draw did to another's would show."""
+
+
 def drawn_responses(buffer, K, times, step=0):
-    """How often each set of K responses of the one prompt was drawn."""
-    return Counter(tuple(sorted(responses(buffer.sample(1, K, step=step))[0])) for _ in range(times))
+    """How often each set of K responses of a prompt was drawn, in batches that hold every prompt once."""
+    P = buffer.num_prompts
+    assert times % P == 0
+    counts = Counter()
+    for _ in range(times // P):
+        batch = buffer.sample(P, K, step=step)
+        assert len(set(batch.prompt_ids)) == P
+        counts.update(tuple(sorted(own)) for own in responses(batch))
+    return counts
 
 
-def one_prompt(scores, **settings):
-    buffer = replay(on_policy_probability=0.0, **settings)
-    buffer.add(Groups()("a", [[i] for i in range(len(scores))], rewards=scores), step=0)
+def equal_prompts(scores, names=NAMES, **settings):
+    """A buffer in which every prompt has the responses (0,), (1,), ... with these scores."""
+    buffer, group = replay(on_policy_probability=0.0, **settings), Groups()
+    for name in names:
+        buffer.add(group(name, [[i] for i in range(len(scores))], rewards=scores), step=0)
     return buffer
 
 
@@ -43,8 +57,9 @@ def test_a_share_m_of_the_places_is_fresh():
 def test_fresh_places_draw_the_newest_responses_and_the_others_draw_all():
     for m, expected in ((1.0, {((2,),): 1.0}), (0.0, {((1,),): 0.5, ((2,),): 0.5})):
         buffer, group = replay(on_policy_probability=m), Groups()
-        buffer.add(group("a", [[1]]), step=0)
-        buffer.add(group("a", [[2]]), step=3)
+        for step, tokens in ((0, [1]), (3, [2])):
+            for name in NAMES:
+                buffer.add(group(name, [tokens]), step=step)
         counts = drawn_responses(buffer, 1, 600, step=3)
         if m == 1.0:
             assert set(counts) == {((2,),)}
@@ -53,8 +68,9 @@ def test_fresh_places_draw_the_newest_responses_and_the_others_draw_all():
 
 
 def test_fresh_responses_are_drawn_uniformly_without_replacement():
-    buffer = replay(on_policy_probability=1.0, inverse_temperature=5.0)
-    buffer.add(Groups()("a", [[0], [1], [2]], rewards=[0.0, 1.0, 2.0]), step=0)
+    buffer, group = replay(on_policy_probability=1.0, inverse_temperature=5.0), Groups()
+    for name in NAMES:
+        buffer.add(group(name, [[0], [1], [2]], rewards=[0.0, 1.0, 2.0]), step=0)
     counts = drawn_responses(buffer, 2, 3000)
     assert_frequencies(counts, {((0,), (1,)): 1 / 3, ((0,), (2,)): 1 / 3, ((1,), (2,)): 1 / 3})
 
@@ -97,9 +113,8 @@ def test_prompts_are_drawn_uniformly(m):
         buffer.add(group(name, [[1]]), step=0)
     firsts = Counter()
     for _ in range(1200):
-        firsts[buffer.sample(1, 1, step=0).prompt_ids[0]] += 1
-        for _ in range(5):
-            buffer.sample(1, 1, step=0)
+        firsts[buffer.sample(3, 1, step=0).prompt_ids[0]] += 1
+        buffer.sample(3, 1, step=0)  # the others: then every prompt may come first again
     assert_frequencies(firsts, dict.fromkeys("abcdef", 1 / 6))
 
 
@@ -123,33 +138,33 @@ def test_no_prompt_repeats_in_a_batch_while_there_are_others(m):
 
 
 def test_inverse_temperature_zero_is_uniform():
-    counts = drawn_responses(one_prompt([0.0, 5.0, 9.0], inverse_temperature=0.0), 2, 3000)
+    counts = drawn_responses(equal_prompts([0.0, 5.0, 9.0], inverse_temperature=0.0), 2, 3000)
     assert_frequencies(counts, {((0,), (1,)): 1 / 3, ((0,), (2,)): 1 / 3, ((1,), (2,)): 1 / 3})
 
 
 def test_old_responses_are_drawn_by_the_softmax_of_their_score():
     # exp(2 * score) = 1, 2, 4
     scores = [0.0, math.log(2) / 2, math.log(4) / 2]
-    counts = drawn_responses(one_prompt(scores, inverse_temperature=2.0), 1, 4000)
+    counts = drawn_responses(equal_prompts(scores, inverse_temperature=2.0), 1, 4000)
     assert_frequencies(counts, {((0,),): 1 / 7, ((1,),): 2 / 7, ((2,),): 4 / 7})
 
 
 def test_two_without_replacement_follow_the_law_of_drawing_one_after_the_other():
     # weights 1, 2, 4: {0, 1} = 1/7 * 2/6 + 2/7 * 1/5 = 11/105; {0, 2} = 1/7 * 4/6 + 4/7 * 1/3 = 30/105; {1, 2} = 64/105
-    counts = drawn_responses(one_prompt([0.0, math.log(2), math.log(4)], inverse_temperature=1.0), 2, 6000)
+    counts = drawn_responses(equal_prompts([0.0, math.log(2), math.log(4)], inverse_temperature=1.0), 2, 6000)
     assert_frequencies(counts, {((0,), (1,)): 11 / 105, ((0,), (2,)): 30 / 105, ((1,), (2,)): 64 / 105})
 
 
 def test_the_law_holds_when_one_weight_dwarfs_the_rest():
     # 0 weighs e^12 more: it is always in the pair but for 1 in 50,000; the other follows 1 : 3
-    counts = drawn_responses(one_prompt([12.0, 0.0, math.log(3)], inverse_temperature=1.0), 2, 3000)
+    counts = drawn_responses(equal_prompts([12.0, 0.0, math.log(3)], inverse_temperature=1.0), 2, 3000)
     assert_frequencies(counts, {((0,), (1,)): 0.25, ((0,), (2,)): 0.75})
 
 
 def test_the_law_holds_where_weights_underflow():
     # relative to the first, the others are exp(-1e5) = 0 in any float; among themselves they weigh 1 : 1 : 2
     scores = [1e5, 0.0, 0.0, math.log(2)]
-    counts = drawn_responses(one_prompt(scores, inverse_temperature=1.0), 2, 3000)
+    counts = drawn_responses(equal_prompts(scores, inverse_temperature=1.0), 2, 3000)
     assert_frequencies(counts, {((0,), (1,)): 0.25, ((0,), (2,)): 0.25, ((0,), (3,)): 0.5})
 
 
@@ -164,36 +179,38 @@ def test_the_law_holds_where_weights_underflow():
     ],
 )
 def test_any_scores_terminate_with_distinct_responses(scores):
-    buffer = one_prompt(scores, inverse_temperature=3.0)
+    buffer = equal_prompts(scores, inverse_temperature=3.0)
     for K in (1, 2, 3, 4):
-        for tokens in drawn_responses(buffer, K, 30):
+        for tokens in drawn_responses(buffer, K, 50):
             assert len(set(tokens)) == K
     assert len(responses(buffer.sample(1, 9, step=0))[0]) == 9
 
 
 def test_responses_too_large_for_noise_are_drawn_uniformly_among_equals():
-    counts = drawn_responses(one_prompt([3e38, -3e38, -3e38, -3e38], inverse_temperature=1.0), 2, 1500)
+    counts = drawn_responses(equal_prompts([3e38, -3e38, -3e38, -3e38], inverse_temperature=1.0), 2, 1500)
     assert_frequencies(counts, {((0,), (1,)): 1 / 3, ((0,), (2,)): 1 / 3, ((0,), (3,)): 1 / 3})
 
 
 def test_the_law_is_right_after_the_largest_score_is_evicted():
     buffer = replay(on_policy_probability=0.0, inverse_temperature=1.0, capacity_per_prompt=2)
     group = Groups()
-    buffer.add(group("a", [[0], [1]], rewards=[5000.0, 0.0]), step=0)
-    buffer.add(group("a", [[2]], rewards=[math.log(3)]), step=0)
+    for name in NAMES:
+        buffer.add(group(name, [[0], [1]], rewards=[5000.0, 0.0]), step=0)
+        buffer.add(group(name, [[2]], rewards=[math.log(3)]), step=0)
     assert_frequencies(drawn_responses(buffer, 1, 2000), {((1,),): 0.25, ((2,),): 0.75})
 
 
 def test_the_law_is_right_after_a_far_larger_score_arrives():
     buffer, group = replay(on_policy_probability=0.0, inverse_temperature=1.0), Groups()
-    buffer.add(group("a", [[0]], rewards=[0.0]), step=0)
-    buffer.add(group("a", [[1], [2]], rewards=[5000.0, 5000.0 + math.log(3)]), step=0)
+    for name in NAMES:
+        buffer.add(group(name, [[0]], rewards=[0.0]), step=0)
+        buffer.add(group(name, [[1], [2]], rewards=[5000.0, 5000.0 + math.log(3)]), step=0)
     assert_frequencies(drawn_responses(buffer, 1, 2000), {((1,),): 0.25, ((2,),): 0.75})
 
 
 @pytest.mark.parametrize("settings", [{}, {"inverse_temperature": 1.0}, {"mix": "responses"}])
 def test_of_fewer_than_k_each_is_drawn_once(settings):
-    batch = one_prompt([0.0, math.log(3)], **settings).sample(1, 3, step=0)
+    batch = equal_prompts([0.0, math.log(3)], **settings).sample(1, 3, step=0)
     drawn = [tokens for tokens, weight in zip(responses(batch)[0], batch.weight_PK[0].tolist()) if weight]
     assert sorted(drawn) == [(0,), (1,)]
     assert batch.weight_PK.sum() == batch.totals.responses == 2

@@ -40,7 +40,30 @@ RED_TEAM = (
     "objective.beta=0.13",
     "evaluate.samples_per_prompt=256",
 )
-TLDR = ("task.name=tldr", "model.path=tba:tldr", "generate.max_new_tokens=14", "evaluate.num_prompts=60")
+TLDR = (
+    *("task.name=tldr", "model.path=tba:tldr", "generate.max_new_tokens=14", "evaluate.num_prompts=60"),
+    "task.num_train_prompts=50",
+)
+
+
+@pytest.fixture(scope="module")
+def red_team():
+    """Evaluator, engine and inputs of the start model, for tests that change none of them."""
+    return evaluator_and_engine(*RED_TEAM)
+
+
+@pytest.fixture(scope="module")
+def attacks_and_scores(red_team):
+    """Text and whether it ended of each attack of the start model, and what the evaluator found."""
+    evaluator, engine, inputs = red_team
+    attacks = engine.generate(
+        [Request(prompt=evaluator.prompts[0])], samples_per_prompt=256, sampling=evaluator.sampling
+    )
+    texts = [
+        (inputs.loaded.tokenizer.decode(c.token_ids.tolist(), skip_special_tokens=True), c.finish == "stop")
+        for c in attacks
+    ]
+    return texts, evaluator(engine)
 
 
 def test_ties_count_half():
@@ -48,19 +71,10 @@ def test_ties_count_half():
     assert win_rate(np.array([2.0, 1.0, 0.0]), np.array([1.0, 1.0, 1.0])) == pytest.approx(0.5)
 
 
-def test_attacks_of_the_start_model_have_no_kl_and_their_own_modes():
-    evaluator, engine, inputs = evaluator_and_engine(*RED_TEAM)
-    found = evaluator(engine)
-    attacks = engine.generate(
-        [Request(prompt=evaluator.prompts[0])],
-        samples_per_prompt=256,
-        sampling=evaluator.sampling,
-    )
-    texts = [
-        (inputs.loaded.tokenizer.decode(c.token_ids.tolist(), skip_special_tokens=True), c.finish == "stop")
-        for c in attacks
-    ]
-    modes = [mode for mode in (inputs.task.mode_of(*attack) for attack in texts) if mode is not None]
+def test_attacks_of_the_start_model_have_no_kl_and_their_own_modes(red_team, attacks_and_scores):
+    _, _, inputs = red_team
+    attacks, found = attacks_and_scores
+    modes = [mode for mode in (inputs.task.mode_of(*attack) for attack in attacks) if mode is not None]
     assert found["success"] == pytest.approx(len(modes) / 256)
     assert found["modes"] == len(set(modes))
     assert found["effective_modes"] == pytest.approx(effective_modes([modes.count(mode) for mode in set(modes)]))
@@ -71,16 +85,9 @@ def test_attacks_of_the_start_model_have_no_kl_and_their_own_modes():
     assert (found["num_prompts"], found["num_attacks"]) == (1, 256)
 
 
-def test_diversity_is_told_of_the_successes_and_of_all_attacks():
-    evaluator, engine, inputs = evaluator_and_engine(*RED_TEAM)
-    found = evaluator(engine)
-    attacks = engine.generate(
-        [Request(prompt=evaluator.prompts[0])], samples_per_prompt=256, sampling=evaluator.sampling
-    )
-    pairs = [
-        (inputs.loaded.tokenizer.decode(c.token_ids.tolist(), skip_special_tokens=True), c.finish == "stop")
-        for c in attacks
-    ]
+def test_diversity_is_told_of_the_successes_and_of_all_attacks(red_team, attacks_and_scores):
+    _, _, inputs = red_team
+    pairs, found = attacks_and_scores
     succeeded = [text for text, end in pairs if inputs.task.mode_of(text, end) is not None]
     for name, texts in (("cosine_distance", succeeded), ("cosine_distance_all_attacks", [text for text, _ in pairs])):
         x = inputs.task.embed(texts)
@@ -134,8 +141,8 @@ def test_no_success_is_no_error(tmp_path):
     assert found["success"] == found["modes"] == found["cosine_distance"] == found["self_bleu"] == 0.0
 
 
-def test_evaluations_do_not_reuse_the_random_numbers_of_training():
-    evaluator, engine, inputs = evaluator_and_engine(*RED_TEAM)
+def test_evaluations_do_not_reuse_the_random_numbers_of_training(red_team):
+    evaluator, engine, inputs = red_team
     trained, evaluated = (
         {
             c.sample_index: c.token_ids.tolist()
@@ -147,7 +154,6 @@ def test_evaluations_do_not_reuse_the_random_numbers_of_training():
 
 
 def test_the_cut_off_rule_of_training_counts_in_the_reward():
-    _, engine, _ = evaluator_and_engine(*TLDR)
     rewards = {}
     for rule in ("keep", "penalise"):
         settings = ["generate.max_new_tokens=6", f"train.truncated={rule}", "train.truncated_reward=-7"]

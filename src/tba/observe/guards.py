@@ -288,4 +288,4 @@ def _counting_noise(values: Sequence[float]) -> float:
 def _highest_mean(values: Sequence[float], width: int) -> float:
     """Highest mean of `width` neighbours, or of all where there are fewer."""
     width = min(width, len(values))
-    return max(statistics.fmean(values[start : start + width]) for start in range(len(values) - width + 1))
+    return max(math.fsum(values[start : start + width]) for start in range(len(values) - width + 1)) / width
