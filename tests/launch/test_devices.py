@@ -118,6 +118,16 @@ def seven(*overrides: str, dtype: torch.dtype = torch.bfloat16):
             14 + 28 + 28 + 56 + 16 + 4,
         ),
         (["runtime.placement={trainer: cuda, searchers: cuda:1}"], torch.bfloat16, 14 + 28 + 28 + 56 + 2),
+        # One process where the roles take turns; with a lag another engine, the weights in use and 3 that wait.
+        (["train.offload_optimizer=true", "mode=sync"], torch.bfloat16, 14 + 28 + 28 + 28 + 16 + 2),
+        (["mode=fixed_lag", "lag_steps=3"], torch.bfloat16, 14 + 28 + 28 + 56 + 28 + 5 * 14 + 16 + 2),
+        (["model.lora={}", "mode=fixed_lag", "lag_steps=3"], torch.bfloat16, 14 + 14 + 14 + 16 + 2),
+        # A critic with a trunk of its own is trained as the policy is.
+        (
+            ["train.offload_optimizer=true", "objective.name=ppo", "objective.critic=separate"],
+            torch.bfloat16,
+            2 * (14 + 28 + 28) + 28 + 16 + 4,
+        ),
     ],
 )  # fmt: skip
 def test_what_lies_on_the_gpu_is_counted_by_part(overrides, dtype, kept):
@@ -145,6 +155,45 @@ def test_a_micro_batch_has_what_weights_and_searchers_leave_and_too_little_is_to
     assert tokens_for(*seven("reference.reset_every=0")) == 512
     assert "cuda:0 may run out of memory: weights 14.0" in caplog.text
     assert "train.offload_optimizer=true" in caplog.text
+
+
+def test_references_that_are_reset_have_slots_of_their_own(gpus):
+    """1 GiB of weights: two slots and a copy of the searcher for the weights, and as many for references."""
+    config, loaded, placement = seven("reference.reset_every=50")
+    loaded.num_parameters = GIB // 2
+    assert trainer_memory(config, loaded, placement).kept["published weights"] == 6 * GIB
+
+
+def test_a_small_model_on_a_small_gpu_has_large_micro_batches(gpus, caplog):
+    """Its searcher may take 8.4 of the 24 GiB, but 256 slots of this model need no more than 1.6."""
+    gpus["cuda:0"] = 24 * GIB
+    shape = Qwen2Config(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2
+    )
+    loaded = shaped(shape)
+    loaded.num_parameters = 494_000_000
+    config = load_config(None, ["model.device=cuda", "generate.max_new_tokens=256"])
+    filled = with_defaults(config, loaded, longest_prompt=lambda: 256)
+    assert filled.generate.slots == 256
+    assert filled.train.tokens_per_micro_batch > 2000
+    assert "may run out of memory" not in caplog.text
+
+
+def test_of_a_cpu_nothing_is_told(caplog):
+    config = load_config(None, ["model.device=cpu"])
+    assert tokens_for(config, QWEN_7B, RolePlacement.of(config)) == 512
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("gpus")
+def test_nothing_is_planned_for_a_training_that_there_is_none_of(caplog):
+    """`tba evaluate` of a model that could never be trained here."""
+    config, loaded, _ = seven()
+    found = with_defaults(config, loaded, longest_prompt=lambda: 256, trains=False)
+    assert found.generate.slots == 256
+    assert found.train.tokens_per_micro_batch is None
+    assert "memory of cuda" not in caplog.text
+    assert "may run out of memory" not in caplog.text
 
 
 def test_searchers_divide_what_a_gpu_has_for_them(gpus):

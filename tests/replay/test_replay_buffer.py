@@ -336,6 +336,16 @@ def test_responses_beyond_the_lag_limit_leave_and_those_without_a_lag_stay():
     assert buffer.stats()["expired"] == 4
 
 
+def test_prompts_that_are_always_lost_are_not_waited_for_and_all_others_are():
+    buffer, groups = replay(deduplicate=False), Groups()
+    for name in "abc":
+        buffer.add(groups(name, [[5], [6]]), step=0)
+    assert not buffer.can_fill(4, prompts_of_task=5, lost={"d"}), "e is still to come"
+    assert buffer.can_fill(4, prompts_of_task=5, lost={"d", "e"})
+    assert not buffer.can_fill(4, prompts_of_task=5, lost={"a", "b"}), "what was stored before is counted once"
+    assert not buffer.can_fill(4, prompts_of_task=100, lost={"d", "e"}), "others fill the batch"
+
+
 def test_an_expired_group_is_not_counted_in_the_queue():
     buffer, groups = replay(lag="drop", max_uses=1, deduplicate=False), Groups()
     buffer.add(groups("a", [[5], [6]], version=0), step=0)

@@ -236,7 +236,20 @@ def test_the_checksum_is_that_of_a_sum_in_plain_numbers(size):
     rows = [sum(values[start : start + 2048]) for start in range(0, numbers // 2048 * 2048, 2048)]
     rows.append(sum(values[numbers // 2048 * 2048 :]) + sum(text[8 * numbers :]))
     weighted = sum(place * row for place, row in enumerate(rows, start=1))
-    assert checksum(data) == (weighted ^ (sum(rows) << 17)) % 2**64
+    plain = sum(rows) % 2**64
+    assert checksum(data) == weighted % 2**64 ^ (plain << 17) % 2**64 ^ plain >> 47
+
+
+@pytest.mark.parametrize("row", range(4))
+def test_the_checksum_sees_every_bit_in_every_row(row):
+    """Sums wrap around: where a row is multiplied by an even number its highest bits must be seen otherwise."""
+    data = torch.zeros(4 * 16_384, dtype=torch.uint8)
+    seen = set()
+    for bit in range(64):
+        data[16_384 * row + bit // 8] = 1 << bit % 8
+        seen.add(checksum(data))
+        data[16_384 * row + bit // 8] = 0
+    assert len(seen - {checksum(data)}) == 64
 
 
 def test_the_checksum_sees_values_order_and_place():

@@ -30,7 +30,7 @@ def generate(
         for index, text in enumerate(prompts)
     ]
     longest = max((len(prompt.token_ids) for prompt in made), default=1)
-    config = with_defaults(config, loaded, longest_prompt=lambda: longest)
+    config = with_defaults(config, loaded, longest_prompt=lambda: longest, trains=False)
     sampling = replace(training_sampling(config), greedy=greedy)
     found: dict[tuple[int, int], str] = {}
     requests = (Request(prompt=prompt) for prompt in made)

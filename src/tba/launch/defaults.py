@@ -63,24 +63,49 @@ def learning_rate_for(num_parameters: int, *, lora: bool = False) -> float:
     return float(f"{(LORA_FACTOR if lora else 1.0) * rate:.1e}")
 
 
-def with_defaults(config: Config, loaded: LoadedModel, *, longest_prompt: Callable[[], int] | None = None) -> Config:
+def with_defaults(
+    config: Config,
+    loaded: LoadedModel,
+    *,
+    longest_prompt: Callable[[], int] | None = None,
+    trains: bool = True,
+) -> Config:
     """The config with every None that means `by the model and machine` replaced. `longest_prompt` finds the number of
-    tokens of the run's longest one, and is asked only where memory is short; None = as long as the settings allow."""
+    tokens of the run's longest one, and is asked only where memory is short; None = as long as the settings allow. Where
+    nothing `trains`, nothing is planned for it."""
     config = with_objective_defaults(config)  # changes nothing where it was done before
-    train, placement = config.train, placement_of(config)
-    train = train.model_copy(
-        update={
-            "first_learning_rate": train.first_learning_rate
-            or learning_rate_for(loaded.num_parameters, lora=config.model.lora is not None),
-            "tokens_per_micro_batch": train.tokens_per_micro_batch or tokens_for(config, loaded, placement),
-        }
-    )
-    config = config.model_copy(update={"train": train})
-    longest = max_prompt_tokens(config, loaded.context)
+    placement, longest = placement_of(config), max_prompt_tokens(config, loaded.context)
     # Looking at all prompts takes seconds where they are made when they are asked for.
     if longest_prompt is not None and is_short_of_memory(config, loaded, placement, longest_prompt=longest):
         longest = longest_prompt()
-    return with_slots(config, loaded, placement, longest_prompt=longest)
+    config = with_slots(config, loaded, placement, longest_prompt=longest)
+    if not trains:
+        return config
+    train = config.train
+    first_rate = learning_rate_for(loaded.num_parameters, lora=config.model.lora is not None)
+    tokens = train.tokens_per_micro_batch
+    if tokens is None:
+        needed = keys_and_values_beside_trainer(config, loaded, placement, longest_prompt=longest)
+        tokens = tokens_for(config, loaded, placement, keys_and_values=needed)
+    filled = {"first_learning_rate": train.first_learning_rate or first_rate, "tokens_per_micro_batch": tokens}
+    return config.model_copy(update={"train": train.model_copy(update=filled)})
+
+
+def keys_and_values_beside_trainer(
+    config: Config, loaded: LoadedModel, placement: RolePlacement, *, longest_prompt: int
+) -> int:
+    """Most bytes of keys and values on the trainer's first device, with the slots that searchers have there."""
+    device = placement.trainer[0]
+    there = [index for index, name in enumerate(placement.searchers) if name == device]
+    needed = 0
+    for own in map(config.for_searcher, there[: placement.num_searchers_on(device)]):
+        memory, slots = kv_bytes(placement, device), own.generate.slots
+        if own.generate.engine == "native" and slots is not None:
+            budget = slot_budget(own, loaded, device, slots=slots, memory=memory, longest_prompt=longest_prompt)
+            # In pages a slot is planned with half the longest response, but all may become that long.
+            memory = min(memory, 2 * budget.used)
+        needed += memory
+    return needed
 
 
 def is_short_of_memory(config: Config, loaded: LoadedModel, placement: RolePlacement, *, longest_prompt: int) -> bool:

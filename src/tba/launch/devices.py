@@ -13,6 +13,7 @@ import torch
 
 from tba.config import Config, ConfigError, PlacementConfig
 from tba.models.load import LoadedModel, resolve_device
+from tba.objectives.registry import make_objective
 from tba.runtime.placement import RolePlacement
 
 logger = logging.getLogger("tba")
@@ -103,43 +104,61 @@ class TrainerMemory:
         return f"{parts}; {self.activations / 2**30:.1f} for activations, of {self.total / 2**30:.1f} GiB"
 
 
-def trainer_memory(config: Config, loaded: LoadedModel, placement: RolePlacement) -> TrainerMemory:
-    """What the trainer keeps on its first GPU, and the searchers beside it; on a CPU nothing is counted."""
+def trainer_memory(
+    config: Config, loaded: LoadedModel, placement: RolePlacement, *, keys_and_values: int | None = None
+) -> TrainerMemory:
+    """What the trainer keeps on its first GPU, and the searchers beside it; on a CPU nothing is counted. `keys_and_values`
+    are the bytes of all searchers there; None = as many as they may take."""
     device = placement.trainer[0]
     if device == "cpu":
         return TrainerMemory(device=device, total=device_bytes(device), kept={}, most=ACTIVATION_BYTES)
     train, size = config.train, loaded.model.dtype.itemsize
     weights = loaded.num_parameters * size
     trained = 0 if config.model.lora is not None else loaded.num_parameters  # those of an adapter are few
-    ranks, searchers = len(placement.trainer), placement.num_searchers_on(device)
+    masters = MASTER_BYTES if size < MASTER_BYTES else 0
+    moments = 0 if train.offload_optimizer else MOMENT_BYTES
+    # Where the roles take turns, the one searcher is part of the trainer's process, on its device.
+    ranks, searchers = len(placement.trainer), 1 if config.takes_turns else placement.num_searchers_on(device)
+    if keys_and_values is None:
+        keys_and_values = searchers * kv_bytes(placement, device) if searchers else 0
     resets = bool(config.reference.reset_every)
     # A searcher has its engine and the reference; evaluations want the start model where the reference is reset.
     copies = searchers * (3 if resets else 2) + (1 if resets and config.replay.on_reference_reset != "drop" else 0)
+    if config.mode == "fixed_lag":  # an engine that evaluates, the weights in use, and those that wait for their turn
+        copies += 1 + (1 + config.lag_steps if trained else 0)
+    if config.takes_turns and not trained:
+        copies -= 1  # the reference is the trainer's own model without its adapter
+    has_critic = make_objective(config).extras.critic == "separate"  # whole on every rank, as all heads are
+    published = 0 if config.takes_turns else published_on_gpu(placement, trained * size)
     kept = {
         "weights": weights // ranks,
-        "masters": MASTER_BYTES * trained // ranks if size < MASTER_BYTES else 0,
+        "masters": masters * trained // ranks,
         "gradients": GRADIENT_BYTES * trained // ranks,
-        "moments": 0 if train.offload_optimizer else MOMENT_BYTES * trained // ranks,
+        "moments": moments * trained // ranks,
+        "critic": weights + (masters + GRADIENT_BYTES + moments) * trained if has_critic else 0,
         "engines and references": copies * weights,
-        "published weights": published_on_gpu(placement, trained * size),
-        "keys and values": searchers * kv_bytes(placement, device) if searchers else 0,
-        "processes": (1 + searchers) * PROCESS_BYTES,
+        "published weights": published * (2 if resets else 1),  # references have slots of their own
+        "keys and values": keys_and_values,
+        "processes": (1 if config.takes_turns else 1 + searchers) * PROCESS_BYTES,
     }
     total = gpu_bytes(device)
     return TrainerMemory(device=device, total=total, kept=kept, most=int(part_of_gpu(placement, device) * total))
 
 
-def tokens_for(config: Config, loaded: LoadedModel, placement: RolePlacement) -> int:
+def tokens_for(
+    config: Config, loaded: LoadedModel, placement: RolePlacement, *, keys_and_values: int | None = None
+) -> int:
     """Number of tokens of a micro-batch that the memory for activations holds, between LEAST_TOKENS, or one context, and
     MOST_TOKENS. What lies on a GPU is logged, with a warning where that is too much."""
     shape, kind = loaded.model.config.get_text_config(), placement.trainer[0].partition(":")[0]
     inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size
     kept = shape.num_hidden_layers * (KEPT_PER_HIDDEN * shape.hidden_size + KEPT_PER_INNER * inner)
-    memory, least = trainer_memory(config, loaded, placement), min(LEAST_TOKENS, loaded.context)
+    memory = trainer_memory(config, loaded, placement, keys_and_values=keys_and_values)
+    least = min(LEAST_TOKENS, loaded.context)
     fit = memory.activations // (kept * loaded.model.dtype.itemsize)
     if kind != "cpu":
         logger.info("memory of %s: %s.", memory.device, memory)
-    if fit < least:
+    if kind != "cpu" and fit < least:
         logger.warning(
             "%s may run out of memory: %s. Less is needed with model.lora, with train.offload_optimizer=true, with "
             "searchers on a GPU of their own (runtime.placement), or with a trainer on several (train.ranks).",

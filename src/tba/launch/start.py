@@ -224,7 +224,9 @@ def evaluate(
     use_cpu(config.runtime.threads)
     check_devices(config)
     inputs = load_inputs(config)
-    config = with_defaults(config, inputs.loaded, longest_prompt=partial(inputs.longest_prompt, config.evaluate.split))
+    config = with_defaults(
+        config, inputs.loaded, longest_prompt=partial(inputs.longest_prompt, config.evaluate.split), trains=False
+    )
     with tempfile.TemporaryDirectory() as logs:
         rewards = make_rewards(inputs.task, config, log=Path(logs) / "rewards.log")
         try:

@@ -9,7 +9,7 @@ A row is the number of one stored response; an arrival number counts responses i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -182,15 +182,20 @@ class ReplayBuffer:
         """Number of groups in the queue of replay.max_uses."""
         return 0 if self._queue is None else len(self._queue)
 
-    def can_fill(self, num_prompts: int, *, prompts_of_task: int, lost: int = 0) -> bool:
+    def can_fill(self, num_prompts: int, *, prompts_of_task: int, lost: Collection[str] = ()) -> bool:
         """Whether a batch of so many prompts can be sampled. A task of fewer prompts repeats them within a batch, and those
-        of its prompts that were `lost` to their reward are not waited for."""
+        of its prompts that were `lost` to their reward, by their ids, are not waited for."""
         if not self._draws:
             return False
         if self._queue is not None:
             return self._queue.holds(num_prompts, self._entries, reference_version=max(self._draws))
-        # A lost visit brings no response: waiting for its prompt would never end.
-        return self.num_prompts + lost >= min(num_prompts, prompts_of_task)
+        if self.num_prompts >= min(num_prompts, prompts_of_task):
+            return True
+        if prompts_of_task - len(lost) >= num_prompts:
+            return False  # enough others are there to come
+        # Some reward may fail on a prompt at every visit: waiting for it would never end.
+        stored = {prompt_id for prompt_id, _ in self._entry_of}
+        return len(stored.union(lost)) >= prompts_of_task
 
     def expire(self, oldest_version: int) -> int:
         """Remove the responses of earlier versions (replay.lag=drop); returns their number. Imported responses and those of

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tba.config import Config, ConfigError
-from tba.generate.engine import Engine
+from tba.generate.engine import Engine, Scorer
 from tba.models.cpu import use_cpu
 from tba.models.load import LoadedModel, adapt, load_model
 from tba.models.weights import CanaryMismatch
@@ -218,9 +218,13 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
         def evaluator() -> Evaluator:
             rewards = make_rewards(task, config, log=logs / f"rewards-{index}-evaluate.log")
             closing.callback(rewards.close)
-            return make_evaluator(
-                config, loaded, task, rewards, start=partial(make_start_scorer, config, loaded, searcher)
-            )
+            return make_evaluator(config, loaded, task, rewards, start=start)
+
+        def start() -> Scorer:
+            found = make_start_scorer(config, loaded, searcher)
+            if config.reference.reset_every:
+                give_back(loaded)  # the scorer has a copy of its own
+            return found
 
         loader = WeightLoader(ends, engine, report=partial(ends.row.__setitem__, "mismatch_kl"))
         role = SearcherRole(
@@ -245,11 +249,17 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
 
 def forget_loaded_weights(config: Config, loaded: LoadedModel) -> None:
     """Give back the memory of the model that engine and reference were made from, each with a copy of its own: 15 GB of the
-    GPU at 7B. The base of an adapter is needed further, and so is the start model where the reference is reset."""
+    GPU at 7B. The base of an adapter is needed further, and so is the start model where the reference is reset,
+    until evaluations have made their own."""
     if config.model.lora is None and not config.reference.reset_every:
-        loaded.model.to("meta")
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # other processes use this GPU
+        give_back(loaded)
+
+
+def give_back(loaded: LoadedModel) -> None:
+    """Free the memory of a model that nobody computes with any more."""
+    loaded.model.to("meta")
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # other processes use this GPU
 
 
 def max_unscored(config: Config) -> int:

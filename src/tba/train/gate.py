@@ -24,8 +24,8 @@ class Feed(Protocol):
 
     replay: ReplayBuffer
     counts: ResponseCounts
-    lost: int
-    """Visits since the last step of which every response was lost: nothing more will come of them."""
+    lost: set[str]
+    """Ids of prompts whose last visit brought no response: maybe none ever does."""
 
     def receive(self) -> None:
         """Take in the groups that have arrived."""

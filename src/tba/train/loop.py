@@ -66,8 +66,8 @@ class Trainer:
     """Has searchers begin anew with the weights that are published now; None where the roles take turns."""
     received: int = field(default=0, init=False)
     """Number of groups with a response that were taken in since the last step."""
-    lost: int = field(default=0, init=False)
-    """Number of groups without a response that were taken in since the last step."""
+    lost: set[str] = field(default_factory=set, init=False)
+    """Ids of prompts whose last visit brought no response: every one was lost to its reward."""
     fresh_rewards: list[float] = field(default_factory=list, init=False)
     """Rewards of the responses that came since the last step, before the buffer drops or draws any."""
     fresh_reward: float = field(default=math.nan, init=False)
@@ -172,7 +172,7 @@ class Trainer:
     def count(self, group: TrajectoryGroup) -> None:
         """A visit has come to its end with this group."""
         self.received += bool(group.trajectories)
-        self.lost += not group.trajectories
+        (self.lost.discard if group.trajectories else self.lost.add)(group.prompt.id)
         self.counts.generated += group.num_generated
         rewards = (combined_reward(t.rewards, self.reward_weights) for t in group.trajectories)
         self.fresh_rewards += [reward for reward in rewards if not math.isnan(reward)]
@@ -187,7 +187,7 @@ class Trainer:
     def sample(self) -> Batch:
         train = self.config.train
         batch = self.replay.sample(self._prompts_to_sample(), train.samples_per_prompt, step=self.step_index)
-        self.received = self.lost = 0
+        self.received = 0
         return combine(batch, train, reward_weights=self.reward_weights)
 
     def expire(self) -> None:
@@ -243,7 +243,7 @@ class Trainer:
             "step": self.step_index,
             "counts": vars(self.counts),
             "received": self.received,
-            "lost": self.lost,
+            "lost_prompts": sorted(self.lost),
             "fresh_rewards": self.fresh_rewards,
             "fresh_reward": self.fresh_reward,
             "batch": None if self.needs_batch else self.batch,
@@ -254,7 +254,7 @@ class Trainer:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.step_index, self.batch = state["step"], state["batch"]
-        self.received, self.lost = state["received"], state["lost"]
+        self.received, self.lost = state["received"], set(state.get("lost_prompts", ()))
         self.last_row = state.get("last_row")
         self.fresh_rewards, self.fresh_reward = state.get("fresh_rewards", []), state.get("fresh_reward", math.nan)
         vars(self.counts).update(state["counts"])
