@@ -9,9 +9,10 @@ from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
 from tba.config import ConfigError, load_config
 from tba.launch import devices
-from tba.launch.defaults import slots_for, with_defaults, with_objective_defaults
+from tba.launch.defaults import with_defaults, with_objective_defaults
 from tba.launch.devices import KV_BYTES, check_devices, kv_bytes, published_on_gpu, tokens_for, trainer_memory
 from tba.launch.run import load_inputs
+from tba.launch.slots import slots_for
 from tba.runtime.placement import RolePlacement
 from tba.tasks.registry import max_prompt_tokens
 
@@ -301,7 +302,7 @@ def test_the_chosen_slots_are_logged_with_what_they_take(caplog, monkeypatch):
     inputs = load_inputs(config)
     longest = inputs.longest_prompt("train", config.evaluate.split)
     assert longest == max(len(p.token_ids) for split in ("train", "held_out") for p in inputs.task.prompts(split))
-    monkeypatch.setattr("tba.launch.defaults.kv_bytes", lambda *_: 2**20)
+    monkeypatch.setattr("tba.launch.slots.kv_bytes", lambda *_: 2**20)
     with caplog.at_level(logging.INFO, logger="tba"):
         filled = with_defaults(config, inputs.loaded, longest_prompt=lambda: longest)
     assert f"generate.slots on cpu: {filled.generate.slots} slots of " in caplog.text
