@@ -103,6 +103,24 @@ def test_an_evaluation_of_own_data_has_the_mean_of_a_dense_reward(tmp_path):
     assert json.loads(json.dumps(found)) == found
 
 
+def test_rewards_of_an_evaluation_are_asked_for_while_other_responses_are_written(tmp_path):
+    """With a slot for one response, those of the first prompts are there long before the last is begun."""
+    write_problem(tmp_path)
+    config = make_config(tmp_path, "evaluate.samples_per_prompt=2", "generate.slots=1", "task.eval_fraction=0.3")
+    inputs = load_inputs(config)
+    config = with_defaults(config, inputs.loaded)
+    rewards = DirectRewards(inputs.task)
+    evaluator = make_evaluator(config, inputs.loaded, inputs.task, rewards)
+    seen = []
+    found = evaluator(make_search_engine(config, inputs.loaded), lambda: seen.append(rewards.outstanding))
+    num_prompts = len(evaluator.prompts)
+    assert set(seen) >= set(range(2 * num_prompts)), "all prompts greedily, then all with samples, one after the other"
+    assert rewards.outstanding == 0
+    assert found == make_evaluator(config, inputs.loaded, inputs.task, rewards)(
+        make_search_engine(config, inputs.loaded)
+    )
+
+
 def group(prompt_tokens: int, *log_probs: list[float]) -> FinishedGroup:
     completions = [
         Completion(

@@ -23,7 +23,7 @@ from tba.generate.sampling import training_sampling
 from tba.models.load import LoadedModel
 from tba.observe.metrics import mean_metrics
 from tba.tasks.base import Outcome, RewardFailed, Task
-from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all, texts_of
+from tba.tasks.rewards.pool import FinishedGroup, Rewards, outcomes_of, texts_of
 from tba.types import Completion, Prompt, Request, Sampling, combined_reward
 
 RESPONSES_AT_ONCE = 256
@@ -119,9 +119,15 @@ class AnswerEvaluator:
     keep: KeepResponses | None = None
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
-        outcomes = self._outcomes(engine, greedy(self.sampling), 1, between_steps)
         samples = self.samples_per_prompt
-        sampled = self._outcomes(engine, self.sampling, samples, between_steps) if samples else []
+        first = self._respond(engine, greedy(self.sampling), 1, between_steps)
+        others = self._respond(engine, self.sampling, samples, between_steps) if samples else []
+        found = outcomes_of(self.rewards, [*first, *others], between_polls=between_steps)
+        outcomes, sampled = found[: len(first)], found[len(first) :]
+        if self.keep is not None:
+            self.keep("greedy", first, outcomes, self._solved(outcomes))
+            if samples:
+                self.keep("sampled", others, sampled, self._solved(sampled))
         metrics = dict(self._mean_rewards(outcomes, "reward"))  # first, hence the headline
         solved = [own[0] for own in self._solved(outcomes)]
         metrics |= mean_metrics(dict.fromkeys(self._shares([*outcomes, *sampled]), solved))
@@ -130,22 +136,20 @@ class AnswerEvaluator:
             metrics |= self._mean_rewards(sampled, f"reward@{samples}")
         return {**metrics, "num_prompts": float(len(self.prompts))}
 
-    def _outcomes(
+    def _respond(
         self, engine: Engine, sampling: Sampling, samples: int, between_steps: BetweenSteps | None
-    ) -> list[list[Outcome]]:
-        """For each prompt, the rewards of each of its samples."""
-        groups = respond(
+    ) -> list[FinishedGroup]:
+        """The responses to every prompt, each submitted to its reward as soon as it is there: a slow reward is called while
+        others are written."""
+        return respond(
             engine,
             self.tokenizer,
             self.prompts,
             samples_per_prompt=samples,
             sampling=sampling,
             between_steps=between_steps,
+            finished=self.rewards.submit,
         )
-        outcomes = score_all(self.rewards, groups, between_polls=between_steps)
-        if self.keep is not None:
-            self.keep("greedy" if sampling.greedy else "sampled", groups, outcomes, self._solved(outcomes))
-        return outcomes
 
     def _solved(self, outcomes: Sequence[Sequence[Outcome]]) -> list[list[bool]]:
         return [[self.task.solved(outcome) for outcome in own] for own in outcomes]
@@ -233,15 +237,25 @@ def respond(
     samples_per_prompt: int,
     sampling: Sampling,
     between_steps: BetweenSteps | None = None,
+    finished: Callable[[FinishedGroup], None] = lambda group: None,
 ) -> list[FinishedGroup]:
-    """The responses to each prompt, in the order of the prompts, samples in order; prompts have different ids."""
+    """The responses to each prompt, in the order of the prompts, samples in order; prompts have different ids. `finished` is
+    told of each prompt's as soon as all of them are there."""
+    by_id = {prompt.id: prompt for prompt in prompts}
     completions: dict[str, list[Completion]] = defaultdict(list)
-    requests = [Request(prompt=prompt) for prompt in prompts]
+    groups: dict[str, FinishedGroup] = {}
     for completion in engine.generate(
-        requests, samples_per_prompt=samples_per_prompt, sampling=sampling, between_steps=between_steps
+        [Request(prompt=prompt) for prompt in prompts],
+        samples_per_prompt=samples_per_prompt,
+        sampling=sampling,
+        between_steps=between_steps,
     ):
-        completions[completion.prompt_id].append(completion)
-    return [_group(tokenizer, prompt, completions[prompt.id]) for prompt in prompts]
+        own = completions[completion.prompt_id]
+        own.append(completion)
+        if len(own) == samples_per_prompt:
+            group = groups[completion.prompt_id] = _group(tokenizer, by_id[completion.prompt_id], own)
+            finished(group)
+    return [groups[prompt.id] for prompt in prompts]
 
 
 def _group(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completions: Sequence[Completion]) -> FinishedGroup:
