@@ -81,7 +81,7 @@ def test_devices_that_nobody_uses_are_told(caplog):
 
 def activation_bytes(*overrides: str) -> int:
     config = load_config(None, overrides)
-    return trainer_memory(config, GPT_350M, RolePlacement.of(config)).activations
+    return trainer_memory(config, GPT_350M, RolePlacement.of(config), keys_and_values=GIB).activations
 
 
 def test_a_trainer_takes_more_of_a_gpu_that_no_searcher_uses(gpus):
@@ -133,7 +133,8 @@ def seven(*overrides: str, dtype: torch.dtype = torch.bfloat16):
 )  # fmt: skip
 def test_what_lies_on_the_gpu_is_counted_by_part(overrides, dtype, kept):
     config, loaded, placement = seven("reference.reset_every=0", *overrides, dtype=dtype)
-    memory = trainer_memory(config, loaded, placement)
+    keys_and_values = 16 * GIB if placement.num_searchers_on("cuda:0") else 0
+    memory = trainer_memory(config, loaded, placement, keys_and_values=keys_and_values)
     assert sum(memory.kept.values()) == kept * GIB
     most = 70 * GIB if "searchers" in str(overrides) else 49 * GIB
     assert memory.activations == min(most, (140 - kept) * GIB)
@@ -145,7 +146,7 @@ def test_a_micro_batch_has_what_weights_and_searchers_leave_and_too_little_is_to
     config, loaded, placement = seven("reference.reset_every=0", "train.offload_optimizer=true")
     assert QWEN_7B.model.config.intermediate_size == 22016
     with caplog.at_level(logging.INFO, logger="tba"):
-        assert tokens_for(config, loaded, placement) == 2070
+        assert tokens_for(config, loaded, placement, keys_and_values=16 * GIB) == 2070
     (told,) = caplog.records
     assert told.levelname == "INFO"
     assert (
@@ -153,7 +154,7 @@ def test_a_micro_batch_has_what_weights_and_searchers_leave_and_too_little_is_to
     )
     assert "22.0 for activations, of 140.0 GiB" in caplog.text
     caplog.clear()
-    assert tokens_for(*seven("reference.reset_every=0")) == 512
+    assert tokens_for(*seven("reference.reset_every=0"), keys_and_values=16 * GIB) == 512
     assert "cuda:0 may run out of memory: weights 14.0" in caplog.text
     assert "train.offload_optimizer=true" in caplog.text
 
@@ -162,7 +163,8 @@ def test_references_that_are_reset_have_slots_of_their_own(gpus):
     """1 GiB of weights: two slots and a copy of the searcher for the weights, and as many for references."""
     config, loaded, placement = seven("reference.reset_every=50")
     loaded.num_parameters = GIB // 2
-    assert trainer_memory(config, loaded, placement).kept["published weights"] == 6 * GIB
+    memory = trainer_memory(config, loaded, placement, keys_and_values=0)
+    assert memory.kept["published weights"] == 6 * GIB
 
 
 def test_a_small_model_on_a_small_gpu_has_large_micro_batches(gpus, caplog):
@@ -182,7 +184,7 @@ def test_a_small_model_on_a_small_gpu_has_large_micro_batches(gpus, caplog):
 
 def test_of_a_cpu_nothing_is_told(caplog):
     config = load_config(None, ["model.device=cpu"])
-    assert tokens_for(config, QWEN_7B, RolePlacement.of(config)) == 512
+    assert tokens_for(config, QWEN_7B, RolePlacement.of(config), keys_and_values=GIB) == 512
     assert not caplog.records
 
 

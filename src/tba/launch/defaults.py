@@ -22,7 +22,6 @@ what the paper uses instead stands in its config files.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from tba.config import Config, Schedule
@@ -32,8 +31,6 @@ from tba.models.load import LoadedModel
 from tba.objectives.registry import make_objective
 from tba.tasks.registry import max_prompt_tokens
 
-logger = logging.getLogger("tba")
-
 ANCHOR_PARAMETERS, ANCHOR_RATE = 0.314e6, 2e-4
 """The shipped model's size and a rate that it learns at."""
 EXPONENT = 0.6
@@ -41,7 +38,6 @@ EXPONENT = 0.6
 
 LORA_FACTOR = 10.0
 """An adapter's matrices start at zero and are few: they want a larger rate than the weights they stand for."""
-
 
 LEAST_ROOM, STEPS_OF_ROOM = 100, 4
 """Responses of a prompt that replay has room for, at least (the paper's number), and in steps' worth of its visits."""

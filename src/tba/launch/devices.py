@@ -105,10 +105,10 @@ class TrainerMemory:
 
 
 def trainer_memory(
-    config: Config, loaded: LoadedModel, placement: RolePlacement, *, keys_and_values: int | None = None
+    config: Config, loaded: LoadedModel, placement: RolePlacement, *, keys_and_values: int
 ) -> TrainerMemory:
     """What the trainer keeps on its first GPU, and the searchers beside it; on a CPU nothing is counted. `keys_and_values`
-    are the bytes of all searchers there; None = as many as they may take."""
+    are the bytes of all searchers there."""
     device = placement.trainer[0]
     if device == "cpu":
         return TrainerMemory(device=device, total=device_bytes(device), kept={}, most=ACTIVATION_BYTES)
@@ -119,8 +119,6 @@ def trainer_memory(
     moments = 0 if train.offload_optimizer else MOMENT_BYTES
     # Where the roles take turns, the one searcher is part of the trainer's process, on its device.
     ranks, searchers = len(placement.trainer), 1 if config.takes_turns else placement.num_searchers_on(device)
-    if keys_and_values is None:
-        keys_and_values = searchers * kv_bytes(placement, device) if searchers else 0
     resets = bool(config.reference.reset_every)
     # A searcher has its engine and the reference; evaluations want the start model where the reference is reset.
     copies = searchers * (3 if resets else 2) + (1 if resets and config.replay.on_reference_reset != "drop" else 0)
@@ -145,9 +143,7 @@ def trainer_memory(
     return TrainerMemory(device=device, total=total, kept=kept, most=int(part_of_gpu(placement, device) * total))
 
 
-def tokens_for(
-    config: Config, loaded: LoadedModel, placement: RolePlacement, *, keys_and_values: int | None = None
-) -> int:
+def tokens_for(config: Config, loaded: LoadedModel, placement: RolePlacement, *, keys_and_values: int) -> int:
     """Number of tokens of a micro-batch that the memory for activations holds, between LEAST_TOKENS, or one context, and
     MOST_TOKENS. What lies on a GPU is logged, with a warning where that is too much."""
     shape, kind = loaded.model.config.get_text_config(), placement.trainer[0].partition(":")[0]

@@ -211,20 +211,17 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
         index=index,
         incarnation=incarnation,
     )
-    forget_loaded_weights(own, loaded)
+    # Engine and reference have copies of their own. Not so the base of an adapter, and start_scorer needs it after resets.
+    if own.model.lora is None and not own.reference.reset_every:
+        give_back(loaded)
     with ExitStack() as closing:
         closing.callback(searcher.close)
 
         def evaluator() -> Evaluator:
             rewards = make_rewards(task, config, log=logs / f"rewards-{index}-evaluate.log")
             closing.callback(rewards.close)
+            start = partial(start_scorer, config, loaded, searcher)
             return make_evaluator(config, loaded, task, rewards, start=start)
-
-        def start() -> Scorer:
-            found = make_start_scorer(config, loaded, searcher)
-            if config.reference.reset_every:
-                give_back(loaded)  # the scorer has a copy of its own
-            return found
 
         loader = WeightLoader(ends, engine, report=partial(ends.row.__setitem__, "mismatch_kl"))
         role = SearcherRole(
@@ -247,16 +244,17 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
             raise RunCannotGoOn(f"{type(error).__name__}: {error}") from error
 
 
-def forget_loaded_weights(config: Config, loaded: LoadedModel) -> None:
-    """Give back the memory of the model that engine and reference were made from, each with a copy of its own: 15 GB of the
-    GPU at 7B. The base of an adapter is needed further, and so is the start model where the reference is reset,
-    until evaluations have made their own."""
-    if config.model.lora is None and not config.reference.reset_every:
+def start_scorer(config: Config, loaded: LoadedModel, searcher: Searcher) -> Scorer:
+    """What holds the start model for evaluations. Where the reference is reset it is a copy of the loaded model, which
+    nobody needs after that."""
+    found = make_start_scorer(config, loaded, searcher)
+    if config.reference.reset_every:
         give_back(loaded)
+    return found
 
 
 def give_back(loaded: LoadedModel) -> None:
-    """Free the memory of a model that nobody computes with any more."""
+    """Free the memory of a model that nobody computes with any more: 15 GB of the GPU at 7B."""
     loaded.model.to("meta")
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # other processes use this GPU
