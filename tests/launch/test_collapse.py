@@ -146,11 +146,13 @@ def test_a_run_that_collapses_goes_back_and_on_more_gently(tmp_path, mode, caplo
     assert responses == summary["responses_generated"]
 
 
-def test_a_run_goes_back_a_bounded_number_of_times(folder):
+def test_a_run_goes_back_a_bounded_number_of_times(tmp_path):
+    write_problem(tmp_path, layers=LAYERS)
+    (tmp_path / "rewards.py").write_text(OUTAGE.replace("in range(320, 560)", "% 640 >= 320"))  # it comes again
     config = make_config(
-        folder, *SETTINGS, "name=bounded", "observe.on_collapse=rollback", "observe.max_rollbacks=1",
-        "observe.healthy_checkpoint_every=5",
-        "model.device=cpu",  # in a GPU's bf16 this run did not collapse a second time
+        tmp_path, "mode=sync", "seed=3", "train.max_steps=80", "evaluate.num_prompts=1", "objective.beta=0.05",
+        "train.learning_rate=3e-3", "observe.on_collapse=rollback", "observe.max_rollbacks=1",
+        "observe.healthy_checkpoint_every=5", reward="judge",
     )  # fmt: skip
     with pytest.raises(Collapsed, match=r"Rollbacks before this: 1\."):
         train(config)

@@ -78,9 +78,12 @@ def whole(step: TrainStep) -> dict[str, torch.Tensor]:
 def assert_same_metrics(want: list[dict], got: list[dict]) -> None:
     """Of those that are sums over the batch; others are means over micro-batches, which are others here."""
     for index, (one, several) in enumerate(zip(want, got, strict=True)):
+        # Adam makes a step of any gradient, also of one that is nearly zero and mostly rounding: what ranks round in another
+        # order grows with the steps (1.2e-5 of a gradient's norm after five was seen).
+        rel = 1e-5 if index < 4 else 1e-4
         assert one.keys() == several.keys()
         for name in one.keys() & {"loss", "tb/loss", "tb/log_z", "grad_norm", "movement", "learning_rate"}:
-            assert several[name] == pytest.approx(one[name], rel=1e-5, abs=1e-5), (index, name)
+            assert several[name] == pytest.approx(one[name], rel=rel, abs=1e-5), (index, name)
 
 
 def assert_same_weights(want: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
