@@ -43,8 +43,8 @@ def run(
     seconds: float | None = None,
     until_reached: bool = False,
 ) -> dict[str, Any]:
-    """One training on the given cores. It is stopped after `seconds`, or once the last target was reached in two evaluations
-    in a row (`until_reached`); what it has reached until then counts."""
+    """One training on the given cores. It is stopped once the last target was reached in two evaluations in a row
+    (`until_reached`), and after `seconds`; where neither that nor its end came before, it is an error: it says nothing."""
     shutil.rmtree(output, ignore_errors=True)
     output.parent.mkdir(parents=True, exist_ok=True)
     command = [
@@ -69,7 +69,9 @@ def run(
         if process.poll() is None:
             end(process)
     lines = whole_lines(metrics)
-    if first_step(metrics) is None or (process.returncode and seconds is None and not until_reached):
+    if seconds is not None and time.monotonic() - began >= seconds and not (finished or reached_last(scenario, lines)):
+        raise RuntimeError(f"{scenario.name} {arm.name} seed {seed}: cut off, the same command begins it anew.")
+    if first_step(metrics) is None or (process.returncode and not until_reached):
         raise RuntimeError(f"{scenario.name} {arm.name} seed {seed} failed:\n{log.read_text()[-FAILED_TAIL:]}")
     found = line_of(scenario, arm, lines) | {"finished": finished, "startup": first, "wall": time.monotonic() - began}
     shutil.rmtree(output)
