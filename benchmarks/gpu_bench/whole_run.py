@@ -77,8 +77,7 @@ def _watched(command: Sequence[str], log: Path) -> tuple[str, str]:
 
 def _planned(run: Path, log: str) -> str:
     """What the run had planned for the GPU; its last words where it has not come so far."""
-    with suppress(OSError):
-        log += (run / "logs" / "trainer.log").read_text(errors="replace")
+    log += "".join(path.read_text(errors="replace") for path in sorted((run / "logs").glob("*.log")))
     planned = re.findall(r"memory of cuda:0: (.*)\.", log)
     return f"planned: {planned[0]}" if planned else log[-1500:].replace("\n", " / ")
 

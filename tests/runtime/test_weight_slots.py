@@ -8,8 +8,10 @@ import targets
 import torch
 
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, CanaryMismatch, ChecksumMismatch, checksum, copy_all
+from tba.runtime.host_copies import PackedWriter
 from tba.runtime.processes import RoleProcess
-from tba.runtime.weight_slots import MAX_CHECKSUM_MISSES, WeightSlots
+from tba.runtime.slot_memory import data_bytes
+from tba.runtime.weight_slots import MAX_CHECKSUM_MISSES, WeightSlots, layout_of
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 CANARY = np.linspace(-3, -1, CANARY_TOKENS)
@@ -55,6 +57,47 @@ def test_weights_in_host_memory_are_on_no_gpu():
     reader = other_process(slots)
     assert not reader.on_gpu
     assert reader.fetch().shared is None
+
+
+@pytest.mark.parametrize("rows", [1, 2, 100], ids=lambda rows: f"{rows} rows at once")
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NEEDS_GPU])], ids=["cpu", "cuda"]
+)
+def test_packing_in_parts_writes_the_bytes_and_the_checksum_of_packing_at_once(device, rows):
+    torch.manual_seed(0)  # 12, 20,002, 40,000 and 6 bytes: tensors that end within a row, and one of several rows
+    own = {name: torch.randn(shape) for name, shape in {"a": (6,), "b": (73, 137), "c": (20_000,), "d": (3,)}.items()}
+    layout = layout_of(own, torch.bfloat16)
+    wanted = torch.zeros(data_bytes(layout), dtype=torch.uint8)
+    for spec in layout:
+        wanted[spec.offset : spec.offset + spec.num_bytes] = own[spec.name].bfloat16().flatten().view(torch.uint8)
+    found = torch.full_like(wanted, 255)
+    writer = PackedWriter(layout, torch.device(device), part_bytes=rows * 16_384)
+    for _ in range(2):
+        summed = writer.write({name: tensor.to(device) for name, tensor in own.items()}, found)
+        assert torch.equal(found, wanted)
+        assert summed == checksum(wanted)
+
+
+@pytest.mark.cuda
+@NEEDS_GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_a_gpu_pass_through_locked_host_memory(dtype):
+    def on_gpu(value: float) -> dict[str, torch.Tensor]:
+        return {name: tensor.to("cuda", dtype) for name, tensor in tensors(value).items()}
+
+    slots = WeightSlots.create(on_gpu(0.0), torch.bfloat16)
+    reader = other_process(slots)
+    for version in (1, 2, 3):
+        published, fetched = slots.publish(on_gpu(version / 10), version=version), reader.fetch()
+        assert torch.from_numpy(slots.memory.array(np.uint8)).is_pinned()
+        assert fetched.tensors["a"].is_pinned()
+        for name, tensor in on_gpu(version / 10).items():
+            assert torch.equal(fetched.tensors[name], tensor.bfloat16().cpu())
+            assert torch.equal(published.tensors[name].cpu(), tensor.bfloat16().cpu())
+            assert published.tensors[name].is_cuda == (dtype == torch.bfloat16)
+    memory = fetched.tensors["a"]
+    del reader, fetched
+    assert not memory.is_pinned(), "the driver has given the pages back"
 
 
 def test_a_bundle_of_other_tensors_than_the_slots_were_made_for_is_refused():

@@ -1,6 +1,7 @@
 """From the trainer's weights to the engine's: loaded, checked, and caught when they never arrive."""
 
 import copy
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from tba.generate.engine import make_engine
 from tba.generate.native.engine import NativeEngine
 from tba.models.policy import PolicyModel
 from tba.models.weights import CanaryMismatch, ChecksumMismatch, make_weights
+from tba.runtime import weight_slots
 from tba.runtime.weight_slots import WeightSlots
 from tba.search.new_weights import MAX_UNCHECKED, WeightLoader
 
@@ -53,6 +55,48 @@ def test_newer_weights_are_loaded_and_pass_the_canary(dtype):
         trainer.publish(version)
         loader.load_newer()
         assert trainer.engine.version == version
+
+
+def test_weights_that_take_long_are_fetched_beside_the_decode_steps(monkeypatch):
+    monkeypatch.setattr(weight_slots, "LONG_BYTES", 1)
+    trainer, fetched, may_fetch = Trainer(), [], Event()
+    loader = WeightLoader(trainer.ends, trainer.engine)
+    loader.check_first()
+    fetch = trainer.slots.fetch
+
+    def fetch_when_told():
+        assert may_fetch.wait(60)
+        fetched.append(fetch().version)
+        return fetch()
+
+    monkeypatch.setattr(trainer.slots, "fetch", fetch_when_told)
+    trainer.move(0.02)
+    trainer.publish(1)
+    for _ in range(3):
+        loader.load_newer()
+    assert trainer.engine.version == 0, "the engine goes on with what it has"
+    trainer.move(0.02)
+    trainer.publish(2)
+    may_fetch.set()
+    while trainer.engine.version == 0:
+        loader.load_newer()
+    assert (trainer.engine.version, fetched) == (2, [2])
+
+
+def test_a_fetch_that_fails_beside_the_decode_steps_ends_the_searcher(monkeypatch):
+    monkeypatch.setattr(weight_slots, "LONG_BYTES", 1)
+    trainer = Trainer()
+    loader = WeightLoader(trainer.ends, trainer.engine)
+    loader.check_first()
+    trainer.publish(1)
+    trainer.slots._data[1][0] += 1
+
+    def load_until_it_fails() -> None:
+        while True:
+            loader.load_newer()
+
+    with pytest.raises(ChecksumMismatch, match="version 1"):
+        load_until_it_fails()
 
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])

@@ -17,6 +17,7 @@ from tba.types import Weights
 
 _ROW = 2048
 """Number of int64 values summed before they are weighted."""
+ROW_BYTES = 8 * _ROW
 CANARY_TOKENS = 64
 """Number of teacher-forced tokens of the canary."""
 SAFETY_FACTOR = 5.0
@@ -57,12 +58,25 @@ def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
 def checksum(data: Tensor) -> int:
     """Integer reduction of all bytes of a packed bundle, on its device. Sees changed values, moved rows and other tensors;
     eight bytes that trade places with others of their row of 16 KiB it does not see (the canary does)."""
+    return checksum_of_rows(row_sums(data))
+
+
+def row_sums(data: Tensor) -> Tensor:
+    """int64 [rows]: the sum of each row of a packed bundle, or of a part of it that begins with a row; the last row may be
+    shorter."""
     # Sums of int64 wrap around, alike on all devices. For those of int32 into int64 a CPU would cast all of it first: twice
     # the memory, and up to forty times as long (1 GB: .2 to .6 GB/s, so 10 to 19).
     numbers = data[: data.numel() // 8 * 8].view(torch.int64)
     whole = numbers.numel() // _ROW * _ROW
+    rows = numbers[:whole].view(-1, _ROW).sum(dim=1)
+    if data.numel() == 8 * whole:
+        return rows
     rest = numbers[whole:].sum() + data[8 * numbers.numel() :].sum(dtype=torch.int64)
-    rows = torch.cat([numbers[:whole].view(-1, _ROW).sum(dim=1), rest[None]])
+    return torch.cat([rows, rest[None]])
+
+
+def checksum_of_rows(rows: Tensor) -> int:
+    """The checksum of a bundle whose rows have these sums."""
     # Fletcher-like: the rows weighted by their number, so that rows out of place are seen too.
     weighted = rows * torch.arange(1, len(rows) + 1, device=rows.device)
     place_sum, plain_sum = torch.stack([weighted.sum(), rows.sum()]).tolist()

@@ -67,6 +67,11 @@ class WeightSource(Protocol):
         """Whether what is fetched also lies on the GPU that trainer and searcher use (`Weights.shared`)."""
         ...
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether a fetch is worth a thread of its own."""
+        ...
+
     def fetch(self) -> Weights:
         """A private copy of the newest version, checked; the copy is overwritten by the next fetch."""
         ...

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tba.models.weights import ChecksumMismatch, checksum, copy_all, verify
 from tba.runtime.board import SharedMemory
+from tba.runtime.host_copies import PackedWriter, lock_pages
 from tba.runtime.slot_memory import ALIGNMENT, Header, SlotMemory, SlotsHandle, TensorSpec, data_bytes
 from tba.types import SharedTensors, Weights
 
@@ -27,6 +28,8 @@ logger = logging.getLogger("tba")
 
 MAX_RETRIES = 100
 """Copies that may be overtaken in a row before fetching gives up with an error."""
+LONG_BYTES = 2**28
+"""Bytes in host memory that take a tenth of a second to copy and check."""
 MAX_CHECKSUM_MISSES = 3
 """Copies with a wrong checksum before fetching gives up: a second copy of bytes that are damaged is as wrong."""
 
@@ -72,6 +75,8 @@ class WeightSlots:
         """The slot that was copied last, and its sequence number then."""
         handles = [{spec.name: _arguments(found, spec) for spec in self.layout} for found in opened_by or ()]
         self._handles = handles or None
+        self._writer: PackedWriter | None = None
+        """How weights of a GPU come into slots in host memory."""
 
     @classmethod
     def create(
@@ -110,20 +115,46 @@ class WeightSlots:
         return self._slots.newest_version
 
     @property
+    def takes_long(self) -> bool:
+        """Whether a fetch is worth a thread of its own: gigabytes that pass through host memory take seconds."""
+        return self._device_data is None and data_bytes(self.layout) >= LONG_BYTES
+
+    @property
     def on_gpu(self) -> bool:
         """Whether what is fetched also lies on the GPU that trainer and searcher use (`Weights.shared`)."""
         return self._handles is not None
 
     @torch.no_grad()
     def publish(self, tensors: Mapping[str, Tensor], *, version: int) -> Weights:
-        """Cast-copy into the older slot, make it the newest version, and return what lies there."""
+        """Cast-copy into the older slot, make it the newest version, and return what lies there; of weights that go
+        from a GPU to host memory in their own dtype those on the GPU, which are the same numbers."""
         self._check_names(tensors)
         slot = self._slots.begin()
-        shared = self._tensors[slot]
-        copy_all((shared[name] for name in tensors), tensors.values())
-        found = checksum(self._data[slot])  # waits for the copies: it comes back to the host
+        shared: Mapping[str, Tensor] = self._tensors[slot]
+        writer = self._writer_of(tensors)
+        if writer is None:
+            copy_all((shared[name] for name in tensors), tensors.values())
+            found = checksum(self._data[slot])  # waits for the copies: it comes back to the host
+        else:
+            found = writer.write(tensors, self._data[slot])
+            if all(tensor.dtype == shared[name].dtype for name, tensor in tensors.items()):
+                shared = tensors
         self._slots.finish(slot, Header(version=version, checksum=found))
         return Weights(version=version, tensors=shared, checksum=found)
+
+    def _writer_of(self, tensors: Mapping[str, Tensor]) -> PackedWriter | None:
+        """None where the slots lie on the GPU, or the tensors do not."""
+        # Those of several ranks are no dict: they are gathered into host memory whenever one looks at them.
+        if self._device_data is not None or not isinstance(tensors, dict):
+            return None
+        devices = {tensor.device for tensor in tensors.values()}
+        device = devices.pop()
+        if devices or device.type != "cuda":
+            return None
+        if self._writer is None:
+            lock_pages(torch.from_numpy(self.memory.array(np.uint8)), self)  # all of it: the slots share a page
+            self._writer = PackedWriter(self.layout, device)
+        return self._writer
 
     def _check_names(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise unless a bundle has the tensors of the layout: one left out would keep the value of two versions before."""
@@ -198,6 +229,8 @@ class WeightSlots:
         if self._private is None:
             self._private = torch.empty_like(self._data[0])
             self._private_tensors = _views(self._private, self.layout)
+            if not self._private.is_cuda and torch.cuda.is_initialized():  # the engine is on a GPU: they go there next
+                lock_pages(self._private, self)
         if not self._private.is_cuda:
             yield
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from tba.generate.engine import Engine
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, canary_tokens, kl_estimate
@@ -34,16 +35,20 @@ class WeightLoader:
         """The version whose canary was compared last."""
         self._unchecked = 0
         """Versions given to the engine since then."""
+        self._thread: ThreadPoolExecutor | None = None
+        """Fetches weights that take long, beside the decode steps."""
+        self._fetching: Future[Weights] | None = None
 
     def load_newer(self) -> None:
-        """Never waits: under `drain` the engine loads later, and a version's canary comes a little after its weights."""
+        """Never waits: under `drain` the engine loads later, a version's canary comes a little after its weights, and large
+        weights are copied and checked beside the decode steps."""
         if not self.is_of_this_trainer:
             # Another trainer's versions begin at its checkpoint: a lower number is newer than what is loaded.
-            self._source, self._loaded, self._checked = self._ends.weights, -1, -1
-            self._give(self._fetch())
+            self._source, self._loaded, self._checked, self._fetching = self._ends.weights, -1, -1, None
+            self._give(self._take(self._source.fetch()))
         newest = self._source.newest_version
         if newest > self._loaded and self._engine.version == self._loaded and self._may_load(newest):
-            self._load()
+            self._load_beside() if self._source.takes_long else self._load()
         self._check_when_there()
 
     @property
@@ -66,17 +71,27 @@ class WeightLoader:
         return self._unchecked < MAX_UNCHECKED or self._source.canary(version) is not None
 
     def _load(self) -> None:
-        weights = self._fetch()
+        weights = self._take(self._source.fetch())
         if weights.version > self._engine.version:
             self._give(weights)
+
+    def _load_beside(self) -> None:
+        """Begin to fetch, or give the engine what has been fetched by now. The engine has read the copy before, so it may be
+        written."""
+        if self._fetching is None:
+            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="weights")
+            self._fetching = self._thread.submit(self._source.fetch)
+        elif self._fetching.done():
+            fetched, self._fetching = self._fetching, None
+            self._give(self._take(fetched.result()))
 
     def _give(self, weights: Weights) -> None:
         self._engine.load(weights)
         if self._engine.version == weights.version:  # under `drain` it will read them later
             self._source.loaded()
 
-    def _fetch(self) -> Weights:
-        weights = self._source.fetch()
+    def _take(self, weights: Weights) -> Weights:
+        """Note what was fetched."""
         self._loaded = weights.version
         self._unchecked += 1
         return weights

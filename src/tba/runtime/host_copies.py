@@ -1,0 +1,80 @@
+"""Large copies between a GPU and host memory: pages that stay where they are, and weights packed on the GPU.
+
+A GPU copies straight from and to memory whose pages the driver has locked, at the speed of the bus. From and to any other
+memory the driver goes through a small buffer of its own, which is several times as slow.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from tba.models.weights import ROW_BYTES, checksum_of_rows, row_sums
+from tba.runtime.slot_memory import TensorSpec, data_bytes
+
+logger = logging.getLogger("tba")
+
+PART_BYTES = 4096 * ROW_BYTES
+"""Bytes that are packed on the GPU at once, 64 MiB: whole rows of the checksum."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: for all contexts of this process."""
+
+
+def lock_pages(data: Tensor, owner: object) -> bool:
+    """Have the driver lock the pages of a CPU tensor until `owner` is gone. Returns whether it has."""
+    error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel() * data.element_size(), _PORTABLE)
+    if int(error) == 0:
+        # The tensor is an argument, so that its memory is still there when its pages are unlocked. A process that ends need
+        # not: the driver does.
+        weakref.finalize(owner, _unlock_pages, data).atexit = False
+        return True
+    with suppress(RuntimeError):  # the driver repeats its last error at the next kernel: let it be this one
+        torch.zeros(1, device="cuda")
+    logger.warning(
+        "%.1f GiB of host memory cannot be locked for copies to and from the GPU (%s): weights travel several times as "
+        "slowly. `ulimit -l` says how much a process may lock.",
+        data.numel() * data.element_size() / 2**30,
+        error,
+    )
+    return False
+
+
+def _unlock_pages(data: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(data.data_ptr())
+
+
+class PackedWriter:
+    """Writes tensors of a GPU into packed bytes in host memory, a part after the other: cast, put side by side and summed on
+    the GPU, where that takes no time beside the copy."""
+
+    def __init__(self, layout: Sequence[TensorSpec], device: torch.device, *, part_bytes: int = PART_BYTES) -> None:
+        """`part_bytes` are whole rows of the checksum."""
+        self._layout = layout
+        self._size = data_bytes(layout)
+        self._part = torch.empty(min(part_bytes, self._size), dtype=torch.uint8, device=device)
+
+    def write(self, tensors: Mapping[str, Tensor], target: Tensor) -> int:
+        """Fill `target`, uint8 [bytes of the layout] in host memory; returns the checksum of what it then holds."""
+        sums = []
+        for start in range(0, self._size, len(self._part)):
+            part = self._part[: self._size - start]
+            self._fill(part, start, tensors)
+            sums.append(row_sums(part))
+            # In the order of the stream: the part is filled again only when it has been copied.
+            target[start : start + len(part)].copy_(part, non_blocking=True)
+        return checksum_of_rows(torch.cat(sums))  # comes back to the host behind all copies
+
+    def _fill(self, part: Tensor, start: int, tensors: Mapping[str, Tensor]) -> None:
+        """The bytes of the layout from `start` on, zero between two tensors."""
+        part.zero_()
+        for spec in self._layout:
+            first, last = max(spec.offset, start), min(spec.offset + spec.num_bytes, start + len(part))
+            if first < last:
+                dtype = getattr(torch, spec.dtype)
+                elements = slice((first - spec.offset) // dtype.itemsize, (last - spec.offset) // dtype.itemsize)
+                part[first - start : last - start].view(dtype).copy_(tensors[spec.name].reshape(-1)[elements])
