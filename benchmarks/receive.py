@@ -21,7 +21,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +34,7 @@ from tba.observe.claim import Holder
 from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder
 from tba.replay import ReplayBuffer
+from tba.replay.columns import pack_responses
 from tba.replay.durable import make_store
 from tba.runtime.board import Board
 from tba.runtime.leases import VisitLedger
@@ -62,7 +63,7 @@ class Scenario:
 
 
 def groups(scenario: Scenario) -> Iterator[TrajectoryGroup]:
-    """Visits to the prompts in turns, as a searcher sends them."""
+    """Visits to the prompts in turns."""
     rng = np.random.default_rng(0)
     prompts = [
         Prompt(id=f"train-{i}", token_ids=rng.integers(0, 32_000, 30, dtype=np.int32), text="What is 2 + 2?")
@@ -166,7 +167,7 @@ class Bench:
         """Have groups sent and, when all of them have arrived, taken in."""
         made = [next(self.source) for _ in range(count)]
         started = time.thread_time()
-        bodies = [pickled(group) for group in made]
+        bodies = [pickled(as_sent(group)) for group in made]
         self.seconds["searcher"] += time.thread_time() - started
         for body in bodies:
             self.supervisor.send_frame(HOLDER, body)
@@ -200,6 +201,11 @@ class Bench:
         self.trainer.close()
         self.trainer.recorder.close()
         self.supervisor.close()
+
+
+def as_sent(group: TrajectoryGroup) -> TrajectoryGroup:
+    """As SearchLoop makes a group."""
+    return replace(group, trajectories=pack_responses(group.trajectories, group.id))
 
 
 def cpu_seconds(thread: threading.Thread) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 from tba.config import Config, ConfigError
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
+from tba.replay.columns import columns_of
 from tba.replay.durable import GroupStore
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.runtime.leases import VisitLedger
@@ -29,7 +30,7 @@ from tba.train.recovery import resume, roll_back
 from tba.train.reference import ReferenceResets
 from tba.train.state import Stateful
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
-from tba.types import TOKEN_FIELDS, Batch, ResponseCounts, TrajectoryGroup, combined_reward
+from tba.types import TOKEN_FIELDS, Batch, ResponseCounts, TrajectoryGroup
 
 
 @dataclass
@@ -184,7 +185,7 @@ class Trainer:
         self.received += bool(group.trajectories)
         (self.lost.discard if group.trajectories else self.lost.add)(group.prompt.id)
         self.counts.generated += group.num_generated
-        rewards = (combined_reward(t.rewards, self.reward_weights) for t in group.trajectories)
+        rewards = columns_of(group).combined_rewards(self.reward_weights)
         self.fresh_rewards += [reward for reward in rewards if not math.isnan(reward)]
         self.ledger.complete(group.visit, solved=group.solved, is_lost=not group.trajectories)
         self.recorder.group_received(self.step_index, group)
