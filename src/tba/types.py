@@ -136,8 +136,9 @@ class TrajectoryGroup:
     id: str
     """Unique in a run, in the form of `GroupId`: no group is stored twice."""
     prompt: Prompt
-    trajectories: tuple[Trajectory, ...]
-    """Empty when every reward of the visit failed: it still counts as generated."""
+    trajectories: Sequence[Trajectory]
+    """A tuple of them, or their columns (replay/columns.py). Empty when every reward of the visit failed: it still counts as
+    generated."""
     visit: int = -1
     """Number of the visit among all visits of the run; -1 = imported, no visit."""
     solved: tuple[bool, ...] = ()

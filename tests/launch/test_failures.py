@@ -1,5 +1,6 @@
 """What goes wrong stops the run in words, and leaves nothing running (conftest checks that after every test)."""
 
+import itertools
 import json
 import re
 import signal
@@ -208,3 +209,8 @@ def test_the_trainer_waits_at_the_replay_ratio_and_never_exceeds_it(folder):
     ):  # the metric is the number that is limited
         assert record["buffer/replay_ratio"] == record["buffer/trained"] / record["buffer/generated"] <= 0.5
     assert sum(record.get("time/wait_for_batch", 0.0) for record in records_so_far(config)) > 0
+    steps = [record for record in records_so_far(config) if "loss" in record]
+    assert all(record["time/receive"] > 0 for record in steps)
+    for before, after in itertools.pairwise(steps):  # no second is counted twice
+        parts = after["time/receive"] + after["time/wait_for_batch"] + after["time/step"]
+        assert parts <= after["seconds"] - before["seconds"]

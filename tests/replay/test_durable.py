@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pickle
 import sqlite3
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from tba.replay import durable
+from tba.replay.columns import ResponseColumns, pack_responses
 from tba.replay.database import DurableReplayError, find_database, load_groups, network_filesystem, place_database
 from tba.replay.durable import GroupStore
 from tba.replay.payload import acknowledged_log, decode, encode
@@ -76,6 +78,8 @@ def parts(value):
         return value.dtype.str, value.tobytes()
     if isinstance(value, float):
         return np.float64(value).tobytes()
+    if isinstance(value, ResponseColumns):
+        return [parts(response) for response in value]
     if dataclasses.is_dataclass(value):
         return {item.name: parts(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -122,6 +126,10 @@ def test_a_note_of_an_acknowledged_group_matches_its_row(tmp_path, monkeypatch):
 @pytest.mark.parametrize("made", ODD_GROUPS.values(), ids=ODD_GROUPS)
 def test_every_field_of_a_group_comes_back_bit_for_bit(made, tmp_path):
     assert parts(decode(encode(made))) == parts(made)
+    packed = dataclasses.replace(made, trajectories=pack_responses(made.trajectories, made.id))
+    assert parts(packed) == parts(made)
+    assert parts(pickle.loads(pickle.dumps(packed))) == parts(made)
+    assert encode(packed) == encode(made)
     store = make_store(tmp_path / "r.sqlite")
     assert store.append(made, step=5)
     store.close()

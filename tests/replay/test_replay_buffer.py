@@ -86,7 +86,7 @@ def test_without_deduplication_copies_stay():
 
 
 def test_responses_with_the_same_hash_but_other_tokens_are_told_apart(monkeypatch):
-    monkeypatch.setattr("tba.replay.buffer.token_key", lambda ids, entry: 42)
+    monkeypatch.setattr("tba.replay.buffer.token_keys", lambda ids, entry: [42] * len(ids))
     buffer, group = replay(), Groups()
     buffer.add(group("a", [[1], [2], [3]]), step=0)
     buffer.add(group("a", [[2]]), step=0)

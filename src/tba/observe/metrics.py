@@ -143,6 +143,24 @@ METRICS = (
         meaning="State of one searcher, by its number and, with search.kinds, its kind.",
     ),
     Metric(name="search/*", unit="", reduction="last", meaning="All searchers together."),
+    Metric(
+        name="time/receive",
+        unit="seconds",
+        reduction="sum",
+        meaning="Wall-clock time in which the trainer took in groups since the step before: replay, durable replay, counts.",
+    ),
+    Metric(
+        name="time/wait_for_batch",
+        unit="seconds",
+        reduction="sum",
+        meaning="Wall-clock time in which the trainer had nothing to train on and no group to take in.",
+    ),
+    Metric(
+        name="time/step",
+        unit="seconds",
+        reduction="sum",
+        meaning="Wall-clock time from sampling the batch to the published weights.",
+    ),
     Metric(name="time/*", unit="seconds", reduction="sum", meaning="Wall-clock time of a part of the step."),
     Metric(name="perf/*", unit="per second", reduction="last", meaning="Rate since the first step."),
     Metric(

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from tba.replay import storage
+from tba.replay.columns import ResponseColumns, columns_of
 from tba.replay.prompts import PromptEntry
 from tba.replay.storage import RowTable, TokenStore
-from tba.types import NO_ROW, Batch, Totals, Trajectory, TrajectoryGroup, total_reward
+from tba.types import NO_ROW, Batch, Totals, TrajectoryGroup, total_reward
 
 LARGEST_SCORE = float(np.finfo(np.float32).max)
 """Largest absolute value of a score: an infinite one would make the softmax of its prompt NaN."""
@@ -47,10 +48,10 @@ class PackedGroup:
         """Number of responses."""
         return len(self.lengths)
 
-    def stored_ids(self) -> list[np.ndarray]:
-        """Token ids of each response, as TokenStore.stored_ids returns them."""
-        ids = np.ascontiguousarray(self.records[:, storage.ID])
-        ends = np.cumsum(self.lengths).tolist()
+    def stored_bytes(self) -> list[bytes]:
+        """Token ids of each response, as TokenStore.stored_ids has them, as bytes."""
+        ids = self.records[:, storage.ID].tobytes()
+        ends = (self.records.itemsize * np.cumsum(self.lengths)).tolist()
         return [ids[start:end] for start, end in zip([0, *ends], ends)]
 
     def has_lag(self) -> np.ndarray:
@@ -90,61 +91,55 @@ class PackedGroup:
 def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_values: bool = False) -> PackedGroup:
     """Check a group, which holds at least one trajectory, and flatten it into columns. `step_values` says whether the
     Monte-Carlo values of its responses are kept."""
-    trajectories, completions = group.trajectories, [t.completion for t in group.trajectories]
-    known = set(reward_names)
-    for trajectory in trajectories:
-        _check(trajectory, group.id, known)
-    reference_versions = {t.reference_version for t in trajectories}
+    columns = columns_of(group)
+    _check(columns, group.id, reward_names)
+    reference_versions = set(columns.reference_versions)
     if len(reference_versions) > 1:
         raise ValueError(
             f"group {group.id} mixes reference versions {sorted(reference_versions)}: send one group for each."
         )
     records = storage.pack_tokens(
-        np.concatenate([c.token_ids for c in completions]),
-        np.concatenate([t.loss_mask for t in trajectories]),
-        np.concatenate([t.log_ref for t in trajectories]),
-        np.concatenate([c.behaviour_log_probs for c in completions]),
-        np.concatenate([c.policy_log_probs for c in completions]),
-        np.concatenate([_step_values(t, group.id) for t in trajectories]) if step_values else None,
+        columns.token_ids,
+        columns.loss_mask,
+        columns.log_ref,
+        columns.behaviour,
+        columns.policy,
+        _step_values(columns, group.id) if step_values else None,
     )
     # A reward beyond float32 becomes infinite here, without a warning; combine_rewards makes its score finite again.
     with np.errstate(over="ignore"):
-        rewards = np.array([[t.rewards.get(name, np.nan) for name in reward_names] for t in trajectories], np.float32)
+        rewards = columns.components(reward_names).astype(np.float32)
     return PackedGroup(
         records=records,
-        lengths=np.array([len(c.token_ids) for c in completions]),
-        versions=np.array([c.version for c in completions]),
-        truncated=np.array([c.finish == "length" for c in completions]),
-        rewards=rewards.reshape(len(trajectories), len(reward_names)),
+        lengths=columns.lengths,
+        versions=columns.versions,
+        truncated=np.array([finish == "length" for finish in columns.finishes]),
+        rewards=rewards,
         reference_version=reference_versions.pop(),
     )
 
 
-def _check(trajectory: Trajectory, group_id: str, reward_names: set[str]) -> None:
-    completion = trajectory.completion
-    columns = (trajectory.loss_mask, trajectory.log_ref, completion.behaviour_log_probs, completion.policy_log_probs)
-    lengths = [len(column) for column in columns]
-    num_tokens = len(completion.token_ids)
-    if num_tokens == 0:
-        raise ValueError(f"group {group_id}: sample {completion.sample_index} has no tokens; a response ends with EOS.")
-    if lengths != [num_tokens] * len(columns):
-        raise ValueError(
-            f"group {group_id}: sample {completion.sample_index} has {num_tokens} tokens, but loss_mask, log_ref, "
-            f"behaviour and policy log-probs of {lengths}: they must be as many."
-        )
-    if not trajectory.rewards.keys() <= reward_names:
-        unknown = sorted(trajectory.rewards.keys() - reward_names)
-        raise ValueError(f"group {group_id} has rewards {unknown}; the buffer knows {sorted(reward_names)}.")
+def _check(columns: ResponseColumns, group_id: str, reward_names: Sequence[str]) -> None:
+    if not columns.lengths.all():
+        sample = columns.sample_indices[int(columns.lengths.argmin())]
+        raise ValueError(f"group {group_id}: sample {sample} has no tokens; a response ends with EOS.")
+    unknown = set().union(*set(columns.reward_names)) - set(reward_names)
+    if unknown:
+        raise ValueError(f"group {group_id} has rewards {sorted(unknown)}; the buffer knows {sorted(reward_names)}.")
 
 
-def _step_values(trajectory: Trajectory, group_id: str) -> np.ndarray:
-    values = trajectory.step_values
-    if values is None or len(values) != len(trajectory.loss_mask) or not np.isfinite(values[0]):
+def _step_values(columns: ResponseColumns, group_id: str) -> np.ndarray:
+    """Of all tokens. Every response has them, one of its first token among them."""
+    known = np.array(columns.has_step_values)
+    if known.all():
+        known = np.isfinite(columns.step_values[columns.starts])
+    if not known.all():
+        sample = columns.sample_indices[int(known.argmin())]
         raise ValueError(
-            f"group {group_id}: sample {trajectory.completion.sample_index} has no Monte-Carlo values of its steps, which "
-            "the objective needs (one per token, NaN inside a step)."
+            f"group {group_id}: sample {sample} has no Monte-Carlo values of its steps, which the "
+            "objective needs (one per token, NaN inside a step)."
         )
-    return values
+    return columns.step_values
 
 
 def combine_rewards(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -153,11 +148,12 @@ def combine_rewards(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return score.clip(-LARGEST_SCORE, LARGEST_SCORE).astype(np.float32)
 
 
-def token_key(stored_ids: np.ndarray, entry: int) -> int:
-    """64 bits made from the tokens and the index of their prompt entry, the same in every process."""
-    digest = int.from_bytes(blake2b(stored_ids.tobytes(), digest_size=8).digest(), "little")
+def token_keys(stored_ids: Sequence[bytes], entry: int) -> list[int]:
+    """64 bits for each response made from its tokens and the index of their prompt entry, the same in every process."""
+    digests = b"".join([blake2b(ids, digest_size=8).digest() for ids in stored_ids])
     # The multiplier, 2^64 over the golden ratio, spreads the small indices of entries over all bits (Fibonacci hashing).
-    return (digest + entry * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    offset = np.uint64(entry * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
+    return (np.frombuffer(digests, "<u8") + offset).tolist()
 
 
 def make_batch(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tba.config import ReplayConfig
-from tba.replay.batching import PackedGroup, combine_rewards, make_batch, pack_group, token_key
+from tba.replay.batching import PackedGroup, combine_rewards, make_batch, pack_group, token_keys
 from tba.replay.prompts import GroupQueue, PromptDraws, PromptEntry
 from tba.replay.sampling import MixedSelector, Selector, SoftmaxSelector, UniformSelector
 from tba.replay.storage import NO_LAG, WIDTH, AgeOrder, RowTable, TokenIndex, TokenStore, unpack_ids
@@ -279,12 +279,12 @@ class ReplayBuffer:
         keep = np.ones(len(packed), np.bool_)
         keys: list[int] = []
         if self._deduplicate:
-            ids = packed.stored_ids()
-            last = {tokens.tobytes(): response for response, tokens in enumerate(ids)}
+            ids = packed.stored_bytes()
+            last = {tokens: response for response, tokens in enumerate(ids)}
             distinct = sorted(last.values())
             keep[:] = False
             keep[distinct] = True
-            keys = [token_key(ids[response], entry.index) for response in distinct]
+            keys = token_keys([ids[response] for response in distinct], entry.index)
             self._counts["duplicates"] += len(packed) - len(distinct)
         # A group larger than a capacity would evict its own responses; the last of them stay, as of equal ones.
         most = min(self.config.capacity, self._capacity_per_prompt)
@@ -307,11 +307,11 @@ class ReplayBuffer:
         """Stored rows of this entry with the same tokens as a response of the group."""
         if not keys:
             return []
+        ids = packed.stored_bytes()
         return [
             row
-            for key, ids in zip(keys, packed.stored_ids())
-            for row in self._index.find(key)
-            if self._table.entry[row] == entry.index and np.array_equal(self._token_store.stored_ids(row), ids)
+            for response, row in self._index.find(keys)
+            if self._table.entry[row] == entry.index and self._token_store.stored_ids(row).tobytes() == ids[response]
         ]
 
     def _evict(self, rows: Iterable[int], keep: PromptEntry) -> None:
@@ -323,18 +323,21 @@ class ReplayBuffer:
         """Take rows out of everything; an entry left empty goes too, except the one about to be filled."""
         if not len(rows):
             return
-        positions = self._table.position[rows].tolist()
-        entries = [self._entries[index] for index in self._table.entry[rows].tolist()]
-        for entry, position in zip(entries, positions):
-            entry.discard(position)
-        self._selector.remove(entries, positions)  # after every discard: it looks at which entries are empty now
+        positions: dict[int, list[int]] = {}
+        for index, position in zip(self._table.entry[rows].tolist(), self._table.position[rows].tolist()):
+            positions.setdefault(index, []).append(position)
+        freed = [(self._entries[index], own) for index, own in positions.items()]
+        for entry, own in freed:
+            entry.discard(own)
+        self._selector.remove(freed)  # after every discard: it looks at which entries are empty now
         self._order.remove(rows.tolist())
         if self._deduplicate:
             self._index.remove(rows.tolist())
         self._token_store.free(rows)
         self._table.release(rows)
-        for entry in {e.index: e for e in entries if e.num_rows == 0 and e is not keep}.values():
-            self._remove_entry(entry)
+        for entry, _ in freed:
+            if entry.num_rows == 0 and entry is not keep:
+                self._remove_entry(entry)
 
     def _remove_entry(self, entry: PromptEntry) -> None:
         draws = self._draws[entry.reference_version]

@@ -24,6 +24,7 @@ import numpy as np
 
 from tba.config import Config
 from tba.observe.files import RunFolder, sync
+from tba.replay.columns import columns_of
 from tba.replay.database import (
     Durability,
     DurableReplayError,
@@ -116,8 +117,7 @@ class GroupStore:
         assert not self._closing, "append after close"
         group_id = GroupId.parse(group.id)
         new = not self._marks.passed(group_id)
-        tokens = sum(len(trajectory.completion.token_ids) for trajectory in group.trajectories)
-        num_bytes = BYTES_PER_GROUP + BYTES_PER_TOKEN * tokens if new else 0
+        num_bytes = BYTES_PER_GROUP + BYTES_PER_TOKEN * len(columns_of(group).token_ids) if new else 0
         wait_until(
             lambda: self._has_room(num_bytes),
             name="durable_replay",
@@ -282,7 +282,7 @@ class GroupStore:
         database.execute("COMMIT")
 
     def _make_row(self, pending: _Pending, group: TrajectoryGroup) -> tuple[Any, ...]:
-        trajectories = group.trajectories
+        responses = columns_of(group)
         reward, rewards = mean_rewards(group, self.reward_weights)
         columns = (
             pending.arrival,
@@ -292,9 +292,9 @@ class GroupStore:
             # Data may hold half a surrogate pair, which is no text to SQLite; the payload has it as it is.
             group.prompt.id.encode("utf-8", "backslashreplace").decode(),
             pending.step,
-            group.version if trajectories else None,
-            max(t.reference_version for t in trajectories) if trajectories else None,
-            len(trajectories),
+            int(responses.versions.min()) if responses else None,
+            max(responses.reference_versions) if responses else None,
+            len(responses),
             group.num_lost,
             reward,
             json.dumps(rewards),
@@ -320,13 +320,14 @@ def mean_rewards(group: TrajectoryGroup, weights: Mapping[str, float]) -> tuple[
     there is no number."""
     means: dict[str, float | None] = dict.fromkeys(weights)
     total = 0.0
-    # Plain Python: for a handful of numbers NumPy would take most of the writer's time.
-    for name, weight in weights.items():
-        given = [t.rewards[name] for t in group.trajectories if not math.isnan(t.rewards.get(name, math.nan))]
+    if not group.trajectories:
+        return None, means
+    for (name, weight), values in zip(weights.items(), columns_of(group).components(list(weights)).T.tolist()):
+        given = [value for value in values if not math.isnan(value)]
         if given:
             means[name] = _number(sum(given) / len(given))
             total += weight * sum(given)  # a component that is not applicable adds nothing: types.total_reward
-    return (_number(total / len(group.trajectories)) if group.trajectories else None), means
+    return _number(total / len(group.trajectories)), means
 
 
 def _number(value: float) -> float | None:

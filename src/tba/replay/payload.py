@@ -18,13 +18,13 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
+from tba.replay.columns import ResponseColumns, columns_of
+from tba.types import Prompt, TrajectoryGroup
 
 MAGIC = b"TBA1"
 PREFIX = struct.Struct("<4sI")
@@ -44,22 +44,7 @@ tokens, of which step_values are there only for responses that have them."""
 
 def encode(group: TrajectoryGroup) -> bytes:
     """The payload of a group."""
-    trajectories, completions = group.trajectories, [t.completion for t in group.trajectories]
-    tokens = [len(completion.token_ids) for completion in completions]
-    rewards = [value for trajectory in trajectories for value in trajectory.rewards.values()]
-    arrays: dict[str, Sequence[np.ndarray]] = {
-        "prompt": [group.prompt.token_ids],
-        "rewards": [np.array(rewards, np.float64)],
-        "token_ids": [completion.token_ids for completion in completions],
-        "behaviour": [completion.behaviour_log_probs for completion in completions],
-        "policy": [completion.policy_log_probs for completion in completions],
-        "log_ref": [trajectory.log_ref for trajectory in trajectories],
-        "step_values": [t.step_values for t in trajectories if t.step_values is not None],
-        "loss_mask": [trajectory.loss_mask for trajectory in trajectories],
-    }
-    for name in ("behaviour", "policy", "log_ref", "loss_mask"):
-        if [len(values) for values in arrays[name]] != tokens:
-            raise ValueError(f"group {group.id}: {name} has other lengths than the responses' {tokens} tokens.")
+    columns = columns_of(group)
     header = {
         "id": group.id,
         "searcher": group.searcher,
@@ -73,23 +58,20 @@ def encode(group: TrajectoryGroup) -> bytes:
             "columns": group.prompt.columns,
             "tokens": len(group.prompt.token_ids),
         },
-        "prompt_id": [completion.prompt_id for completion in completions],
-        "sample_index": [int(completion.sample_index) for completion in completions],
-        "tokens": tokens,
-        "version_spans": [[[int(n) for n in span] for span in c.version_spans] for c in completions],
-        "finish": [completion.finish for completion in completions],
-        "num_prefix_tokens": [int(completion.num_prefix_tokens) for completion in completions],
-        "rewards": [list(trajectory.rewards) for trajectory in trajectories],
-        "reference_version": [int(trajectory.reference_version) for trajectory in trajectories],
-        "has_step_values": [trajectory.step_values is not None for trajectory in trajectories],
+        "prompt_id": columns.prompt_ids,
+        "sample_index": columns.sample_indices,
+        "tokens": columns.lengths.tolist(),
+        "version_spans": columns.version_spans,
+        "finish": columns.finishes,
+        "num_prefix_tokens": columns.num_prefix_tokens,
+        "rewards": columns.reward_names,
+        "reference_version": columns.reference_versions,
+        "has_step_values": columns.has_step_values,
     }
     text = _header(header)
-    parts = [PREFIX.pack(MAGIC, len(text)), text]
-    for name, column in arrays.items():
-        dtype = ARRAYS[name]
-        # Nothing is converted or laid end to end first: most arrays are short, and each NumPy call costs more than its copy.
-        parts += [(array if array.dtype == dtype else array.astype(dtype)).tobytes() for array in column]
-    return b"".join(parts)
+    arrays = [group.prompt.token_ids, *(getattr(columns, name) for name in ARRAYS if name != "prompt")]
+    parts = [array.astype(dtype, copy=False).tobytes() for array, dtype in zip(arrays, ARRAYS.values())]
+    return b"".join([PREFIX.pack(MAGIC, len(text)), text, *parts])
 
 
 def decode(payload: bytes) -> TrajectoryGroup:
@@ -99,28 +81,25 @@ def decode(payload: bytes) -> TrajectoryGroup:
         raise ValueError(f"begins with {magic!r} instead of {MAGIC!r}")
     header = json.loads(payload[PREFIX.size : PREFIX.size + length])
     tokens = header["tokens"]
-    with_values = [count if has else 0 for count, has in zip(tokens, header["has_step_values"])]
-    lengths = dict.fromkeys(ARRAYS, tokens) | {
-        "prompt": [header["prompt"]["tokens"]],
-        "rewards": [len(names) for names in header["rewards"]],
-        "step_values": with_values,
+    lengths = dict.fromkeys(ARRAYS, sum(tokens)) | {
+        "prompt": header["prompt"]["tokens"],
+        "rewards": sum(len(names) for names in header["rewards"]),
+        "step_values": sum(count for count, has in zip(tokens, header["has_step_values"]) if has),
     }
-    columns, offset = {}, PREFIX.size + length
+    arrays, offset = {}, PREFIX.size + length
     for name, dtype in ARRAYS.items():
-        ends = list(accumulate(lengths[name], initial=0))
         # Copied once: views of the payload could not be written to, and would keep all of it in memory.
-        values = np.frombuffer(payload, dtype, ends[-1], offset).copy()
-        columns[name] = [values[start:end] for start, end in pairwise(ends)]
-        offset += ends[-1] * dtype.itemsize
+        arrays[name] = np.frombuffer(payload, dtype, lengths[name], offset).copy()
+        offset += arrays[name].nbytes
     return TrajectoryGroup(
         id=header["id"],
         prompt=Prompt(
             id=header["prompt"]["id"],
-            token_ids=columns["prompt"][0],
+            token_ids=arrays.pop("prompt"),
             text=header["prompt"]["text"],
             columns=header["prompt"]["columns"],
         ),
-        trajectories=tuple(_trajectory(header, columns, response) for response in range(len(tokens))),
+        trajectories=_columns(header, arrays),
         num_lost=header["lost"],
         why_lost=header.get("why_lost", ""),
         visit=header["visit"],
@@ -144,24 +123,20 @@ def acknowledged_log() -> Callable[[TrajectoryGroup], None] | None:
     return note
 
 
-def _trajectory(header: Mapping[str, Any], columns: Mapping[str, list[np.ndarray]], response: int) -> Trajectory:
-    completion = Completion(
-        prompt_id=header["prompt_id"][response],
-        sample_index=header["sample_index"][response],
-        token_ids=columns["token_ids"][response],
-        behaviour_log_probs=columns["behaviour"][response],
-        policy_log_probs=columns["policy"][response],
-        version_spans=tuple((first, version) for first, version in header["version_spans"][response]),
-        finish=header["finish"][response],
-        num_prefix_tokens=header["num_prefix_tokens"][response],
-    )
-    return Trajectory(
-        completion=completion,
-        rewards=dict(zip(header["rewards"][response], columns["rewards"][response].tolist())),
-        log_ref=columns["log_ref"][response],
-        reference_version=header["reference_version"][response],
-        loss_mask=columns["loss_mask"][response],
-        step_values=columns["step_values"][response] if header["has_step_values"][response] else None,
+def _columns(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> ResponseColumns:
+    spans = [tuple((first, version) for first, version in own) for own in header["version_spans"]]
+    return ResponseColumns(
+        prompt_ids=header["prompt_id"],
+        sample_indices=header["sample_index"],
+        lengths=np.array(header["tokens"], np.int64),
+        version_spans=spans,
+        versions=np.array([min(version for _, version in own) for own in spans], np.int64),
+        finishes=header["finish"],
+        num_prefix_tokens=header["num_prefix_tokens"],
+        reference_versions=header["reference_version"],
+        reward_names=[tuple(names) for names in header["rewards"]],
+        has_step_values=header["has_step_values"],
+        **arrays,
     )
 
 

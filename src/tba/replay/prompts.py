@@ -7,7 +7,7 @@ A prompt is named by the index of its entry, so that one prompt under two refere
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -99,22 +99,24 @@ class PromptEntry:
     def oldest(self, count: int) -> list[int]:
         """The `count` oldest rows; there are at least so many."""
         rows: list[int] = []
-        number, mask = self.head, self.size - 1
+        ring, number, mask = self.ring.data, self.head, self.size - 1
         while len(rows) < count:
-            row = int(self.ring[number & mask])
+            row = ring[number & mask]
             number += 1
             if row != FREE:
                 rows.append(row)
         return rows
 
-    def discard(self, position: int) -> None:
-        """Remove the row at a position."""
-        self.ring[position] = FREE
-        self.num_rows -= 1
+    def discard(self, positions: Sequence[int]) -> None:
+        """Remove the rows at these positions, none of which is named twice."""
+        ring, mask, head = self.ring.data, self.size - 1, self.head
+        for position in positions:
+            ring[position] = FREE
+        self.num_rows -= len(positions)
         # The head never rests on a free position: `head` is where uniform draws and the search for the oldest begin.
-        mask = self.size - 1
-        while self.head < self.tail and self.ring[self.head & mask] == FREE:
-            self.head += 1
+        while head < self.tail and ring[head & mask] == FREE:
+            head += 1
+        self.head = head
 
     def needs_compacting(self, count: int) -> bool:
         """Whether `count` more rows do not fit, or free positions, which uniform draws would keep hitting, prevail."""

@@ -167,8 +167,8 @@ class Selector(Protocol):
         """Rows were appended at these positions."""
         ...
 
-    def remove(self, entries: Sequence[PromptEntry], positions: Sequence[int]) -> None:
-        """positions[i] of entries[i] became free; entries may repeat, pairs do not."""
+    def remove(self, freed: Sequence[tuple[PromptEntry, Sequence[int]]]) -> None:
+        """These positions of each entry became free; no entry comes twice."""
         ...
 
     def rebuild(self, entry: PromptEntry) -> None:
@@ -196,7 +196,7 @@ class UniformSelector:
     def insert(self, entry: PromptEntry, positions: np.ndarray, rows: np.ndarray) -> None:
         pass
 
-    def remove(self, entries: Sequence[PromptEntry], positions: Sequence[int]) -> None:
+    def remove(self, freed: Sequence[tuple[PromptEntry, Sequence[int]]]) -> None:
         pass
 
     def rebuild(self, entry: PromptEntry) -> None:
@@ -245,17 +245,18 @@ class SoftmaxSelector:
         else:
             self._set(entry, positions, np.exp(logits - entry.log_scale))
 
-    def remove(self, entries: Sequence[PromptEntry], positions: Sequence[int]) -> None:
+    def remove(self, freed: Sequence[tuple[PromptEntry, Sequence[int]]]) -> None:
         # Trees of one size change in one pass: an eviction takes rows from many entries at once.
-        freed: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for entry, position in zip(entries, positions):
+        trees: dict[int, list[int]] = defaultdict(list)
+        leaves: dict[int, list[int]] = defaultdict(list)
+        for entry, positions in freed:
             if entry.num_rows == 0:
                 self._release(entry)
             else:
-                freed[entry.tree_size].append((entry.tree, position))
-        for size, leaves in freed.items():
-            bases, freed_positions = np.array(leaves).T
-            self._trees.set(bases, size, freed_positions, np.zeros(len(leaves)))
+                trees[entry.tree_size] += [entry.tree] * len(positions)
+                leaves[entry.tree_size] += positions
+        for size, own in leaves.items():
+            self._trees.set(np.array(trees[size]), size, np.array(own), np.zeros(len(own)))
 
     def rebuild(self, entry: PromptEntry) -> None:
         if entry.tree_size != entry.size:

@@ -290,16 +290,17 @@ class AgeOrder:
 
     def remove(self, rows: Iterable[int]) -> None:
         """Take rows out of the order."""
+        older_of, newer_of = self._older_of, self._newer_of
         for row in rows:
-            older, newer = self._older_of[row], self._newer_of[row]
+            older, newer = older_of[row], newer_of[row]
             if older == NO_LINK:
                 self.oldest = newer
             else:
-                self._newer_of[older] = newer
+                newer_of[older] = newer
             if newer == NO_LINK:
                 self.newest = older
             else:
-                self._older_of[newer] = older
+                older_of[newer] = older
 
     def __iter__(self) -> Iterator[int]:
         """Rows from the oldest on; do not change the order while iterating."""
@@ -323,28 +324,34 @@ class TokenIndex:
 
     def insert(self, rows: Iterable[int], keys: Iterable[int]) -> None:
         """Make rows findable under their keys."""
+        all_keys, first, following, mask = self._keys, self._first, self._next, self._bucket_mask
         for row, key in zip(rows, keys):
-            bucket = key & self._bucket_mask
-            self._keys[row] = key
-            self._next[row] = self._first[bucket]
-            self._first[bucket] = row + 1
+            bucket = key & mask
+            all_keys[row] = key
+            following[row] = first[bucket]
+            first[bucket] = row + 1
 
-    def find(self, key: int) -> Iterator[int]:
-        """Rows with this key; do not change the index while iterating."""
-        link = self._first[key & self._bucket_mask]
-        while link:
-            if self._keys[link - 1] == key:
-                yield link - 1
-            link = self._next[link - 1]
+    def find(self, keys: Iterable[int]) -> list[tuple[int, int]]:
+        """(which of the keys, row that has it) of every such row."""
+        all_keys, first, following, mask = self._keys, self._first, self._next, self._bucket_mask
+        found = []
+        for place, key in enumerate(keys):
+            link = first[key & mask]
+            while link:
+                if all_keys[link - 1] == key:
+                    found.append((place, link - 1))
+                link = following[link - 1]
+        return found
 
     def remove(self, rows: Iterable[int]) -> None:
         """Take rows out of their chains; each of them is in the index."""
+        all_keys, first, following, mask = self._keys, self._first, self._next, self._bucket_mask
         for row in rows:
-            bucket = self._keys[row] & self._bucket_mask
-            link = self._first[bucket]
+            bucket = all_keys[row] & mask
+            link = first[bucket]
             if link == row + 1:
-                self._first[bucket] = self._next[row]
+                first[bucket] = following[row]
                 continue
-            while self._next[link - 1] != row + 1:
-                link = self._next[link - 1]
-            self._next[link - 1] = self._next[row]
+            while following[link - 1] != row + 1:
+                link = following[link - 1]
+            following[link - 1] = following[row]

@@ -90,6 +90,10 @@ class SumTrees:
         parents = leaves
         for level in range(len(starts) - 1, 0, -1):
             parents = parents // FANOUT
+            if len(parents) > FANOUT:
+                # Neighbours mostly come one after the other, and one of them is enough for their parent.
+                others = np.flatnonzero(np.diff(bases + parents, prepend=-1))
+                parents, bases = parents[others], bases if isinstance(bases, int) else bases[others]
             sums = self._blocks[(bases + starts[level]) // FANOUT + parents].sum(axis=1)
             nodes[bases + starts[level - 1] + parents] = sums
 

@@ -14,6 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.generate.engine import Engine, Scorer
+from tba.replay.columns import pack_responses
 from tba.runtime.channels import GroupSender
 from tba.search.prompts import PromptStream, ReferenceSamples
 from tba.search.values import StepValues, lost_without_values
@@ -190,10 +191,11 @@ class Searcher:
     def _group(
         self, group: FinishedGroup, trajectories: tuple[Trajectory, ...], solved: tuple[bool, ...], *, why_lost: str
     ) -> TrajectoryGroup:
+        group_id = str(GroupId(sender=f"searcher-{self.index}", incarnation=self.incarnation, number=self.counts.sent))
         return TrajectoryGroup(
-            id=str(GroupId(sender=f"searcher-{self.index}", incarnation=self.incarnation, number=self.counts.sent)),
+            id=group_id,
             prompt=group.prompt,
-            trajectories=trajectories,
+            trajectories=pack_responses(trajectories, group_id),
             visit=group.visit,
             solved=solved,
             num_lost=len(group.completions) - len(trajectories),

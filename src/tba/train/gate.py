@@ -3,6 +3,7 @@ new responses at the replay-ratio limit."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +27,8 @@ class Feed(Protocol):
     counts: ResponseCounts
     lost: set[str]
     """Ids of prompts whose last visit brought no response: maybe none ever does."""
+    receive_seconds: float
+    """Time that `receive` took so far."""
 
     def receive(self) -> None:
         """Take in the groups that have arrived."""
@@ -51,10 +54,11 @@ class Gate:
     """For each searcher a number that changes while it lives."""
 
     def wait(self, feed: Feed) -> float:
-        """Returns the seconds waited."""
+        """Returns the seconds waited, without those in which groups were taken in: the trainer worked then."""
+        started, received = time.perf_counter(), feed.receive_seconds
         first = feed.counts.trained == 0
         setting = "start_seconds" if first else "wait_seconds"
-        return wait_until(
+        waited = wait_until(
             lambda: self._ready(feed),
             name="replay_ratio" if self._full_batch(feed) and not first else "first_fill",
             row=self.row,
@@ -68,6 +72,8 @@ class Gate:
             explain=lambda: self._explain(feed),
             progress=self.progress,
         )
+        # All of it, and not `waited`: that leaves out the first look, which may have taken in most of the groups.
+        return time.perf_counter() - started - (feed.receive_seconds - received) if waited else 0.0
 
     def _ready(self, feed: Feed) -> bool:
         feed.receive()

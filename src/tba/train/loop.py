@@ -16,6 +16,7 @@ from torch import Tensor
 from tba.config import Config, ConfigError
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
+from tba.replay.columns import columns_of
 from tba.replay.durable import GroupStore
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.runtime.leases import VisitLedger
@@ -29,7 +30,7 @@ from tba.train.recovery import resume, roll_back
 from tba.train.reference import ReferenceResets
 from tba.train.state import Stateful
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
-from tba.types import TOKEN_FIELDS, Batch, ResponseCounts, TrajectoryGroup, combined_reward
+from tba.types import TOKEN_FIELDS, Batch, ResponseCounts, TrajectoryGroup
 
 
 @dataclass
@@ -66,6 +67,8 @@ class Trainer:
     """Has searchers begin anew with the weights that are published now; None where the roles take turns."""
     received: int = field(default=0, init=False)
     """Number of groups with a response that were taken in since the last step."""
+    receive_seconds: float = field(default=0.0, init=False)
+    """Time that `receive` took since the last step."""
     lost: set[str] = field(default_factory=set, init=False)
     """Ids of prompts whose last visit brought no response: every one was lost to its reward."""
     fresh_rewards: list[float] = field(default_factory=list, init=False)
@@ -101,7 +104,13 @@ class Trainer:
         self.counts.trained += batch.totals.responses
         self.step_index += 1
         publishing = self.publish_if_due()
-        times = {"step": time.perf_counter() - started, "wait_for_batch": waited, "publish_weights": publishing}
+        times = {
+            "receive": self.receive_seconds,
+            "wait_for_batch": waited,
+            "step": time.perf_counter() - started,
+            "publish_weights": publishing,
+        }
+        self.receive_seconds = 0.0
         watched = {**watched_metrics(batch, log_pi_N), "entropy": result.entropy}
         self.record(batch, measured, watched, times)
         self.train_step.moved = False
@@ -146,6 +155,7 @@ class Trainer:
 
     def receive(self) -> None:
         """Take in the groups that have arrived, and acknowledge those that are committed."""
+        started = time.perf_counter()
         groups = self.receiver.drain()
         for group in groups:
             if self.probe is not None:
@@ -153,6 +163,7 @@ class Trainer:
             if self.add(group):
                 self.count(group)
         self.receiver.acknowledge([group.id for group in groups] if self.durable is None else self.durable.committed())
+        self.receive_seconds += time.perf_counter() - started
 
     def add(self, group: TrajectoryGroup) -> bool:
         """Store a group; False where it came before."""
@@ -174,7 +185,7 @@ class Trainer:
         self.received += bool(group.trajectories)
         (self.lost.discard if group.trajectories else self.lost.add)(group.prompt.id)
         self.counts.generated += group.num_generated
-        rewards = (combined_reward(t.rewards, self.reward_weights) for t in group.trajectories)
+        rewards = columns_of(group).combined_rewards(self.reward_weights)
         self.fresh_rewards += [reward for reward in rewards if not math.isnan(reward)]
         self.ledger.complete(group.visit, solved=group.solved, is_lost=not group.trajectories)
         self.recorder.group_received(self.step_index, group)

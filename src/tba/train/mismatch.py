@@ -22,7 +22,8 @@ from torch import Tensor
 
 from tba.models.policy import PolicyModel
 from tba.models.weights import kl_estimate
-from tba.types import Batch, Completion, TrajectoryGroup, Weights
+from tba.replay.columns import ResponseColumns, columns_of
+from tba.types import Batch, TrajectoryGroup, Weights
 
 LEAST_TOKENS = 64
 """Tokens below which an estimate says too little."""
@@ -60,13 +61,17 @@ class MismatchProbe:
         """Score what is of use in a group, if that is due."""
         if step < self._due:
             return
-        for completion in _comparable(group):
-            weights = self.published(completion.version)
+        columns = columns_of(group)
+        starts, versions = columns.starts.tolist(), columns.versions.tolist()
+        published = {version: self.published(version) for version in set(versions)}
+        for response in _comparable(columns):
+            weights = published[versions[response]]
             if weights is not None and self._num_tokens < ENOUGH_TOKENS:
+                own = slice(starts[response], starts[response] + int(columns.lengths[response]))
                 log_pi = self.policy.log_probs_under(
-                    weights.tensors, group.prompt.token_ids, completion.token_ids, temperature=self.temperature
+                    weights.tensors, group.prompt.token_ids, columns.token_ids[own], temperature=self.temperature
                 )
-                self._pairs.append((completion.policy_log_probs, log_pi))
+                self._pairs.append((columns.policy[own].copy(), log_pi))
 
     def take(self, step: int) -> float | None:
         """The KL, where enough was scored before this step; None otherwise."""
@@ -81,13 +86,14 @@ class MismatchProbe:
         return sum(len(engine) for engine, _ in self._pairs)
 
 
-def _comparable(group: TrajectoryGroup) -> list[Completion]:
+def _comparable(columns: ResponseColumns) -> list[int]:
     """Responses that one version of the policy chose whole: one that newer weights took over has keys and values of older
     ones in its cache, and of imports and the reference's responses the policy's log-probs are not known."""
+    # Sums by differences, because they are right of a response without tokens too.
+    others = np.concatenate([[0], np.cumsum(~(columns.loss_mask & np.isfinite(columns.policy)))])
+    whole = others[columns.starts] == others[columns.starts + columns.lengths]
     return [
-        trajectory.completion
-        for trajectory in group.trajectories
-        if len({version for _, version in trajectory.completion.version_spans}) == 1
-        and trajectory.loss_mask.all()
-        and np.isfinite(trajectory.completion.policy_log_probs).all()
+        response
+        for response, spans in enumerate(columns.version_spans)
+        if whole[response] and len({version for _, version in spans}) == 1
     ]

@@ -15,6 +15,7 @@ import numpy as np
 
 from tba.generate.engine import Scorer
 from tba.replay.buffer import ReplayBuffer
+from tba.replay.columns import columns_of
 from tba.runtime.channels import WeightPublisher
 from tba.types import TrajectoryGroup, Weights
 
@@ -73,8 +74,9 @@ class ReferenceResets:
         """A group as the buffer may take it: scored by the current reference. (An earlier one's is refused there.) That of a
         later one was scored by a policy that is gone with the trainer that had it: it is scored anew, or its responses are
         lost."""
-        stale = [t.reference_version != self.version for t in group.trajectories]
-        if self.scorer is None and any(t.reference_version > self.version for t in group.trajectories):
+        versions = columns_of(group).reference_versions
+        stale = [version != self.version for version in versions]
+        if self.scorer is None and any(version > self.version for version in versions):
             return replace(group, trajectories=(), num_lost=group.num_generated)
         if self.scorer is None or not any(stale):
             return group
