@@ -48,17 +48,17 @@ def steps_done(config) -> int:
 
 def test_killed_searchers_are_replaced_and_the_run_goes_on(folder, caplog):
     """Two are killed, one after the other, while they have visits in hand; the last evaluation comes all the same."""
-    config = make_config(folder, "name=killed", "train.max_steps=40", "evaluate.every=10")
+    config = make_config(folder, "name=killed", "train.max_steps=24", "evaluate.every=8")
     killed = [
-        when(lambda step=step: steps_done(config) >= step, lambda: searcher_processes()[0].kill()) for step in (2, 20)
+        when(lambda step=step: steps_done(config) >= step, lambda: searcher_processes()[0].kill()) for step in (2, 10)
     ]
     summary = train(config)
     assert not any(thread.is_alive() for thread in killed)
-    assert summary["steps"] == 40
+    assert summary["steps"] == 24
     assert caplog.text.count("searcher-0 ended (exit status -9)") == 2
     assert caplog.text.count("It is replaced") == 2
     assert [record["searchers/replaced"] for record in records_so_far(config) if "loss" in record][-1] == 2
-    assert max(record["step"] for record in records_so_far(config) if "eval/custom/solved" in record) == 40
+    assert max(record["step"] for record in records_so_far(config) if "eval/custom/solved" in record) == 24
 
 
 def test_a_hung_searcher_is_replaced(folder, caplog):

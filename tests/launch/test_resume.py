@@ -22,7 +22,7 @@ from tba.launch.supervise import supervise
 from tba.observe.files import RunFolder
 from tba.train.state import Snapshot, restore
 
-COMMON = ("train.max_steps=16", "train.checkpoint_every=1", "evaluate.every=4")
+COMMON = ("train.max_steps=12", "train.checkpoint_every=1", "evaluate.every=4")
 RUNS = {
     "tb with replay": ["mode=sync", "replay.on_policy_probability=0.5", "replay.inverse_temperature=1"],
     # Step 5 is the first of two on its batch.
@@ -86,7 +86,7 @@ def test_a_killed_run_continues_with_the_same_tokens_and_losses(folder, name):
     run_and_kill(folder, killed.path.name, *COMMON, *RUNS[name])
     assert not killed.summary.exists()
     in_a_new_process(make_config(folder, *COMMON, *RUNS[name], f"name={killed.path.name}"), resume=True)
-    assert steps(killed) == list(range(1, 17))
+    assert steps(killed) == list(range(1, 13))
     assert lines(killed) == lines(whole)
     assert killed.samples.read_text() == whole.samples.read_text()
     summaries = [json.loads(run.summary.read_text()) | {"seconds": 0} for run in (killed, whole)]
