@@ -36,7 +36,8 @@ def nodes(tmp_path, monkeypatch):
     monkeypatch.setenv("TBA_ACKNOWLEDGED_LOG", str(tmp_path / "notes"))  # every process of the cluster inherits it
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    settings = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
+    cluster = Cluster(initialize_head=True, head_node_args=settings)
     for _ in range(2):
         cluster.add_node(num_cpus=1)
     yield cluster

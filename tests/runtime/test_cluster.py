@@ -39,7 +39,8 @@ def nodes():
     """A head without room for searchers; a test adds nodes with room for one each."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    settings = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
+    cluster = Cluster(initialize_head=True, head_node_args=settings)
     ray.init(address=cluster.address, log_to_driver=False)
     yield cluster
     ray.shutdown()
