@@ -8,8 +8,10 @@ but was forked as well (runtime/fork_server.py, OWN_SERVER). Without this, each 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,14 +40,16 @@ class Command:
         captured: Sequence[str] = ("stderr",),
         prepare: Callable[[], object] = heed_signals,
         folder: Path | None = None,
+        target: Callable[..., None] | None = None,
     ) -> None:
-        """`prepare` is called in the new process before it becomes the command; `folder` is where it runs."""
+        """`prepare` is called in the new process before it becomes the command; `folder` is where it runs; `target` is what
+        makes the process the command (default: exec)."""
         self.args = list(command)
         prepare_roles(threads=1)  # what a trainer and searchers need, for the first one here
         pipes = {name: os.pipe() for name in captured}
         self._role = RoleProcess(
             "command",
-            become,
+            become if target is None else target,
             {
                 "command": self.args,
                 "streams": {STANDARD[name]: writing for name, (_, writing) in pipes.items()},
@@ -122,8 +126,7 @@ def become(
     prepare: Callable[[], object],
 ) -> None:
     """The target of a command's process."""
-    for number, descriptor in streams.items():
-        os.dup2(descriptor, number)
+    _take_streams(streams)
     own = os.environ.get(OWN_SERVER)
     kept = {0, 1, 2} if own is None else {0, 1, 2, int(own.split()[0])}
     for descriptor in {int(name) for name in os.listdir("/dev/fd")} - kept:
@@ -134,6 +137,36 @@ def become(
     os.chdir(folder)
     prepare()
     os.execve(command[0], command, environment if own is None else {**environment, OWN_SERVER: own})
+
+
+def become_script(
+    link: Link,
+    *,
+    command: list[str],
+    streams: Mapping[int, int],
+    environment: dict[str, str],
+    folder: str,
+    prepare: Callable[[], object],
+) -> None:
+    """The target of a script's process, which keeps what was imported."""
+    _take_streams(streams)
+    os.chdir(folder)
+    prepare()
+    sys.argv[:] = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def _take_streams(streams: Mapping[int, int]) -> None:
+    for number, descriptor in streams.items():
+        os.dup2(descriptor, number)
+
+
+def run_script(path: Path) -> subprocess.CompletedProcess[str]:
+    """Run a Python script as `python PATH` does, in a process of its own that has imported torch already."""
+    with Command([str(path)], captured=("stdout", "stderr"), target=become_script) as process:
+        output, errors = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.wait(), output, errors)
 
 
 def run_command(command: Sequence[str], *, folder: Path | None = None) -> subprocess.CompletedProcess[str]:

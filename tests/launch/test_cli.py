@@ -131,7 +131,7 @@ def test_numbers_given_as_options_arrive_as_numbers():
         RUNNER.invoke(app, ["compare", "nowhere.yaml"], catch_exceptions=False)
 
 
-def test_train_and_evaluate_from_the_command_line(folder):
+def test_train_and_evaluate_from_the_command_line(folder, monkeypatch, capfd):
     options = [
         "--model",
         f"{folder}/model",
@@ -144,12 +144,19 @@ def test_train_and_evaluate_from_the_command_line(folder):
     done = run_command([sys.executable, "-m", "tba", "train", *options, *settings])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 2
-    done = tba("evaluate", f"{folder}/runs/cli", "--samples", "2", "--num-prompts", "3")
+    # In this process, where torch is loaded.
+    arguments = ["tba", "evaluate", f"{folder}/runs/cli", "--samples", "2", "--num-prompts", "3"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    found = json.loads(capfd.readouterr().out)
     names = ["solved", "reward", "pass@2", "avg@2", "reward@2"]
     errors = {f"{name}_standard_error" for name in names}
     by_chance = {"accuracy", "accuracy_standard_error"}  # where all of these few rewards are 0 or 1
-    assert set(json.loads(done.stdout)) - by_chance == {*names, "num_prompts"} | errors
-    assert json.loads(done.stdout)["num_prompts"] == 2  # of 3 that were asked for: the file holds out no more
+    assert set(found) - by_chance == {*names, "num_prompts"} | errors
+    assert found["num_prompts"] == 2  # of 3 that were asked for: the file holds out no more
 
 
 def test_doctor_names_what_the_machine_has():
