@@ -1,9 +1,7 @@
 """One thread per test process: two cores are shared, and results must not depend on how many there are. And the order of
 files: those that take longest come first, or the last one would keep one core busy while the others have nothing to do."""
 
-from tba.models.cpu import use_cpu
-
-use_cpu(threads=1)  # as every role does
+import gc
 
 LONGEST = (
     *("launch/test_node_loss.py", "launch/test_collapse.py", "compare/test_compare_runs.py"),
@@ -21,6 +19,20 @@ LONGEST = (
 )
 """Files of more than ten seconds. Beside one that starts processes which all import torch are two that compute in one: where
 three of the former came at once on two cores, their deadlines would come near."""
+
+
+def pytest_configure(config):
+    """Where tests run, which with `-n 3` is in other processes than this one: it need not wait for torch then."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", 0):
+        gc.disable()  # until the tests are collected: nothing of what is imported becomes garbage
+        from tba.models.cpu import use_cpu
+
+        use_cpu(threads=1)  # as every role does
+
+
+def pytest_collection_finish():
+    gc.freeze()  # or every collection would walk through all of torch and transformers again
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):
