@@ -115,6 +115,21 @@ def test_a_lost_checkpoint_is_named_again_in_the_end(tmp_path, caplog):
         failures.raise_lost()
 
 
+def test_a_checkpoint_makes_up_for_those_before_it_that_were_lost(tmp_path):
+    """A folder that was moved away while one was written: the run has what it was for. What is lost later counts again."""
+    failures = WriteFailures()
+    for step, error in ((1, OSError(2, "No such file or directory")), (2, None), (3, OSError(28, "No space left"))):
+        with failures.tolerated("checkpoint", tmp_path / f"step-{step}", must_not_be_lost=True):
+            if error is not None:
+                raise error
+        with failures.tolerated("healthy checkpoint", tmp_path / f"healthy-step-{step}"):
+            pass
+        if step == 2:
+            failures.raise_lost()
+    with pytest.raises(OutputLost, match=rf"1 of its files could not be written: {tmp_path}/step-3\."):
+        failures.raise_lost()
+
+
 def test_an_output_that_cannot_be_written_is_refused_and_left_as_it_was(tmp_path):
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):

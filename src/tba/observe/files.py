@@ -156,11 +156,12 @@ def keep_lines(path: Path, count: int) -> None:
 
 class WriteFailures:
     """What a run could not write, because the disk is full or the folder is gone: each kind is told once, and training goes
-    on. What must not be lost is named again in the end, with a non-zero exit status."""
+    on. What must not be lost is named again in the end, with a non-zero exit status, unless a later one of its kind was
+    written: a checkpoint makes up for those before it."""
 
     def __init__(self) -> None:
-        self.lost: list[Path] = []
-        """Files and folders that must not be lost and could not be written, the last attempt at each."""
+        self._lost: dict[str, dict[Path, None]] = {}
+        """By kind, files and folders that must not be lost and could not be written, since one was."""
         self._told: set[str] = set()
 
     @contextmanager
@@ -168,11 +169,13 @@ class WriteFailures:
         """Go on where writing `path` fails; `what` is its kind, of which the first failure is told."""
         try:
             yield
+            if must_not_be_lost:
+                self._lost.pop(what, None)
         except (OSError, SafetensorError) as error:
             # What a checkpoint has come to before the disk was full: it would keep the next one from being written.
             shutil.rmtree(path.with_name(f".{path.name}.partial"), ignore_errors=True)
-            if must_not_be_lost and path not in self.lost:
-                self.lost.append(path)
+            if must_not_be_lost:
+                self._lost.setdefault(what, {})[path] = None
             if what not in self._told:
                 self._told.add(what)
                 level = logging.ERROR if must_not_be_lost else logging.WARNING
@@ -181,10 +184,11 @@ class WriteFailures:
 
     def raise_lost(self) -> None:
         """Raise at the end of a run that has not written all that it must."""
-        if self.lost:
-            names = ", ".join(str(path) for path in self.lost[:5]) + (", ..." if len(self.lost) > 5 else "")
+        lost = [str(path) for paths in self._lost.values() for path in paths]
+        if lost:
+            names = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
             raise OutputLost(
-                f"training is done, but {len(self.lost)} of its files could not be written: {names}. Free the disk or "
+                f"training is done, but {len(lost)} of its files could not be written: {names}. Free the disk or "
                 "choose another output=..., and train again."
             )
 
