@@ -161,7 +161,7 @@ class WriteFailures:
 
     def __init__(self) -> None:
         self._lost: dict[str, dict[Path, None]] = {}
-        """By kind, files and folders that must not be lost and could not be written, since one was."""
+        """By kind, files and folders that must not be lost and could not be written since the last one that was."""
         self._told: set[str] = set()
 
     @contextmanager

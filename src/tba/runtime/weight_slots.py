@@ -29,7 +29,7 @@ logger = logging.getLogger("tba")
 MAX_RETRIES = 100
 """Copies that may be overtaken in a row before fetching gives up with an error."""
 LONG_BYTES = 2**28
-"""Bytes in host memory that take a tenth of a second to copy and check."""
+"""Bytes in host memory from which on copying and checking them would hold up many decode steps."""
 MAX_CHECKSUM_MISSES = 3
 """Copies with a wrong checksum before fetching gives up: a second copy of bytes that are damaged is as wrong."""
 

@@ -43,7 +43,8 @@ class WeightLoader:
         """Never waits: under `drain` the engine loads later, a version's canary comes a little after its weights, and large
         weights are copied and checked beside the decode steps."""
         if not self.is_of_this_trainer:
-            # Another trainer's versions begin at its checkpoint: a lower number is newer than what is loaded.
+            # Another trainer's versions begin at its checkpoint: a lower number is newer than what is loaded. What is still
+            # being fetched of the former one's, or failed with it, is of no use.
             self._source, self._loaded, self._checked, self._fetching = self._ends.weights, -1, -1, None
             self._give(self._take(self._source.fetch()))
         newest = self._source.newest_version
