@@ -157,14 +157,38 @@ def become_script(
     runpy.run_path(command[0], run_name="__main__")
 
 
+def become_module(
+    link: Link,
+    *,
+    command: list[str],
+    streams: Mapping[int, int],
+    environment: dict[str, str],
+    folder: str,
+    prepare: Callable[[], object],
+) -> None:
+    """The target of a process that runs a module as `python -m MODULE` does, but keeps what was imported."""
+    _take_streams(streams)
+    os.chdir(folder)
+    prepare()
+    sys.argv[:] = command
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+
+
 def _take_streams(streams: Mapping[int, int]) -> None:
     for number, descriptor in streams.items():
         os.dup2(descriptor, number)
 
 
-def run_script(path: Path) -> subprocess.CompletedProcess[str]:
+def run_script(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a Python script as `python PATH` does, in a process of its own that has imported torch already."""
-    with Command([str(path)], captured=("stdout", "stderr"), target=become_script) as process:
+    with Command([str(path), *arguments], captured=("stdout", "stderr"), target=become_script) as process:
+        output, errors = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.wait(), output, errors)
+
+
+def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a module as `python -m NAME` does, in a process of its own that has imported torch already."""
+    with Command([name, *arguments], captured=("stdout", "stderr"), target=become_module) as process:
         output, errors = process.communicate()
         return subprocess.CompletedProcess(process.args, process.wait(), output, errors)
 

@@ -15,7 +15,7 @@ LONGEST = (
     *("train/test_sharded.py", "tasks/test_arithmetic.py", "observe/test_guards.py"),
     *("launch/test_faults.py", "test_models_table.py", "tasks/test_red_team_task.py"),
     *("launch/test_supervision.py", "tasks/test_reward_workers.py", "launch/test_later_rows.py"),
-    *("runtime/test_copies.py", "launch/test_cli.py", "tasks/test_grader_pairs.py"),
+    *("launch/test_cli.py", "tasks/test_grader_pairs.py"),
 )
 """Files of more than ten seconds. Beside one that starts processes which all import torch are two that compute in one: where
 three of the former came at once on two cores, their deadlines would come near."""

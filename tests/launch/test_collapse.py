@@ -114,7 +114,7 @@ def test_a_run_that_collapses_goes_back_and_on_more_gently(tmp_path, mode, caplo
     write_problem(tmp_path, layers=LAYERS)
     (tmp_path / "rewards.py").write_text(OUTAGE)
     config = make_config(
-        tmp_path, "seed=3", "train.max_steps=45", "evaluate.num_prompts=1", "objective.beta=0.05", *mode,
+        tmp_path, "seed=3", "train.max_steps=36", "evaluate.num_prompts=1", "objective.beta=0.05", *mode,
         "train.learning_rate=3e-3", "observe.on_collapse=rollback", "observe.healthy_checkpoint_every=5",
         "replay.max_lag=1", reward="judge",
     )  # fmt: skip
@@ -125,13 +125,13 @@ def test_a_run_that_collapses_goes_back_and_on_more_gently(tmp_path, mode, caplo
     to = rollback["to"]
     assert to < rollback["since"] < rollback["step"]
     assert sum("The run goes back to" in record.message for record in caplog.records) == 1
-    assert summary["steps"] == 45
+    assert summary["steps"] == 36
     assert summary["collapse"] is None
 
     records = records_of(run)
-    assert [record["step"] for record in records] == list(range(1, 46)), "abandoned steps are cut off, as by a resume"
-    assert [record["guard/rollbacks"] for record in records] == [0.0] * to + [1.0] * (45 - to)
-    assert [record["learning_rate"] for record in records] == pytest.approx([3e-3] * to + [1.5e-3] * (45 - to))
+    assert [record["step"] for record in records] == list(range(1, 37)), "abandoned steps are cut off, as by a resume"
+    assert [record["guard/rollbacks"] for record in records] == [0.0] * to + [1.0] * (36 - to)
+    assert [record["learning_rate"] for record in records] == pytest.approx([3e-3] * to + [1.5e-3] * (36 - to))
     assert all(math.isfinite(record[name]) for record in records for name in ("loss", "kl", "reward", "grad_norm"))
     assert records[-1]["completions/mean_length"] > 3.0
     assert min(record["off_policy/lag_max"] for record in records) >= 0

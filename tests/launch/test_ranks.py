@@ -2,19 +2,19 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import psutil
 import pytest
 import torch.distributed as dist
-from commands import Command, heed_signals
+from commands import Command, become_module, heed_signals, run_module
 from problem import command, make_config, steps_of, wait_for
 
+import tba.__main__
 from tba.config import ConfigError
 from tba.launch.start import train
 from tba.launch.torchrun import Torchrun, with_torchrun
 from tba.observe.files import RunFolder, read_summary
+from tba.runtime.fork_server import OWN_SERVER
 
 RANKS = ("train.ranks=2", "train.checkpoint_every=3")
 
@@ -54,28 +54,36 @@ def test_trainings_in_one_process_leave_its_environment_alone_and_want_torch_dis
         dist.destroy_process_group()
 
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def test_torchrun_starts_the_ranks(folder):
-    config, one = make_config(folder, "name=torchrun"), command(folder, "torchrun", "train.max_steps=3")
-    done = subprocess.run([*TORCHRUN, *one[1:]], capture_output=True, text=True, timeout=300, check=False)
+    """As forks of torchrun's process, which has imported torch: the next test starts them as new processes. On the CPU, for
+    torchrun looks for GPUs, which do not survive a fork."""
+    config = make_config(folder, "name=torchrun")
+    one = command(folder, "torchrun", "train.max_steps=3", "model.device=cpu")
+    done = run_module(*TORCHRUN, "--start-method=fork", "--run-path", tba.__main__.__file__, *one[3:])
     assert done.returncode == 0, done.stderr
     assert steps_of(config) == [1, 2, 3]
     assert "ranks: 2" in RunFolder(config.run_folder).config.read_text()
 
 
+def start_as_torchrun() -> None:
+    """In the process that becomes torchrun, which has imported torch already. Those that it starts import it for themselves:
+    it hands no descriptor on, also not that of a process to fork roles from."""
+    heed_signals()
+    del os.environ[OWN_SERVER]
+
+
 def test_a_run_under_torchrun_that_is_interrupted_saves_before_its_ranks_end(folder):
     config, one = make_config(folder, "name=interrupted"), command(folder, "interrupted", "train.max_steps=10000")
-    with subprocess.Popen([*TORCHRUN, *one[1:]], stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals) as process:
-        try:
-            assert wait_for(lambda: max(steps_of(config), default=0) >= 2, 300)
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=300)
-        finally:
-            process.kill()
+    with Command([*TORCHRUN, *one[1:]], target=become_module, prepare=start_as_torchrun) as process:
+        assert wait_for(lambda: max(steps_of(config), default=0) >= 2, 300)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=300)
     assert "saving and stopping" in errors
     found = RunFolder(config.run_folder)
+    assert "ranks: 2" in found.config.read_text()
     assert list(found.checkpoints_by_step()) == [max(steps_of(config))], errors
     assert read_summary(found)["outcome"] == "interrupted"
 

@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 import sqlite3
-import subprocess
-import sys
 import textwrap
 import threading
 import zlib
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import run_script
 
 from tba.replay import durable
 from tba.replay.columns import ResponseColumns, pack_responses
@@ -347,11 +346,12 @@ def test_a_caller_waits_by_name_while_too_much_is_unwritten(tmp_path, monkeypatc
     assert len(ids_in(tmp_path / "r.sqlite")) == 3
 
 
-def child(script: str, *arguments, **options) -> subprocess.Popen:
-    """Python that has this file's helpers."""
-    code = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\nfrom test_durable import *\n"
-    command = [sys.executable, "-c", code + textwrap.dedent(script), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+def output_of(script: str, folder: Path, *arguments: str) -> tuple[str, str]:
+    """What Python that has this file's helpers writes, in a process of its own that works in the folder."""
+    path = folder / "script.py"
+    path.write_text("import sys\nfrom test_durable import *\n" + textwrap.dedent(script))
+    done = run_script(path, *(str(folder / name) for name in arguments))
+    return done.stdout, done.stderr
 
 
 def send_for_ever(path: Path, acknowledged: Path, number: int, told: int) -> None:
@@ -388,7 +388,7 @@ def test_what_was_acknowledged_is_there_after_kill_9_and_nothing_twice(tmp_path)
             assert stored == [f"searcher-3.aa/{number}" for number in range(len(stored))], stored
         print(len(stored))
     """
-    out, err = child(script, tmp_path / "r.sqlite", tmp_path / "acknowledged").communicate(timeout=60)
+    out, err = output_of(script, tmp_path, "r.sqlite", "acknowledged")
     assert int(out or "0") > 200, err
 
 
@@ -412,7 +412,7 @@ def test_a_full_disk_is_one_clear_error_and_what_was_acknowledged_stays(tmp_path
         store.close()
         print("closed")
     """
-    out, err = child(script, tmp_path / "r.sqlite").communicate(timeout=60)
+    out, err = output_of(script, tmp_path, "r.sqlite")
     first, message, counts, last = out.splitlines() or [err]
     failed, acknowledged = map(int, counts.split())
     assert (first, last, acknowledged) == ("['searcher-3.aa/0']", "closed", failed - 1)

@@ -130,8 +130,8 @@ def test_the_shipped_reward_model_is_standardised_and_its_favourite_of_four_is_b
     assert scores.std() == pytest.approx(1.0, abs=0.2)
     # The best of a post's samples by the reward model is better by gold than any one.
     several = sample_summaries(*shipped, texts, samples_per_post=4, sampling=SAMPLING, seed=2)
-    best = []
-    for text, own in zip(texts, several):
-        best.append(own[int(scorer.score([text] * 4, [s.text for s in own], [s.finished for s in own]).argmax())].text)
+    of_four = [sample for own in several for sample in own]
+    given = scorer.score(np.repeat(texts, 4).tolist(), [s.text for s in of_four], [s.finished for s in of_four])
+    best = [own[place].text for own, place in zip(several, given.reshape(-1, 4).argmax(axis=1))]
     references = gold_scores(texts, [reference_summary(post) for post in posts], finished)
     assert win_rate(gold_scores(texts, best, finished), references) > 0.35

@@ -16,6 +16,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 LENGTH, CLIPPED = "completions/mean_length", "completions/clipped_ratio"
@@ -124,7 +125,7 @@ class CollapseGuard:
     def _breaches(self) -> list[Breach]:
         if len(self._past) < FIRST_PAST:
             return []
-        view = View.of([values for _, values in self._recent], self._past)
+        view = View([values for _, values in self._recent], self._past)
         return [breach for rule in RULES if (breach := rule(view)) is not None]
 
     def _judge(self, step: int, breaches: Sequence[Breach]) -> None:
@@ -154,43 +155,48 @@ class Streak:
         return Streak(self.since, self.batches + 1)
 
 
-@dataclass(frozen=True)
 class View:
-    """The present beside the past, as the rules see it."""
+    """The present beside the past, as the rules see it. Most steps are healthy at a glance at the reward, the length and the
+    entropy: what only a closer look needs is computed when a rule takes it."""
 
-    now: Mapping[str, float]
-    """Mean of the recent batches, by metric."""
-    usual: Mapping[str, float]
-    """Median of the past, by metric."""
-    reward_noise: float
-    """Standard deviation of one batch's mean reward, from neighbours: a trend is not noise. It is that of
-    most batches, or of all where most are equal."""
-    widest_reward_noise: float
-    """Standard deviation of one batch's mean reward with the rare batches that stand out, at least reward_noise: what a fall
-    without another sign must exceed."""
-    kl_noise: float
-    """Standard deviation of one batch's KL, from neighbours."""
-    settled: bool
-    """Whether the past is long enough to judge small signs."""
-    best_reward: float
-    """Best mean of 2 RECENT neighbours in the past: one lucky draw of prompts must not set it."""
-    highest_kl: float
-    """Highest mean of RECENT neighbours in the past."""
+    def __init__(self, recent: Sequence[Mapping[str, float]], past: Sequence[Mapping[str, float]]) -> None:
+        self.now = {name: statistics.fmean([values[name] for values in recent]) for name in WATCHED}
+        """Mean of the recent batches, by metric."""
+        self._past = {name: [values[name] for values in past] for name in WATCHED}
+        self.settled = len(past) >= SETTLED_PAST
+        """Whether the past is long enough to judge small signs."""
 
-    @classmethod
-    def of(cls, recent: Sequence[Mapping[str, float]], past: Sequence[Mapping[str, float]]) -> View:
-        series = {name: [values[name] for values in past] for name in WATCHED}
-        usual_noise, counting_noise = _usual_noise(series[REWARD]), _counting_noise(series[REWARD])
-        return cls(
-            now={name: statistics.fmean(values[name] for values in recent) for name in WATCHED},
-            usual={name: statistics.median(values) for name, values in series.items()},
-            reward_noise=usual_noise or counting_noise,
-            widest_reward_noise=max(usual_noise, counting_noise),
-            kl_noise=_usual_noise(series[KL]),
-            settled=len(past) >= SETTLED_PAST,
-            best_reward=_highest_mean(series[REWARD], 2 * RECENT),
-            highest_kl=_highest_mean(series[KL], RECENT),
-        )
+    @cached_property
+    def usual(self) -> Mapping[str, float]:
+        """Median of the past, by metric."""
+        return {name: statistics.median(values) for name, values in self._past.items()}
+
+    @cached_property
+    def reward_noise(self) -> float:
+        """Standard deviation of one batch's mean reward, from neighbours: a trend is not noise. It is that of
+        most batches, or of all where most are equal."""
+        return _usual_noise(self._past[REWARD]) or _counting_noise(self._past[REWARD])
+
+    @cached_property
+    def widest_reward_noise(self) -> float:
+        """Standard deviation of one batch's mean reward with the rare batches that stand out, at least reward_noise: what a
+        fall without another sign must exceed."""
+        return max(_usual_noise(self._past[REWARD]), _counting_noise(self._past[REWARD]))
+
+    @cached_property
+    def kl_noise(self) -> float:
+        """Standard deviation of one batch's KL, from neighbours."""
+        return _usual_noise(self._past[KL])
+
+    @cached_property
+    def best_reward(self) -> float:
+        """Best mean of 2 RECENT neighbours in the past: one lucky draw of prompts must not set it."""
+        return _highest_mean(self._past[REWARD], 2 * RECENT)
+
+    @cached_property
+    def highest_kl(self) -> float:
+        """Highest mean of RECENT neighbours in the past."""
+        return _highest_mean(self._past[KL], RECENT)
 
     @property
     def reward_risen(self) -> bool:
@@ -210,7 +216,9 @@ class View:
     @property
     def reward_fell_far(self) -> bool:
         share = FAR_SHARE if self.settled else FIRST_FAR_SHARE
-        return self.reward_fell(by=FAR_NOISE * self.widest_reward_noise, share=share)
+        return self.reward_fell(by=0.0, share=share) and self.reward_fell(
+            by=FAR_NOISE * self.widest_reward_noise, share=share
+        )
 
     def breach(self, rule: str, metric: str, words: str) -> Breach:
         """A breach of a rule by this metric; `words` may name {now}, {usual} and {reward}."""
@@ -248,9 +256,10 @@ def _kl(view: View) -> Breach | None:
     """A policy that leaves the reference and earns less. The fall must exceed the widest noise: where rewards are rare, the
     best of the past is mostly luck, and a distance alone is what any learning from noise looks like."""
     now, usual = view.now[KL], abs(view.usual[KL])
-    far = max(usual + KL_NATS, KL_TIMES * usual, usual + KL_NOISE * view.kl_noise, KL_TIMES_HIGHEST * view.highest_kl)
-    fell = view.reward_fell(by=FALLEN_NOISE * view.widest_reward_noise, share=FALLEN_SHARE)
-    if not (view.settled and now > far and fell):
+    if not view.settled or now <= max(usual + KL_NATS, KL_TIMES * usual):
+        return None
+    far = max(usual + KL_NOISE * view.kl_noise, KL_TIMES_HIGHEST * view.highest_kl)
+    if now <= far or not view.reward_fell(by=FALLEN_NOISE * view.widest_reward_noise, share=FALLEN_SHARE):
         return None
     return view.breach(
         "kl", KL, "the policy is {now} nats per response from the reference, usual was {usual}; {reward}"
