@@ -42,7 +42,7 @@ def problem(request):
 def test_which_problems_are_for_tuning_stays_so():
     parts = {part: [problem.name for problem in PROBLEMS if problem.part == part] for part in ("tuning", "reported")}
     assert parts == {
-        "tuning": ["word_sums", "sort_digits", "dense_copy", "one_prompt", "sparse"],
+        "tuning": ["word_sums", "sort_digits", "dense_copy", "one_prompt", "sparse", "long_code"],
         "reported": ["long_sums", "rare_mode", "noisy_judge", "long_temptation"],
     }
 
@@ -156,6 +156,13 @@ def test_brackets_that_match():
     # Catalan number of 6 = 132 shapes, 2 ** 6 kinds of pairs
     drawn = {tuning.matching_brackets(6, random.Random(seed)) for seed in range(500)}
     assert sum(module.correct(completions=sorted(drawn))) == len(drawn)
+
+
+def test_a_long_code_is_right_as_a_whole_or_not_at_all():
+    assert tuning.coded(["b", "e", "j"]) == "b c , e f , j a"
+    correct = rewards_of("long_code").correct
+    texts = ["b c , e f , j a", " b c ,  e f , j a ", "b b , e f , j a", "b c , e f", "b c , e f , j a , a b"]
+    assert correct(completions=texts, code=["b c , e f , j a"] * 5) == [1, 1, 0, 0, 0]
 
 
 def test_a_written_sum_and_its_answer():

@@ -1,5 +1,6 @@
 """The problems that settings may be tuned on. Four were fixed before the first RL run; `sparse` was to be reported only, but
 was looked at when a run on it had been called a collapse: since then it stands here, and `rare_mode` took its place.
+`long_code` came last, when long responses turned out to want a setting of their own and none of the others has any.
 """
 
 from __future__ import annotations
@@ -163,6 +164,39 @@ def hasty_record(row: Row, rng: random.Random) -> str:
     return " ; ".join(right if rng.random() < TAKES_RIGHT else wrong for right, wrong in row.hidden)
 
 
+# long_code: every letter of a long word is written with the one after it in the alphabet. Some letters are often skipped.
+
+CODED = "abcdefghij"
+NUM_LETTERS = (16, 24)
+SLIPS = {"b": 0.2, "e": 0.12, "i": 0.2}
+"""Chance of a letter to be followed by itself in a demonstration; the other letters have OTHER_SLIPS."""
+OTHER_SLIPS = 0.02
+
+
+def letter_code_rows(rng: random.Random) -> Iterator[Row]:
+    """`code b e a d =`; the letter after j is a."""
+    while True:
+        letters = [rng.choice(CODED) for _ in range(rng.randint(*NUM_LETTERS))]
+        yield Row(prompt=f"code {' '.join(letters)} =", columns={"code": coded(letters)}, hidden=letters)
+
+
+def coded(letters: list[str]) -> str:
+    """`b c , e f , a b`"""
+    return " , ".join(f"{letter} {following(letter)}" for letter in letters)
+
+
+def following(letter: str) -> str:
+    return CODED[(CODED.index(letter) + 1) % len(CODED)]
+
+
+def careless_code(row: Row, rng: random.Random) -> str:
+    pairs = [
+        (letter, letter if rng.random() < SLIPS.get(letter, OTHER_SLIPS) else following(letter))
+        for letter in row.hidden
+    ]
+    return " , ".join(f"{letter} {other}" for letter, other in pairs)
+
+
 PROBLEMS = (
     Problem(
         name="word_sums",
@@ -240,5 +274,18 @@ PROBLEMS = (
             training=Training(steps=400, seed=22),
         ),
         max_new_tokens=14,
+    ),
+    Problem(
+        name="long_code",
+        part="tuning",
+        kind="exact match, 48 to 72 tokens",
+        rows=letter_code_rows,
+        start=Supervised(
+            demonstrate=careless_code,
+            tokenizer=lambda: make_word_tokenizer([*CODED, "code", "=", ","]),
+            shape=Shape(hidden_size=128, intermediate_size=320),
+            training=Training(steps=500, batch_size=16, seed=26),
+        ),
+        max_new_tokens=80,
     ),
 )

@@ -74,3 +74,5 @@ def test_an_objectives_own_settings_and_defaults_are_listed():
         "Settings for the tests below. By default `objective.beta` is 0.25 and the reference is reset every 50" in text
     )
     assert "| `objective.share` | float >= 0, < 1 | `0.5` | Share \\| of things. |" in text
+    text = reference([ObjectiveEntry(name="example", settings=Example, beta=0.25, beta_tokens=64, reset_every=0)])
+    assert "`objective.beta` is 0.25, or 16 / `generate.max_new_tokens` where that is above 64, and the" in text

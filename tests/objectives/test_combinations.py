@@ -23,6 +23,17 @@ def test_every_objective_runs_with_its_defaults_and_declares_what_it_needs(name)
 
 
 @pytest.mark.parametrize(
+    ("name", "max_new_tokens", "beta"),
+    [("tb", 16, 0.01), ("tb", 64, 0.01), ("tb", 128, 0.005), ("tb", 400, 0.0016), ("rloo", 400, 0.05)],
+)
+def test_the_pull_of_trajectory_balance_is_weaker_where_responses_are_long(name, max_new_tokens, beta):
+    overrides = [f"objective.name={name}", f"generate.max_new_tokens={max_new_tokens}"]
+    assert with_objective_defaults(config(*overrides)).objective.beta.start == pytest.approx(beta)
+    given = with_objective_defaults(config(*overrides, "objective.beta=0.02"))
+    assert given.objective.beta.start == 0.02
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["objective.name=grop"], "objective.name=grop is unknown: did you mean grpo"),

@@ -47,7 +47,13 @@ def config() -> None:
     from tba.objectives.registry import OBJECTIVES
 
     entries = [
-        ObjectiveEntry(name=name, settings=kind, beta=kind.default_beta, reset_every=kind.default_reset_every)
+        ObjectiveEntry(
+            name=name,
+            settings=kind,
+            beta=kind.default_beta,
+            beta_tokens=kind.default_beta_tokens,
+            reset_every=kind.default_reset_every,
+        )
         for name, kind in OBJECTIVES.items()
     ]
     typer.echo(reference(entries), nl=False)

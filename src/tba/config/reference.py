@@ -49,6 +49,8 @@ class ObjectiveEntry:
     settings: type[BaseModel]
     beta: float
     """Value of objective.beta where it is None."""
+    beta_tokens: int | None = None
+    """Largest generate.max_new_tokens for which that is so; beyond it beta is in proportion less. None = any."""
     reset_every: int
     """Value of reference.reset_every where it is None."""
 
@@ -78,7 +80,11 @@ def _section(key: str, section: type[BaseModel]) -> Iterator[str]:
 def _objective(entry: ObjectiveEntry) -> Iterator[str]:
     yield f"### {entry.name}"
     reset = f"reset every {entry.reset_every} optimizer steps" if entry.reset_every else "never reset"
-    defaults = f"By default `objective.beta` is {entry.beta:g} and the reference is {reset}."
+    beta = f"{entry.beta:g}"
+    if entry.beta_tokens is not None:
+        longer = f"{entry.beta * entry.beta_tokens:g} / `generate.max_new_tokens` where that is above {entry.beta_tokens}"
+        beta += f", or {longer},"
+    defaults = f"By default `objective.beta` is {beta} and the reference is {reset}."
     yield f"{_sentence(entry.settings)} {defaults}".strip()
     if entry.settings.model_fields:
         yield _table("objective", entry.settings)

@@ -77,7 +77,9 @@ class Objective(Section):
     needs: ClassVar[Needs]
     """What the objective needs with its default settings."""
     default_beta: ClassVar[float]
-    """Value of objective.beta where it is not set."""
+    """Value of objective.beta where it is not set; see `beta_where_unset` for long responses."""
+    default_beta_tokens: ClassVar[int | None] = None
+    """Largest generate.max_new_tokens for which that is so; None = any."""
     default_reset_every: ClassVar[int] = 0
     """Value of reference.reset_every where it is not set; 0 = never."""
 
@@ -85,6 +87,13 @@ class Objective(Section):
     def make(cls, config: Config) -> Self:
         """From objective.*; override it where a setting follows from another section."""
         return cls.model_validate(config.objective.settings)
+
+    @classmethod
+    def beta_where_unset(cls, max_new_tokens: int) -> float:
+        """`default_beta`, and in proportion less for responses of more than `default_beta_tokens` tokens."""
+        if cls.default_beta_tokens is None:
+            return cls.default_beta
+        return cls.default_beta * min(1.0, cls.default_beta_tokens / max_new_tokens)
 
     @property
     def extras(self) -> Extras:

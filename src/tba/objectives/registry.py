@@ -46,7 +46,8 @@ def make_objective(config: Config) -> Objective:
         objective = kind.make(config)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(config, kind, problem) for problem in error.errors())) from None
-    problems = refusals_by_kind(config, objective.all_needs, default_beta=kind.default_beta)
+    default_beta = kind.beta_where_unset(config.generate.max_new_tokens)
+    problems = refusals_by_kind(config, objective.all_needs, default_beta=default_beta)
     if problems:
         raise ConfigError("\n".join(problems))
     return objective
