@@ -160,6 +160,7 @@ def _train(
             run.close()
     listener.ends(run.trainer.step_index)
     if run.interrupt.asked:
+        run.recorder.failures.tell_lost()
         raise KeyboardInterrupt
     if config.observe.progress:
         show_summary(summary, run.recorder.curve(), folder.path, config=config)
