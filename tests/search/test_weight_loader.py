@@ -297,3 +297,38 @@ def test_weights_of_another_trainer_are_loaded_although_their_version_is_lower_o
     same.engine.load(make_weights(same.policy.model, version=9))
     found, want = (engine.score([tokens[:1]], [tokens[1:]], 1.0)[0] for engine in (before.engine, same.engine))
     assert np.abs(found - want).max() < 1e-5
+
+
+@pytest.mark.parametrize("long_bytes", [1, 2**28])
+def test_weights_of_another_trainer_wait_for_running_responses_although_their_version_is_the_same(
+    monkeypatch, long_bytes
+):
+    """Until then the engine computes with the former one's: they are not compared, and nothing is written over those that
+    wait."""
+    monkeypatch.setattr(weight_slots, "LONG_BYTES", long_bytes)
+    before, after = Trainer(update="drain"), Trainer()
+    before.move(0.1)
+    before.publish(9)
+    loader = WeightLoader(before.ends, before.engine)
+    loader.check_first()
+    after.move(0.02)
+    after.publish(9)
+    waiting = copy.deepcopy(after.policy.model)
+    versions = iter(range(10, 13))
+
+    def between_steps() -> None:
+        before.ends.weights = after.slots
+        loader.load_newer()
+        version = next(versions, None)
+        if version is not None:
+            after.move(0.02)
+            after.publish(version)
+
+    (completion,) = before.engine.generate(
+        [request(0)], samples_per_prompt=1, sampling=SAMPLING, between_steps=between_steps
+    )
+    assert (completion.version_spans, before.engine.version) == (((0, 9),), 9)
+    tokens = np.array([5, 6, 7, 8])
+    after.engine.load(make_weights(waiting, version=9))
+    found, want = (engine.score([tokens[:1]], [tokens[1:]], 1.0)[0] for engine in (before.engine, after.engine))
+    assert np.abs(found - want).max() < 1e-5

@@ -56,7 +56,7 @@ class WeightLoader:
         newest = self._source.newest_version
         self._note_canary(newest)
         self._check_when_there()  # what is in use, before newer weights wait for their turn
-        if newest > self._loaded and self._engine.version == self._loaded and self._may_load(newest):
+        if newest > self._loaded and self._is_in_use and self._may_load(newest):
             self._load_beside() if self._source.takes_long else self._load()
         self._check_when_there()
 
@@ -69,6 +69,12 @@ class WeightLoader:
     def is_of_this_trainer(self) -> bool:
         """Whether the weights that were loaded last are the present trainer's."""
         return self._source is self._ends.weights
+
+    @property
+    def _is_in_use(self) -> bool:
+        """Whether the engine computes with what it was given last. The number alone does not tell: another trainer may have
+        given it other weights of the version that it has."""
+        return self._engine.version == self._loaded and not self._engine.has_pending
 
     def check_first(self) -> None:
         """Both sides' canaries set the tolerance. A searcher that starts late begins with a later version."""
@@ -102,7 +108,7 @@ class WeightLoader:
 
     def _give(self, weights: Weights) -> None:
         self._engine.load(weights)
-        if self._engine.version == weights.version:  # under `drain` it will read them later
+        if self._is_in_use:  # under `drain` it will read them later
             self._source.loaded()
 
     def _take(self, weights: Weights) -> Weights:
@@ -115,7 +121,7 @@ class WeightLoader:
         """A version that is overtaken before its canary comes goes unchecked; the next one's is compared. Nothing is while
         newer weights wait for the engine: those in use were compared before."""
         version = self._engine.version
-        if version == self._checked or version != self._loaded:
+        if version == self._checked or not self._is_in_use:
             return
         self._note_canary(version)
         published = self._canaries.get(version)
