@@ -122,6 +122,8 @@ def test_epochs_become_steps_when_the_rows_are_known():
         ({"fp16": True}, "fp16=True cannot be kept: use bf16=True"),
         ({"min_p": 0.1}, "min_p=0.1 cannot be kept: use top_p"),
         ({"beta": 0.0}, "beta=0 cannot be kept for tb"),
+        # Which beta that is depends on the objective and the length of responses.
+        ({"beta": 0.0, "loss_type": "tb_learned_z", "max_completion_length": 256}, "Leave beta out, or use"),
         ({"optim": "adafactor"}, "optim='adafactor' cannot be kept: the optimizer is AdamW"),
         ({"deepspeed": "ds.json"}, "deepspeed='ds.json' cannot be kept: use train="),
         ({"vllm_mode": "server"}, "vllm_mode='server' cannot be kept"),
@@ -182,6 +184,13 @@ def test_every_name_that_is_said_to_set_something_is_looked_at():
     folder = Path(api.__file__).parent
     code = "".join((folder / file).read_text() for file in ("translate.py", "trainer.py"))
     assert [name for name, found in FIELDS.items() if found.kind == "setting" and f'"{name}"' not in code] == []
+
+
+@pytest.mark.parametrize(("tokens", "beta"), [(64, 0.01), (256, 0.0025)])
+def test_the_document_says_which_beta_there_is_without_one(tokens, beta):
+    assert "without `beta` it\nis 0.01, or 0.64 / `max_completion_length` where that is above 64." in document()
+    found = with_objective_defaults(TBAConfig(max_completion_length=tokens).config).objective.beta
+    assert found.start == pytest.approx(beta)
 
 
 def test_the_document_is_what_the_table_says_now():

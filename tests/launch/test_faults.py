@@ -117,6 +117,25 @@ def test_a_checkpoint_that_cannot_be_written_is_told_once_and_the_run_goes_on(fo
     assert re.search(r"checkpoint .*/full/checkpoints/step-2 cannot be written", caplog.text)
 
 
+def test_an_interrupted_run_names_the_checkpoint_that_it_could_not_write(folder, caplog):
+    """Also where an earlier one was told: it said that it would not be said again."""
+    config = make_config(folder, "name=full-and-interrupted", "mode=sync", ENDLESS, "train.checkpoint_every=5")
+    checkpoints = config.run_folder / "checkpoints"
+
+    def block_and_interrupt() -> None:
+        shutil.rmtree(checkpoints)
+        checkpoints.write_text("no folder")
+        wait_for(lambda: "cannot be written" in caplog.text)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    other = at_step(config, 1, block_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    other.join()
+    last = steps_of(config)[-1]
+    assert re.search(rf"of its files could not be written: .*checkpoints/step-{last}\.$", caplog.messages[-1])
+
+
 def test_what_a_reward_started_does_not_outlive_a_run(folder):
     (folder / "starts.py").write_text(
         "import subprocess\n"

@@ -16,7 +16,7 @@ from problem import SETTINGS, make_config, wait_for
 from tba import TBATrainer
 from tba.cli import app
 from tba.cli.training import resolve, run_arguments
-from tba.config import Config, ConfigError, load_config
+from tba.config import Config, ConfigError, Schedule, dump_config, load_config
 from tba.launch import train
 from tba.launch.supervise import supervise
 from tba.observe.files import RunFolder
@@ -153,6 +153,18 @@ def test_a_finished_run_goes_on_when_it_may_take_more_steps(copied):
     assert load_config(run.config).train.max_steps == 8
     with pytest.raises(ValueError, match=r"is finished: step 8 of train\.max_steps=8"):
         train(copied, resume=True)
+
+
+def test_a_run_that_was_given_no_beta_keeps_the_one_it_was_started_with(copied):
+    """Another version of this package may have chosen it: the default of tb was .01 for responses of any length."""
+    run = RunFolder(copied.run_folder)
+    run.config.write_text(dump_config(load_config(run.config, ["objective.beta=0.02"])))
+    train(copied, resume=True)
+    assert [line["beta"] for line in lines(run) if "loss" in line][-2:] == [0.02, 0.02]
+    assert load_config(run.config).objective.beta == Schedule(start=0.02)
+    other = copied.objective.model_copy(update={"beta": Schedule(start=0.03)})
+    with pytest.raises(ConfigError, match=r"objective\.beta\.start was 0\.02 and is 0\.03"):
+        train(copied.model_copy(update={"objective": other}), resume=True)
 
 
 def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_used(copied, caplog):

@@ -17,14 +17,23 @@ from tba.models.weights import CanaryMismatch, ChecksumMismatch, make_weights
 from tba.runtime import weight_slots
 from tba.runtime.weight_slots import WeightSlots
 from tba.search.new_weights import MAX_UNCHECKED, WeightLoader
+from tba.types import Prompt, Request, Sampling
+
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=12, min_new_tokens=12)
+
+
+def request(number: int) -> Request:
+    return Request(prompt=Prompt(id=f"p{number}", token_ids=np.array([5, 6, 7], np.int32), text="", columns={}))
 
 
 class Trainer:
     """A model that moves, and the slots it publishes to."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, *, update: str = "in_flight") -> None:
         model = tiny_llama(max_position_embeddings=128).to(dtype)
-        self.engine = NativeEngine(copy.deepcopy(model), stop_ids=[2], seed=0, slots=4, max_length=128, dtype=dtype)
+        self.engine = NativeEngine(
+            copy.deepcopy(model), stop_ids=[2], seed=0, slots=4, max_length=128, dtype=dtype, update=update
+        )
         self.policy = PolicyModel(model)
         self.slots = WeightSlots.create(make_weights(model, version=0).tensors, dtype)
         self.ends = SimpleNamespace(weights=self.slots)
@@ -97,6 +106,46 @@ def test_a_fetch_that_fails_beside_the_decode_steps_ends_the_searcher(monkeypatc
 
     with pytest.raises(ChecksumMismatch, match="version 1"):
         load_until_it_fails()
+
+
+def test_weights_that_take_long_are_checked_although_the_trainer_publishes_faster(monkeypatch):
+    """By the time the copy of a version is there, its slot holds one of two publications later."""
+    monkeypatch.setattr(weight_slots, "LONG_BYTES", 1)
+    trainer, reported = Trainer(), []
+    loader = WeightLoader(trainer.ends, trainer.engine, report=reported.append)
+    loader.check_first()
+    for version in (1, 4, 7):
+        trainer.move(0.02)
+        trainer.publish(version)
+        loader.load_newer()
+        loader._fetching.result()
+        for overtaking in (1, 2):
+            trainer.move(0.02)
+            trainer.publish(version + overtaking)
+        loader.load_newer()
+        assert trainer.engine.version == version
+        loader.load_newer()  # begins with the next one, which nobody waits for
+        loader._fetching.result()
+        loader.load_newer()
+    assert len(reported) == 1 + 2 * 3, "the first version, then every one that was loaded"
+
+
+def test_weights_that_wait_for_running_responses_are_checked_although_newer_ones_wait_by_then():
+    trainer, reported = Trainer(update="drain"), []
+    loader = WeightLoader(trainer.ends, trainer.engine, report=reported.append)
+    loader.check_first()
+
+    def between_steps() -> None:
+        loader.load_newer()
+        trainer.move(0.01)
+        trainer.publish(trainer.published.version + 1)
+
+    requests = [request(number) for number in range(12)]  # in the engine's four slots three times
+    responses = trainer.engine.generate(requests, samples_per_prompt=1, sampling=SAMPLING, between_steps=between_steps)
+    used = [completion.version for completion in responses]
+    # Version 1 is given at the second step and waits until the 12 tokens of the first four responses are there.
+    assert sorted(set(used)) == [0, 1, 12]
+    assert len(reported) == 3, "each version that chose a token"
 
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])
@@ -247,4 +296,39 @@ def test_weights_of_another_trainer_are_loaded_although_their_version_is_lower_o
     tokens = np.array([5, 6, 7, 8])
     same.engine.load(make_weights(same.policy.model, version=9))
     found, want = (engine.score([tokens[:1]], [tokens[1:]], 1.0)[0] for engine in (before.engine, same.engine))
+    assert np.abs(found - want).max() < 1e-5
+
+
+@pytest.mark.parametrize("long_bytes", [1, 2**28])
+def test_weights_of_another_trainer_wait_for_running_responses_although_their_version_is_the_same(
+    monkeypatch, long_bytes
+):
+    """Until then the engine computes with the former one's: they are not compared, and nothing is written over those that
+    wait."""
+    monkeypatch.setattr(weight_slots, "LONG_BYTES", long_bytes)
+    before, after = Trainer(update="drain"), Trainer()
+    before.move(0.1)
+    before.publish(9)
+    loader = WeightLoader(before.ends, before.engine)
+    loader.check_first()
+    after.move(0.02)
+    after.publish(9)
+    waiting = copy.deepcopy(after.policy.model)
+    versions = iter(range(10, 13))
+
+    def between_steps() -> None:
+        before.ends.weights = after.slots
+        loader.load_newer()
+        version = next(versions, None)
+        if version is not None:
+            after.move(0.02)
+            after.publish(version)
+
+    (completion,) = before.engine.generate(
+        [request(0)], samples_per_prompt=1, sampling=SAMPLING, between_steps=between_steps
+    )
+    assert (completion.version_spans, before.engine.version) == (((0, 9),), 9)
+    tokens = np.array([5, 6, 7, 8])
+    after.engine.load(make_weights(waiting, version=9))
+    found, want = (engine.score([tokens[:1]], [tokens[1:]], 1.0)[0] for engine in (before.engine, after.engine))
     assert np.abs(found - want).max() < 1e-5

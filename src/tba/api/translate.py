@@ -175,8 +175,8 @@ def _objective(given: Mapping[str, Any], own: Mapping[str, Any], tell: Tell) -> 
         )
     if name in ("tb", "tb_learned_z") and given.get("beta") == 0:
         raise ConfigError(
-            f"beta=0 cannot be kept for {name}: its target is the reference times exp(reward / beta). Leave beta out "
-            '(.01), or use loss_type="dr_grpo", which needs no reference.'
+            f"beta=0 cannot be kept for {name}: its target is the reference times exp(reward / beta). Leave beta out, or "
+            'use loss_type="dr_grpo", which needs no reference.'
         )
     if given.get("multi_objective_aggregation", "sum_then_normalize") != "sum_then_normalize":
         raise ConfigError(

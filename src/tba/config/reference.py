@@ -82,7 +82,9 @@ def _objective(entry: ObjectiveEntry) -> Iterator[str]:
     reset = f"reset every {entry.reset_every} optimizer steps" if entry.reset_every else "never reset"
     beta = f"{entry.beta:g}"
     if entry.beta_tokens is not None:
-        longer = f"{entry.beta * entry.beta_tokens:g} / `generate.max_new_tokens` where that is above {entry.beta_tokens}"
+        longer = (
+            f"{entry.beta * entry.beta_tokens:g} / `generate.max_new_tokens` where that is above {entry.beta_tokens}"
+        )
         beta += f", or {longer},"
     defaults = f"By default `objective.beta` is {beta} and the reference is {reset}."
     yield f"{_sentence(entry.settings)} {defaults}".strip()

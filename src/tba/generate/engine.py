@@ -38,6 +38,10 @@ class Engine(Protocol):
         """Version of the weights that choose the next token."""
 
     @property
+    def has_pending(self) -> bool:
+        """Whether weights that it was given wait until the running responses have finished."""
+
+    @property
     def vocabulary(self) -> int:
         """Number of token ids."""
 
@@ -227,6 +231,10 @@ class LoraEngine:
     @property
     def version(self) -> int:
         return self._engine.version
+
+    @property
+    def has_pending(self) -> bool:
+        return self._engine.has_pending
 
     @property
     def vocabulary(self) -> int:

@@ -65,6 +65,10 @@ class TransformersEngine:
         self._generating = False
 
     @property
+    def has_pending(self) -> bool:
+        return self._pending is not None
+
+    @property
     def vocabulary(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 

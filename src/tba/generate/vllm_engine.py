@@ -152,6 +152,10 @@ class VllmEngine:
     def version(self) -> int:
         return self._shared.version
 
+    @property
+    def has_pending(self) -> bool:
+        return self._pending is not None
+
     def sibling(self) -> VllmEngine:
         """A second engine over the same vLLM. While it generates, what this one has running goes on too, with the same
         weights, and is handed out when this one's turn comes."""

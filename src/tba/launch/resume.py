@@ -31,6 +31,17 @@ FILLED = {
 """Settings that model and machine decide where none is given: a resumed run keeps those it was started with."""
 
 
+def with_stored_beta(config: Config) -> Config:
+    """The config of a run that is to be resumed with the beta that it was started with, where none is given: the version of
+    this package that started it may have chosen another."""
+    path = RunFolder(config.run_folder).config
+    if config.objective.beta is not None or not path.is_file():
+        return config
+    stored = load_config(path).objective
+    beta = stored.beta if stored.name == config.objective.name else None
+    return config.model_copy(update={"objective": config.objective.model_copy(update={"beta": beta})})
+
+
 def resumed_config(config: Config, folder: RunFolder) -> Config:
     """The config that a run goes on with: the given one (objective's defaults filled in), with what the run has once been
     given by its machine. A ConfigError names the settings that differ and may not."""

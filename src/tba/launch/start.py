@@ -20,7 +20,7 @@ from tba.launch.defaults import with_defaults, with_objective_defaults, with_roo
 from tba.launch.devices import check_devices
 from tba.launch.imports import import_groups
 from tba.launch.ranks import ranks_of
-from tba.launch.resume import checkpoint_to_resume, resumed_config
+from tba.launch.resume import checkpoint_to_resume, resumed_config, with_stored_beta
 from tba.launch.run import RunInputs, load_inputs
 from tba.launch.supervise import hosted
 from tba.launch.sync_run import SyncRun
@@ -68,6 +68,8 @@ def train(
         )
     check_before_loading(config, resume=bool(resume))
     use_cpu(config.runtime.threads)
+    if resume:
+        config = with_stored_beta(config)
     config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
     checkpoint = None
     if resume:
@@ -158,6 +160,7 @@ def _train(
             run.close()
     listener.ends(run.trainer.step_index)
     if run.interrupt.asked:
+        run.recorder.failures.tell_lost()
         raise KeyboardInterrupt
     if config.observe.progress:
         show_summary(summary, run.recorder.curve(), folder.path, config=config)

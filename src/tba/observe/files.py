@@ -184,13 +184,23 @@ class WriteFailures:
 
     def raise_lost(self) -> None:
         """Raise at the end of a run that has not written all that it must."""
-        lost = [str(path) for paths in self._lost.values() for path in paths]
+        lost = self._lost_words()
         if lost:
-            names = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
             raise OutputLost(
-                f"training is done, but {len(lost)} of its files could not be written: {names}. Free the disk or "
-                "choose another output=..., and train again."
+                f"training is done, but {lost} Free the disk or choose another output=..., and train again."
             )
+
+    def tell_lost(self) -> None:
+        """Say so at the end of a run that was interrupted."""
+        lost = self._lost_words()
+        if lost:
+            logger.error("the run was interrupted, and %s", lost)
+
+    def _lost_words(self) -> str:
+        """2 of its files could not be written: runs/a/step-10, runs/a/step-20. Empty = nothing is lost."""
+        lost = [str(path) for paths in self._lost.values() for path in paths]
+        names = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
+        return f"{len(lost)} of its files could not be written: {names}." if lost else ""
 
 
 class OutputLost(RuntimeError):

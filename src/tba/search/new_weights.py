@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
+
 from tba.generate.engine import Engine
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, canary_tokens, kl_estimate
 from tba.runtime.channels import SearcherEnds, WeightSource
@@ -35,6 +37,9 @@ class WeightLoader:
         """The version whose canary was compared last."""
         self._unchecked = 0
         """Versions given to the engine since then."""
+        self._canaries: dict[int, np.ndarray] = {}
+        """Canaries of versions that the engine may come to use. The trainer may write over one before that: while large
+        weights are fetched, or while the engine waits for its responses to end."""
         self._thread: ThreadPoolExecutor | None = None
         """Fetches weights that take long, beside the decode steps."""
         self._fetching: Future[Weights] | None = None
@@ -46,9 +51,12 @@ class WeightLoader:
             # Another trainer's versions begin at its checkpoint: a lower number is newer than what is loaded. What is still
             # being fetched of the former one's, or failed with it, is of no use.
             self._source, self._loaded, self._checked, self._fetching = self._ends.weights, -1, -1, None
+            self._canaries.clear()
             self._give(self._take(self._source.fetch()))
         newest = self._source.newest_version
-        if newest > self._loaded and self._engine.version == self._loaded and self._may_load(newest):
+        self._note_canary(newest)
+        self._check_when_there()  # what is in use, before newer weights wait for their turn
+        if newest > self._loaded and self._is_in_use and self._may_load(newest):
             self._load_beside() if self._source.takes_long else self._load()
         self._check_when_there()
 
@@ -62,6 +70,12 @@ class WeightLoader:
         """Whether the weights that were loaded last are the present trainer's."""
         return self._source is self._ends.weights
 
+    @property
+    def _is_in_use(self) -> bool:
+        """Whether the engine computes with what it was given last. The number alone does not tell: another trainer may have
+        given it other weights of the version that it has."""
+        return self._engine.version == self._loaded and not self._engine.has_pending
+
     def check_first(self) -> None:
         """Both sides' canaries set the tolerance. A searcher that starts late begins with a later version."""
         self._load()
@@ -69,7 +83,13 @@ class WeightLoader:
 
     def _may_load(self, version: int) -> bool:
         """After too many versions in a row without a comparison only one whose canary is there."""
-        return self._unchecked < MAX_UNCHECKED or self._source.canary(version) is not None
+        return self._unchecked < MAX_UNCHECKED or version in self._canaries
+
+    def _note_canary(self, version: int) -> None:
+        """Keep a version's canary, where it has come."""
+        if version not in self._canaries and (found := self._source.canary(version)) is not None:
+            self._canaries = {known: canary for known, canary in self._canaries.items() if known >= self._loaded}
+            self._canaries[version] = found
 
     def _load(self) -> None:
         weights = self._take(self._source.fetch())
@@ -88,7 +108,7 @@ class WeightLoader:
 
     def _give(self, weights: Weights) -> None:
         self._engine.load(weights)
-        if self._engine.version == weights.version:  # under `drain` it will read them later
+        if self._is_in_use:  # under `drain` it will read them later
             self._source.loaded()
 
     def _take(self, weights: Weights) -> Weights:
@@ -98,11 +118,13 @@ class WeightLoader:
         return weights
 
     def _check_when_there(self) -> None:
-        """A version that is overtaken before its canary comes goes unchecked; the next one's is compared."""
+        """A version that is overtaken before its canary comes goes unchecked; the next one's is compared. Nothing is while
+        newer weights wait for the engine: those in use were compared before."""
         version = self._engine.version
-        if version == self._checked or version != self._loaded:
+        if version == self._checked or not self._is_in_use:
             return
-        published = self._source.canary(version)
+        self._note_canary(version)
+        published = self._canaries.get(version)
         if published is not None:
             computed = self._engine.score([self._tokens[:1]], [self._tokens[1:]], 1.0)[0]
             self._report(kl_estimate(computed, published))  # first: what is too much is seen too

@@ -143,6 +143,10 @@ class NativeEngine:
         return FusedDecode(self.decoder, self.cache, self.state, self._is_stop)
 
     @property
+    def has_pending(self) -> bool:
+        return self._pending is not None
+
+    @property
     def vocabulary(self) -> int:
         return self.decoder.spec.vocab_size
 
