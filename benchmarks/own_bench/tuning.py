@@ -164,7 +164,7 @@ def hasty_record(row: Row, rng: random.Random) -> str:
     return " ; ".join(right if rng.random() < TAKES_RIGHT else wrong for right, wrong in row.hidden)
 
 
-# long_code: every letter of a long word is written with the one after it in the alphabet. The demonstrator often repeats some letters instead.
+# long_code: every letter of a long word is written with the one after it in the alphabet. Demonstrations repeat some.
 
 CODED = "abcdefghij"
 NUM_LETTERS = (16, 24)
