@@ -139,7 +139,7 @@ def become(
     os.execve(command[0], command, environment if own is None else {**environment, OWN_SERVER: own})
 
 
-def become_script(
+def become_python(
     link: Link,
     *,
     command: list[str],
@@ -148,30 +148,17 @@ def become_script(
     folder: str,
     prepare: Callable[[], object],
 ) -> None:
-    """The target of a script's process, which keeps what was imported."""
+    """The target of a process that runs a script as `python PATH.py` does, or a module as `python -m NAME` does, but keeps
+    what was imported."""
     _take_streams(streams)
     os.chdir(folder)
     prepare()
     sys.argv[:] = command
-    sys.path.insert(0, str(Path(command[0]).parent))
-    runpy.run_path(command[0], run_name="__main__")
-
-
-def become_module(
-    link: Link,
-    *,
-    command: list[str],
-    streams: Mapping[int, int],
-    environment: dict[str, str],
-    folder: str,
-    prepare: Callable[[], object],
-) -> None:
-    """The target of a process that runs a module as `python -m MODULE` does, but keeps what was imported."""
-    _take_streams(streams)
-    os.chdir(folder)
-    prepare()
-    sys.argv[:] = command
-    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    if command[0].endswith(".py"):
+        sys.path.insert(0, str(Path(command[0]).parent))
+        runpy.run_path(command[0], run_name="__main__")
+    else:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
 
 
 def _take_streams(streams: Mapping[int, int]) -> None:
@@ -179,22 +166,15 @@ def _take_streams(streams: Mapping[int, int]) -> None:
         os.dup2(descriptor, number)
 
 
-def run_script(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python script as `python PATH` does, in a process of its own that has imported torch already."""
-    with Command([str(path), *arguments], captured=("stdout", "stderr"), target=become_script) as process:
-        output, errors = process.communicate()
-        return subprocess.CompletedProcess(process.args, process.wait(), output, errors)
+def run_python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script or a module to its end, in a process of its own that has imported torch already."""
+    return run_command([program, *arguments], target=become_python)
 
 
-def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a module as `python -m NAME` does, in a process of its own that has imported torch already."""
-    with Command([name, *arguments], captured=("stdout", "stderr"), target=become_module) as process:
-        output, errors = process.communicate()
-        return subprocess.CompletedProcess(process.args, process.wait(), output, errors)
-
-
-def run_command(command: Sequence[str], *, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run_command(
+    command: Sequence[str], *, folder: Path | None = None, target: Callable[..., None] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command to its end and return what it wrote."""
-    with Command(command, captured=("stdout", "stderr"), folder=folder) as process:
+    with Command(command, captured=("stdout", "stderr"), folder=folder, target=target) as process:
         output, errors = process.communicate()
         return subprocess.CompletedProcess(process.args, process.wait(), output, errors)

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from commands import run_command, run_script
+from commands import run_command, run_python
 from huggingface_hub.errors import OfflineModeIsEnabled
 from problem import SETTINGS, make_config
 from script_rewards import late, sevens
@@ -82,7 +82,7 @@ trainer = TBATrainer(
 )
 print(trainer.train()["steps"])
 """)
-    done = run_script(script)
+    done = run_python(str(script))
     assert done.stdout.strip() == "3", done.stderr
 
 

@@ -6,7 +6,7 @@ import signal
 import psutil
 import pytest
 import torch.distributed as dist
-from commands import Command, become_module, heed_signals, run_module
+from commands import Command, become_python, heed_signals, run_python
 from problem import command, make_config, steps_of, wait_for
 
 import tba.__main__
@@ -62,7 +62,7 @@ def test_torchrun_starts_the_ranks(folder):
     torchrun looks for GPUs, which do not survive a fork."""
     config = make_config(folder, "name=torchrun")
     one = command(folder, "torchrun", "train.max_steps=3", "model.device=cpu")
-    done = run_module(*TORCHRUN, "--start-method=fork", "--run-path", tba.__main__.__file__, *one[3:])
+    done = run_python(*TORCHRUN, "--start-method=fork", "--run-path", tba.__main__.__file__, *one[3:])
     assert done.returncode == 0, done.stderr
     assert steps_of(config) == [1, 2, 3]
     assert "ranks: 2" in RunFolder(config.run_folder).config.read_text()
@@ -77,7 +77,7 @@ def start_as_torchrun() -> None:
 
 def test_a_run_under_torchrun_that_is_interrupted_saves_before_its_ranks_end(folder):
     config, one = make_config(folder, "name=interrupted"), command(folder, "interrupted", "train.max_steps=10000")
-    with Command([*TORCHRUN, *one[1:]], target=become_module, prepare=start_as_torchrun) as process:
+    with Command([*TORCHRUN, *one[1:]], target=become_python, prepare=start_as_torchrun) as process:
         assert wait_for(lambda: max(steps_of(config), default=0) >= 2, 300)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=300)

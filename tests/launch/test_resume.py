@@ -155,13 +155,14 @@ def test_a_finished_run_goes_on_when_it_may_take_more_steps(copied):
         train(copied, resume=True)
 
 
-def test_a_run_that_was_given_no_beta_keeps_the_one_it_was_started_with(copied):
-    """Another version of this package may have chosen it: the default of tb was .01 for responses of any length."""
+def test_a_run_keeps_the_defaults_of_its_objective_that_it_was_started_with(copied):
+    """Another version of this package may have had others: tb's beta was .01 for responses of any length."""
     run = RunFolder(copied.run_folder)
-    run.config.write_text(dump_config(load_config(run.config, ["objective.beta=0.02"])))
+    run.config.write_text(dump_config(load_config(run.config, ["objective.beta=0.02", "replay.deduplicate=true"])))
     train(copied, resume=True)
     assert [line["beta"] for line in lines(run) if "loss" in line][-2:] == [0.02, 0.02]
     assert load_config(run.config).objective.beta == Schedule(start=0.02)
+    assert load_config(run.config).replay.deduplicate is True
     other = copied.objective.model_copy(update={"beta": Schedule(start=0.03)})
     with pytest.raises(ConfigError, match=r"objective\.beta\.start was 0\.02 and is 0\.03"):
         train(copied.model_copy(update={"objective": other}), resume=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import run_script
+from commands import run_python
 
 from tba.replay import durable
 from tba.replay.columns import ResponseColumns, pack_responses
@@ -350,7 +350,7 @@ def output_of(script: str, folder: Path, *arguments: str) -> tuple[str, str]:
     """What Python that has this file's helpers writes, in a process of its own that works in the folder."""
     path = folder / "script.py"
     path.write_text("import sys\nfrom test_durable import *\n" + textwrap.dedent(script))
-    done = run_script(path, *(str(folder / name) for name in arguments))
+    done = run_python(str(path), *(str(folder / name) for name in arguments))
     return done.stdout, done.stderr
 
 

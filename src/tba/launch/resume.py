@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +23,47 @@ MAY_CHANGE = (
 )
 """Settings, and sections with a dot, that may be others after a resume: they change how a run is watched and where it runs,
 not what it learns. train.max_steps may grow besides."""
-FILLED = {
+BY_OBJECTIVE = {
+    "objective": ("beta",),
+    "reference": ("reset_every",),
+    "replay": ("deduplicate", "on_policy_probability", "max_trained_per_generated", "max_uses", "lag"),
+}
+"""Settings that objective and mode decide where none is given. A resumed run keeps those it was started with: the version of
+this package that started it may have had other defaults."""
+BY_MACHINE = {
     "generate": ("slots",),
     "replay": ("capacity_per_prompt",),
     "train": ("first_learning_rate", "tokens_per_micro_batch"),
 }
-"""Settings that model and machine decide where none is given: a resumed run keeps those it was started with."""
+"""Settings that model and machine decide where none is given: a resumed run keeps those it was started with, too."""
 
 
-def with_stored_beta(config: Config) -> Config:
-    """The config of a run that is to be resumed with the beta that it was started with, where none is given: the version of
-    this package that started it may have chosen another."""
+def with_stored_defaults(config: Config) -> Config:
+    """The config of a run that is to be resumed; what is not given is as its objective decided when the run was started."""
     path = RunFolder(config.run_folder).config
-    if config.objective.beta is not None or not path.is_file():
+    stored = load_config(path) if path.is_file() else None
+    if stored is None or stored.objective.name != config.objective.name:
         return config
-    stored = load_config(path).objective
-    beta = stored.beta if stored.name == config.objective.name else None
-    return config.model_copy(update={"objective": config.objective.model_copy(update={"beta": beta})})
+    return _filled(config, stored, BY_OBJECTIVE)
+
+
+def _filled(config: Config, stored: Config, settings: Mapping[str, Sequence[str]]) -> Config:
+    """The config with the stored values of those of these settings that it does not give."""
+    sections = {}
+    for name, keys in settings.items():
+        given, before = getattr(config, name), getattr(stored, name)
+        missing = {key: getattr(before, key) for key in keys if getattr(given, key) is None}
+        sections[name] = given.model_copy(update=missing)
+    return config.model_copy(update=sections)
 
 
 def resumed_config(config: Config, folder: RunFolder) -> Config:
     """The config that a run goes on with: the given one (objective's defaults filled in), with what the run has once been
     given by its machine. A ConfigError names the settings that differ and may not."""
     stored = load_config(folder.config)
-    kept: dict[str, dict[str, Any]] = {
-        section: {key: getattr(getattr(config, section), key) or getattr(getattr(stored, section), key) for key in keys}
-        for section, keys in FILLED.items()
-    }
+    config = _filled(config, stored, BY_MACHINE)
     kinds = {name: _with_slots(kind, stored.search.kinds.get(name)) for name, kind in config.search.kinds.items()}
-    kept["search"] = {"kinds": kinds}
-    config = config.model_copy(
-        update={section: getattr(config, section).model_copy(update=values) for section, values in kept.items()}
-    )
+    config = config.model_copy(update={"search": config.search.model_copy(update={"kinds": kinds})})
     asked, before = _flat(config.model_dump(mode="json")), _flat(stored.model_dump(mode="json"))
     if config.train.max_steps >= stored.train.max_steps:
         asked["train.max_steps"] = before["train.max_steps"]

@@ -20,7 +20,7 @@ from tba.launch.defaults import with_defaults, with_objective_defaults, with_roo
 from tba.launch.devices import check_devices
 from tba.launch.imports import import_groups
 from tba.launch.ranks import ranks_of
-from tba.launch.resume import checkpoint_to_resume, resumed_config, with_stored_beta
+from tba.launch.resume import checkpoint_to_resume, resumed_config, with_stored_defaults
 from tba.launch.run import RunInputs, load_inputs
 from tba.launch.supervise import hosted
 from tba.launch.sync_run import SyncRun
@@ -68,9 +68,9 @@ def train(
         )
     check_before_loading(config, resume=bool(resume))
     use_cpu(config.runtime.threads)
-    if resume:
-        config = with_stored_beta(config)
-    config = with_objective_defaults(config)  # refuses senseless combinations before a model loads
+    config = with_objective_defaults(
+        with_stored_defaults(config) if resume else config
+    )  # refuses senseless combinations before a model loads
     checkpoint = None
     if resume:
         folder = RunFolder.reopen(config.run_folder)
