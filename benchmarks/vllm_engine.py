@@ -35,6 +35,7 @@ from tba.models.cpu import use_cpu
 from tba.models.load import LoadedModel, load_model
 from tba.models.policy import PolicyModel
 from tba.models.weights import kl_estimate
+from tba.runtime.threads import threads_alone
 from tba.tasks.registry import make_task_for
 from tba.types import Completion, Prompt, Request, Weights
 
@@ -187,7 +188,7 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     transformers.logging.set_verbosity_error()
     config = load_config(Path(arguments.config), arguments.overrides)
-    use_cpu(config.runtime.threads)
+    use_cpu(threads_alone(config))
     loaded = load_model(config.model)
     config = with_defaults(config, loaded)
     prompts = make_task_for(config, loaded).prompts("train")

@@ -45,7 +45,7 @@ class Command:
         """`prepare` is called in the new process before it becomes the command; `folder` is where it runs; `target` is what
         makes the process the command (default: exec)."""
         self.args = list(command)
-        prepare_roles(threads=1)  # what a trainer and searchers need, for the first one here
+        prepare_roles()  # what a trainer and searchers need, for the first one here
         pipes = {name: os.pipe() for name in captured}
         self._role = RoleProcess(
             "command",

@@ -13,7 +13,7 @@ def main() -> None:
     if sys.argv[1:2] == ["train"] and not NO_ROLES & set(sys.argv) and not is_later_rank:
         from tba.runtime.processes import prepare_roles  # nothing heavy comes with it
 
-        prepare_roles(threads=1)  # the default; another number would need another process
+        prepare_roles()
     from tba.cli import main as run
 
     run()

@@ -117,6 +117,15 @@ def test_a_checkpoint_that_cannot_be_written_is_told_once_and_the_run_goes_on(fo
     assert re.search(r"checkpoint .*/full/checkpoints/step-2 cannot be written", caplog.text)
 
 
+@pytest.fixture
+def heeds_interrupts():
+    """This process may run in the background of a script, where Ctrl-C is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_an_interrupted_run_names_the_checkpoint_that_it_could_not_write(folder, caplog):
     """Also where an earlier one was told: it said that it would not be said again."""
     config = make_config(folder, "name=full-and-interrupted", "mode=sync", ENDLESS, "train.checkpoint_every=5")

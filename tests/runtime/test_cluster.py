@@ -30,6 +30,7 @@ from tba.runtime.local import LocalRuntime
 from tba.runtime.seats import Host, HostHandle
 from tba.runtime.slot_memory import Header, data_bytes
 from tba.runtime.supervisor import Supervisor
+from tba.runtime.threads import RoleThreads
 from tba.runtime.weight_slots import WeightSlots
 
 # Ray reads them when it is imported.
@@ -37,6 +38,7 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 DEADLINE_SECONDS = 90.0
+ONE_EACH = RoleThreads(trainer=1, searcher=1)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +170,7 @@ class Run:
         from tba.runtime.cluster.roles import ClusterRoles
 
         config, board = RuntimeConfig(stop_seconds=5.0, kind="ray"), Board.create()
-        self.roles = ClusterRoles(config, board, logs=logs, gpus_each=0.0)
+        self.roles = ClusterRoles(config, board, logs=logs, threads=ONE_EACH, gpus_each=0.0)
         self.supervisor = Supervisor(config, board, logs=logs, start_searcher=self.roles.searcher)
         self.groups: list[str] = []
         self.thread = threading.Thread(target=self.supervisor.run)
@@ -262,9 +264,8 @@ def test_a_trainer_lacks_groups_until_one_on_its_node_has_said_that_they_are_sto
 
     node, board = nodes.add_node(num_cpus=4), Board.create()  # other tests leave nodes with one
     copy = RunCopy(RunFolder.create(tmp_path / "run.replica", overwrite=False))
-    roles = ClusterRoles(
-        RuntimeConfig(kind="ray", trainer_cpus=4), board, logs=tmp_path / "logs", gpus_each=0.0, copy=copy
-    )
+    config = RuntimeConfig(kind="ray", trainer_cpus=4)
+    roles = ClusterRoles(config, board, logs=tmp_path / "logs", threads=ONE_EACH, gpus_each=0.0, copy=copy)
     host = HostHandle(board=board.memory.handle(), owner=Holder.of_this_process())
     config = load_config(None, [f"output={tmp_path}", "name=run"])
     lacking = []

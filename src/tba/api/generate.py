@@ -10,6 +10,7 @@ from tba.generate.sampling import training_sampling
 from tba.launch.defaults import with_defaults
 from tba.models.cpu import use_cpu
 from tba.models.load import load_model
+from tba.runtime.threads import threads_alone
 from tba.search.make import make_search_engine
 from tba.tasks.data.prompts import make_prompt
 from tba.types import Request
@@ -19,7 +20,7 @@ def generate(
     config: Config, prompts: Sequence[str | list[dict[str, str]]], *, num_generations: int, greedy: bool
 ) -> list[list[str]]:
     """Texts for each prompt, in their order."""
-    use_cpu(config.runtime.threads)
+    use_cpu(threads_alone(config))
     loaded = load_model(config.trainer_model)
     room = loaded.context - config.generate.max_new_tokens
     template = config.task.chat_template_kwargs

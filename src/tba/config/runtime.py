@@ -43,9 +43,10 @@ class RuntimeConfig(Section):
     """GPUs of a Ray node that each searcher takes up, such as 0.5 for two on one; None = as for the trainer."""
     placement: PlacementConfig | None = None
     """Devices of this machine for trainer and searchers; None = all use model.device."""
-    threads: int = Field(default=1, ge=1)
-    """Number of threads of each process. Trainer and searchers share the cores: more threads than cores make all of
-    them slow."""
+    threads: int | None = Field(default=None, ge=1)
+    """Number of threads of each process; None = OMP_NUM_THREADS, or where that is not set the machine's cores shared out
+    among trainer and searchers (one for a role on a GPU, and on a Ray cluster its CPUs). More threads than cores make all
+    of them slow."""
     channel_groups: int = Field(default=64, ge=1)
     """Number of groups that a searcher may have sent and the trainer not yet stored before the searcher waits."""
     start_seconds: float = Field(default=300.0, gt=0.0)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tba.config import Config
 from tba.runtime.mps import why_no_mps
+from tba.runtime.threads import PINNED, threads_of, usable_cores
 
 EXTRAS = {
     "wandb": "W&B logging (observe.sinks=[wandb])",
@@ -33,10 +34,12 @@ def examine() -> list[tuple[str, str]]:
 
 
 def _cores() -> str:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = os.environ.get("OMP_NUM_THREADS", "not set")
     bf16 = "with bf16 matrix units" if _has_amx() else "bf16 is slow here, use float32"
-    return f"{usable} usable ({bf16}); OMP_NUM_THREADS={threads}; one trainer and one searcher want two"
+    threads, pinned = threads_of(Config()), os.environ.get(PINNED, "not set")
+    return (
+        f"{usable_cores()} usable ({bf16}); {PINNED}={pinned}; a trainer and a searcher get {threads.trainer} and "
+        f"{threads.searcher} threads"
+    )
 
 
 def _has_amx() -> bool:

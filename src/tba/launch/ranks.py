@@ -31,6 +31,7 @@ from tba.models.load import adapt, load_model
 from tba.runtime.fork_server import INTERRUPTED
 from tba.runtime.links import Link
 from tba.runtime.processes import RoleProcess, last_lines, may_fork, stop_all
+from tba.runtime.threads import threads_of
 from tba.train.make import make_train_step
 from tba.train.ranks import ALONE, ConnectedRanks, RankLost, Ranks, connected
 from tba.train.sharded import ShardedTrainStep
@@ -81,7 +82,7 @@ def _own_ranks(config: Config, logs: Path) -> Iterator[ConnectedRanks]:
                 run_rank,
                 {"file": file, "rank": rank, "size": size, "device": _device(config, rank), "wait_seconds": seconds},
                 log=logs / f"trainer-rank-{rank}.log",
-                threads=config.runtime.threads,
+                threads=threads_of(config).trainer,
                 forked=may_fork(),
             )
             for rank in range(1, size)
@@ -159,7 +160,7 @@ def serve(ranks: ConnectedRanks, device: str) -> None:
 
 
 def begin(config: Config, ranks: ConnectedRanks, device: str) -> ShardedTrainStep:
-    use_cpu(config.runtime.threads)
+    use_cpu(threads_of(config).trainer)
     loaded = load_model(config.model.model_copy(update={"device": device}))
     adapt(loaded, config.model, seed=config.seed)
     step = make_train_step(config, loaded, ranks)

@@ -36,6 +36,7 @@ from tba.runtime.links import ShowStacks
 from tba.runtime.mps import give_way_to_searchers, start_mps
 from tba.runtime.processes import prepare_roles
 from tba.runtime.seats import Host
+from tba.runtime.threads import threads_alone, threads_of
 from tba.search.make import make_search_engine
 from tba.tasks.evaluation import AnswerEvaluator, KeepResponses, make_evaluator
 from tba.tasks.rewards.pool import make_rewards
@@ -67,7 +68,7 @@ def train(
             "`tba train`, or use replay.durability=power."
         )
     check_before_loading(config, resume=bool(resume))
-    use_cpu(config.runtime.threads)
+    use_cpu(threads_of(config).trainer)
     config = with_objective_defaults(
         with_stored_defaults(config) if resume else config
     )  # refuses senseless combinations before a model loads
@@ -83,7 +84,7 @@ def train(
     else:
         give_way_to_searchers(config)  # this process is the trainer's alone
     if host is None and not config.takes_turns:
-        prepare_roles(config.runtime.threads)
+        prepare_roles()
     check_devices(config)
     inputs = inputs or load_inputs(config)
     # Bad train rows show here, before a run folder exists.
@@ -224,7 +225,7 @@ def evaluate(
     """Evaluate the model of a config. `start` gives a scorer with the start model, for KL; None = it is not measured.
     `keep` is given all responses."""
     check_inputs(config)
-    use_cpu(config.runtime.threads)
+    use_cpu(threads_alone(config))
     check_devices(config)
     inputs = load_inputs(config)
     config = with_defaults(

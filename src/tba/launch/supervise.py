@@ -32,6 +32,7 @@ from tba.runtime.replica import GROUPS, Replica, replica_folder
 from tba.runtime.searcher_rule import SearcherRule
 from tba.runtime.seats import Host, HostHandle, LocalRoles, RoleStarter
 from tba.runtime.supervisor import Supervisor
+from tba.runtime.threads import threads_of
 
 logger = logging.getLogger("tba")
 
@@ -91,7 +92,7 @@ def supervise(config: Config, *, resume: bool, target: str) -> int:
     status, 130 after Ctrl-C."""
     if config.runtime.kind == "local":
         start_mps(config)  # before anything touches the GPU
-        prepare_roles(config.runtime.threads)
+        prepare_roles()
     folder, board = RunFolder(config.run_folder), Board.create()
     replica = open_replica(config, resume=resume)
     outside = Outside(folder if replica is None else replica.folder, config.search, board)
@@ -185,7 +186,7 @@ def starters(config: Config, board: Board, logs: Path, replica: RunFolder | None
     """What starts the roles of a run: processes of this machine or, under runtime.kind=ray, actors of a cluster. `replica`
     is where the run folder is copied to; None = it is not."""
     if config.runtime.kind == "local" or config.takes_turns:
-        yield LocalRoles(config=config.runtime, logs=logs)
+        yield LocalRoles(threads=threads_of(config), logs=logs)
         return
     from tba.runtime.cluster.connect import cluster
 
@@ -198,7 +199,9 @@ def starters(config: Config, board: Board, logs: Path, replica: RunFolder | None
         available = 0.0 if config.model.device == "cpu" else ray.cluster_resources().get("GPU", 0.0)
         gpus = share_of_gpus(available, 1 + config.search.num_searchers)
         copy = None if replica is None else RunCopy(replica)
-        with closing(ClusterRoles(config.runtime, board, logs=logs, gpus_each=gpus, copy=copy)) as roles:
+        with closing(
+            ClusterRoles(config.runtime, board, logs=logs, threads=threads_of(config), gpus_each=gpus, copy=copy)
+        ) as roles:
             yield roles
 
 

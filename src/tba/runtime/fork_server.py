@@ -43,8 +43,8 @@ HEADER_BYTES = 4
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 OWN_SERVER = "TBA_OWN_FORK_SERVER"
-"""Variable of the environment of a role that has a server of its own: descriptor of its socket, number of its process and
-the number of threads that its forks have, as in `5 4711 1`."""
+"""Variable of the environment of a role that has a server of its own: descriptor of its socket and number of its process,
+as in `5 4711`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,6 @@ class Start:
     """None = standard output and error are among the descriptors."""
     environment: Mapping[str, str]
     folder: str
-    threads: int
-    """The number that this server's forks have."""
     starts_roles: bool
     """Whether the role gets a server of its own."""
 
@@ -184,7 +182,8 @@ def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(start.environment)
         if start.starts_roles:
-            _fork_own_server(start.threads, below=spare)
+            _fork_own_server(below=spare)
+        _use_threads(int(start.environment["OMP_NUM_THREADS"]))
         from tba.runtime.processes import run_role
 
         status = run_role(start.link)
@@ -198,7 +197,14 @@ def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
         os._exit(status)
 
 
-def _fork_own_server(threads: int, *, below: int) -> None:
+def _use_threads(count: int) -> None:
+    """What torch read in the environment that the server was started with is not what this role was given."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(count)
+
+
+def _fork_own_server(*, below: int) -> None:
     """In the fork, which has no thread yet: make it a server of its own. Its open descriptors have numbers `below`."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     pid = os.fork()
@@ -214,7 +220,7 @@ def _fork_own_server(threads: int, *, below: int) -> None:
         os._exit(0)
     theirs.close()
     ours.set_inheritable(True)
-    os.environ[OWN_SERVER] = f"{ours.detach()} {pid} {threads}"
+    os.environ[OWN_SERVER] = f"{ours.detach()} {pid}"
 
 
 def die_with_parent() -> None:

@@ -1,7 +1,7 @@
 """Roles in a moment: processes that are forked from one that has imported torch already (fork_server.py), as the one who
 starts them sees them.
 
-    process = ForkServer.start_role(1, "searcher-0", link=7, descriptors=(), log=Path("searcher-0.log"), environment=...)
+    process = ForkServer.start_role("searcher-0", link=7, descriptors=(), log=Path("searcher-0.log"), environment=...)
     process.poll(), process.wait(5.0), process.kill()
 """
 
@@ -71,17 +71,16 @@ class ServerGone(RuntimeError):
 
 
 class ForkServer:
-    """A server, as its caller sees it. One serves all runs of a process that pin the same number of threads."""
+    """A server, as its caller sees it. One serves all runs of a process."""
 
-    _shared: ClassVar[dict[int, ForkServer]] = {}
-    _preloads: ClassVar[dict[int, tuple[str, ...]]] = {}
+    _shared: ClassVar[ForkServer | None] = None
+    _preload: ClassVar[tuple[str, ...]] = ()
     """What a server that takes the place of a dead one imports."""
     _shared_lock = threading.Lock()
 
-    def __init__(self, connection: socket.socket, process: ServerProcess, threads: int) -> None:
+    def __init__(self, connection: socket.socket, process: ServerProcess) -> None:
         self._socket = connection
         self._process = process
-        self._threads = threads
         self._lock = threading.Lock()
         self._changed = threading.Condition()
         self._started: list[int] = []
@@ -90,7 +89,7 @@ class ForkServer:
         threading.Thread(target=self._read, daemon=True, name="fork-server-reader").start()
 
     @classmethod
-    def begin(cls, threads: int, environment: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
+    def begin(cls, environment: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
         """A new server, in a process that imports what its roles need."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         process = subprocess.Popen(
@@ -102,35 +101,34 @@ class ForkServer:
             start_new_session=True,
         )
         theirs.close()
-        return cls(ours, process, threads)
+        return cls(ours, process)
 
     @classmethod
-    def own(cls, threads: int) -> ForkServer | None:
-        """The server that was made for this process before it began; None = there is none, or with other threads."""
-        descriptor, pid, its_threads = map(int, os.environ.get(OWN_SERVER, "0 0 0").split())
-        if its_threads != threads:
+    def own(cls) -> ForkServer | None:
+        """The server that was made for this process before it began; None = there is none."""
+        found = os.environ.pop(OWN_SERVER, None)
+        if found is None:
             return None
-        del os.environ[OWN_SERVER]
+        descriptor, pid = map(int, found.split())
         connection = socket.socket(fileno=descriptor)
         connection.set_inheritable(False)
-        return cls(connection, OwnServerProcess(pid), threads)
+        return cls(connection, OwnServerProcess(pid))
 
     @classmethod
-    def shared(cls, threads: int, environment: Mapping[str, str], preload: Sequence[str] = ()) -> ForkServer:
-        """The server for this number of threads, started if it is not there. `preload` names modules that its roles will
-        need; whoever knows that roles will be started asks for it early, and the imports run meanwhile."""
+    def shared(cls, environment: Mapping[str, str], preload: Sequence[str] = ()) -> ForkServer:
+        """The server of this process, started if it is not there. `preload` names modules that its roles will need; whoever
+        knows that roles will be started asks for it early, and the imports run meanwhile."""
         with cls._shared_lock:
-            server = cls._shared.get(threads)
-            preload = cls._preloads[threads] = tuple(preload) or cls._preloads.get(threads, ())
+            server = cls._shared
+            cls._preload = tuple(preload) or cls._preload
             if server is None or not server._alive:
-                server = cls._shared[threads] = cls.own(threads) or cls.begin(threads, environment, preload)
+                server = cls._shared = cls.own() or cls.begin(environment, cls._preload)
                 atexit.register(server.close)
             return server
 
     @classmethod
     def start_role(
         cls,
-        threads: int,
         name: str,
         *,
         link: int,
@@ -141,7 +139,7 @@ class ForkServer:
     ) -> ForkedProcess:
         """Fork a role from the shared server; from a new one if that has just died."""
         for attempt in range(2):
-            server = cls.shared(threads, environment)
+            server = cls.shared(environment)
             try:
                 return server.start(
                     name,
@@ -177,7 +175,6 @@ class ForkServer:
                 log=None if log is None else str(log),
                 environment=dict(environment),
                 folder=os.getcwd(),
-                threads=self._threads,
                 starts_roles=starts_roles,
             )
         )

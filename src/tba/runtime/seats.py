@@ -9,12 +9,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from tba.config import RuntimeConfig
 from tba.observe.claim import Holder
 from tba.runtime.board import Board, MemoryHandle, Place, SharedMemory
 from tba.runtime.deadlines import Idleness
 from tba.runtime.links import Failed, Link, RelayedLink, StartSearchers
 from tba.runtime.processes import Role, RoleProcess, may_fork
+from tba.runtime.threads import RoleThreads
 
 MakeLink = Callable[[Connection], RelayedLink]
 """Makes the supervisor's end of a role's link."""
@@ -38,17 +38,16 @@ class RoleStarter(Protocol):
 class LocalRoles:
     """Starts roles as processes of this machine."""
 
-    config: RuntimeConfig
+    threads: RoleThreads
     logs: Path
 
     def trainer(self, target: str, arguments: Mapping[str, Any], make_link: MakeLink) -> Role[RelayedLink]:
-        threads = self.config.threads
         return RoleProcess(
             "trainer",
             target,
             arguments,
             log=None,
-            threads=threads,
+            threads=self.threads.trainer,
             forked=may_fork(),
             starts_roles=arguments["config"].train.ranks > 1,
             make_link=make_link,
@@ -60,7 +59,7 @@ class LocalRoles:
             orders.recipe,
             {"index": seat.index, "incarnation": seat.incarnation, "ends": orders.ends},
             log=self.logs / f"{seat.name}.log",
-            threads=self.config.threads,
+            threads=self.threads.searcher,
             forked=orders.forked,
             make_link=make_link,
         )

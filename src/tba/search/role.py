@@ -23,6 +23,7 @@ from tba.runtime.channels import SearcherEnds, Stopped
 from tba.runtime.ends import LocalSearcherEnds
 from tba.runtime.links import Link, RunCannotGoOn
 from tba.runtime.placement import must_hide, see_only
+from tba.runtime.threads import threads_of
 from tba.search.loop import GROUPS_AT_ONCE, Searcher, SearchState, TooManyRewardFailures
 from tba.search.make import (
     make_reference_engine,
@@ -182,7 +183,7 @@ def config_on_device(config: Config) -> Config:
 
 def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, logs: Path) -> None:
     """Load the model and search until this searcher is stopped."""
-    use_cpu(config.runtime.threads)
+    use_cpu(threads_of(config).searcher)
     own = config_on_device(config.for_searcher(index))  # evaluations and the pace go by the run's own config
     loaded = load_model(own.model)
     task = make_task_for(own, loaded)

@@ -31,6 +31,7 @@ from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
 from tba.runtime.cluster.weights import WeightRelay, unpickled_ends
 from tba.runtime.links import RelayedLink, StartSearchers, hang_up
 from tba.runtime.seats import MakeLink, Seat
+from tba.runtime.threads import RoleThreads
 
 logger = logging.getLogger("tba")
 
@@ -178,11 +179,19 @@ class ClusterRoles:
     """Starts the roles of a run as actors, and has the weights of the trainer there is go to the searchers there are."""
 
     def __init__(
-        self, config: RuntimeConfig, board: Board, *, logs: Path, gpus_each: float, copy: RunCopy | None = None
+        self,
+        config: RuntimeConfig,
+        board: Board,
+        *,
+        logs: Path,
+        threads: RoleThreads,
+        gpus_each: float,
+        copy: RunCopy | None = None,
     ) -> None:
         """`gpus_each` is what a role takes up where the config does not say. `copy` is the run's on this node, with
         replay.durability=node."""
         self._config = config
+        self._threads = threads
         self._gpus_each = gpus_each
         self._board = board
         self._logs = logs
@@ -206,7 +215,7 @@ class ClusterRoles:
         self._trainer, self._trainer_name = actor, secrets.token_hex(4)
         started = None
         if self._copy is None:
-            started = actor.start.remote(target, dict(arguments), log=None, threads=self._config.threads)
+            started = actor.start.remote(target, dict(arguments), log=None, threads=self._threads.trainer)
         role = ClusterRole(
             "trainer",
             actor,
@@ -256,7 +265,7 @@ class ClusterRoles:
             # All of them are on this node where the trainer before was here too, and had been given those that it lacked.
             role.lacks_groups = handed_over or before is None or before.lacks_groups or before.node != role.node
             arguments["resume"] = resume or handed_over or begun is not None
-            ray.get(actor.start.remote(target, arguments, log=None, threads=self._config.threads))
+            ray.get(actor.start.remote(target, arguments, log=None, threads=self._threads.trainer))
         except ray.exceptions.RayActorError:  # told by the exchange
             role.kill()
         except (ray.exceptions.RayError, OSError) as error:
@@ -273,7 +282,7 @@ class ClusterRoles:
             {"index": seat.index, "incarnation": seat.incarnation, "ends": orders.ends},
             trainer=self._trainer_name,
             log=str(log),
-            threads=self._config.threads,
+            threads=self._threads.searcher,
         )
         holder = seat.holder
         with self._lock:
