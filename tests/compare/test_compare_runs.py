@@ -9,7 +9,7 @@ from studies import TUNE, plan_study, run_study, write_study
 from typer.testing import CliRunner
 
 from tba.cli import app, main
-from tba.compare.runs import changed_settings, read_steps
+from tba.compare.runs import changed_settings, changes, read_steps, state_of
 from tba.compare.study import flatten
 from tba.config import Config, ConfigError
 from tba.launch import train
@@ -64,6 +64,21 @@ def test_a_setting_that_came_after_a_run_does_not_make_it_another_run():
     assert changed_settings(before, {**now, "train.offload_optimizer": True}) == ["train.offload_optimizer"]
     assert changed_settings({**before, "train.max_steps": 2}, {**now, "train.max_steps": 3}) == ["train.max_steps"]
     assert changed_settings({**now, "train.of_old": 1}, now) == ["train.of_old"]
+    assert changed_settings({**now, "runtime.threads": 1}, now) == []  # what it learns is the same
+
+
+def test_a_run_that_another_default_of_its_objective_made_is_run_again(finished, tmp_path):
+    shutil.copytree(finished / "studies", tmp_path / "studies")
+    (run, *_) = plan_study(tmp_path).runs["fast", None]
+    assert (state_of(run), changes(run)) == ("done", "")
+    record = json.loads((run.folder / "cell.json").read_text())
+    beta = record["defaults"]["objective.beta.start"]
+    record["defaults"]["objective.beta.start"] = 3.0
+    (run.folder / "cell.json").write_text(json.dumps(record))
+    assert (state_of(run), changes(run)) == ("changed", f"the default of objective.beta.start 3.0 -> {beta}")
+    del record["defaults"]  # as an older version wrote it
+    (run.folder / "cell.json").write_text(json.dumps(record))
+    assert state_of(run) == "done"
 
 
 def test_resuming_does_nothing_twice_and_a_changed_config_is_run_again(finished, tmp_path, capsys):

@@ -16,12 +16,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from tba.compare.study import Study, flatten, folder_name
 from tba.config import Config, ConfigError, load_config
+from tba.launch.defaults import with_objective_defaults
 from tba.observe.contents import remove_contents
 from tba.observe.files import RunFolder, write_json
 from tba.observe.files import read_summary as recorded_summary
@@ -33,6 +34,8 @@ MOST_RUNS_NAMED = 4
 """Most runs that the message about one problem names."""
 MOST_CHANGES_NAMED = 3
 """Most settings that the message about a changed config names."""
+NOT_LEARNED_FROM = frozenset({"runtime.threads"})
+"""Settings that change how fast a run is and not what it learns: one that was made with others need not be run again."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,6 +69,15 @@ class Cell:
     def recorded_config(self) -> dict[str, Any]:
         """The part of the config that decides whether an earlier run is still the same: all except where it lies."""
         return self.config.model_dump(mode="json", exclude={"name", "output", "overwrite"})
+
+    @cached_property
+    def recorded_defaults(self) -> dict[str, Any]:
+        """What the objective decides where the study gives nothing, by name: another version of this package may decide
+        otherwise, and runs of both would be no seeds of one cell."""
+        given, filled = (
+            flatten(c.model_dump(mode="json")) for c in (self.config, with_objective_defaults(self.config))
+        )
+        return {name: value for name, value in filled.items() if given.get(name) != value}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -167,7 +179,7 @@ def _named(runs: list[str]) -> str:
 def state_of(cell: Cell, *, retry_before: float = 0.0) -> State:
     """State of a run on disk; failures older than `retry_before` (seconds since the epoch) count as missing."""
     record = read_record(cell)
-    same = record is not None and not changed_settings(flatten(record["config"]), flatten(cell.recorded_config))
+    same = record is not None and not differences(cell, record)
     if same and record is not None:
         if "error" not in record:
             return "done"
@@ -197,7 +209,8 @@ def is_result(summary: Mapping[str, Any] | None) -> bool:
 
 def write_done(cell: Cell, *, seconds: float, commit: str | None) -> None:
     """Write cell.json, after summary.json: an interrupted run has a summary too, and must not count as done."""
-    write_json(cell.folder / "cell.json", {"config": cell.recorded_config, "seconds": seconds, "commit": commit})
+    record = {"config": cell.recorded_config, "defaults": cell.recorded_defaults, "seconds": seconds, "commit": commit}
+    write_json(cell.folder / "cell.json", record)
 
 
 def write_failed(cell: Cell, error: BaseException) -> None:
@@ -218,10 +231,25 @@ def changes(cell: Cell) -> str:
     record = read_record(cell)
     if record is None:
         return ""
+    found = differences(cell, record)
+    return ", ".join(found[:MOST_CHANGES_NAMED]) + (
+        f" and {len(found) - MOST_CHANGES_NAMED} more" if len(found) > MOST_CHANGES_NAMED else ""
+    )
+
+
+def differences(cell: Cell, record: Mapping[str, Any]) -> list[str]:
+    """Settings of a run on disk that are others now, as `train.max_steps 2 -> 3`: those of the study, and the defaults of
+    its objective, where the version that made the run wrote them down."""
     before, now = flatten(record["config"]), flatten(cell.recorded_config)
-    keys = changed_settings(before, now)
-    named = [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys[:MOST_CHANGES_NAMED]]
-    return ", ".join(named) + (f" and {len(keys) - len(named)} more" if len(keys) > len(named) else "")
+    found = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed_settings(before, now)]
+    decided, decides = record.get("defaults"), cell.recorded_defaults
+    if found or decided is None:
+        return found
+    return [
+        f"the default of {key} {decided.get(key)} -> {decides.get(key)}"
+        for key in {**decided, **decides}
+        if decided.get(key) != decides.get(key)
+    ]
 
 
 @cache
@@ -234,7 +262,8 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     """Names of the settings that differ. One that did not exist when a run was made, and has its default now, does not: a
     new setting must not make finished studies run again."""
     defaults = default_settings()
-    return [key for key in {**before, **now} if (before[key] if key in before else defaults.get(key)) != now.get(key)]
+    keys = [key for key in {**before, **now} if key not in NOT_LEARNED_FROM]
+    return [key for key in keys if (before[key] if key in before else defaults.get(key)) != now.get(key)]
 
 
 def read_summary(cell: Cell) -> dict[str, Any]:
