@@ -2,6 +2,9 @@
 files: those that take longest come first, or the last one would keep one core busy while the others have nothing to do."""
 
 import gc
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the trainings that tests start, wherever they are started from
 
 LONGEST = (
     *("launch/test_node_loss.py", "launch/test_collapse.py", "compare/test_compare_runs.py"),

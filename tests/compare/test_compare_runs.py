@@ -64,7 +64,6 @@ def test_a_setting_that_came_after_a_run_does_not_make_it_another_run():
     assert changed_settings(before, {**now, "train.offload_optimizer": True}) == ["train.offload_optimizer"]
     assert changed_settings({**before, "train.max_steps": 2}, {**now, "train.max_steps": 3}) == ["train.max_steps"]
     assert changed_settings({**now, "train.of_old": 1}, now) == ["train.of_old"]
-    assert changed_settings({**now, "runtime.threads": 1}, now) == []  # what it learns is the same
 
 
 def test_a_run_that_another_default_of_its_objective_made_is_run_again(finished, tmp_path):

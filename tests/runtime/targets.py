@@ -71,9 +71,21 @@ def parent_with_child(link, *, log: str, child=deaf) -> None:
 
 
 def thread_setting(link) -> None:
+    """Tells how many threads it was given, and how many have taken part in a product of matrices."""
+    from pathlib import Path
+
     import torch
 
-    link.send((os.environ["OMP_NUM_THREADS"], torch.get_num_threads()))
+    def ticks() -> dict[str, int]:
+        found = Path("/proc/self/task").glob("*/stat")
+        return {path.parent.name: int(path.read_text().rpartition(")")[2].split()[11]) for path in found}
+
+    matrix, before = torch.rand(1200, 1200), ticks()
+    for _ in range(3):
+        matrix @ matrix
+    gained = [count - before.get(thread, 0) for thread, count in ticks().items()]
+    working = sum(count > max(gained) / 4 for count in gained)
+    link.send((os.environ["OMP_NUM_THREADS"], torch.get_num_threads(), working))
 
 
 def surroundings(link, *, descriptor: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import targets
 
 from tba.runtime.links import Failed
-from tba.runtime.processes import RoleProcess, last_lines, role_environment, stop_all
+from tba.runtime.processes import RoleProcess, last_lines, stop_all
 
 DEADLINE_SECONDS = 60.0
 
@@ -119,17 +119,5 @@ def test_a_child_stuck_in_c_code_does_not_outlive_its_parent(start, tmp_path):
 def test_threads_are_pinned(tmp_path, threads, forked):
     """Those of a fork too, whatever the process that it is forked from has."""
     process = RoleProcess("role", targets.thread_setting, {}, log=tmp_path / "role.log", threads=threads, forked=forked)
-    assert process.link.receive(timeout_seconds=DEADLINE_SECONDS) == (str(threads), threads)
+    assert process.link.receive(timeout_seconds=DEADLINE_SECONDS) == (str(threads), threads, threads)
     process.wait(DEADLINE_SECONDS)
-
-
-@pytest.mark.parametrize(("own", "found"), [(None, "10000"), ("7", "7")])
-def test_waiting_threads_soon_let_others_have_their_core_unless_the_user_says_otherwise(monkeypatch, own, found):
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    if own is not None:
-        monkeypatch.setenv("GOMP_SPINCOUNT", own)
-    assert role_environment(threads=2)["GOMP_SPINCOUNT"] == found
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert "GOMP_SPINCOUNT" not in role_environment(threads=2)

@@ -12,7 +12,7 @@ import pytest
 import targets
 import torch
 
-from tba.config import RuntimeConfig
+from tba.config import Config, RuntimeConfig
 from tba.observe.claim import Holder
 from tba.runtime.board import Board
 from tba.runtime.ends import LocalSearcherEnds
@@ -32,7 +32,6 @@ from tba.runtime.processes import RoleDied
 from tba.runtime.searcher_seats import MAX_EARLY_ENDS
 from tba.runtime.seats import Host, LocalRoles
 from tba.runtime.supervisor import Supervisor
-from tba.runtime.threads import RoleThreads
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import Prompt, TrajectoryGroup
 
@@ -45,7 +44,7 @@ class Run:
 
     def __init__(self, logs, **options) -> None:
         config = RuntimeConfig(stop_seconds=1.0)
-        start = LocalRoles(threads=RoleThreads(trainer=1, searcher=1), logs=logs)
+        start = LocalRoles(config=Config(runtime=config), logs=logs)
         self.supervisor = Supervisor(config, Board.create(), logs=logs, start_searcher=start.searcher, **options)
         self.groups: list[TrajectoryGroup] = []
         self.thread = threading.Thread(target=self.supervisor.run)

@@ -178,7 +178,7 @@ FIELDS: dict[str, Name] = {
         router_aux_loss_coef            the loss is the objective's alone
         use_bias_correction_kl          the KL term has no ratio: TRL's False
         data_seed                       seed decides the order of prompts
-        full_determinism                mode=sync repeats a run bit by bit on a CPU
+        full_determinism                mode=sync repeats a run bit by bit on a CPU, with the same threads
         batch_eval_metrics              metrics are means over all prompts
         dataloader_drop_last            there is no data loader
         dataloader_in_order             there is no data loader

@@ -34,8 +34,9 @@ MOST_RUNS_NAMED = 4
 """Most runs that the message about one problem names."""
 MOST_CHANGES_NAMED = 3
 """Most settings that the message about a changed config names."""
-NOT_LEARNED_FROM = frozenset({"runtime.threads"})
-"""Settings that change how fast a run is and not what it learns: one that was made with others need not be run again."""
+OF_EVERY_RUN = {"runtime": {"threads": 1}}
+"""Settings of a study that says nothing else: several processes share its runs, one for each core, and what comes out must
+not depend on how many cores there are."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,7 +137,7 @@ def label_of(study: Study, key: CellKey) -> str:
 
 def make_cell(study: Study, key: CellKey, root: Path) -> Cell:
     """Resolve the config of one run from base, row, column, tuning overrides, tuned value and seed; later ones win."""
-    layers = [study.base, study.rows[key.row], study.columns[key.column]]
+    layers = [OF_EVERY_RUN, study.base, study.rows[key.row], study.columns[key.column]]
     if study.tune is not None:
         layers += [study.tune.overrides] if key.tuning else []
         layers += [{study.tune.key: key.value}]
@@ -262,8 +263,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     """Names of the settings that differ. One that did not exist when a run was made, and has its default now, does not: a
     new setting must not make finished studies run again."""
     defaults = default_settings()
-    keys = [key for key in {**before, **now} if key not in NOT_LEARNED_FROM]
-    return [key for key in keys if (before[key] if key in before else defaults.get(key)) != now.get(key)]
+    return [key for key in {**before, **now} if (before[key] if key in before else defaults.get(key)) != now.get(key)]
 
 
 def read_summary(cell: Cell) -> dict[str, Any]:

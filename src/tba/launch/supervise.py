@@ -186,7 +186,7 @@ def starters(config: Config, board: Board, logs: Path, replica: RunFolder | None
     """What starts the roles of a run: processes of this machine or, under runtime.kind=ray, actors of a cluster. `replica`
     is where the run folder is copied to; None = it is not."""
     if config.runtime.kind == "local" or config.takes_turns:
-        yield LocalRoles(threads=threads_of(config), logs=logs)
+        yield LocalRoles(config=config, logs=logs)
         return
     from tba.runtime.cluster.connect import cluster
 

@@ -76,6 +76,8 @@ class ForkServer:
     _shared: ClassVar[ForkServer | None] = None
     _preload: ClassVar[tuple[str, ...]] = ()
     """What a server that takes the place of a dead one imports."""
+    _environment: ClassVar[Mapping[str, str]] = {}
+    """And its environment."""
     _shared_lock = threading.Lock()
 
     def __init__(self, connection: socket.socket, process: ServerProcess) -> None:
@@ -115,14 +117,16 @@ class ForkServer:
         return cls(connection, OwnServerProcess(pid))
 
     @classmethod
-    def shared(cls, environment: Mapping[str, str], preload: Sequence[str] = ()) -> ForkServer:
-        """The server of this process, started if it is not there. `preload` names modules that its roles will need; whoever
-        knows that roles will be started asks for it early, and the imports run meanwhile."""
+    def shared(cls, environment: Mapping[str, str] | None = None, preload: Sequence[str] = ()) -> ForkServer:
+        """The server of this process, started if it is not there, with this environment or that of the one before.
+        `preload` names modules that its roles will need; whoever knows that roles will be started asks for it early, and
+        the imports run meanwhile."""
         with cls._shared_lock:
             server = cls._shared
             cls._preload = tuple(preload) or cls._preload
+            cls._environment = environment or cls._environment
             if server is None or not server._alive:
-                server = cls._shared = cls.own() or cls.begin(environment, cls._preload)
+                server = cls._shared = cls.own() or cls.begin(cls._environment, cls._preload)
                 atexit.register(server.close)
             return server
 
@@ -139,7 +143,7 @@ class ForkServer:
     ) -> ForkedProcess:
         """Fork a role from the shared server; from a new one if that has just died."""
         for attempt in range(2):
-            server = cls.shared(environment)
+            server = cls.shared()
             try:
                 return server.start(
                     name,

@@ -38,10 +38,6 @@ ROLE_MODULES = ("tba.search.role", "tba.launch.start")
 """What trainer and searchers need, imported once by the process that they are forked from."""
 KILL_SECONDS = 10.0
 """Time for a process to end that was killed."""
-SPIN_COUNT = "10000"
-"""Turns that a thread of OpenMP waits for the others of its process before it sleeps, some microseconds. Beside one other
-busy process a synchronous run with two threads on two cores takes 26 s with it and 47 s with libgomp's own (one thread: 25);
-on quiet cores 23.7, 23.1 and 24.5."""
 
 
 class RoleDied(RuntimeError):
@@ -240,16 +236,20 @@ def may_fork() -> bool:
 def prepare_roles() -> None:
     """Roles will be started soon: have what they need imported while this process goes on."""
     if may_fork():
-        ForkServer.shared(role_environment(threads=1), ROLE_MODULES)  # each role is given its own number
+        ForkServer.shared(server_environment(), ROLE_MODULES)
 
 
 def role_environment(threads: int) -> dict[str, str]:
-    """Thread counts are fixed before torch starts: processes that share cores must not fight over them. Nor may a thread
-    that waits for the others of its process keep a core from them for long."""
+    """Thread counts are fixed before torch starts: processes that share cores must not fight over them."""
     pinned = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     ours = {name: value for name, value in os.environ.items() if name != OWN_SERVER}  # it is this process's alone
-    waits = {} if "OMP_WAIT_POLICY" in ours else {"GOMP_SPINCOUNT": SPIN_COUNT}
-    return {**waits, **ours, **pinned, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    return {**ours, **pinned, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+
+
+def server_environment() -> dict[str, str]:
+    """Of the process that roles are forked from. Some libraries (OpenBLAS on ARM) never use more threads than there were
+    when they were loaded, so it has all of them: a role is told how many of them are its own. NumPy's products have one."""
+    return {**role_environment(os.cpu_count() or 1), "OPENBLAS_NUM_THREADS": "1"}
 
 
 def run_role(link_descriptor: int) -> int:

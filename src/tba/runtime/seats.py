@@ -9,12 +9,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+from tba.config import Config
 from tba.observe.claim import Holder
 from tba.runtime.board import Board, MemoryHandle, Place, SharedMemory
 from tba.runtime.deadlines import Idleness
 from tba.runtime.links import Failed, Link, RelayedLink, StartSearchers
 from tba.runtime.processes import Role, RoleProcess, may_fork
-from tba.runtime.threads import RoleThreads
+from tba.runtime.threads import threads_of
 
 MakeLink = Callable[[Connection], RelayedLink]
 """Makes the supervisor's end of a role's link."""
@@ -38,7 +39,7 @@ class RoleStarter(Protocol):
 class LocalRoles:
     """Starts roles as processes of this machine."""
 
-    threads: RoleThreads
+    config: Config
     logs: Path
 
     def trainer(self, target: str, arguments: Mapping[str, Any], make_link: MakeLink) -> Role[RelayedLink]:
@@ -47,7 +48,7 @@ class LocalRoles:
             target,
             arguments,
             log=None,
-            threads=self.threads.trainer,
+            threads=threads_of(self.config).trainer,
             forked=may_fork(),
             starts_roles=arguments["config"].train.ranks > 1,
             make_link=make_link,
@@ -59,7 +60,7 @@ class LocalRoles:
             orders.recipe,
             {"index": seat.index, "incarnation": seat.incarnation, "ends": orders.ends},
             log=self.logs / f"{seat.name}.log",
-            threads=self.threads.searcher,
+            threads=threads_of(self.config, num_searchers=seat.index + 1).searcher,
             forked=orders.forked,
             make_link=make_link,
         )

@@ -1,13 +1,17 @@
 """How many threads each process of a run computes with: the cores of its machine, shared out among them.
 
 A product of matrices uses every thread that its process has, and a process that has one leaves the other cores of a laptop
-idle. Processes that together have more threads than there are cores slow each other down by far more than they gain.
+idle. But the threads of a product wait for each other: where one of them finds its core taken, all of them stand still. A
+synchronous run with two threads on two cores takes 21 s instead of the 24 with one, and 104 beside one other busy process
+(one thread: 24; docs/log.md). So one core is left for what else the machine does, and a run on two cores has one thread for
+each process.
 Nothing here imports torch, so that the supervisor can ask too.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +21,14 @@ from tba.config import Config
 from tba.runtime.placement import VISIBLE, RolePlacement
 
 PINNED = "OMP_NUM_THREADS"
-"""Where it is set, it is what every process has: the user, torchrun or Ray has shared out the cores. A role finds there the
-number that it was started with."""
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""What a container may use of the machine, in microseconds of how many: `200000 100000` are two cores."""
+"""Where it is set, it is the most that a process has: whoever set it may have meant one process, and a run has several. A
+role finds there the number that it was started with."""
+LEFT = 1
+"""Number of cores that no process of a run counts on."""
+MOST_THREADS = 16
+"""Of a process by default: small models gain little by more, and what was measured had four cores."""
+SYSTEM = Path("/")
+"""Where /proc, /sys and /dev are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,54 +40,95 @@ class RoleThreads:
     searcher: int
 
 
-def threads_of(config: Config) -> RoleThreads:
-    """The threads of a run's processes: runtime.threads, or OMP_NUM_THREADS, or what their machine has for each. Searchers
-    share the cores with the trainer equally, and what does not go round is the trainer's, who all of them wait for."""
-    runtime = config.runtime
-    given = runtime.threads or _pinned()
-    if given is not None:
-        return RoleThreads(trainer=given, searcher=given)
-    if runtime.kind == "ray" and not config.takes_turns:  # on nodes that nobody here knows
-        return RoleThreads(trainer=max(1, int(runtime.trainer_cpus)), searcher=max(1, int(runtime.searcher_cpus)))
-    placement = RolePlacement.of(config, auto="cuda:0" if _sees_gpu() else "cpu")
-    rank_devices = (placement.trainer * config.train.ranks)[: config.train.ranks]
-    devices = (*rank_devices, *(() if config.takes_turns else placement.searchers))
-    on_cpu, ranks = devices.count("cpu"), rank_devices.count("cpu")
-    if not on_cpu:
-        return RoleThreads(trainer=1, searcher=1)
-    cores = usable_cores() - (len(devices) - on_cpu)  # a process that feeds a GPU takes one
-    each = max(1, cores // on_cpu)
-    rest = max(1, (cores - each * (on_cpu - ranks)) // ranks) if ranks else 1
-    return RoleThreads(trainer=rest, searcher=each)
+def threads_of(config: Config, *, num_searchers: int = 0) -> RoleThreads:
+    """The threads of a run's processes: runtime.threads, or what their machine has for each. Searchers share the cores with
+    the trainer equally, and what does not go round is the trainer's, who all of them wait for. `num_searchers` are there at
+    least, where a run has been given more than it was started with."""
+    if config.runtime.threads is not None:
+        return RoleThreads(trainer=config.runtime.threads, searcher=config.runtime.threads)
+    found = _on_nodes(config) if _is_elsewhere(config) else _on_this_machine(config, num_searchers)
+    return RoleThreads(trainer=_bounded(found.trainer), searcher=_bounded(found.searcher))
 
 
 def threads_alone(config: Config) -> int:
     """The threads of a process that has the machine to itself, as in an evaluation."""
-    return (
-        config.runtime.threads or _pinned() or (1 if _sees_gpu() and config.model.device != "cpu" else usable_cores())
-    )
+    if config.runtime.threads is not None:
+        return config.runtime.threads
+    return 1 if sees_gpu() and config.model.device != "cpu" else _bounded(usable_cores() - LEFT)
+
+
+def _is_elsewhere(config: Config) -> bool:
+    """Whether the roles run on nodes that nobody here knows."""
+    return config.runtime.kind == "ray" and not config.takes_turns
+
+
+def _on_nodes(config: Config) -> RoleThreads:
+    runtime = config.runtime
+    return RoleThreads(trainer=int(runtime.trainer_cpus) // config.train.ranks, searcher=int(runtime.searcher_cpus))
+
+
+def _on_this_machine(config: Config, num_searchers: int) -> RoleThreads:
+    placement = RolePlacement.of(config, auto="cuda:0" if sees_gpu() else "cpu")
+    rank_devices = (placement.trainer * config.train.ranks)[: config.train.ranks]
+    more = max(0, num_searchers - len(placement.searchers))
+    searchers = () if config.takes_turns else placement.searchers + placement.searchers[-1:] * more
+    devices = (*rank_devices, *searchers)
+    on_cpu, ranks = devices.count("cpu"), rank_devices.count("cpu")
+    if not on_cpu:
+        return RoleThreads(trainer=1, searcher=1)
+    cores = usable_cores() - LEFT - (len(devices) - on_cpu)  # a process that feeds a GPU takes one
+    each = max(1, cores // on_cpu)
+    return RoleThreads(trainer=(cores - each * (on_cpu - ranks)) // ranks if ranks else 1, searcher=each)
+
+
+def _bounded(threads: int) -> int:
+    """At least one, and no more than OMP_NUM_THREADS, of which the first number counts where it is a list of levels."""
+    first = os.environ.get(PINNED, "").split(",")[0].strip()
+    most = int(first) if first.isdecimal() and int(first) > 0 else MOST_THREADS
+    return max(1, min(threads, most))
+
+
+def sees_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU that this process may use, as far as can be told without asking torch."""
+    return any(SYSTEM.glob("dev/nvidia[0-9]*")) and os.environ.get(VISIBLE, "0") not in ("", "-1")
 
 
 def usable_cores() -> int:
     """Cores that this process may use: not those that it is pinned away from, nor more than its container's quota, and a
     core that runs two threads is one, for both would wait for the same arithmetic units."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed, _quota() or allowed))
+    if hasattr(os, "sched_getaffinity"):
+        cores = len({_siblings(thread) for thread in os.sched_getaffinity(0)})
+    else:
+        cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    return max(1, min([cores, *_quotas()]))
 
 
-def _quota() -> int | None:
+def _siblings(thread: int) -> str:
+    """The hardware threads of the core that this one belongs to."""
     try:
-        most, of = QUOTA.read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if most == "max" else max(1, int(most) // int(of))
+        return (SYSTEM / f"sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(thread)
 
 
-def _pinned() -> int | None:
-    """OMP_NUM_THREADS, whose first number counts where it is a list of levels; None = it says nothing."""
-    first = os.environ.get(PINNED, "").split(",")[0].strip()
-    return int(first) if first.isdecimal() and int(first) > 0 else None
+def _quotas() -> Iterator[int]:
+    """Cores that the control groups of this process leave it, where they limit it, in both versions of the interface."""
+    for line in _read("proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        root, names = SYSTEM / "sys/fs/cgroup", ["cpu.max"]
+        if "cpu" in controllers.split(","):
+            root, names = root / "cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        elif controllers:
+            continue
+        parts = Path(path.lstrip("/")).parts
+        for depth in range(len(parts) + 1):  # a group is limited by those above it, too
+            numbers = " ".join(_read(str(root.joinpath(*parts[:depth], name))) for name in names).split()
+            if len(numbers) == 2 and all(number.isdecimal() for number in numbers):  # otherwise `max` or -1
+                yield max(1, int(numbers[0]) // int(numbers[1]))
 
 
-def _sees_gpu() -> bool:
-    return Path("/dev/nvidia0").exists() and os.environ.get(VISIBLE, "0") not in ("", "-1")
+def _read(path: str) -> str:
+    try:
+        return (SYSTEM / path).read_text()
+    except OSError:
+        return ""
