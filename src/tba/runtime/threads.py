@@ -2,9 +2,10 @@
 
 A product of matrices uses every thread that its process has, and a process that has one leaves the other cores of a laptop
 idle. But the threads of a product wait for each other: where one of them finds its core taken, all of them stand still. A
-synchronous run with two threads on two cores takes 21 s instead of the 24 with one, and 104 beside one other busy process
+synchronous run with two threads on two cores takes 20 s instead of the 24 with one, and 126 beside one other busy process
 (one thread: 24; docs/log.md). So one core is left for what else the machine does, and a run on two cores has one thread for
 each process.
+
 Nothing here imports torch, so that the supervisor can ask too.
 """
 
