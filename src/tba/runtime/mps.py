@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from tba.config import Config
-from tba.runtime.placement import RolePlacement
+from tba.runtime.placement import RolePlacement, sees_gpu
 
 logger = logging.getLogger("tba.runtime")
 
@@ -34,7 +34,7 @@ def why_no_mps(config: Config) -> str | None:
     if config.takes_turns:
         return f"in {config.mode} mode one process uses the GPU"
     placement = RolePlacement.of(config)  # what speaks for auto being cuda here is looked at next
-    if set(placement.trainer) | set(placement.searchers) == {"cpu"} or not Path("/dev/nvidia0").exists():
+    if set(placement.trainer) | set(placement.searchers) == {"cpu"} or not sees_gpu():
         return "there is no NVIDIA GPU to share"
     if not placement.shared_gpus:
         return "every role has a GPU of its own"

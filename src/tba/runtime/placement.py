@@ -9,11 +9,17 @@ import os
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tba.config import Config
 from tba.runtime.board import MAX_SEARCHERS
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def sees_gpu(system: Path = Path("/")) -> bool:
+    """Whether this machine has an NVIDIA GPU that this process may use. `system` is where its /dev is."""
+    return any(system.glob("dev/nvidia[0-9]*")) and os.environ.get(VISIBLE, "0") not in ("", "-1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from tba.config import Config
-from tba.runtime.placement import VISIBLE, RolePlacement
+from tba.runtime.placement import RolePlacement, sees_gpu
 
 PINNED = "OMP_NUM_THREADS"
 """Where it is set, it is the most that a process has: whoever set it may have meant one process, and a run has several. A
@@ -55,7 +55,7 @@ def threads_alone(config: Config) -> int:
     """The threads of a process that has the machine to itself, as in an evaluation."""
     if config.runtime.threads is not None:
         return config.runtime.threads
-    return 1 if sees_gpu() and config.model.device != "cpu" else _bounded(usable_cores() - LEFT)
+    return 1 if sees_gpu(SYSTEM) and config.model.device != "cpu" else _bounded(usable_cores() - LEFT)
 
 
 def _is_elsewhere(config: Config) -> bool:
@@ -69,7 +69,7 @@ def _on_nodes(config: Config) -> RoleThreads:
 
 
 def _on_this_machine(config: Config, num_searchers: int) -> RoleThreads:
-    placement = RolePlacement.of(config, auto="cuda:0" if sees_gpu() else "cpu")
+    placement = RolePlacement.of(config, auto="cuda:0" if sees_gpu(SYSTEM) else "cpu")
     rank_devices = (placement.trainer * config.train.ranks)[: config.train.ranks]
     more = max(0, num_searchers - len(placement.searchers))
     searchers = () if config.takes_turns else placement.searchers + placement.searchers[-1:] * more
@@ -87,11 +87,6 @@ def _bounded(threads: int) -> int:
     first = os.environ.get(PINNED, "").split(",")[0].strip()
     most = int(first) if first.isdecimal() and int(first) > 0 else MOST_THREADS
     return max(1, min(threads, most))
-
-
-def sees_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU that this process may use, as far as can be told without asking torch."""
-    return any(SYSTEM.glob("dev/nvidia[0-9]*")) and os.environ.get(VISIBLE, "0") not in ("", "-1")
 
 
 def usable_cores() -> int:
