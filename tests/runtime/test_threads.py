@@ -38,7 +38,11 @@ def write(system: Path, path: str, text: str) -> None:
     [
         (1, [], 1, 1),
         (2, [], 1, 1),
-        (4, [], 2, 1),  # what does not go round is the trainer's
+        (3, [], 1, 1),
+        (4, [], 2, 2),  # with one core left the searcher would have one thread instead of two
+        (5, [], 2, 2),
+        (6, [], 3, 2),  # what does not go round is the trainer's
+        (6, ["search.num_searchers=2"], 2, 2),
         (9, [], 4, 4),  # one core is left for what else there is
         (2, ["search.num_searchers=12"], 1, 1),
         (13, ["search.num_searchers=4"], 4, 2),
