@@ -105,7 +105,7 @@ def test_where_the_angles_change_each_token_has_those_of_a_plain_pass_over_what_
 
 
 def test_greedy_tokens_across_the_switch_are_those_of_plain_passes():
-    """Not those of transformers' `generate`, which keeps keys with the angles from before the switch in some versions (5.17)."""
+    """Not those of transformers' `generate`, which in some versions (5.17) keeps keys with the angles from before."""
     model = spread(make_model(CHANGING_ANGLES["phi3"]()))
     requests = make_requests(3, 10, 14)
     sampling = Sampling(max_new_tokens=24, greedy=True)
