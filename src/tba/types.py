@@ -217,15 +217,12 @@ class ResponseCounts:
     generated: int = 0
     """Responses received from searchers, those lost to failing rewards included."""
     trained: int = 0
-    """Responses with weight in the batches of all optimizer steps; one that is trained twice counts twice. With the
-    generated ones replay.max_trained_per_generated bounds them."""
-    repeated: int = 0
-    """The same of further updates, which the trainer has made instead of waiting."""
+    """Responses with weight in the batches of all optimizer steps; one that is trained twice counts twice."""
 
     @property
     def ratio(self) -> float:
-        """How often each response has been trained, on average."""
-        return (self.trained + self.repeated) / max(1, self.generated)
+        """Trained / generated, which replay.max_trained_per_generated bounds."""
+        return self.trained / max(1, self.generated)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -69,27 +69,6 @@ def test_the_movement_follows_the_share_of_signal_in_recent_updates():
 
 
 @pytest.mark.parametrize(
-    ("settings", "exact_drift", "pays"),
-    [
-        ([], True, True),
-        (["train.learning_rate=1e-4"], True, False),
-        (["replay.max_trained_per_generated=2"], True, False),
-        (["mode=sync"], True, False),
-        ([], False, False),  # bf16: the agreement is not seen
-    ],
-)
-def test_a_further_update_pays_where_the_agreement_is_above_the_usual(settings, exact_drift, pays):
-    rate = rate_of(*settings)
-    rate.exact_drift = exact_drift
-    assert not rate.repeats_pay  # .1 is assumed at first
-    rate.follow(0, {"off_policy/agreement": 0.2})
-    assert rate.repeats_pay == pays
-    for step in range(1, 40):
-        rate.follow(step, {"off_policy/agreement": 0.05})
-    assert not rate.repeats_pay
-
-
-@pytest.mark.parametrize(
     "setting", ["replay.max_trained_per_generated=4", "mode=sync", "replay.on_policy_probability=0.5"]
 )
 def test_responses_that_were_trained_on_before_are_no_test_of_updates(setting):

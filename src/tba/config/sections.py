@@ -209,11 +209,6 @@ class TrainConfig(Section):
     """Number K of responses of one prompt in an optimizer step."""
     updates_per_batch: int = Field(default=1, ge=1)
     """Number of optimizer steps on the same batch before the next is sampled (PPO's epochs, GRPO's mu)."""
-    updates_while_waiting: int = Field(default=1, ge=0)
-    """Most further updates on the last batch that the trainer makes where the next one is not there yet, instead of
-    waiting for it. They do not count as optimizer steps. Trajectory balance makes them only while updates are mostly
-    signal: while the mean agreement that learning_rate=auto measures (in fp32, where each response is trained once) is
-    above .1. 0 = the trainer waits."""
     learning_rate: Annotated[Schedule | None, Auto] = None
     """Learning rate of AdamW, a number or a schedule; None or auto = it follows the movement of the policy (movement),
     begins low and falls to zero at the end (settle)."""

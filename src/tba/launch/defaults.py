@@ -12,8 +12,6 @@ what the paper uses instead stands in its config files.
     objective.off_policy response, .1       bench: the best of seven ways to bound stale pushes
     train.learning_rate auto, movement .1   bench: one setting as good as the best constant movement of each problem; within
                                             .2 nats of its data one run of eight of one_prompt is called collapsing
-    train.updates_while_waiting 1           bench: long_code gains, word_sums is left alone; without regard to the agreement
-                                            it loses, and so does GSM8K in bf16
     train.settle .5                         bench, and the embedded maths task, where evaluations stop swinging
     train.samples_per_prompt 8              docs/results.md: 4 and 8 cannot be told apart, 16 and 32 lose 2 and 4 points
     train.publish_every 1                   docs/results.md: 4 costs 2.5 points, 16 costs 9

@@ -59,7 +59,7 @@ class Gate:
         first = feed.counts.trained == 0
         setting = "start_seconds" if first else "wait_seconds"
         waited = wait_until(
-            lambda: self.is_open(feed),
+            lambda: self._ready(feed),
             name="replay_ratio" if self._full_batch(feed) and not first else "first_fill",
             row=self.row,
             deadline_seconds=getattr(self.config.runtime, setting),
@@ -75,8 +75,7 @@ class Gate:
         # All of it, and not `waited`: that leaves out the first look, which may have taken in most of the groups.
         return time.perf_counter() - started - (feed.receive_seconds - received) if waited else 0.0
 
-    def is_open(self, feed: Feed) -> bool:
-        """Whether the trainer may step at once; takes in what has arrived."""
+    def _ready(self, feed: Feed) -> bool:
         feed.receive()
         feed.expire()
         if self.asked_to_stop():

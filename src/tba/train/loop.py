@@ -90,12 +90,12 @@ class Trainer:
     def step(self) -> StepResult:
         """One optimizer step on what the buffer holds."""
         self.receive()
-        repeating = self.train_while_waiting()
         waited = self.gate.wait(self) if self.gate is not None and self.needs_batch else 0.0
         self.recorder.training_starts()
         started = time.perf_counter()
         batch = self.sample() if self.batch is None or self.needs_batch else self.batch
-        result = self.optimize(batch, measure_movement=self.rate.measures(self.step_index))
+        rate = self.rate.at(self.step_index)
+        result = self.optimize(batch, learning_rate=rate, measure_movement=self.rate.measures(self.step_index))
         log_pi_N = result.outputs.log_pi_N.cpu()
         measured = {**result.metrics, **batch_metrics(batch, log_pi_N, step=self.step_index)}
         measured |= {**self.measure_mismatch(batch, log_pi_N), **self.measure_target(batch, log_pi_N)}
@@ -107,7 +107,6 @@ class Trainer:
         times = {
             "receive": self.receive_seconds,
             "wait_for_batch": waited,
-            "further_updates": repeating,
             "step": time.perf_counter() - started,
             "publish_weights": publishing,
         }
@@ -122,18 +121,6 @@ class Trainer:
         if self.health is not None:
             self.health.stop_if_asked()
         return result
-
-    def train_while_waiting(self) -> float:
-        """Train the last batch again where the next is not there yet and that pays. Returns the seconds it took."""
-        started, received = time.perf_counter(), self.receive_seconds
-        has_target = self.train_step.objective.needs.target  # a policy gradient would no longer be on its policy
-        for _ in range(self.config.train.updates_while_waiting if has_target and self.rate.repeats_pay else 0):
-            if self.batch is None or not self.needs_batch or self.gate is None or self.gate.is_open(self):
-                break
-            self.optimize(self.batch)
-            self.train_step.moved = False
-            self.counts.repeated += self.batch.totals.responses
-        return time.perf_counter() - started - (self.receive_seconds - received)
 
     def measure_mismatch(self, batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
         """Searchers against this trainer at one version, in steps where that was measured."""
@@ -225,12 +212,11 @@ class Trainer:
         wanted, only_fresh = self.config.train.prompts_per_step, self.config.replay.on_policy_probability == 1.0
         return min(wanted, self.received) if self.config.takes_turns and only_fresh else wanted
 
-    def optimize(self, batch: Batch, *, measure_movement: bool = False) -> StepResult:
+    def optimize(self, batch: Batch, *, learning_rate: float, measure_movement: bool) -> StepResult:
         step = self.step_index
         shaped, beta = shape_target(batch, self.config, step)
-        rate = self.rate.at(step)
         try:
-            result = self.train_step(shaped, beta=beta, learning_rate=rate, measure_movement=measure_movement)
+            result = self.train_step(shaped, beta=beta, learning_rate=learning_rate, measure_movement=measure_movement)
         except NonFiniteLoss as error:
             path = save_batch(batch, self.recorder.folder.path / f"failed-batch-step-{step}.safetensors")
             raise NonFiniteLoss(
@@ -339,7 +325,6 @@ class Trainer:
             **{f"buffer/{name}": value for name, value in self.replay.stats().items()},
             "buffer/generated": float(self.counts.generated),
             "buffer/trained": float(self.counts.trained),
-            "buffer/repeated": float(self.counts.repeated),
             "buffer/replay_ratio": self.counts.ratio,
             "search/open_visits": float(self.ledger.outstanding),
             "search/skipped": float(sum(self.ledger.difficulty.skipped.values())),

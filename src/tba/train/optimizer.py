@@ -332,12 +332,6 @@ class LearningRate:
         self.rate, self.factor = self.rate * factor / self.factor, factor
 
     @property
-    def repeats_pay(self) -> bool:
-        """Whether a further update on the same batch is worth its while: where updates are mostly noise, it follows the same
-        noise once more."""
-        return self.is_auto and self.can_see_agreement and self.agreement > USUAL_AGREEMENT
-
-    @property
     def can_see_agreement(self) -> bool:
         """Whether responses are unseen when they are trained on, so that their drift is a test of earlier updates, and
         whether it is exact enough to see that."""
