@@ -1,9 +1,14 @@
 """transformers' callbacks for a run of ours: a TrainerCallback is called at the points where transformers' Trainer calls it,
-and what it asks for through TrainerControl is done."""
+and what it asks for through TrainerControl is done.
+
+In a step the order is transformers' own: on_step_begin, on_step_end, on_log, and on_save where a checkpoint was due. An
+evaluation is told when its metrics come, which is after on_save here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +24,25 @@ class Callbacks(RunListener):
     """Passes what happens on to callbacks."""
 
     def __init__(
-        self, callbacks: Sequence[Any], *, args: Any, state: TrainerState, context: Callable[[], dict[str, Any]]
+        self,
+        callbacks: Sequence[Any],
+        *,
+        args: Any,
+        state: TrainerState,
+        context: Callable[[], dict[str, Any]],
+        steps_per_epoch: float | None = None,
     ) -> None:
-        """`context` gives what callbacks get besides: model, processing_class ..."""
+        """`context` gives what callbacks get besides: model, processing_class ...; `steps_per_epoch` is the number of
+        optimizer steps that visit every row once, None = not known."""
         super().__init__()
         self.callbacks: list[TrainerCallback] = []
         self.state = state
         self.control = TrainerControl()
-        self._args, self._context = args, context
+        self._args, self._context, self._steps_per_epoch = args, context, steps_per_epoch
+        self._in_step: list[Callable[[], None]] | None = None
+        """What was heard since a step began, told after its on_step_end; None = no step is being made."""
+        self._first_metric: str | None = None
+        """First metric of the first evaluation, by which evaluations are judged where evaluate.best_metric is not set."""
         for callback in callbacks:
             self.add(callback)
 
@@ -61,36 +77,67 @@ class Callbacks(RunListener):
 
     def begins(self, step: int) -> None:
         self.state.global_step = step
-        self.stop = False
+        self.stop, self._in_step = False, None
         self.control = TrainerControl()
         self.call("on_train_begin")
 
     def step_begins(self, step: int) -> None:
+        self.control.should_save = self.control.should_evaluate = self.control.should_log = False
         self.call("on_step_begin")
+        self._in_step = []
 
     def step_ends(self, step: int) -> None:
         self._come_to(step)
-        self.control.should_save = self.control.should_evaluate = False
+        heard, self._in_step = self._in_step or [], None
         self.call("on_step_end")
+        for tell in heard:
+            tell()
 
     def logged(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._come_to(step)
-        self.log(step, metrics)
+        self._after_the_step(partial(self.log, step, metrics))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = {f"{EVALUATION}{name}": value for name, value in metrics.items()}
-        self.log(step, values)
-        self.call("on_evaluate", metrics=values)
+        self.tell_evaluation(step, metrics)
+        self._first_metric = self._first_metric or next(iter(metrics), None)
+        if step > 0:  # transformers does not count an evaluation of the start model
+            self._keep_best(step, metrics)
 
     def saved(self, step: int, path: Path) -> None:
+        self._after_the_step(partial(self._tell_save, step))
+
+    def tell_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tell of an evaluation, of the run or one that a script has asked for."""
+        values = {f"{EVALUATION}{name}": value for name, value in metrics.items()}
+        self.log(step, values)
+        self.control.should_evaluate = False
+        self.call("on_evaluate", metrics=values)
+
+    def _tell_save(self, step: int) -> None:
         self._come_to(step)
+        self.control.should_save = False
         self.call("on_save")
+
+    def _after_the_step(self, tell: Callable[[], None]) -> None:
+        if self._in_step is None:
+            tell()
+        else:
+            self._in_step.append(tell)
+
+    def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What EarlyStoppingCallback compares with; it is told of an evaluation before that counts."""
+        evaluate, state = self._args.evaluate, self.state
+        value = metrics.get(evaluate.best_metric or self._first_metric or "")
+        if value is None:
+            return
+        if state.best_metric is None or (
+            value < state.best_metric if evaluate.lower_is_better else value > state.best_metric
+        ):
+            state.best_metric, state.best_global_step = value, step
 
     def ends(self, step: int) -> None:
         self.call("on_train_end")
 
     def _come_to(self, step: int) -> None:
-        state = self.state
-        state.global_step = step
-        if state.max_steps and state.num_train_epochs:
-            state.epoch = step / state.max_steps * state.num_train_epochs
+        self.state.global_step = step
+        if self._steps_per_epoch is not None:
+            self.state.epoch = step / self._steps_per_epoch

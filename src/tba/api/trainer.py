@@ -6,6 +6,7 @@ script asks for afterwards (the trained model, an evaluation, samples) is read f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class TBATrainer:
             raise ConfigError("train_dataset is missing: give a JSONL file, a list of rows or a dataset with `prompt`.")
         self.args = TBAConfig.of(args)
         self._given_model, self._tokenizer = model, processing_class
-        folder = self.args.config.run_folder
+        folder = self.args.run_folder
         inputs = folder.with_name(folder.name + ".inputs")
         weights = reward_weights if reward_weights is not None else self.args.get("reward_weights")
         data = dataset_file(train_dataset, inputs / "train.jsonl", what="train_dataset")
@@ -78,7 +79,13 @@ class TBATrainer:
         self._model: Any = None
         self._has_trained = False
         """Whether the checkpoints of the run folder are of this trainer, and not of an earlier run of that name."""
-        self._handler = Callbacks(callbacks or (), args=self.args, state=self._new_state(), context=self._context)
+        self._handler = Callbacks(
+            callbacks or (),
+            args=self.args,
+            state=self._new_state(),
+            context=self._context,
+            steps_per_epoch=self._steps_per_epoch(),
+        )
 
     # Training
 
@@ -92,6 +99,8 @@ class TBATrainer:
         self._model = None
         summary = train(self.config, resume=resume_from_checkpoint or False, listener=self._handler)
         self._has_trained = True
+        best = RunFolder(self.run_folder).checkpoints_by_step("best-step-")
+        self.state.best_model_checkpoint = str(best[max(best)]) if best else None
         self._write_model_card(summary)
         self._return_weights()
         if self.args.get("push_to_hub"):
@@ -149,7 +158,7 @@ class TBATrainer:
 
         path = str(self._trained_path() or self.config.model.path)
         metrics = evaluate(self.config.model_copy(update={"model": self._model_config(path)}))
-        self._handler.evaluated(self.state.global_step, metrics)
+        self._handler.tell_evaluation(self.state.global_step, metrics)
         return {f"{EVALUATION}{name}": value for name, value in metrics.items()}
 
     def generate(
@@ -237,9 +246,14 @@ class TBATrainer:
 
         train = self.config.train
         state = TrainerState(max_steps=train.max_steps, logging_steps=self.config.observe.log_every)
-        rows = num_rows(str(self.config.task.data))
-        state.num_train_epochs = max(1, round(train.max_steps * train.prompts_per_step / rows)) if rows else 0
+        steps = self._steps_per_epoch()
+        state.num_train_epochs = 0 if steps is None else math.ceil(train.max_steps / steps)
         return state
+
+    def _steps_per_epoch(self) -> float | None:
+        """Optimizer steps that visit every row once; None = the rows are not known."""
+        train, rows = self.config.train, num_rows(str(self.config.task.data))
+        return rows / train.prompts_per_step * train.updates_per_batch if rows else None
 
     def _context(self) -> dict[str, Any]:
         return {"model": self._model or self._given_model, "processing_class": self._tokenizer}

@@ -157,6 +157,8 @@ class AsyncRun:
         if self.config.evaluation_due(step) or self.listener.evaluate:
             self.ask_for_evaluation()
         self.take_evaluations()
+        if self.listener.save:  # asked for by what an evaluation has shown
+            self.trainer.save()
 
     def ask_for_evaluation(self) -> None:
         if self.has_evaluation_prompts:

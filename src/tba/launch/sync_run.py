@@ -134,6 +134,8 @@ class SyncRun:
                     self.evaluate_last()
                 elif self.config.evaluation_due(self.trainer.step_index) or self.listener.evaluate:
                     self.evaluate()
+                if self.listener.save:  # asked for by what the evaluation has shown
+                    self.trainer.save()
 
     def step(self) -> None:
         self.recorder.training_starts()  # generation is part of every step here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +32,8 @@ from tba.train.reference import ReferenceResets
 from tba.train.state import Stateful
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import TOKEN_FIELDS, Batch, ResponseCounts, TrajectoryGroup
+
+logger = logging.getLogger("tba")
 
 
 @dataclass
@@ -295,12 +298,18 @@ class Trainer:
             self.recorder.best = self.checkpoints.best
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """What an evaluation is judged by, higher = better: evaluate.best_metric, or its first metric."""
-        evaluate = self.config.evaluate
-        name = evaluate.best_metric or next(iter(metrics))
-        if name not in metrics:
+        """What an evaluation is judged by, higher = better: evaluate.best_metric, or the first metric of the run's first
+        evaluation. One that lacks it, because its rewards failed, is worse than any other."""
+        evaluate, evaluations = self.config.evaluate, [found for _, found in self.recorder.evaluations if found]
+        name = evaluate.best_metric or next(iter(evaluations[0] if evaluations else metrics))
+        if name == "accuracy" and "solved" in metrics:  # what it is called where a reward was neither 0 nor 1
+            name = "solved"
+        if name in metrics:
+            return -metrics[name] if evaluate.lower_is_better else metrics[name]
+        if not any(name in found for found in evaluations):
             raise ConfigError(f"evaluate.best_metric={name} is not measured here: there is {', '.join(metrics)}.")
-        return -metrics[name] if evaluate.lower_is_better else metrics[name]
+        logger.warning("an evaluation has no %s, by which the best is kept: it is not the best.", name)
+        return -math.inf
 
     def record(
         self,

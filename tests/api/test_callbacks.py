@@ -1,0 +1,91 @@
+"""Callbacks of transformers meet what they meet under its own Trainer: order, wishes, the best metric."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from script_rewards import down_at_step_3, flat, half_at_step_2
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from tba import TBAConfig, TBATrainer
+
+ROWS = [{"prompt": f"w{i} w5"} for i in range(3, 33)]
+
+
+def make_trainer(folder, output, reward: Callable[..., Any], callbacks=(), **given: Any) -> TBATrainer:
+    settings = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "learning_rate": 1e-3,
+        "disable_tqdm": True,
+        "mode": "sync",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    args = TBAConfig(output_dir=output, **(settings | given))
+    return TBATrainer(str(folder / "model"), flat if reward is None else reward, args, ROWS, callbacks=list(callbacks))
+
+
+class Heard(TrainerCallback):
+    """Writes down events with their step; asks for a checkpoint when step 2 is evaluated, and for an evaluation when step 3
+    is logged."""
+
+    def __init__(self):
+        self.events = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.events.append(("step_begin", state.global_step))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.events.append(("step_end", state.global_step))
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.events.append(("log", state.global_step))
+            control.should_evaluate = state.global_step == 3
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.events.append(("evaluate", state.global_step))
+        control.should_save = state.global_step == 2
+
+    def on_save(self, args, state, control, **kwargs):
+        self.events.append(("save", state.global_step))
+
+
+def test_events_come_in_the_order_of_transformers_and_what_they_ask_for_is_done(folder, tmp_path):
+    heard = Heard()
+    trainer = make_trainer(folder, tmp_path / "run", flat, [heard], max_steps=4, eval_steps=2)
+    trainer.train()
+    assert heard.events == [
+        ("evaluate", 0),
+        *(("step_begin", 0), ("step_end", 1), ("log", 1)),
+        *(("step_begin", 1), ("step_end", 2), ("log", 2), ("evaluate", 2), ("save", 2)),
+        *(("step_begin", 2), ("step_end", 3), ("log", 3), ("evaluate", 3)),
+        *(("step_begin", 3), ("step_end", 4), ("log", 4), ("save", 4), ("evaluate", 4)),
+    ]
+    assert trainer.state.epoch == pytest.approx(4 * 2 / 30)  # two prompts a step, of 30 rows
+    assert trainer.state.num_train_epochs == 1
+
+
+def test_early_stopping_stops_a_run_that_gets_no_better(folder, tmp_path):
+    trainer = make_trainer(
+        folder, tmp_path / "run", flat, [EarlyStoppingCallback(2)], max_steps=9, metric_for_best_model="eval_reward"
+    )
+    assert trainer.args.greater_is_better is True  # as transformers decides where it is not given
+    assert trainer.train().global_step == 3  # the first evaluation is the best, and two are no better
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.5, 1)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoints" / "best-step-3")
+
+
+def test_an_evaluation_without_the_metric_that_decides_is_never_the_best(folder, tmp_path):
+    trainer = make_trainer(folder, tmp_path / "run", down_at_step_3, max_steps=4, evaluate={"num_prompts": 2})
+    summary = trainer.train()
+    lacking = [record["step"] for record in trainer.state.log_history if record.get("eval_solved") == 0.0]
+    assert lacking == [0, 1, 2, 3, 4]  # also where there is no reward: 0 is above every reward here
+    assert summary["best"] == {"step": 4, "score": -1.0}
+
+
+def test_accuracy_decides_also_where_a_reward_is_neither_0_nor_1(folder, tmp_path):
+    trainer = make_trainer(folder, tmp_path / "run", half_at_step_2, max_steps=3, metric_for_best_model="eval_accuracy")
+    assert trainer.train()["best"] == {"step": 3, "score": 1.0}
