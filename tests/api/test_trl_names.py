@@ -1,8 +1,10 @@
 """TRL's names mean here what they say, or are answered by name."""
 
+import copy
 import dataclasses
 import inspect
 import logging
+import pickle
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ def at(config, place: str):
     ("given", "place", "value"),
     [
         ({"output_dir": "out/run1"}, "run_folder.name", "run1"),
+        ({"output_dir": "~/out/run1"}, "output", Path.home() / "out"),
         ({"output_dir": "out/run1", "run_name": "label"}, "observe.label", "label"),
         ({"run_name": "label"}, "name", "label"),
         ({"max_steps": 7}, "train.max_steps", 7),
@@ -49,7 +52,17 @@ def at(config, place: str):
             "train.learning_rate.end",
             pytest.approx(1e-6),
         ),
+        (
+            {
+                "learning_rate": 1e-5,
+                "lr_scheduler_type": "warmup_stable_decay",
+                "lr_scheduler_kwargs": {"num_decay_steps": 50},
+            },
+            "train.learning_rate.decay_steps",
+            50,
+        ),
         ({"adam_beta2": 0.95}, "train.adam_betas", (0.9, 0.95)),
+        ({"eval_strategy": "steps", "logging_steps": 0.1, "max_steps": 100}, "evaluate.every", 10),
         ({"max_grad_norm": 0}, "train.max_grad_norm", None),
         ({"bf16": True}, "model.dtype", "bfloat16"),
         ({"bf16": False}, "model.dtype", "float32"),
@@ -108,12 +121,22 @@ def test_sections_of_ours_win_and_both_are_attributes():
         _ = args.warmup
 
 
+def test_a_copy_of_the_arguments_has_all_of_them():
+    args = GRPOConfig("out/run", reward_weights=[1.0, 0.5], num_train_epochs=2)
+    for found in (copy.copy(args), copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
+        assert isinstance(found, GRPOConfig)
+        assert (found.given, found.config) == (args.given, args.config)
+
+
 def test_epochs_become_steps_when_the_rows_are_known():
     args = TBAConfig(num_train_epochs=3, per_device_train_batch_size=16, num_generations=4, save_strategy="epoch")
     train = args.resolved(num_rows=10).train
     assert (train.max_steps, train.checkpoint_every) == (9, 3)
     assert args.resolved(num_rows=8).train.max_steps == 6
     assert TBAConfig(num_train_epochs=3, max_steps=5).resolved(num_rows=1000).train.max_steps == 5
+    twice = TBAConfig(num_train_epochs=3, per_device_train_batch_size=16, num_generations=4, num_iterations=2)
+    assert twice.resolved(num_rows=10).train.max_steps == 18  # each batch has two steps, and every row is visited
+    assert TBAConfig(logging_strategy="epoch", generation_batch_size=16).resolved(num_rows=10).observe.log_every == 5
 
 
 @pytest.mark.parametrize(
@@ -129,6 +152,10 @@ def test_epochs_become_steps_when_the_rows_are_known():
         ({"vllm_mode": "server"}, "vllm_mode='server' cannot be kept"),
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 cannot be kept"),
         ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-5}, "lr_scheduler_type='polynomial' cannot be kept"),
+        (
+            {"lr_scheduler_type": "cosine", "learning_rate": 1e-5, "lr_scheduler_kwargs": {"num_cycles": 2}},
+            "lr_scheduler_kwargs: num_cycles=2 cannot be kept for cosine: it takes min_lr, min_lr_rate.",
+        ),
         ({"per_device_train_batch_size": 6, "num_generations": 4}, "6 responses of a step do not hold whole groups of"),
         ({"scale_rewards": "batch", "loss_type": "grpo"}, 'scale_rewards="batch" cannot be kept'),
         ({"sync_ref_model": True, "ref_model_mixup_alpha": 0.6}, "ref_model_mixup_alpha=0.6 cannot be kept"),

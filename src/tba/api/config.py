@@ -39,25 +39,37 @@ class TBAConfig:
             return args
         if isinstance(args, Config):
             return cls(**args.model_dump(mode="python", exclude_unset=True) | _objects(args))
+        if args is not None and not isinstance(args, Mapping):
+            raise ConfigError(
+                f"args is a {type(args).__name__}: give a TBAConfig (`from tba import GRPOConfig`), which takes TRL's names."
+            )
         return cls(**(args or {}))
 
     def resolved(self, *, num_rows: int | None, tell: Tell = lambda words: None) -> Config:
         """The config for data of so many rows; None = they are not known yet."""
         return load_config(None, (), **translated(self.given, num_rows=num_rows, tell=tell))
 
+    @property
+    def run_folder(self) -> Path:
+        """The folder of the run: what a script gives is a task of its own, also in the name of a run without one."""
+        task = self.config.task.model_copy(update={"name": "custom"})
+        return self.config.model_copy(update={"task": task}).run_folder
+
     def get(self, name: str, default: Any = None) -> Any:
         """What was given under one of TRL's names."""
         return self.given.get(name, default)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("given", "config"):
+        if name in ("given", "config") or name.startswith("__"):  # a copy must not be one of the config alone
             raise AttributeError(name)
+        if name == "greater_is_better":  # transformers decides it where it is not given, and callbacks ask for it
+            return not self.config.evaluate.lower_is_better
         if name in self.given and name not in Config.model_fields:
             return self.given[name]
         if name in Config.model_fields or hasattr(Config, name):
             return getattr(self.config, name)
         if name == "output_dir":
-            return str(self.config.run_folder)
+            return str(self.run_folder)
         if name == "max_steps":
             return self.config.train.max_steps
         if name in SETTINGS:

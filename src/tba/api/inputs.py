@@ -3,19 +3,25 @@ rewards as functions that can be sent to workers."""
 
 from __future__ import annotations
 
+import filecmp
+import gzip
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba.config import ConfigError
+from tba.config import ConfigError, RewardConfig
 
 REWARD_TOKENS = 2048
 """Longest text that a reward model reads, in tokens, where its tokenizer does not say."""
 
 
 def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, *, what: str) -> str:
-    """A dataset as a JSONL file; one that is a file already stays where it is."""
+    """A dataset as a JSONL file; one that is a file already stays where it is. A file of other rows that has that name is of
+    an earlier run, which may still go on: it is left alone, and the rows go into a folder that is named by them."""
     if isinstance(dataset, (str, Path)):
         return str(Path(dataset).expanduser())
     if isinstance(dataset, Mapping):
@@ -23,25 +29,43 @@ def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, 
             f"{what} is a mapping of {', '.join(map(str, dataset))}: give one of them, such as dataset['train']."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for number, row in enumerate(dataset):
-            try:
-                file.write(json.dumps(dict(row)) + "\n")
-            except (TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"row {number} of {what} cannot be written as JSON ({error}): rows are mappings with a `prompt` of text "
-                    "or chat messages, and columns of plain data."
-                ) from None
+    written, contents = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.blake2b(digest_size=8)
+    try:
+        with written.open("wb") as file:
+            for line in _json_lines(dataset, what):
+                file.write(line)
+                contents.update(line)
+        if path.is_file() and not filecmp.cmp(written, path, shallow=False):
+            path = path.parent / contents.hexdigest() / path.name
+            path.parent.mkdir(exist_ok=True)
+        if not path.is_file():
+            os.replace(written, path)
+    finally:
+        written.unlink(missing_ok=True)
     return str(path)
+
+
+def _json_lines(dataset: Iterable[Mapping[str, Any]], what: str) -> Iterator[bytes]:
+    for number, row in enumerate(dataset):
+        try:
+            yield (json.dumps(dict(row)) + "\n").encode()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"row {number} of {what} cannot be written as JSON ({error}): rows are mappings with a `prompt` of text "
+                "or chat messages, and columns of plain data."
+            ) from None
 
 
 def num_rows(file: str) -> int:
     """Number of rows of a JSONL file; 0 where it cannot be read, which the run will say better."""
     path = Path(file)
-    if not path.is_file() or path.suffix == ".gz":
+    if not path.is_file():
         return 0
-    with path.open("rb") as lines:
-        return sum(bool(line.strip()) for line in lines)
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            return sum(bool(line.strip()) for line in lines)
+    except (OSError, EOFError, zlib.error):
+        return 0
 
 
 def model_folder(model: Any, tokenizer: Any, path: Path) -> str:
@@ -102,14 +126,14 @@ def reward_configs(
             f"reward_processing_classes has {len(own)} tokenizers for {len(given)} reward_funcs: give one each, None where "
             "there is none."
         )
-    found = []
+    found: list[dict[str, Any]] = []
     for index, reward in enumerate(given):
         function = _reward(reward, own[index], folder / f"reward-{index}")
         check_reward_function(function)  # a file or name that is wrong shows now, not when the run starts
         found.append({"function": function, "weight": 1.0 if weights is None else float(weights[index])})
-    names = [getattr(config["function"], "__name__", None) for config in found]
+    names = [RewardConfig(function=config["function"]).label for config in found]
     for index, name in enumerate(names):
-        if name is not None and names.count(name) > 1:  # TRL allows two of one name
+        if names.count(name) > 1:  # TRL allows two of one name
             found[index]["name"] = f"{name}-{index}"
     return found
 

@@ -54,7 +54,7 @@ FIELDS: dict[str, Name] = {
         num_iterations                  train.updates_per_batch
         learning_rate                   train.learning_rate; unset = auto
         lr_scheduler_type               train.learning_rate.kind: constant, linear, cosine, warmup_stable_decay ...
-        lr_scheduler_kwargs             train.learning_rate.end from min_lr or min_lr_rate
+        lr_scheduler_kwargs             train.learning_rate.end from min_lr or min_lr_rate, decay_steps from num_decay_steps
         warmup_steps                    train.learning_rate.warmup_steps; below 1 = share of the run
         warmup_ratio                    train.learning_rate.warmup_steps, as a share of the run
         weight_decay                    train.weight_decay
@@ -78,7 +78,7 @@ FIELDS: dict[str, Name] = {
         greater_is_better               evaluate.lower_is_better
         load_best_model_at_end          trainer.model holds the best evaluation's weights after train()
         logging_steps                   observe.log_every; lines are means over the steps between
-        logging_strategy                observe.log_every: no = at the end only
+        logging_strategy                observe.log_every: no = at the end only, epoch = once an epoch
         log_completions                 observe.samples_every=logging_steps: samples.jsonl
         disable_tqdm                    observe.progress
         report_to                       observe.sinks: tensorboard, wandb
@@ -260,7 +260,7 @@ TRAINER_ARGUMENTS: dict[str, Name] = {
         reward_funcs                    functions, file.py:name, reward models by name or as objects
         args                            TBAConfig
         train_dataset                   rows, a file or a dataset, with `prompt`
-        eval_dataset                    the same; unset = a part of the train rows
+        eval_dataset                    the same, up to evaluate.num_prompts (500); unset = some of the train rows
         processing_class                tokenizer or its path
         reward_processing_classes       tokenizers of reward models
         callbacks                       transformers' TrainerCallback objects

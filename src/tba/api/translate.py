@@ -206,7 +206,8 @@ class Steps:
         self.responses = self._responses(given, ranks=int(train.get("ranks", 1)))
         responses = int(train.get("responses_per_step", self.responses or self._default(self.samples)))
         prompts = max(1, responses // self.samples)
-        self.per_epoch = None if num_rows is None else max(1, math.ceil(num_rows / prompts))
+        updates = int(train.get("updates_per_batch", given.get("num_iterations", DEFAULTS.updates_per_batch)))
+        self.per_epoch = None if num_rows is None else max(1, math.ceil(num_rows / prompts)) * updates
         """Optimizer steps that visit every row once; None = not known yet."""
         asked, epochs = given.get("max_steps", -1), given.get("num_train_epochs")
         self.max_steps: int | None = train.get("max_steps") or (asked if asked and asked > 0 else None)
@@ -236,13 +237,13 @@ class Steps:
             return int(value)
         return max(1, math.ceil(value * (self.max_steps or DEFAULTS.max_steps)))
 
-    def every(self, strategy: Any, steps: Any, *, default: int) -> int | None:
+    def every(self, strategy: Any, steps: Any, *, default: float) -> int | None:
         """Steps between two events: `no` = None, `epoch` or `steps`."""
         strategy = _word(strategy)
         if strategy == "no":
             return None
         if strategy == "epoch":
-            return self.per_epoch or default
+            return self.per_epoch or self.of(default)
         return self.of(steps if steps is not None else default)
 
     def sections(self) -> dict[str, Any]:
@@ -278,7 +279,7 @@ def _optimizer(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, 
     elif rate is not None and not isinstance(rate, (int, float)):
         train["learning_rate"] = rate
     elif rate is not None:
-        options = given.get("lr_scheduler_kwargs") or {}
+        options = _schedule_options(given.get("lr_scheduler_kwargs") or {}, kind)
         end = options.get("min_lr", options.get("min_lr_rate", 0.0) * rate)
         schedule: dict[str, Any] = {
             "kind": SCHEDULES[kind],
@@ -287,8 +288,21 @@ def _optimizer(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, 
         }
         if SCHEDULES[kind] != "constant":
             schedule["end"] = end
+        if "num_decay_steps" in options:
+            schedule["decay_steps"] = options["num_decay_steps"]
         train["learning_rate"] = schedule
     return {"train": train} if train else {}
+
+
+def _schedule_options(options: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """Refuse options of a schedule that would change its shape and are not known here."""
+    known = ("min_lr", "min_lr_rate", *(["num_decay_steps"] if kind == "warmup_stable_decay" else []))
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(
+                f"lr_scheduler_kwargs: {name}={value!r} cannot be kept for {kind}: it takes {', '.join(known)}."
+            )
+    return options
 
 
 def _reports(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, Any]:
@@ -302,7 +316,7 @@ def _reports(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, An
             None if strategy == "best" else steps.every(strategy, given.get("save_steps"), default=500)
         )
     if "eval_strategy" in given or "eval_steps" in given:
-        default = int(given.get("logging_steps", 500) or 500)
+        default = given.get("logging_steps") or 500
         evaluate["every"] = (
             steps.every(given.get("eval_strategy", "steps"), given.get("eval_steps"), default=default) or 0
         )
@@ -316,6 +330,8 @@ def _reports(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, An
         observe["log_every"] = steps.of(given["logging_steps"])
     if _word(given.get("logging_strategy")) == "no":
         observe["log_every"] = steps.max_steps or DEFAULTS.max_steps
+    if _word(given.get("logging_strategy")) == "epoch" and steps.per_epoch is not None:
+        observe["log_every"] = steps.per_epoch
     if given.get("log_completions"):
         observe["samples_every"] = observe.get("log_every", 20)
     if given.get("disable_tqdm") is not None:

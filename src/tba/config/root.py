@@ -64,6 +64,11 @@ class Config(Section):
             )
         return name
 
+    @field_validator("output")
+    @classmethod
+    def _expand_home(cls, output: Path) -> Path:
+        return output.expanduser()
+
     @property
     def run_name(self) -> str:
         return self.name or f"{self.task.label}-{self.objective.name}-seed{self.seed}"

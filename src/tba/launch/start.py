@@ -130,7 +130,7 @@ def _train(
         copy_sources(config, folder)
     words = getattr(inputs.task, "split_words", None)
     if words is not None and config.observe.progress:
-        show_line(f"{folder.path} {words}")
+        show_line(f"{folder.path} {words}{_evaluated_words(config, inputs)}")
     run: SyncRun | AsyncRun
     if config.takes_turns:
         run = SyncRun.make(config, folder, inputs, host.board, checkpoint, listener)
@@ -167,6 +167,12 @@ def _train(
         show_summary(summary, run.recorder.curve(), folder.path, config=config)
     run.recorder.failures.raise_lost()
     return summary
+
+
+def _evaluated_words(config: Config, inputs: RunInputs) -> str:
+    """How many of the held-out prompts an evaluation takes; empty = all of them."""
+    limit, number = config.evaluate.num_prompts, len(inputs.task.prompts(config.evaluate.split))
+    return f" An evaluation takes the first {limit} of these (evaluate.num_prompts)." if limit < number else ""
 
 
 def save_and_tell(run: AsyncRun | SyncRun, error: BaseException) -> None:
