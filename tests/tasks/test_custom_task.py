@@ -1,5 +1,6 @@
 """A user's own problem: data files, tokens, reward functions, and what is said when one of them is wrong."""
 
+import asyncio
 import json
 import re
 import subprocess
@@ -197,6 +198,23 @@ def test_async_functions_and_none_are_understood():
         return [None if text == "skip" else 2.0 for text in completions]
 
     assert call(reward, ["skip", "go"]) == [None, 2.0]
+
+
+def test_async_functions_share_what_belongs_to_an_event_loop_between_calls():
+    """As an HTTP client does, which is made at the first call and used by all."""
+    loops = []
+
+    async def reward(completions, **kwargs):
+        await asyncio.sleep(0)
+        loops.append(asyncio.get_running_loop())
+        return [0.5 if loops[0] is loops[-1] and not loops[0].is_closed() else None for _ in completions]
+
+    assert [call(reward, ["a", "b"]) for _ in range(2)] == [[0.5, 0.5], [0.5, 0.5]]
+
+    async def compute_score(data_source, solution_str, ground_truth):
+        return float(solution_str == ground_truth)
+
+    assert call(compute_score, ["3", "4"], data_source="toy", ground_truth="3") == [1.0, 0.0]
 
 
 def test_verl_functions_are_called_sample_by_sample():

@@ -262,9 +262,10 @@ def reduce_metrics(parts: Sequence[tuple[Mapping[str, float], float]]) -> dict[s
 
 def mean_over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of several optimizer steps as those of one: sums over a step become their mean, the rest follows each metric's
-    rule."""
+    rule. A step in which one is NaN, such as a reward that was not applicable to any response, says nothing about it."""
     names = dict.fromkeys(name for metrics in steps for name in metrics)
-    found = {name: [metrics[name] for metrics in steps if name in metrics] for name in names}
+    known = {name: [own[name] for own in steps if name in own and not math.isnan(own[name])] for name in names}
+    found = {name: values or [math.nan] for name, values in known.items()}
     return {
         name: sum(values) / len(values)
         if metric(name).reduction == "sum"

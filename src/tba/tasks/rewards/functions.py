@@ -1,8 +1,10 @@
 """A user's reward functions: called with TRL's or verl's signature, their values checked, their failures told.
 
-TRL:   f(prompts, completions, completion_ids, **columns) -> list[float | None]      (sync or async; trainer_state,
-       log_extra and log_metric are among the columns)
+TRL:   f(prompts, completions, completion_ids, **columns) -> list[float | None]      (trainer_state, log_extra and
+       log_metric are among the columns)
 verl:  compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": ...}
+
+Both may be `async def`.
 
 For chat prompts a completion is [{"role": "assistant", "content": text}], as in TRL. A function gets all samples of a prompt
 in one call, and its values may compare them; when it fails, all of them are lost. One whose values do not depend on the
@@ -12,15 +14,20 @@ ones are lost. Nothing here imports torch or pydantic, so that a worker, when it
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tba.tasks.base import Outcome, RewardBroken, RewardFailed
 from tba.tasks.rewards.files import describe, line_in, load_reward_function, shortened
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 PromptText = str | list[dict[str, str]]
 Columns = Mapping[str, Any]
@@ -197,11 +204,7 @@ class RewardFunction:
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._parameters.values())
         if not takes_all:
             arguments = {name: value for name, value in arguments.items() if name in self._parameters}
-        result = self.function(**arguments)
-        if inspect.iscoroutine(result):
-            import asyncio  # few rewards need it, and every worker would wait for it
-
-            result = asyncio.run(result)
+        result = _awaited(self.function(**arguments))
         if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
             raise TypeError(f"returned a {type(result).__name__}: it must return a list, one number per completion")
         return list(result)
@@ -222,5 +225,21 @@ class RewardFunction:
             "extra_info": columns.get("extra_info"),
         }
         known = {name: value for name, value in known.items() if name in self._parameters}
-        scores = [self.function(solution_str=text, **known) for text in texts]
+        scores = [_awaited(self.function(solution_str=text, **known)) for text in texts]
         return [score["score"] if isinstance(score, dict) else score for score in scores]
+
+
+def _awaited(result: Any) -> Any:
+    """What a function returned or, of an `async def`, what it returns in the end."""
+    return _event_loop().run_until_complete(result) if inspect.iscoroutine(result) else result
+
+
+@cache
+def _event_loop() -> AbstractEventLoop:
+    """The event loop of all async rewards of this process. One for each call, as asyncio.run makes it, would break what a
+    reward keeps between calls: an HTTP client belongs to the loop of its first use."""
+    import asyncio  # few rewards need it, and every worker would wait for it
+
+    loop = asyncio.new_event_loop()
+    atexit.register(loop.close)
+    return loop
