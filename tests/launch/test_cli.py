@@ -45,6 +45,15 @@ def test_a_dry_run_under_torchrun_is_that_of_rank_0_alone(monkeypatch):
     assert (result.exit_code, result.stdout) == (0, "")
 
 
+def test_other_data_for_a_config_file_keeps_its_rewards(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("task: {name: custom, data: a.jsonl, rewards: [{function: r.py:f, weight: 0.5}]}")
+    task = resolve([str(path)], model=None, data="b.jsonl", reward=[], max_steps=None).task
+    assert (task.data, task.rewards[0].function, task.rewards[0].weight) == ("b.jsonl", "r.py:f", 0.5)
+    with pytest.raises(ConfigError, match=r"task\.rewards is empty"):
+        resolve([], model=None, data="b.jsonl", reward=[], max_steps=None)
+
+
 def test_two_config_files_are_refused():
     with pytest.raises(ConfigError, match="one config file at a time"):
         resolve(["a.yaml", "b.yaml"], model=None, data=None, reward=[], max_steps=None)

@@ -89,6 +89,7 @@ def test_an_evaluation_that_fails_leaves_the_file_of_an_earlier_one(tmp_path):
     before = path.read_text()
     assert CliRunner().invoke(app, ["evaluate", "tba:arithmetic", "--task", "none", "--responses", str(path)]).exit_code
     assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_unusual_line_ends_in_a_response_are_read_back(tmp_path):

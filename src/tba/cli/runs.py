@@ -37,16 +37,20 @@ def evaluate(
 
     values = list(overrides or [])
     values += [f"task.name={task}"] if task else []
-    values += [f"evaluate.num_prompts={num_prompts}"] if num_prompts else []
+    values += [f"evaluate.num_prompts={num_prompts}"] if num_prompts is not None else []
     values += [f"evaluate.samples_per_prompt={samples}"] if samples is not None else []
     if against is not None:
         read_shares(against)  # says now what is wrong with it
     keep = None if responses is None else ResponsesFile(responses)
     if keep is not None:
         keep.begin()
-    found: dict[str, Any] = dict(evaluate_model(target, values, keep=keep))
-    if keep is not None:
-        keep.finish()
+    try:
+        found: dict[str, Any] = dict(evaluate_model(target, values, keep=keep))
+        if keep is not None:
+            keep.finish()
+    finally:
+        if keep is not None:
+            keep.close()
     if responses is not None and against is not None:
         found["against"] = {"file": str(against), **paired_differences(responses, against)}
     typer.echo(json.dumps(found))

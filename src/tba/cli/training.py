@@ -124,7 +124,9 @@ def resolve(
     if model is not None:
         values["model"] = {"path": model}
     if data is not None or reward:
-        values["task"] = {"name": "custom", "rewards": [{"function": function} for function in reward]}
+        values["task"] = {"name": "custom"}
+        if reward:  # otherwise those of the config file
+            values["task"]["rewards"] = [{"function": function} for function in reward]
         if data is not None:
             values["task"]["data"] = data
     if max_steps is not None:

@@ -68,6 +68,10 @@ class ResponsesFile:
         """All responses are there."""
         os.replace(self.partial, self.path)
 
+    def close(self) -> None:
+        """Leave nothing behind of an evaluation that failed."""
+        self.partial.unlink(missing_ok=True)
+
 
 def _rewards(outcome: Outcome) -> dict[str, Any]:
     return {"reward_failed": str(outcome)} if isinstance(outcome, RewardFailed) else {"rewards": dict(outcome)}
