@@ -103,6 +103,20 @@ def test_an_evaluation_of_own_data_has_the_mean_of_a_dense_reward(tmp_path):
     assert json.loads(json.dumps(found)) == found
 
 
+def test_responses_without_a_reward_are_told_and_counted(tmp_path, caplog):
+    write_problem(tmp_path)
+    settings = ("evaluate.samples_per_prompt=3", "task.eval_fraction=0.3")
+    config = make_config(tmp_path, *settings, f"task.rewards=[{{function: '{tmp_path}/rewards.py:always_raises'}}]")
+    inputs = load_inputs(config)
+    config = with_defaults(config, inputs.loaded)
+    evaluator = make_evaluator(config, inputs.loaded, inputs.task, DirectRewards(inputs.task))
+    found = evaluator(make_search_engine(config, inputs.loaded))
+    lost = 4 * len(evaluator.prompts)
+    assert (found["solved"], found["num_responses_without_reward"]) == (0.0, lost)
+    told = f"{lost} of the {lost} responses of an evaluation have no reward and count as not solved, the last: always_raises"
+    assert told in caplog.text
+
+
 def test_rewards_of_an_evaluation_are_asked_for_while_other_responses_are_written(tmp_path):
     """With a slot for one response, those of the first prompts are there long before the last is begun."""
     write_problem(tmp_path)

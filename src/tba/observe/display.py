@@ -157,7 +157,8 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
         table.add_row(name, before, shown(name, summary["final"][name], summary["final_standard_error"].get(name)))
     console.print(table)
     if summary["evaluated"]:
-        counts = ", ".join(f"{count} {name.removeprefix('num_')}" for name, count in summary["evaluated"].items())
+        counted = {name.removeprefix("num_").replace("_", " "): count for name, count in summary["evaluated"].items()}
+        counts = ", ".join(f"{count} {name}" for name, count in counted.items())
         console.print(f"means over {counts}, with their standard errors", highlight=False)
     console.print(
         f"{summary['steps']} steps in {summary['seconds']:.0f} s; {summary['responses_trained']} responses trained of "

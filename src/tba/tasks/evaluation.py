@@ -8,6 +8,7 @@ prompt are solved or not together, and counting each would make the error look s
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ from tba.observe.metrics import mean_metrics
 from tba.tasks.base import Outcome, RewardFailed, Task
 from tba.tasks.rewards.pool import FinishedGroup, Rewards, outcomes_of, texts_of
 from tba.types import Completion, Prompt, Request, Sampling, combined_reward
+
+logger = logging.getLogger("tba.tasks")
 
 RESPONSES_AT_ONCE = 256
 """Number of responses that the start model scores together, between two signs of life."""
@@ -101,7 +104,7 @@ def make_evaluator(
 @dataclass(frozen=True, kw_only=True)
 class AnswerEvaluator:
     """`accuracy`, and with samples `pass@k` and `avg@k`, with standard errors over prompts. `rewards` is its own, not shared
-    with a running search.
+    with a running search. Where rewards failed, `num_responses_without_reward` says how many.
 
     Where rewards may be anything (`mean_rewards`), `reward` comes first and `solved` is the share that reaches 1; it is
     called `accuracy` too where every reward of the evaluation was 0 or 1.
@@ -134,7 +137,7 @@ class AnswerEvaluator:
         if samples:
             metrics |= sampled_metrics(self._solved(sampled), samples)
             metrics |= self._mean_rewards(sampled, f"reward@{samples}")
-        return {**metrics, "num_prompts": float(len(self.prompts))}
+        return {**metrics, "num_prompts": float(len(self.prompts)), **_without_reward(found)}
 
     def _respond(
         self, engine: Engine, sampling: Sampling, samples: int, between_steps: BetweenSteps | None
@@ -183,6 +186,17 @@ class AnswerEvaluator:
             mean_rewards=mean_rewards,
             keep=inputs.keep,
         )
+
+
+def _without_reward(outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:
+    """The number of responses whose reward failed, told and counted: they are not solved, whatever they say. Empty = none
+    did."""
+    failed = [outcome for own in outcomes for outcome in own if isinstance(outcome, RewardFailed)]
+    if not failed:
+        return {}
+    words = "%d of the %d responses of an evaluation have no reward and count as not solved, the last: %s"
+    logger.warning(words, len(failed), sum(map(len, outcomes)), failed[-1])
+    return {"num_responses_without_reward": float(len(failed))}
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
