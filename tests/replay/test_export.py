@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tba.cli import app, main
+from tba.replay.database import DurableReplayError
 from tba.replay.durable import GroupStore
 from tba.replay.export import GroupFilter, export, parse_time, parse_versions, table
 from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
@@ -154,6 +155,7 @@ def test_the_command_lists_and_exports(run, tmp_path):
         (["--version", "x"], "--version: 'x' is no version: write one (12) or a range (10:20, 10: or :20)"),
         (["--since", "noon"], "--since: 'noon' is no time: write 2026-11-16"),
         (["--export", "x.csv"], "--export x.csv: the name must end with .jsonl or .parquet"),
+        (["--export", "nowhere/x.jsonl"], "--export nowhere/x.jsonl: there is no folder nowhere."),
     ],
 )
 def test_a_wrong_option_is_one_line(run, options, message, monkeypatch, capsys):
@@ -165,6 +167,12 @@ def test_a_wrong_option_is_one_line(run, options, message, monkeypatch, capsys):
     assert message in printed
 
 
+def test_a_file_that_is_no_database_is_refused_without_advice_for_training(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n' * 100)
+    with pytest.raises(DurableReplayError, match=r"data.jsonl could not be read \(DatabaseError: file is not a data"):
+        list(table(tmp_path / "data.jsonl", GroupFilter()))
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tba", "replay", str(tmp_path)])
     with pytest.raises(SystemExit):
@@ -174,6 +182,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, monkeypatch, capsys):
 
 def test_versions_and_times_are_read():
     assert parse_versions("12") == (12, 12)
+    assert parse_versions(f"12:{10**30}") == (12, 2**63 - 1)  # SQLite knows no larger number
     assert parse_versions("10:20") == (10, 20)
     assert parse_versions("10:") == (10, None)
     assert parse_versions(":20") == (None, 20)

@@ -76,6 +76,8 @@ def replay(
         except ValueError as error:
             raise typer.BadParameter(f"{name}: {error}") from None
 
+    if limit is not None and not 0 <= limit <= exporting.LARGEST:
+        raise typer.BadParameter(f"--limit {limit}: give a number of groups, 0 or more.")
     first, last = parsed("--version", exporting.parse_versions, version) or (None, None)
     wanted = exporting.GroupFilter(
         prompt=prompt,

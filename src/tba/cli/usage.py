@@ -95,8 +95,8 @@ def usage_message(error: Any) -> str:
     if option is not None and context is not None and option not in option_names(context):
         return f"{command}: {unknown_option(option, context)}"
     if hasattr(error, "param_type"):  # only where a required argument or option was left out
-        needed = [argument_name(other) for other in context.command.params if other.required]
-        return f"{command}: {argument_name(parameter)} is missing: write `{' '.join([command, *needed])}`."
+        needed = [argument_words(other) for other in context.command.params if other.required]
+        return f"{command}: {argument_words(parameter)} is missing: write `{' '.join([command, *needed])}`."
     if parameter is not None:
         return f"{command}: {parameter.opts[0]}: {error.message}"
     return f"{command}: {error.message.rstrip('.')}. See `{command} --help`."
@@ -112,8 +112,10 @@ def unknown_option(option: str, context: Any) -> str:
     return f"there is no option {option}{nearest(option, choices)} Options are {', '.join(options)}{also}."
 
 
-def argument_name(parameter: Any) -> str:
-    return parameter.metavar or parameter.name.upper()
+def argument_words(parameter: Any) -> str:
+    """What to write for an argument (RUN) or for an option with its value (--count INTEGER)."""
+    name = parameter.metavar or parameter.name.upper()
+    return f"{parameter.opts[0]} {name}" if parameter.opts[0].startswith("--") else name
 
 
 def option_names(context: Any) -> list[str]:

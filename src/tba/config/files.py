@@ -43,6 +43,10 @@ def dump_config(config: Config) -> str:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        run = (path / "config.yaml").is_file()
+        advice = f"`tba train {path} --resume` goes on with this run" if run else "give a YAML file"
+        raise ConfigError(f"{path} is a folder, not a config file: {advice}.")
     if not path.is_file():
         raise ConfigError(f"config file {path} does not exist: give a YAML file, for example configs/arithmetic.yaml.")
     try:

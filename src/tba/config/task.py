@@ -187,9 +187,14 @@ class TaskConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> TaskConfig:
         if self.name == "custom" and self.data is None:
-            raise ValueError("task.data is needed for task.name=custom: pass --data prompts.jsonl.")
+            raise ValueError(
+                "task.data is needed for task.name=custom: pass --data prompts.jsonl (or task.data=prompts.jsonl)."
+            )
         if self.name == "custom" and not self.rewards:
-            raise ValueError("task.rewards is empty for task.name=custom: pass --reward file.py:function.")
+            raise ValueError(
+                "task.rewards is empty for task.name=custom: pass --reward file.py:function (or "
+                "task.rewards=[{function: file.py:function}])."
+            )
         if self.name in HUB_NAMES and self.data is None:
             raise ValueError(
                 f"task.data is needed for task.name={self.name}: a folder with train.jsonl and test.jsonl, or "

@@ -140,7 +140,7 @@ def connect(path: Path) -> sqlite3.Connection:
         database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
         check_schema(database, path)
     except sqlite3.Error as error:
-        raise DurableReplayError(failure("could not be opened", path, error)) from None
+        raise unreadable(path, error) from None
     return database
 
 
@@ -151,12 +151,16 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     try:
         yield database
     except sqlite3.Error as error:
-        raise DurableReplayError(
-            f"durable replay: {path} could not be read ({type(error).__name__}: {error}). If it is damaged, "
-            "`sqlite3 FILE .recover` may save what is left."
-        ) from None
+        raise unreadable(path, error) from None
     finally:
         database.close()
+
+
+def unreadable(path: Path, error: sqlite3.Error) -> DurableReplayError:
+    return DurableReplayError(
+        f"durable replay: {path} could not be read ({type(error).__name__}: {error}). If it is damaged, "
+        "`sqlite3 FILE .recover` may save what is left."
+    )
 
 
 def check_schema(database: sqlite3.Connection, path: Path) -> None:

@@ -24,6 +24,8 @@ SHOWN_GROUPS = 20
 """Number of groups that a listing shows unless told otherwise."""
 ROWS_PER_BLOCK = 10_000
 """Number of responses that a parquet file is written by."""
+LARGEST = 2**63 - 1
+"""Largest number that SQLite compares with."""
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -59,7 +61,7 @@ class GroupFilter:
         wanted = {condition: value for condition, value in conditions.items() if value is not None}
         query = f"SELECT arrival FROM groups WHERE {' AND '.join(wanted) or 'TRUE'} ORDER BY arrival DESC LIMIT ?"
         with reading(path) as database:
-            found = database.execute(query, (*wanted.values(), -1 if self.limit is None else self.limit))
+            found = database.execute(query, (*wanted.values(), LARGEST if self.limit is None else self.limit))
             return [arrival for (arrival,) in found][::-1]
 
 
@@ -121,6 +123,8 @@ def export(path: Path, target: Path, wanted: GroupFilter) -> int:
     }
     if target.suffix not in writers:
         raise ValueError(f"--export {target}: the name must end with .jsonl or .parquet.")
+    if not target.parent.is_dir():
+        raise ValueError(f"--export {target}: there is no folder {target.parent}. Make it, or give another file.")
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         lines = (line for stored in load_groups(path, arrivals=wanted.arrivals(path)) for line in lines_of(stored))
@@ -203,7 +207,7 @@ def parse_versions(text: str) -> tuple[int | None, int | None]:
     first, colon, last = text.partition(":")
     if not all(part.isdecimal() or (colon and not part) for part in (first, last if colon else first)):
         raise ValueError(f"{text!r} is no version: write one (12) or a range (10:20, 10: or :20).")
-    bounds = [int(part) if part else None for part in (first, last if colon else first)]
+    bounds = [min(int(part), LARGEST) if part else None for part in (first, last if colon else first)]
     return bounds[0], bounds[1]
 
 
