@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from script_rewards import flat, sevens
+from script_rewards import flat, rows_of_want, sevens
 
 from tba import TBAConfig, TBATrainer
 from tba.api.inputs import dataset_file, num_rows, reward_configs
-from tba.config import ConfigError
+from tba.config import ConfigError, load_config
 
 
 def test_the_rows_of_an_earlier_trainer_are_not_replaced(tmp_path):
@@ -57,3 +57,30 @@ def test_rewards_of_one_name_are_told_apart(tmp_path):
 def test_arguments_of_another_library_are_refused_by_name():
     with pytest.raises(ConfigError, match="args is a SomeArguments: give a TBAConfig"):
         TBATrainer("x", flat, type("SomeArguments", (), {})(), [{"prompt": "a"}])
+
+
+@pytest.mark.parametrize("weights", [1.0, ["a"], [float("nan")], "1"])
+def test_weights_that_are_no_numbers_are_refused_by_name(weights):
+    with pytest.raises(ConfigError, match=r"reward_weights=.* is no list of numbers"):
+        reward_configs(flat, weights, None, Path())
+
+
+def test_a_weight_in_a_config_is_a_finite_number():
+    reward = {"function": "r.py:f", "weight": float("nan")}
+    with pytest.raises(ConfigError, match=r"task\.rewards\.0\.weight: .* finite number"):
+        load_config(None, (), task={"name": "custom", "data": "d.jsonl", "rewards": [reward]})
+
+
+def test_other_rows_are_evaluated_when_they_are_given(folder, tmp_path):
+    args = TBAConfig(tmp_path / "run", max_completion_length=4, disable_tqdm=True)
+    trainer = TBATrainer(
+        str(folder / "model"), rows_of_want, args, [{"prompt": f"w{i}", "want": 0} for i in range(3, 9)]
+    )
+    assert trainer.evaluate()["eval_reward"] == 0.0
+    others = [{"prompt": f"w{i} w5", "want": i} for i in (1, 2)]
+    found = trainer.evaluate(others, metric_key_prefix="test")
+    assert (found["test_reward"], found["test_num_prompts"]) == (1.5, 2.0)
+    assert trainer.state.log_history[-1]["test_reward"] == 1.5
+    assert trainer.evaluate()["eval_reward"] == 0.0
+    with pytest.raises(ConfigError, match="prompts is a text: give a list"):
+        trainer.generate("w5")

@@ -105,9 +105,9 @@ class Callbacks(RunListener):
     def saved(self, step: int, path: Path) -> None:
         self._after_the_step(partial(self._tell_save, step))
 
-    def tell_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def tell_evaluation(self, step: int, metrics: Mapping[str, float], *, prefix: str = EVALUATION) -> None:
         """Tell of an evaluation, of the run or one that a script has asked for."""
-        values = {f"{EVALUATION}{name}": value for name, value in metrics.items()}
+        values = {f"{prefix}{name}": value for name, value in metrics.items()}
         self.log(step, values)
         self.control.should_evaluate = False
         self.call("on_evaluate", metrics=values)

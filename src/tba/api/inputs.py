@@ -7,9 +7,11 @@ import filecmp
 import gzip
 import hashlib
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,8 @@ def reward_configs(
     given = list(rewards) if isinstance(rewards, (list, tuple)) else [] if rewards is None else [rewards]
     if not given:
         raise ConfigError("reward_funcs is empty: give at least one function, `file.py:name` or reward model.")
+    if weights is not None and not (isinstance(weights, Sequence) and all(map(_is_finite, weights))):
+        raise ConfigError(f"reward_weights={weights!r} is no list of numbers: give one for each of reward_funcs.")
     if weights is not None and len(weights) != len(given):
         raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(given)} reward_funcs: give one each.")
     own = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(given)
@@ -136,6 +140,10 @@ def reward_configs(
         if names.count(name) > 1:  # TRL allows two of one name
             found[index]["name"] = f"{name}-{index}"
     return found
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba.api.callbacks import EVALUATION, Callbacks
+from tba.api.callbacks import Callbacks
 from tba.api.config import TBAConfig
 from tba.api.inputs import dataset_file, lora_config, model_folder, num_rows, reward_configs
 from tba.api.model_card import model_card
@@ -59,7 +59,7 @@ class TBATrainer:
         self.args = TBAConfig.of(args)
         self._given_model, self._tokenizer = model, processing_class
         folder = self.args.run_folder
-        inputs = folder.with_name(folder.name + ".inputs")
+        self._inputs = inputs = folder.with_name(folder.name + ".inputs")
         weights = reward_weights if reward_weights is not None else self.args.get("reward_weights")
         data = dataset_file(train_dataset, inputs / "train.jsonl", what="train_dataset")
         config = self.args.resolved(num_rows=num_rows(data))
@@ -152,14 +152,24 @@ class TBATrainer:
             self._tokenizer = AutoTokenizer.from_pretrained(str(self._tokenizer or self.config.model.path))
         return self._tokenizer
 
-    def evaluate(self) -> dict[str, float]:
-        """The metrics of the weights there are, on the evaluation rows: `eval_reward`, `eval_accuracy` ..."""
+    def evaluate(
+        self,
+        eval_dataset: Iterable[Mapping[str, Any]] | str | Path | None = None,
+        ignore_keys: Sequence[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """The metrics of the weights there are, on the evaluation rows or on others: `eval_reward`, `eval_accuracy` ...
+        `ignore_keys` is TRL's, and has no meaning here."""
         from tba.launch import evaluate
 
         path = str(self._trained_path() or self.config.model.path)
-        metrics = evaluate(self.config.model_copy(update={"model": self._model_config(path)}))
-        self._handler.tell_evaluation(self.state.global_step, metrics)
-        return {f"{EVALUATION}{name}": value for name, value in metrics.items()}
+        config = self.config.model_copy(update={"model": self._model_config(path)})
+        if eval_dataset is not None:
+            data = dataset_file(eval_dataset, self._inputs / "evaluate.jsonl", what="eval_dataset")
+            config = config.model_copy(update={"task": config.task.model_copy(update={"eval_data": data})})
+        metrics, prefix = evaluate(config), f"{metric_key_prefix}_"
+        self._handler.tell_evaluation(self.state.global_step, metrics, prefix=prefix)
+        return {f"{prefix}{name}": value for name, value in metrics.items()}
 
     def generate(
         self, prompts: Sequence[str | list[dict[str, str]]], *, num_generations: int = 1, greedy: bool | None = None
@@ -168,6 +178,8 @@ class TBATrainer:
         greedy where one is asked for and sampled otherwise."""
         from tba.api.generate import generate
 
+        if isinstance(prompts, str):
+            raise ConfigError("prompts is a text: give a list of prompts, also for one.")
         path = str(self._trained_path() or self.config.model.path)
         config = self.config.model_copy(update={"model": self._model_config(path)})
         greedy = num_generations == 1 if greedy is None else greedy

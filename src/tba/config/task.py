@@ -17,7 +17,7 @@ class RewardConfig(Section):
     function: str | Callable[..., Any]
     """Place of the function, `path/to/file.py:name`; it has TRL's signature f(prompts, completions, **columns) -> list[float
     | None]. In Python also the function itself; config.yaml then keeps its name only."""
-    weight: float = 1.0
+    weight: float = Field(default=1.0, allow_inf_nan=False)
     """Factor in the sum of rewards; 0 = measured in evaluations, never trained on."""
     name: str | None = None
     """Name in metrics and stored data; None = the function's own name."""
