@@ -41,6 +41,8 @@ class Callbacks(RunListener):
         self._args, self._context, self._steps_per_epoch = args, context, steps_per_epoch
         self._in_step: list[Callable[[], None]] | None = None
         """What was heard since a step began, told after its on_step_end; None = no step is being made."""
+        self._saved: int | None = None
+        """Step of the last checkpoint that callbacks were told of."""
         self._first_metric: str | None = None
         """First metric of the first evaluation, by which evaluations are judged where evaluate.best_metric is not set."""
         for callback in callbacks:
@@ -77,7 +79,7 @@ class Callbacks(RunListener):
 
     def begins(self, step: int) -> None:
         self.state.global_step = step
-        self.stop, self._in_step = False, None
+        self.stop, self._in_step, self._saved = False, None, None
         self.control = TrainerControl()
         self.call("on_train_begin")
 
@@ -114,8 +116,10 @@ class Callbacks(RunListener):
 
     def _tell_save(self, step: int) -> None:
         self._come_to(step)
-        self.control.should_save = False
-        self.call("on_save")
+        self.control.should_save = self.save = False
+        if step != self._saved:  # who asks for what is there already is not told of it again
+            self._saved = step
+            self.call("on_save")
 
     def _after_the_step(self, tell: Callable[[], None]) -> None:
         if self._in_step is None:
