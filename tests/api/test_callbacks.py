@@ -12,7 +12,7 @@ from tba import TBAConfig, TBATrainer
 ROWS = [{"prompt": f"w{i} w5"} for i in range(3, 33)]
 
 
-def make_trainer(folder, output, reward: Callable[..., Any], callbacks=(), **given: Any) -> TBATrainer:
+def make_trainer(folder, output, reward: Callable[..., Any], callbacks=(), rows=ROWS, **given: Any) -> TBATrainer:
     settings = {
         "per_device_train_batch_size": 8,
         "num_generations": 4,
@@ -24,7 +24,7 @@ def make_trainer(folder, output, reward: Callable[..., Any], callbacks=(), **giv
         "eval_steps": 1,
     }
     args = TBAConfig(output_dir=output, **(settings | given))
-    return TBATrainer(str(folder / "model"), flat if reward is None else reward, args, ROWS, callbacks=list(callbacks))
+    return TBATrainer(str(folder / "model"), reward, args, rows, callbacks=list(callbacks))
 
 
 class Heard(TrainerCallback):
@@ -66,6 +66,23 @@ def test_events_come_in_the_order_of_transformers_and_what_they_ask_for_is_done(
     ]
     assert trainer.state.epoch == pytest.approx(4 * 2 / 30)  # two prompts a step, of 30 rows
     assert trainer.state.num_train_epochs == 1
+
+
+class Epochs(TrainerCallback):
+    def __init__(self):
+        self.events = []
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.events.append(("begin", state.global_step))
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.events.append(("end", state.global_step))
+
+
+def test_an_epoch_is_told_of_at_both_its_ends(folder, tmp_path):
+    heard = Epochs()
+    make_trainer(folder, tmp_path / "run", flat, [heard], ROWS[:6], max_steps=4, eval_strategy="no").train()
+    assert heard.events == [("begin", 0), ("end", 3), ("begin", 3), ("end", 4)]  # two of six rows a step
 
 
 def test_early_stopping_stops_a_run_that_gets_no_better(folder, tmp_path):

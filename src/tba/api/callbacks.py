@@ -2,11 +2,12 @@
 and what it asks for through TrainerControl is done.
 
 In a step the order is transformers' own: on_step_begin, on_step_end, on_log, and on_save where a checkpoint was due. An
-evaluation is told when its metrics come, which is after on_save here.
+evaluation is told when its metrics come, which is after on_save here. An epoch is as many steps as visit every row once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,8 @@ class Callbacks(RunListener):
         self._args, self._context, self._steps_per_epoch = args, context, steps_per_epoch
         self._in_step: list[Callable[[], None]] | None = None
         """What was heard since a step began, told after its on_step_end; None = no step is being made."""
+        self._in_epoch = False
+        """Whether on_epoch_begin was told, and not yet on_epoch_end."""
         self._saved: int | None = None
         """Step of the last checkpoint that callbacks were told of."""
         self._first_metric: str | None = None
@@ -79,11 +82,14 @@ class Callbacks(RunListener):
 
     def begins(self, step: int) -> None:
         self.state.global_step = step
-        self.stop, self._in_step, self._saved = False, None, None
+        self.stop, self._in_step, self._saved, self._in_epoch = False, None, None, False
         self.control = TrainerControl()
         self.call("on_train_begin")
 
     def step_begins(self, step: int) -> None:
+        if not self._in_epoch and self._steps_per_epoch is not None:
+            self._in_epoch = True
+            self.call("on_epoch_begin")
         self.control.should_save = self.control.should_evaluate = self.control.should_log = False
         self.call("on_step_begin")
         self._in_step = []
@@ -94,6 +100,8 @@ class Callbacks(RunListener):
         self.call("on_step_end")
         for tell in heard:
             tell()
+        if self._epochs_at(step) > self._epochs_at(step - 1):
+            self._end_epoch()
 
     def logged(self, step: int, metrics: Mapping[str, float]) -> None:
         self._after_the_step(partial(self.log, step, metrics))
@@ -139,7 +147,17 @@ class Callbacks(RunListener):
             state.best_metric, state.best_global_step = value, step
 
     def ends(self, step: int) -> None:
+        self._end_epoch()
         self.call("on_train_end")
+
+    def _end_epoch(self) -> None:
+        if self._in_epoch:
+            self._in_epoch = False
+            self.call("on_epoch_end")
+
+    def _epochs_at(self, step: int) -> int:
+        """Number of whole epochs after so many steps."""
+        return 0 if self._steps_per_epoch is None else math.floor(step / self._steps_per_epoch + 1e-9)
 
     def _come_to(self, step: int) -> None:
         self.state.global_step = step
