@@ -16,6 +16,7 @@ import tba as tba_package
 from tba.cli import app, main
 from tba.cli.training import resolve
 from tba.config import ConfigError
+from tba.launch import evaluate_model
 from tba.launch.doctor import EXTRAS
 from tba.tasks.tldr.task import start_model_path
 
@@ -169,6 +170,11 @@ def test_train_and_evaluate_from_the_command_line(folder, monkeypatch, capfd):
     by_chance = {"accuracy", "accuracy_standard_error"}  # where all of these few rewards are 0 or 1
     assert set(found) - by_chance == {*names, "num_prompts"} | errors
     assert found["num_prompts"] == 2  # of 3 that were asked for: the file holds out no more
+    # A checkpoint is evaluated as its run is, not on the default task.
+    newest = evaluate_model(f"{folder}/runs/cli/checkpoints/step-2", ["evaluate.samples_per_prompt=2"])
+    assert newest == found
+    with pytest.raises(ConfigError, match=r"model\.path cannot be set here"):
+        evaluate_model(f"{folder}/runs/cli", [f"model.path={folder}/model"])
 
 
 def test_doctor_names_what_the_machine_has():

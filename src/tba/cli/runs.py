@@ -12,7 +12,10 @@ from tba.cli.usage import count_option, number_option
 
 
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help="A run folder, a model folder or a hub name.")],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="MODEL_OR_RUN", help="A run folder, a checkpoint of one, a model folder or a hub name."),
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value overrides.")] = None,
     task: Annotated[str | None, typer.Option(help="Task; a run folder knows its own.")] = None,
     num_prompts: Annotated[int | None, count_option("Held-out prompts.")] = None,

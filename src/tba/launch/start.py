@@ -214,10 +214,17 @@ def load_scorer(config: ModelConfig) -> Scorer:
 
 
 def evaluate_model(target: str, overrides: Sequence[str], *, keep: KeepResponses | None = None) -> dict[str, float]:
-    """Evaluate a run's newest checkpoint with the run's own settings, or any model with the defaults; see `evaluate`."""
-    folder, start = RunFolder(Path(target)), None
+    """Evaluate a run's newest checkpoint, or the one that is named, with the run's own settings, or any model with the
+    defaults; see `evaluate`."""
+    if any(override.startswith("model.path=") for override in overrides):
+        raise ConfigError(f"model.path cannot be set here: the model is {target}. Give another one in its place.")
+    path, folder, start = Path(target), RunFolder(Path(target)), None
+    is_checkpoint = path.is_dir() and path.resolve().parent.name == folder.checkpoints.name
+    if is_checkpoint:
+        folder = RunFolder(path.resolve().parent.parent)
     if folder.config.is_file():
-        config = load_config(folder.config, [*overrides, f"model.path={folder.newest_checkpoint()}"])
+        weights = path if is_checkpoint else folder.newest_checkpoint()
+        config = load_config(folder.config, [*overrides, f"model.path={weights}"])
         config = with_sources(config, folder)
         start = partial(load_scorer, load_config(folder.config, overrides).trainer_model)
     else:
