@@ -135,7 +135,8 @@ class TaskConfig(Section):
     eval_fraction: float = Field(default=0.1, ge=0.0, lt=1.0)
     """Share of the prompts of custom that is held out when there is no eval_data; 0 = no evaluation."""
     rewards: tuple[RewardConfig, ...] = ()
-    """Reward functions of custom, at least one; `--reward file.py:f` adds one with weight 1."""
+    """Reward functions of custom, at least one; those given by `--reward file.py:f` have weight 1, and stand in for a
+    config file's."""
     num_train_prompts: int = Field(default=20_000, ge=1)
     """Number of training problems of arithmetic and embedded tldr, the same ones whatever the run's seed."""
     num_validation_prompts: int = Field(default=500, ge=0)
