@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import json
 import logging
 import pickle
 from pathlib import Path
@@ -126,6 +127,18 @@ def test_a_copy_of_the_arguments_has_all_of_them():
     for found in (copy.copy(args), copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
         assert isinstance(found, GRPOConfig)
         assert (found.given, found.config) == (args.given, args.config)
+
+
+def test_arguments_as_plain_data_are_those_given_and_those_we_set():
+    args = TBAConfig("out/x", learning_rate=1e-5, reward_weights=[1, 0.5], replay={"lag": "drop"})
+    plain = args.to_dict()
+    assert plain["max_steps"] == args.max_steps == 200
+    assert (plain["learning_rate"], plain["num_generations"], plain["replay"]) == (1e-5, 8, {"lag": "drop"})
+    assert json.loads(args.to_json_string()) == plain
+    assert args.to_sanitized_dict() == {
+        **plain,
+        **{n: str(v) for n, v in plain.items() if v is None or isinstance(v, (list, dict))},
+    }
 
 
 def test_epochs_become_steps_when_the_rows_are_known():

@@ -8,6 +8,7 @@ depends on the data, such as num_train_epochs, is settled when the trainer knows
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,6 +59,20 @@ class TBAConfig:
     def get(self, name: str, default: Any = None) -> Any:
         """What was given under one of TRL's names."""
         return self.given.get(name, default)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments by TRL's names, as transformers' callbacks ask for them: what was given, and what we have set."""
+        return {**{name: getattr(self, name) for name in (*SETTINGS, "output_dir", "max_steps")}, **self.given}
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """The same with words for everything that is no number, text or truth value."""
+        return {
+            name: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for name, value in self.to_dict().items()
+        }
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, default=str)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("given", "config") or name.startswith("__"):  # a copy must not be one of the config alone

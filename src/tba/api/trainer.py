@@ -121,6 +121,13 @@ class TBATrainer:
         """Add a record to `state.log_history`, and tell the callbacks."""
         self._handler.log(self.state.global_step, logs)
 
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the process that saves and tells: it always is, the others of a run are started by it."""
+        return True
+
+    def is_local_process_zero(self) -> bool:
+        return True
+
     def add_callback(self, callback: Any) -> None:
         self._handler.add(callback)
 
