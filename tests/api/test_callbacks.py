@@ -106,3 +106,4 @@ def test_an_evaluation_without_the_metric_that_decides_is_never_the_best(folder,
 def test_accuracy_decides_also_where_a_reward_is_neither_0_nor_1(folder, tmp_path):
     trainer = make_trainer(folder, tmp_path / "run", half_at_step_2, max_steps=3, metric_for_best_model="eval_accuracy")
     assert trainer.train()["best"] == {"step": 3, "score": 1.0}
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (1.0, 1)

@@ -16,6 +16,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tba.observe.listener import RunListener
+from tba.observe.metrics import deciding_metric
 
 EVALUATION = "eval_"
 """Beginning of the names of an evaluation's metrics in transformers."""
@@ -46,8 +47,8 @@ class Callbacks(RunListener):
         """Whether on_epoch_begin was told, and not yet on_epoch_end."""
         self._saved: int | None = None
         """Step of the last checkpoint that callbacks were told of."""
-        self._first_metric: str | None = None
-        """First metric of the first evaluation, by which evaluations are judged where evaluate.best_metric is not set."""
+        self._first: Mapping[str, float] = {}
+        """Metrics of the first evaluation."""
         for callback in callbacks:
             self.add(callback)
 
@@ -108,8 +109,8 @@ class Callbacks(RunListener):
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self.tell_evaluation(step, metrics)
-        self._first_metric = self._first_metric or next(iter(metrics), None)
-        if step > 0:  # transformers does not count an evaluation of the start model
+        self._first = self._first or metrics
+        if step > 0 and metrics:  # transformers does not count an evaluation of the start model
             self._keep_best(step, metrics)
 
     def saved(self, step: int, path: Path) -> None:
@@ -138,7 +139,7 @@ class Callbacks(RunListener):
     def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
         """What EarlyStoppingCallback compares with; it is told of an evaluation before that counts."""
         evaluate, state = self._args.evaluate, self.state
-        value = metrics.get(evaluate.best_metric or self._first_metric or "")
+        value = metrics.get(deciding_metric(evaluate.best_metric, self._first, metrics))
         if value is None:
             return
         if state.best_metric is None or (

@@ -62,7 +62,8 @@ class TBATrainer:
         self._inputs = inputs = folder.with_name(folder.name + ".inputs")
         weights = reward_weights if reward_weights is not None else self.args.get("reward_weights")
         data = dataset_file(train_dataset, inputs / "train.jsonl", what="train_dataset")
-        config = self.args.resolved(num_rows=num_rows(data))
+        rows = num_rows(data)
+        config = self.args.resolved(num_rows=rows)
         task = config.task.model_dump() | {
             "name": "custom",
             "data": data,
@@ -79,12 +80,15 @@ class TBATrainer:
         self._model: Any = None
         self._has_trained = False
         """Whether the checkpoints of the run folder are of this trainer, and not of an earlier run of that name."""
+        train = self.config.train
+        self._steps_per_epoch = rows / train.prompts_per_step * train.updates_per_batch if rows else None
+        """Number of optimizer steps that visit every row once; None = the rows are not known."""
         self._handler = Callbacks(
             callbacks or (),
             args=self.args,
             state=self._new_state(),
             context=self._context,
-            steps_per_epoch=self._steps_per_epoch(),
+            steps_per_epoch=self._steps_per_epoch,
         )
 
     # Training
@@ -265,14 +269,9 @@ class TBATrainer:
 
         train = self.config.train
         state = TrainerState(max_steps=train.max_steps, logging_steps=self.config.observe.log_every)
-        steps = self._steps_per_epoch()
+        steps = self._steps_per_epoch
         state.num_train_epochs = 0 if steps is None else math.ceil(train.max_steps / steps)
         return state
-
-    def _steps_per_epoch(self) -> float | None:
-        """Optimizer steps that visit every row once; None = the rows are not known."""
-        train, rows = self.config.train, num_rows(str(self.config.task.data))
-        return rows / train.prompts_per_step * train.updates_per_batch if rows else None
 
     def _context(self) -> dict[str, Any]:
         return {"model": self._model or self._given_model, "processing_class": self._tokenizer}

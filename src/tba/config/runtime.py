@@ -44,9 +44,10 @@ class RuntimeConfig(Section):
     placement: PlacementConfig | None = None
     """Devices of this machine for trainer and searchers; None = all use model.device."""
     threads: int | None = Field(default=None, ge=1)
-    """Number of threads of each process; None = the cores of the machine but one, shared out among trainer and searchers,
-    or all of them for a process that is alone (sync runs, evaluations); at most OMP_NUM_THREADS where that is set, otherwise
-    16; one for a role on a GPU; on a Ray cluster its CPUs. More threads than free cores make all of them slow."""
+    """Number of threads of each process; None = the cores of the machine but one, shared out among trainer and searchers
+    (all cores where that gives each two threads instead of one), or all cores but one for a process that is alone (sync
+    runs, evaluations); at most OMP_NUM_THREADS where that is set, otherwise 16; one for a role on a GPU; on a Ray cluster
+    its CPUs. More threads than free cores make all of them slow."""
     channel_groups: int = Field(default=64, ge=1)
     """Number of groups that a searcher may have sent and the trainer not yet stored before the searcher waits."""
     start_seconds: float = Field(default=300.0, gt=0.0)

@@ -252,6 +252,14 @@ def metric(name: str) -> Metric:
     raise KeyError(f"metric {name!r} is not listed in tba/observe/metrics.py: add it there with its unit and meaning.")
 
 
+def deciding_metric(chosen: str | None, first: Mapping[str, float], metrics: Mapping[str, float]) -> str:
+    """What an evaluation is judged by: evaluate.best_metric or, where none is `chosen`, the first metric of the run's first
+    evaluation."""
+    name = chosen or next(iter(first))
+    # Where a reward was neither 0 nor 1 there is no accuracy, only the share that it stands for.
+    return "solved" if name == "accuracy" and "solved" in metrics else name
+
+
 def reduce_metrics(parts: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
     """Put (metrics, weight) of the parts of one optimizer step together by each metric's own rule."""
     names = dict.fromkeys(name for metrics, _ in parts for name in metrics)

@@ -26,7 +26,7 @@ PINNED = "OMP_NUM_THREADS"
 """Where it is set, it is the most that a process has: whoever set it may have meant one process, and a run has several. A
 role finds there the number that it was started with."""
 LEFT = 1
-"""Number of cores that no process of a run counts on."""
+"""Number of cores that no process of a run counts on, unless it would cost processes their second thread."""
 MOST_THREADS = 16
 """Of a process by default: small models gain little by more, and what was measured had four cores."""
 SYSTEM = Path("/")
@@ -79,7 +79,7 @@ def _on_this_machine(config: Config, num_searchers: int) -> RoleThreads:
     if not on_cpu:
         return RoleThreads(trainer=1, searcher=1)
     cores = usable_cores() - (len(devices) - on_cpu)  # a process that feeds a GPU takes one
-    if on_cpu == 1 or cores != 2 * on_cpu:
+    if on_cpu == 1 or cores != 2 * on_cpu:  # two each, for several processes, are worth the last core
         cores -= LEFT
     each = max(1, cores // on_cpu)
     return RoleThreads(trainer=(cores - each * (on_cpu - ranks)) // ranks if ranks else 1, searcher=each)

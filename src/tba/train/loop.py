@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tba.config import Config, ConfigError
+from tba.observe.metrics import deciding_metric
 from tba.observe.recorder import Recorder
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.columns import columns_of
@@ -298,12 +299,10 @@ class Trainer:
             self.recorder.best = self.checkpoints.best
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """What an evaluation is judged by, higher = better: evaluate.best_metric, or the first metric of the run's first
-        evaluation. One that lacks it, because its rewards failed, is worse than any other."""
+        """How good an evaluation is, higher = better, by its `deciding_metric`. One that lacks it, because its rewards
+        failed, is worse than any other."""
         evaluate, evaluations = self.config.evaluate, [found for _, found in self.recorder.evaluations if found]
-        name = evaluate.best_metric or next(iter(evaluations[0] if evaluations else metrics))
-        if name == "accuracy" and "solved" in metrics:  # what it is called where a reward was neither 0 nor 1
-            name = "solved"
+        name = deciding_metric(evaluate.best_metric, evaluations[0] if evaluations else metrics, metrics)
         if name in metrics:
             return -metrics[name] if evaluate.lower_is_better else metrics[name]
         if not any(name in found for found in evaluations):
