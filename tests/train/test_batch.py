@@ -26,7 +26,7 @@ def config(**objective):
 
 def test_without_schedules_nothing_changes():
     batch = ragged_batch()
-    shaped, beta = shape_target(batch, config(), 3)
+    shaped, beta = shape_target(batch, config(), 3, beta=0.1)
     assert shaped is batch
     assert beta == 0.1
 
@@ -37,7 +37,7 @@ def test_the_log_target_is_w_log_ref_plus_r_over_beta_all_over_tau():
         "reference_weight": {"kind": "linear", "start": 1.0, "end": 0.5, "steps": 4},
         "target_temperature": {"kind": "linear", "start": 2.0, "end": 1.0, "steps": 4},
     }
-    shaped, beta = shape_target(batch, config(**objective), 2)  # half-way: w = 0.75, tau = 1.5
+    shaped, beta = shape_target(batch, config(**objective), 2, beta=0.1)  # half-way: w = 0.75, tau = 1.5
     log_pi = torch.zeros(batch.shape)
     found = log_z_estimates(log_pi, shaped.sum_per_response(shaped.log_ref_N), shaped.reward_PK, beta=beta)
     wanted = (0.75 * batch.sum_per_response(batch.log_ref_N) + batch.reward_PK / 0.1) / 1.5

@@ -51,6 +51,18 @@ def test_where_nothing_moves_the_rate_stays_within_bounds():
     assert rate.rate == pytest.approx(30 * 1e-4)
 
 
+def test_a_rate_that_is_found_rises_slowly_and_falls_as_fast_as_before():
+    rate = rate_of("train.max_steps=2000")
+    for step in range(40):
+        rate.follow(step, {"movement": 0.1 * rate.at(step) / 1e-4})
+    found = rate.rate
+    for step in range(40, 80, 4):  # measured after every fourth step; gradients have become a tenth
+        rate.follow(step, {"movement": 0.01 * rate.at(step) / 1e-4})
+    assert rate.rate == pytest.approx(found * 1.005**40)
+    rate.follow(80, {"movement": 10.0})  # one that goes a hundred times too far: (.1 / 10) ** .3 = .25, a third at most
+    assert rate.rate == pytest.approx(found * 1.005**40 * 0.67)
+
+
 def test_each_response_trained_four_times_halves_the_movement():
     assert rate_of().wanted == pytest.approx(0.1)
     assert rate_of("replay.max_trained_per_generated=4").wanted == pytest.approx(0.05)

@@ -177,6 +177,10 @@ class ObjectiveConfig(Section):
     beta: Schedule | None = None
     """Weight of the reference: TB's target is pi_ref * exp(r / beta), others subtract beta * KL; None = the
     objective's."""
+    max_kl_penalty: float | None = Field(default=None, gt=0.0)
+    """Largest penalty beta * KL, in units of the reward, that the pull to the reference may cost the policy on average:
+    where it is further away, beta is this number over its mean KL of the last steps. None = .05 for tb where beta is
+    unset, no bound otherwise."""
     reference_weight: Schedule | None = None
     """Factor w of log pi_ref in the log of the target (1 / gamma of GFNOrg/red-teaming), for tb and tb_learned_z only;
     below 1 the target is broader than the reference. None = 1."""

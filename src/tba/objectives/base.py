@@ -80,6 +80,8 @@ class Objective(Section):
     """Value of objective.beta where it is not set; see `beta_where_unset` for long responses."""
     default_beta_tokens: ClassVar[int | None] = None
     """Largest generate.max_new_tokens for which that is so; None = any."""
+    default_max_kl_penalty: ClassVar[float | None] = None
+    """Value of objective.max_kl_penalty where neither it nor beta is set; None = no bound."""
     default_reset_every: ClassVar[int] = 0
     """Value of reference.reset_every where it is not set; 0 = never."""
 

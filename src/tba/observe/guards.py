@@ -2,7 +2,7 @@
 
 A collapse seldom announces itself in the reward: responses shrink to a few tokens, run into the length limit, or leave the
 reference, and the reward follows. The past is raw values of healthy steps; the present is the mean of the last RECENT, so
-that one odd batch is silent. A step enters the past only when it has left the present and nothing was suspected meanwhile:
+that one odd batch is silent, and so is a dip that is over by the time the mean shows it. A step enters the past only when it has left the present and nothing was suspected meanwhile:
 a collapse never becomes its own yardstick.
 
 What a healthy run does too is silent by the reward: fewer tokens, a lower entropy and a distance to the reference are what
@@ -34,6 +34,10 @@ SETTLED_PAST = 40
 some runs dip at first."""
 PERSISTENCE = 3
 """Number of steps in a row that a rule must be broken to raise an alarm."""
+NEWEST = 2
+"""Number of batches, the last ones, by which a breach may be over while the mean of RECENT still shows it."""
+BACK = 0.5
+"""Share of the way back to the healthy values that the newest batches must have left at most for that."""
 RECOVERY = 10
 """Number of steps in a row without a broken rule that end an alarm."""
 
@@ -125,8 +129,10 @@ class CollapseGuard:
     def _breaches(self) -> list[Breach]:
         if len(self._past) < FIRST_PAST:
             return []
-        view = View([values for _, values in self._recent], self._past)
-        return [breach for rule in RULES if (breach := rule(view)) is not None]
+        recent = [values for _, values in self._recent]
+        view = View(recent, self._past)
+        breaches = [breach for rule in RULES if (breach := rule(view)) is not None]
+        return [breach for breach in breaches if not view.is_over(breach, recent[-NEWEST:])]
 
     def _judge(self, step: int, breaches: Sequence[Breach]) -> None:
         first = self._recent[0][0]
@@ -218,6 +224,15 @@ class View:
         share = FAR_SHARE if self.settled else FIRST_FAR_SHARE
         return self.reward_fell(by=0.0, share=share) and self.reward_fell(
             by=FAR_NOISE * self.widest_reward_noise, share=share
+        )
+
+    def is_over(self, breach: Breach, newest: Sequence[Mapping[str, float]]) -> bool:
+        """Whether the newest batches are back, in the metric of the breach and in the reward: a dip of a few steps would be
+        called when there is nothing left to mend, and a run that goes back would lose what it has learned since."""
+        healthy = {REWARD: self.best_reward, breach.metric: breach.healthy}
+        return all(
+            abs(statistics.fmean([values[name] for values in newest]) - value) < BACK * abs(self.now[name] - value)
+            for name, value in healthy.items()
         )
 
     def breach(self, rule: str, metric: str, words: str) -> Breach:

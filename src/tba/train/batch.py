@@ -52,13 +52,12 @@ def _weighted(batch: Batch, weight_PK: Tensor) -> Batch:
     return replace(batch, totals=totals)
 
 
-def shape_target(batch: Batch, config: Config, step: int) -> tuple[Batch, float]:
+def shape_target(batch: Batch, config: Config, step: int, *, beta: float) -> tuple[Batch, float]:
     """The batch and the beta whose target log pi_ref + r / beta is (w log pi_ref + r / beta) / tau of this step."""
     weight, temperature = config.reference_weight_at(step), config.target_temperature_at(step)
-    beta = config.beta_at(step) * temperature
     if weight == temperature:
-        return batch, beta
-    return replace(batch, log_ref_N=batch.log_ref_N * (weight / temperature)), beta
+        return batch, beta * temperature
+    return replace(batch, log_ref_N=batch.log_ref_N * (weight / temperature)), beta * temperature
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from tba.train.health import Health
 from tba.train.mismatch import MismatchProbe, mismatch_of_batch
 from tba.train.optimizer import LearningRate
 from tba.train.recovery import resume, roll_back
-from tba.train.reference import ReferenceResets
+from tba.train.reference import Beta, ReferenceResets
 from tba.train.state import Stateful
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import TOKEN_FIELDS, Batch, ResponseCounts, TrajectoryGroup
@@ -54,6 +54,7 @@ class Trainer:
     reward_weights: Mapping[str, float]
     checkpoints: Checkpoints
     rate: LearningRate
+    beta: Beta
     ledger: VisitLedger
     """Knows of every visit to a prompt who makes it."""
     counts: ResponseCounts
@@ -103,7 +104,9 @@ class Trainer:
         log_pi_N = result.outputs.log_pi_N.cpu()
         measured = {**result.metrics, **batch_metrics(batch, log_pi_N, step=self.step_index)}
         measured |= {**self.measure_mismatch(batch, log_pi_N), **self.measure_target(batch, log_pi_N)}
+        measured["beta"] = self.beta.at(self.step_index)
         self.rate.follow(self.step_index, measured)
+        self.beta.follow(measured)
         self.batch = with_old_values(batch, result)
         self.counts.trained += batch.totals.responses
         self.step_index += 1
@@ -141,7 +144,7 @@ class Trainer:
         step, has_target = self.step_index, self.train_step.objective.needs.target
         if not has_target or not self.config.has_plain_target_at(step):
             return {}
-        return target_metrics(batch, log_pi_N, beta=self.config.beta_at(step))
+        return target_metrics(batch, log_pi_N, beta=self.beta.at(step))
 
     @property
     def needs_batch(self) -> bool:
@@ -218,7 +221,7 @@ class Trainer:
 
     def optimize(self, batch: Batch, *, learning_rate: float, measure_movement: bool) -> StepResult:
         step = self.step_index
-        shaped, beta = shape_target(batch, self.config, step)
+        shaped, beta = shape_target(batch, self.config, step, beta=self.beta.at(step))
         try:
             result = self.train_step(shaped, beta=beta, learning_rate=learning_rate, measure_movement=measure_movement)
         except NonFiniteLoss as error:
@@ -234,6 +237,8 @@ class Trainer:
         started = time.perf_counter()
         weights = self.train_step.weights(self.step_index)
         reset = self.references is not None and not self.done and self.references.reset_if_due(weights)
+        if reset:
+            self.beta.begin_anew()
         if self.done or reset or self.step_index % self.config.train.publish_every == 0:
             self.publisher.publish(weights)
         return time.perf_counter() - started
@@ -284,6 +289,7 @@ class Trainer:
             "replay": self.replay,
             "visits": self.ledger,
             "learning_rate": self.rate,
+            "beta": self.beta,
             "references": self.references,
             "health": self.health,
             "recorder": self.recorder,
@@ -325,7 +331,6 @@ class Trainer:
             **{"batch/reward" if name == "reward" else name: value for name, value in measured.items()},
             **({} if math.isnan(self.fresh_reward) else {"reward": self.fresh_reward}),
             "entropy": watched["entropy"],
-            "beta": self.config.beta_at(trained),
             "reference_weight": self.config.reference_weight_at(trained),
             "target_temperature": self.config.target_temperature_at(trained),
             **{f"time/{name}": seconds for name, seconds in times.items()},

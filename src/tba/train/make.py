@@ -28,7 +28,7 @@ from tba.train.loop import Trainer
 from tba.train.mismatch import MismatchProbe
 from tba.train.optimizer import LearningRate, MasterAdamW
 from tba.train.ranks import ALONE, ConnectedRanks, Ranks
-from tba.train.reference import ReferenceResets, on_cpu
+from tba.train.reference import Beta, ReferenceResets, on_cpu
 from tba.train.sharded import ShardedTrainStep
 from tba.train.state import Stateful
 from tba.train.step import TrainStep
@@ -91,6 +91,7 @@ def make_trainer(
         reward_weights=task.reward_weights,
         checkpoints=checkpoints,
         rate=rate,
+        beta=Beta(config),
         ledger=ledger,
         counts=counts,
         durable=make_store(

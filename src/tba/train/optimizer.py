@@ -7,8 +7,9 @@ train.movement: the rate is multiplied so that the next steps come nearer to it.
 much of it is signal, and that can be measured for nothing: on responses that are not trained on yet, the drift of the policy
 since they were generated is the work of other updates, and its correlation with their rewards is the share of signal in it.
 The movement asked for follows that agreement, as long as the policy stays near the one that generated its data. The rate
-begins at a tenth of a guess from the size of the model, so that a guess ten times too high does no harm, and in the last
-part of the run (train.settle) it falls to zero, so that the noise of single steps averages out.
+begins at a tenth of a guess from the size of the model, so that a guess ten times too high does no harm; once it is found it
+rises only slowly; and in the last part of the run (train.settle) it falls to zero, so that the noise of single steps
+averages out.
 """
 
 from __future__ import annotations
@@ -236,6 +237,9 @@ FIRST_SHARE = 0.1
 """Of the guess: Adam's first steps are full ones, whatever the gradient."""
 MAX_RISE, MAX_FALL = 1.25, 0.67
 """Factors in one step: a hundredfold rise takes 21 steps, a tenfold fall 6."""
+FOUND_STEPS, LATER_RISE = 40, 1.005
+"""Steps after which the rate is taken for found, and the largest rise in one step from then on. Where little is left to learn
+gradients become small, and rare ones do not: a rate that makes up for the small ones goes too far by the rare ones."""
 GAIN = 0.3
 """Exponent of the correction: the movement of a few responses is a noisy measure."""
 FURTHEST = 30.0
@@ -312,7 +316,8 @@ class LearningRate:
         if self.kl > LARGEST_KL:
             wanted = min(wanted, math.sqrt(LARGEST_KL / self.kl))  # the KL grows with the square of the movement
         factor = wanted**GAIN
-        rate = self.rate * min(MAX_RISE, max(MAX_FALL, factor))
+        rise = MAX_RISE if step < FOUND_STEPS else LATER_RISE**MEASURED_EVERY
+        rate = self.rate * min(rise, max(MAX_FALL, factor))
         self.rate = min(FURTHEST * self.guess, max(self.guess / FURTHEST, rate))
 
     @property

@@ -1,23 +1,62 @@
-"""Reference resets: every so many steps the current policy becomes the reference, published like weights.
+"""The reference: how strongly the policy is pulled to it, and resets, by which the current policy becomes the reference.
 
-Stored log_ref is stale from then on. Such trajectories are dropped, or their log_ref is recomputed by a copy of the new
+Beta is the price of a nat of KL in units of the reward. A KL is a sum over tokens and a reward is not: what a short response
+hardly feels holds a long one where it began. So the whole price, beta x KL, may be bounded (objective.max_kl_penalty).
+
+A new reference comes every so many steps and is published like weights. Stored log_ref is stale from then on. Such trajectories are dropped, or their log_ref is recomputed by a copy of the new
 reference that the trainer keeps for it; a batch never mixes references. A learned log Z is of the old target and begins
 again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from tba.config import Config
 from tba.generate.engine import Scorer
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.columns import columns_of
 from tba.runtime.channels import WeightPublisher
 from tba.types import TrajectoryGroup, Weights
+
+
+KL_STEPS = 8
+"""Steps that the mean KL to the reference is over."""
+
+
+@dataclass
+class Beta:
+    """Beta of each step: what the config says, and less where the KL would cost more than objective.max_kl_penalty."""
+
+    config: Config
+    kl: float = field(default=0.0, init=False)
+    """Mean over the last steps of the KL to the reference, nats per response."""
+
+    def at(self, step: int) -> float:
+        """For optimizer step `step` (0 is the first)."""
+        beta, most = self.config.beta_at(step), self.config.objective.max_kl_penalty
+        return beta if most is None or beta * self.kl <= most else most / self.kl
+
+    def follow(self, metrics: Mapping[str, float]) -> None:
+        """Takes what was measured of a step, `kl`; a step without any response says nothing."""
+        kl = metrics.get("kl", self.kl)
+        if math.isfinite(kl):
+            self.kl += (kl - self.kl) / KL_STEPS
+
+    def begin_anew(self) -> None:
+        """The reference is the policy itself from now on."""
+        self.kl = 0.0
+
+    def state(self) -> dict[str, Any]:
+        return {"kl": self.kl}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.kl = state["kl"]
 
 
 @dataclass

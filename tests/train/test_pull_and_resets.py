@@ -1,12 +1,63 @@
-"""References that are reset: what becomes of groups that another one scored, and how a run goes back before a reset."""
+"""The pull to the reference, and references that are reset: what becomes of groups that another one scored, and how a run goes
+back before a reset."""
+
+import math
 
 import numpy as np
+import pytest
 import torch
 from builders import tiny_llama
 
+from tba.config import load_config
+from tba.launch.defaults import with_objective_defaults
 from tba.models.weights import make_weights
-from tba.train.reference import ReferenceResets, on_cpu
+from tba.train.reference import Beta, ReferenceResets, on_cpu
 from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
+
+
+def beta_of(*overrides: str) -> Beta:
+    return Beta(with_objective_defaults(load_config(None, ["train.max_steps=100", *overrides])))
+
+
+def test_beta_falls_where_the_distance_to_the_reference_would_cost_more_than_a_twentieth_of_a_reward():
+    beta = beta_of("generate.max_new_tokens=64")
+    assert beta.at(0) == 0.01
+    for _ in range(200):
+        beta.follow({"kl": 5.0})
+    assert beta.at(1) == 0.01  # .01 x 5 nats = .05
+    beta.follow({"kl": 13.0})  # the mean over some 8 steps: 5 + 8 / 8 = 6 nats
+    assert beta.at(2) == pytest.approx(0.05 / 6)
+    for _ in range(200):
+        beta.follow({"kl": 40.0})
+    assert beta.at(3) == pytest.approx(0.05 / 40)
+    beta.follow({"kl": math.nan})  # a step of empty batches
+    beta.follow({})
+    assert beta.at(4) == pytest.approx(0.05 / 40)
+    beta.begin_anew()  # the reference is the policy itself now
+    assert beta.at(5) == 0.01
+
+
+def test_a_beta_that_is_given_stays_as_it_is_and_may_be_bounded_too():
+    far = {"kl": 1e3}
+    for settings, expected in (
+        (["objective.beta=0.01"], 0.01),
+        (["objective.name=grpo"], 0.04),
+        (["objective.beta={kind: linear, start: 0.9, end: 0.1}"], 0.5),
+        (["objective.beta=0.01", "objective.max_kl_penalty=0.2"], 0.2 / 1e3),
+        (["objective.max_kl_penalty=0.2"], 0.2 / 1e3),
+    ):
+        beta = beta_of(*settings)
+        for _ in range(300):
+            beta.follow(far)
+        assert beta.at(50) == pytest.approx(expected), settings
+
+
+def test_the_distance_is_part_of_a_checkpoint():
+    beta, again = beta_of(), beta_of()
+    for _ in range(20):
+        beta.follow({"kl": 30.0})
+    again.load_state(beta.state())
+    assert again.at(20) == beta.at(20) < 0.01
 
 
 class Published:
