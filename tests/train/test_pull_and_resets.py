@@ -1,5 +1,4 @@
-"""The pull to the reference, and references that are reset: what becomes of groups that another one scored, and how a run goes
-back before a reset."""
+"""The pull to the reference, and resets: what becomes of groups that another one scored, and how a run goes back before one."""
 
 import math
 

@@ -2,8 +2,8 @@
 
 A collapse seldom announces itself in the reward: responses shrink to a few tokens, run into the length limit, or leave the
 reference, and the reward follows. The past is raw values of healthy steps; the present is the mean of the last RECENT, so
-that one odd batch is silent, and so is a dip that is over by the time the mean shows it. A step enters the past only when it has left the present and nothing was suspected meanwhile:
-a collapse never becomes its own yardstick.
+that one odd batch is silent, and so is a dip that is over by the time the mean shows it. A step enters the past only when it
+has left the present and nothing was suspected meanwhile: a collapse never becomes its own yardstick.
 
 What a healthy run does too is silent by the reward: fewer tokens, a lower entropy and a distance to the reference are what
 learning looks like as long as the reward rises with them.

@@ -238,8 +238,8 @@ FIRST_SHARE = 0.1
 MAX_RISE, MAX_FALL = 1.25, 0.67
 """Factors in one step: a hundredfold rise takes 21 steps, a tenfold fall 6."""
 FOUND_STEPS, LATER_RISE = 40, 1.005
-"""Steps after which the rate is taken for found, and the largest rise in one step from then on. Where little is left to learn
-gradients become small, and rare ones do not: a rate that makes up for the small ones goes too far by the rare ones."""
+"""Steps after which the rate is taken for found, and the largest rise in one step from then on. Where little is left to
+learn most gradients become small and rare ones do not: a rate that makes up for the first goes too far by the others."""
 GAIN = 0.3
 """Exponent of the correction: the movement of a few responses is a noisy measure."""
 FURTHEST = 30.0

@@ -3,9 +3,9 @@
 Beta is the price of a nat of KL in units of the reward. A KL is a sum over tokens and a reward is not: what a short response
 hardly feels holds a long one where it began. So the whole price, beta x KL, may be bounded (objective.max_kl_penalty).
 
-A new reference comes every so many steps and is published like weights. Stored log_ref is stale from then on. Such trajectories are dropped, or their log_ref is recomputed by a copy of the new
-reference that the trainer keeps for it; a batch never mixes references. A learned log Z is of the old target and begins
-again.
+A new reference comes every so many steps and is published like weights. Stored log_ref is stale from then on. Such
+trajectories are dropped, or their log_ref is recomputed by a copy of the new reference that the trainer keeps for it; a
+batch never mixes references. A learned log Z is of the old target and begins again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tba.replay.buffer import ReplayBuffer
 from tba.replay.columns import columns_of
 from tba.runtime.channels import WeightPublisher
 from tba.types import TrajectoryGroup, Weights
-
 
 KL_STEPS = 8
 """Steps that the mean KL to the reference is over."""
