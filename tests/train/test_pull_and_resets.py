@@ -1,4 +1,4 @@
-"""The pull to the reference, and resets: what becomes of groups that another one scored, and how a run goes back before one."""
+"""The pull to the reference, and resets: what becomes of groups that another one scored, and how a run goes back."""
 
 import math
 
