@@ -76,3 +76,5 @@ def test_an_objectives_own_settings_and_defaults_are_listed():
     assert "| `objective.share` | float >= 0, < 1 | `0.5` | Share \\| of things. |" in text
     text = reference([ObjectiveEntry(name="example", settings=Example, beta=0.25, beta_tokens=64, reset_every=0)])
     assert "`objective.beta` is 0.25, or 16 / `generate.max_new_tokens` where that is above 64, and the" in text
+    text = reference([ObjectiveEntry(name="example", settings=Example, beta=0.25, max_kl_penalty=0.5, reset_every=0)])
+    assert "`objective.beta` is 0.25, `objective.max_kl_penalty` 0.5 and the reference is never reset." in text

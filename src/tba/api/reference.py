@@ -17,7 +17,8 @@ from tba import GRPOConfig, GRPOTrainer   # was: from trl import GRPOConfig, GRP
 
 `GRPOConfig` is `TBAConfig` and `GRPOTrainer` is `TBATrainer`. What is given keeps its meaning; what is left out is ours,
 not TRL's: without `loss_type` the objective is `tb`, without `learning_rate` the rate finds itself, without `beta` it
-is {beta:g}, or {beta_times_tokens:g} / `max_completion_length` where that is above {beta_tokens}. Our own settings may stand
+is {beta:g}, or {beta_times_tokens:g} / `max_completion_length` where that is above {beta_tokens}, and falls where the policy
+is so far from the reference that beta x KL would exceed {penalty:g}. Our own settings may stand
 beside TRL's, as sections: `TBAConfig(max_steps=200, replay={{"lag": "drop"}})`. `output_dir` is the run folder.
 
 After `train()`, `trainer.model` holds the trained weights, `trainer.state.log_history` the metrics; `evaluate()`,
@@ -37,8 +38,10 @@ KINDS = {
 def document() -> str:
     """The whole page."""
     beta, tokens = TrajectoryBalance.default_beta, TrajectoryBalance.default_beta_tokens
+    penalty = TrajectoryBalance.default_max_kl_penalty
     assert tokens is not None
-    parts = [INTRODUCTION.format(beta=beta, beta_tokens=tokens, beta_times_tokens=beta * tokens)]
+    assert penalty is not None
+    parts = [INTRODUCTION.format(beta=beta, beta_tokens=tokens, beta_times_tokens=beta * tokens, penalty=penalty)]
     for kind, title in KINDS.items():
         parts.append(f"## {title}\n\n{_table({name: found for name, found in FIELDS.items() if found.kind == kind})}")
     parts.append(f"## Arguments of GRPOTrainer\n\n{_table(TRAINER_ARGUMENTS, with_kind=True)}")

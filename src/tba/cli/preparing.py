@@ -52,6 +52,7 @@ def config() -> None:
             settings=kind,
             beta=kind.default_beta,
             beta_tokens=kind.default_beta_tokens,
+            max_kl_penalty=kind.default_max_kl_penalty,
             reset_every=kind.default_reset_every,
         )
         for name, kind in OBJECTIVES.items()

@@ -51,6 +51,8 @@ class ObjectiveEntry:
     """Value of objective.beta where it is None."""
     beta_tokens: int | None = None
     """Largest generate.max_new_tokens for which that is so; beyond it beta is in proportion less. None = any."""
+    max_kl_penalty: float | None = None
+    """Value of objective.max_kl_penalty where beta is None."""
     reset_every: int
     """Value of reference.reset_every where it is None."""
 
@@ -86,6 +88,8 @@ def _objective(entry: ObjectiveEntry) -> Iterator[str]:
             f"{entry.beta * entry.beta_tokens:g} / `generate.max_new_tokens` where that is above {entry.beta_tokens}"
         )
         beta += f", or {longer},"
+    if entry.max_kl_penalty is not None:
+        beta = f"{beta.removesuffix(',')}, `objective.max_kl_penalty` {entry.max_kl_penalty:g}"
     defaults = f"By default `objective.beta` is {beta} and the reference is {reset}."
     yield f"{_sentence(entry.settings)} {defaults}".strip()
     if entry.settings.model_fields:
