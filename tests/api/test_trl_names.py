@@ -228,7 +228,9 @@ def test_every_name_that_is_said_to_set_something_is_looked_at():
 
 @pytest.mark.parametrize(("tokens", "beta"), [(64, 0.01), (256, 0.0025)])
 def test_the_document_says_which_beta_there_is_without_one(tokens, beta):
-    assert "without `beta` it\nis 0.01, or 0.64 / `max_completion_length` where that is above 64, and falls" in document()
+    assert (
+        "without `beta` it\nis 0.01, or 0.64 / `max_completion_length` where that is above 64, and falls" in document()
+    )
     found = with_objective_defaults(TBAConfig(max_completion_length=tokens).config).objective
     assert found.beta.start == pytest.approx(beta)
     assert f"beta x KL would exceed {found.max_kl_penalty:g}." in document()

@@ -73,6 +73,20 @@ def test_before_the_first_step_policy_and_reference_agree_on_every_response(fold
         assert (batch.sum_per_response(log_pi_N) - batch.sum_per_response(other_N)).abs().max() < 1e-4
 
 
+def test_beta_falls_as_the_policy_leaves_the_reference_and_begins_anew_with_a_new_one(folder):
+    settings = ["objective.beta=0.05", "objective.max_kl_penalty=1e-5", "train.max_steps=9", "reference.reset_every=6"]
+    config = make_config(folder, "mode=sync", "name=penalty", "train.learning_rate=0.003", *settings, FP32)
+    train(config)
+    kl, expected = 0.0, []
+    steps = [record for record in metrics_of(config) if "loss" in record]
+    for record in steps:  # from the KL that was logged, by the rule in words
+        expected.append(0.05 if 0.05 * kl <= 1e-5 else 1e-5 / kl)
+        kl = 0.0 if record["step"] == 6 else kl + (record["kl"] - kl) / 8
+    assert [record["beta"] for record in steps] == pytest.approx(expected)
+    assert min(expected[1:6]) < 0.02
+    assert expected[6] == 0.05
+
+
 def test_imported_responses_are_trained_on_from_the_first_step(folder):
     rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
     path = folder / "imported.jsonl"
