@@ -107,3 +107,31 @@ def test_accuracy_decides_also_where_a_reward_is_neither_0_nor_1(folder, tmp_pat
     trainer = make_trainer(folder, tmp_path / "run", half_at_step_2, max_steps=3, metric_for_best_model="eval_accuracy")
     assert trainer.train()["best"] == {"step": 3, "score": 1.0}
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (1.0, 1)
+
+
+class StopAtStep2(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 2
+
+
+def without_times(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records without what differs between two equal runs."""
+    measured = ("seconds", "time/", "perf/")
+    return [{name: value for name, value in record.items() if not name.startswith(measured)} for record in history]
+
+
+def test_a_resumed_run_has_the_history_and_the_best_metric_of_one_that_was_never_stopped(folder, tmp_path):
+    whole = make_trainer(folder, tmp_path / "whole", half_at_step_2, max_steps=4)
+    whole.train()
+    make_trainer(folder, tmp_path / "run", half_at_step_2, [StopAtStep2()], max_steps=4).train()
+    resumed = make_trainer(folder, tmp_path / "run", half_at_step_2, max_steps=4)
+    resumed.train(resume_from_checkpoint=True)
+    assert without_times(resumed.state.log_history) == without_times(whole.state.log_history)
+    assert (resumed.state.best_metric, resumed.state.best_global_step) == (1.0, 1)  # before it was stopped
+
+
+def test_a_run_that_begins_anew_has_no_history(folder, tmp_path):
+    trainer = make_trainer(folder, tmp_path / "run", flat, max_steps=1, overwrite_output_dir=True)
+    trainer.train()
+    trainer.train()
+    assert [record["step"] for record in trainer.state.log_history if "loss" in record] == [1]
