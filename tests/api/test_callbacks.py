@@ -1,30 +1,11 @@
 """Callbacks of transformers meet what they meet under its own Trainer: order, wishes, the best metric."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from script_rewards import down_at_step_3, flat, half_at_step_2
+from trainers import ROWS, make_trainer
 from transformers import EarlyStoppingCallback, TrainerCallback
-
-from tba import TBAConfig, TBATrainer
-
-ROWS = [{"prompt": f"w{i} w5"} for i in range(3, 33)]
-
-
-def make_trainer(folder, output, reward: Callable[..., Any], callbacks=(), rows=ROWS, **given: Any) -> TBATrainer:
-    settings = {
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "learning_rate": 1e-3,
-        "disable_tqdm": True,
-        "mode": "sync",
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-    }
-    args = TBAConfig(output_dir=output, **(settings | given))
-    return TBATrainer(str(folder / "model"), reward, args, rows, callbacks=list(callbacks))
 
 
 class Heard(TrainerCallback):
