@@ -109,7 +109,18 @@ def test_so_are_those_that_come_later(arguments, message, monkeypatch, capfd, tm
         (["evaluate"], "tba evaluate: MODEL_OR_RUN is missing: write `tba evaluate MODEL_OR_RUN`"),
         (["searchers", "run"], "tba searchers: --count INTEGER is missing: write `tba searchers RUN --count INTEGER`"),
         (["train", "."], "tba: . is a folder, not a config file: give a YAML file."),
-        (["replay", "run", "--limit", "-3"], "tba replay: --limit -3: give a number of groups, 0 or more."),
+        (["replay", "run", "--limit", "-3"], "tba replay: --limit: -3 is below 0: write 0 or more."),
+        (
+            ["replay", "run", "--limit", str(2**63)],
+            "tba replay: --limit: 9223372036854775808 is beyond 9223372036854775807",
+        ),
+        (["searchers", "run", "--count", "0"], "tba searchers: --count: 0 is below 1: write 1 or more."),
+        (["prepare", "reward_model", "--epochs", "0"], "tba prepare: --epochs: 0 is below 1: write 1 or more."),
+        (["replay", "run", "--min-reward", "nan"], "tba replay: --min-reward: 'nan' is not a number"),
+        (
+            ["doctor", "/nowhere"],
+            "tba: model.path='/nowhere': there is no such folder. Give a folder with config.json or",
+        ),
         (["compare"], "tba compare: STUDY.yaml is missing: write `tba compare STUDY.yaml`"),
         (["merge", "run"], "tba merge: OUTPUT is missing: write `tba merge ADAPTER_OR_RUN OUTPUT`"),
         (["prepare"], "tba prepare: WHAT is missing: write `tba prepare WHAT`."),
@@ -125,6 +136,13 @@ def test_a_wrong_call_is_one_line_and_exit_status_2(arguments, message, monkeypa
     assert message in printed.err
     assert len(printed.err.splitlines()) == 1
     assert printed.out == ""
+
+
+def test_what_is_wrong_with_a_model_is_said_once(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["tba", "doctor", "./nowhere"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capfd.readouterr().err.count("nowhere") == 1
 
 
 def test_without_a_command_the_help_is_shown_with_exit_status_2(monkeypatch, capfd):

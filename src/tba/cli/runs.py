@@ -67,7 +67,7 @@ def replay(
     version: Annotated[str | None, typer.Option(help="Only groups of this version, or of a range: 10:20.")] = None,
     since: Annotated[str | None, typer.Option(help="Only groups since 2026-11-16T14:30, or 30m, 2h, 1d ago.")] = None,
     until: Annotated[str | None, typer.Option(help="Only groups until then.")] = None,
-    limit: Annotated[int | None, count_option("Only the newest so many groups; a listing shows 20.")] = None,
+    limit: Annotated[int | None, count_option("Only the newest so many groups; a listing shows 20.", least=0)] = None,
     export: Annotated[Path | None, typer.Option(help="FILE.jsonl (for replay.imports) or FILE.parquet.")] = None,
 ) -> None:
     """List the groups that a run has stored, or export their responses."""
@@ -79,8 +79,6 @@ def replay(
         except ValueError as error:
             raise typer.BadParameter(f"{name}: {error}") from None
 
-    if limit is not None and not 0 <= limit <= exporting.LARGEST:
-        raise typer.BadParameter(f"--limit {limit}: give a number of groups, 0 or more.")
     first, last = parsed("--version", exporting.parse_versions, version) or (None, None)
     wanted = exporting.GroupFilter(
         prompt=prompt,
@@ -122,7 +120,7 @@ def stop(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a ru
 
 def searchers(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    count: Annotated[int, count_option("Searchers to go on with.")],
+    count: Annotated[int, count_option("Searchers to go on with.", least=1)],
 ) -> None:
     """Change the number of searchers of a run while it goes on."""
     from tba.launch.operate import ask_for_searchers
