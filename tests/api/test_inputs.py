@@ -9,8 +9,9 @@ import pytest
 from script_rewards import flat, rows_of_want, sevens
 
 from tba import TBAConfig, TBATrainer
-from tba.api.inputs import dataset_file, num_rows, reward_configs
+from tba.api.inputs import dataset_file, reward_configs
 from tba.config import ConfigError, load_config
+from tba.launch.run import load_inputs
 
 
 def test_the_rows_of_an_earlier_trainer_are_not_replaced(tmp_path):
@@ -30,13 +31,37 @@ def test_the_rows_of_an_earlier_trainer_are_not_replaced(tmp_path):
     assert json.loads(path.read_text()) == {"prompt": "a"}
 
 
+def num_steps(tmp_path, data, eval_data=None, **given) -> int:
+    """Steps of two epochs, with one prompt in a step."""
+    args = TBAConfig(tmp_path / "run", num_train_epochs=2, per_device_train_batch_size=4, num_generations=4, **given)
+    return TBATrainer("x", flat, args, data, eval_data).config.train.max_steps
+
+
 def test_rows_of_a_compressed_file_are_counted(tmp_path):
     path = tmp_path / "data.jsonl.gz"
     with gzip.open(path, "wt") as file:
         file.write('{"prompt": "a"}\n\n{"prompt": "b"}\n')
-    assert num_rows(str(path)) == 2
+    assert num_steps(tmp_path, path) == 4
     path.write_bytes(path.read_bytes()[:-12])
-    assert num_rows(str(path)) == 0
+    assert num_steps(tmp_path, path) == 2  # what is wrong with it is said when the run begins
+
+
+def test_an_epoch_is_of_the_rows_that_are_trained_on(folder, tmp_path):
+    rows = [{"prompt": f"w{i % 40} w{i // 40}"} for i in range(100)]
+    trainer = TBATrainer(str(folder / "model"), flat, TBAConfig(tmp_path / "run", max_completion_length=8), rows)
+    num_train = len(load_inputs(trainer.config).task.prompts("train"))
+    assert num_train < 95  # a tenth is held out, by a hash
+    assert num_steps(tmp_path, rows) == 2 * num_train
+    assert num_steps(tmp_path, rows[:19]) == 2 * 19  # too few to split
+    assert num_steps(tmp_path, rows, rows[:7]) == 2 * 93  # those of eval_dataset are not trained on
+    bad = [*rows[:19], {"prompt": ""}]
+    assert num_steps(tmp_path, bad, task={"on_bad_row": "skip"}) == 2 * 19
+
+
+def test_rows_that_are_counted_are_not_warned_of(tmp_path, caplog):
+    rows = [{"prompt": f"w{i}"} for i in range(9)]
+    num_steps(tmp_path, [*rows, {"prompt": ""}], rows[:2])
+    assert caplog.text == ""
 
 
 def test_a_script_without_an_output_dir_has_one_folder(tmp_path, monkeypatch):

@@ -2,7 +2,8 @@
 and what it asks for through TrainerControl is done.
 
 In a step the order is transformers' own: on_step_begin, on_step_end, on_log, and on_save where a checkpoint was due. An
-evaluation is told when its metrics come, which is after on_save here. An epoch is as many steps as visit every row once.
+evaluation is told when its metrics come, which is after on_save here. An epoch is as many steps as visit every row to
+train on once.
 """
 
 from __future__ import annotations

@@ -4,12 +4,10 @@ rewards as functions that can be sent to workers."""
 from __future__ import annotations
 
 import filecmp
-import gzip
 import hashlib
 import json
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -56,18 +54,6 @@ def _json_lines(dataset: Iterable[Mapping[str, Any]], what: str) -> Iterator[byt
                 f"row {number} of {what} cannot be written as JSON ({error}): rows are mappings with a `prompt` of text "
                 "or chat messages, and columns of plain data."
             ) from None
-
-
-def num_rows(file: str) -> int:
-    """Number of rows of a JSONL file; 0 where it cannot be read, which the run will say better."""
-    path = Path(file)
-    if not path.is_file():
-        return 0
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-            return sum(bool(line.strip()) for line in lines)
-    except (OSError, EOFError, zlib.error):
-        return 0
 
 
 def model_folder(model: Any, tokenizer: Any, path: Path) -> str:

@@ -13,13 +13,14 @@ from typing import Any
 
 from tba.api.callbacks import Callbacks
 from tba.api.config import TBAConfig
-from tba.api.inputs import dataset_file, lora_config, model_folder, num_rows, reward_configs
+from tba.api.inputs import dataset_file, lora_config, model_folder, reward_configs
 from tba.api.model_card import model_card
 from tba.api.names import TRAINER_ARGUMENTS
 from tba.api.saving import copy_model, metric_lines, save_metrics, save_state
-from tba.config import Config, ConfigError, load_config
+from tba.config import Config, ConfigError, TaskConfig, load_config
 from tba.observe.contents import CARD
 from tba.observe.files import RunFolder
+from tba.tasks.custom import num_train_prompts
 
 
 class TrainOutput(dict[str, Any]):
@@ -60,18 +61,16 @@ class TBATrainer:
         folder = self.args.run_folder
         self._inputs = inputs = folder.with_name(folder.name + ".inputs")
         weights = reward_weights if reward_weights is not None else self.args.get("reward_weights")
-        data = dataset_file(train_dataset, inputs / "train.jsonl", what="train_dataset")
-        rows = num_rows(data)
-        config = self.args.resolved(num_rows=rows)
-        task = config.task.model_dump() | {
+        task = self.args.config.task.model_dump() | {
             "name": "custom",
-            "data": data,
+            "data": dataset_file(train_dataset, inputs / "train.jsonl", what="train_dataset"),
             "eval_data": None
             if eval_dataset is None
             else dataset_file(eval_dataset, inputs / "eval.jsonl", what="eval_dataset"),
             "rewards": reward_configs(reward_funcs, weights, reward_processing_classes, inputs),
         }
-        settings = config.model_dump(mode="json")
+        rows = num_train_prompts(TaskConfig(**task))
+        settings = self.args.resolved(num_rows=rows).model_dump(mode="json")
         settings["task"], settings["model"]["path"] = task, model_folder(model, processing_class, inputs / "model")
         settings["model"]["lora"] = lora_config(peft_config) or settings["model"]["lora"]
         self.config: Config = load_config(None, (), **settings)

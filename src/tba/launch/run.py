@@ -39,11 +39,12 @@ class RunInputs:
         return max((len(prompt.token_ids) for split in splits for prompt in self.task.prompts(split)), default=1)
 
 
-def load_inputs(config: Config) -> RunInputs:
-    """Load model and data: what can be wrong with them shows before a run folder exists."""
+def load_inputs(config: Config, *, trains: bool = True) -> RunInputs:
+    """Load model and data: what can be wrong with them shows before a run folder exists. `trains` is False where they are
+    only evaluated."""
     loaded = load_model(config.trainer_model)
     stop_ids_of(loaded.model, loaded.tokenizer)  # refuses a model that could end no response
-    task = make_task_for(config, loaded)
+    task = make_task_for(config, loaded, trains=trains)
     task.prompts(config.evaluate.split)  # or a split that the task lacks would only show when a searcher evaluates
     return RunInputs(loaded=loaded, task=task)
 

@@ -240,7 +240,7 @@ def evaluate(
     check_inputs(config)
     use_cpu(threads_alone(config))
     check_devices(config)
-    inputs = load_inputs(config)
+    inputs = load_inputs(config, trains=False)
     config = with_defaults(
         config, inputs.loaded, longest_prompt=partial(inputs.longest_prompt, config.evaluate.split), trains=False
     )

@@ -89,5 +89,7 @@ class TaskInputs:
     settings: Any = None
     """The task's own settings, task.settings: an instance of the task's class attribute `Settings`, a pydantic model; None
     for a task without that attribute."""
+    trains: bool = True
+    """Whether the task is to be trained on; False = it is made for an evaluation alone."""
     device: str = "auto"
     """Device of models that score, the policy's; auto = cuda where there is one, else cpu."""
