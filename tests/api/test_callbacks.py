@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
-from script_rewards import down_at_step_3, flat, half_at_step_2
+import torch
+from script_rewards import down_at_step_3, flat, half_at_step_2, longer
 from trainers import ROWS, make_trainer
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
 
 
 class Heard(TrainerCallback):
@@ -116,3 +117,38 @@ def test_a_run_that_begins_anew_has_no_history(folder, tmp_path):
     trainer.train()
     trainer.train()
     assert [record["step"] for record in trainer.state.log_history if "loss" in record] == [1]
+
+
+class Models(TrainerCallback):
+    """Keeps what it is given as the model: its output layer at each event, None where there is no model."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def _see(self, event, model, processing_class):
+        known = None if model is None else model.lm_head.weight.detach().clone()
+        self.seen[event] = (known, processing_class is not None and processing_class.eos_token)
+
+    def on_init_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        self._see("init", model, processing_class)
+
+    def on_train_begin(self, args, state, control, model=None, processing_class=None, **kwargs):
+        self._see("begin", model, processing_class)
+
+    def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        self._see("end", model, processing_class)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_callbacks_get_the_model_that_is_being_trained(folder, tmp_path, by_name):
+    given, heard = AutoModelForCausalLM.from_pretrained(folder / "model"), Models()
+    start = given.lm_head.weight.detach().clone()
+    model = str(folder / "model") if by_name else given
+    trainer = make_trainer(folder, tmp_path / "run", longer, [heard], model=model, max_steps=2, eval_strategy="no")
+    known = heard.seen["init"][0]
+    assert known is None if by_name else torch.equal(known, start)  # a name is not loaded for this
+    trainer.train()
+    assert torch.equal(heard.seen["begin"][0], start)
+    assert not torch.equal(heard.seen["end"][0], start)
+    assert torch.equal(heard.seen["end"][0], trainer.model.lm_head.weight)
+    assert heard.seen["begin"][1] == heard.seen["end"][1] == trainer.processing_class.eos_token

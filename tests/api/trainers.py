@@ -8,7 +8,9 @@ from tba import TBAConfig, TBATrainer
 ROWS = [{"prompt": f"w{i} w5"} for i in range(3, 33)]
 
 
-def make_trainer(folder, output, reward: Callable[..., Any], callbacks=(), rows=ROWS, **given: Any) -> TBATrainer:
+def make_trainer(
+    folder, output, reward: Callable[..., Any], callbacks=(), rows=ROWS, model=None, **given: Any
+) -> TBATrainer:
     settings = {
         "per_device_train_batch_size": 8,
         "num_generations": 4,
@@ -20,4 +22,4 @@ def make_trainer(folder, output, reward: Callable[..., Any], callbacks=(), rows=
         "eval_steps": 1,
     }
     args = TBAConfig(output_dir=output, **(settings | given))
-    return TBATrainer(str(folder / "model"), reward, args, rows, callbacks=list(callbacks))
+    return TBATrainer(model or str(folder / "model"), reward, args, rows, callbacks=list(callbacks))

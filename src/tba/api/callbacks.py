@@ -35,8 +35,8 @@ class Callbacks(RunListener):
         context: Callable[[], dict[str, Any]],
         steps_per_epoch: float | None = None,
     ) -> None:
-        """`context` gives what callbacks get besides: model, processing_class ...; `steps_per_epoch` is the number of
-        optimizer steps that visit every row once, None = not known."""
+        """`context` gives what callbacks get besides where no run goes on: model, processing_class; `steps_per_epoch` is the
+        number of optimizer steps that visit every row to train on once, None = not known."""
         super().__init__()
         self.callbacks: list[TrainerCallback] = []
         self.state = state
@@ -66,8 +66,10 @@ class Callbacks(RunListener):
         return found[0] if found else None
 
     def call(self, event: str, callbacks: Sequence[TrainerCallback] | None = None, **values: Any) -> None:
+        trained = {} if self.model is None else {"model": self.model, "processing_class": self.tokenizer}
         for callback in list(self.callbacks) if callbacks is None else callbacks:
-            answer = getattr(callback, event)(self._args, self.state, self.control, **self._context(), **values)
+            context = {**self._context(), **trained, **values}
+            answer = getattr(callback, event)(self._args, self.state, self.control, **context)
             self.control = self.control if answer is None else answer
         self.stop |= self.control.should_training_stop
         self.save, self.evaluate = self.control.should_save, self.control.should_evaluate

@@ -277,7 +277,9 @@ class TBATrainer:
         return state
 
     def _context(self) -> dict[str, Any]:
-        return {"model": self._model or self._given_model, "processing_class": self._tokenizer}
+        """Model and tokenizer for callbacks outside of a run: None where they are known by name only."""
+        known = {"model": self._model or self._given_model, "processing_class": self._tokenizer}
+        return {name: None if isinstance(value, (str, Path)) else value for name, value in known.items()}
 
 
 def _check_others(others: Mapping[str, Any]) -> None:

@@ -98,17 +98,20 @@ def train(
         folder = RunFolder.create(config.run_folder, overwrite=config.overwrite, holder=owner)
     else:
         folder.claim(holder=owner)
+    listener = listener or RunListener()
+    listener.model, listener.tokenizer = inputs.loaded.model, inputs.loaded.tokenizer
     try:
         with (
             stacks_to(folder.logs / "trainer.log"),
             ranks_of(config, folder.logs) as ranks,
             hosted(config, folder) if host is None else nullcontext(host) as found,
         ):
-            return _train(config, folder, inputs, imported, checkpoint, found, ranks, listener or RunListener())
+            return _train(config, folder, inputs, imported, checkpoint, found, ranks, listener)
     except Exception as error:
         tell_failure(folder, error)
         raise
     finally:
+        listener.model = listener.tokenizer = None
         if host is None:  # otherwise the supervisor has the folder, until the run is over for good
             folder.release()
 

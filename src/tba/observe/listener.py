@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,9 @@ class RunListener:
     """Whether a checkpoint is wanted."""
     evaluate: bool = False
     """Whether an evaluation is wanted."""
+    model: Any = None
+    """The model that is trained, as it stands; None before and after the run."""
+    tokenizer: Any = None
 
     def begins(self, step: int, past: Sequence[PastLine] = ()) -> None:
         """Training goes on from this step, 0 for a new run; `past` are the lines of the steps before."""
