@@ -17,7 +17,9 @@ def evaluate(
         typer.Argument(metavar="MODEL_OR_RUN", help="A run folder, a checkpoint of one, a model folder or a hub name."),
     ],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value overrides.")] = None,
-    task: Annotated[str | None, typer.Option(help="Task; a run folder knows its own.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Task; a run folder and a model of the package know their own.")
+    ] = None,
     num_prompts: Annotated[int | None, count_option("Held-out prompts.")] = None,
     samples: Annotated[int | None, count_option("k of pass@k and avg@k; 0 = greedy accuracy only.")] = None,
     responses: Annotated[
@@ -28,9 +30,12 @@ def evaluate(
     ] = None,
 ) -> None:
     """The task's metrics on held-out prompts: greedy accuracy (pass@k and avg@k with --samples k), win rate, or success."""
-    from tba.launch.checks import check_evaluated
+    from tba.launch.checks import check_evaluated, task_to_evaluate
 
     check_evaluated(target)
+    values = list(overrides or [])
+    values += [f"task.name={task}"] if task else []
+    own_task = task_to_evaluate(target, values)
     if against is not None and responses is None:
         raise typer.BadParameter("--against needs --responses FILE, where the responses of this model are kept.")
     if against is not None and responses is not None and against.resolve() == responses.resolve():
@@ -38,8 +43,8 @@ def evaluate(
     from tba.launch import evaluate_model
     from tba.tasks.responses_file import ResponsesFile, paired_differences, read_shares
 
-    values = list(overrides or [])
-    values += [f"task.name={task}"] if task else []
+    if own_task is not None:
+        typer.echo(f"{target} is evaluated on its own task, {own_task}: --task names another.", err=True)
     values += [f"evaluate.num_prompts={num_prompts}"] if num_prompts is not None else []
     values += [f"evaluate.samples_per_prompt={samples}"] if samples is not None else []
     if against is not None:

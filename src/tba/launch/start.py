@@ -15,7 +15,7 @@ import torch
 from tba.config import Config, ConfigError, ModelConfig, dump_config, load_config
 from tba.generate.engine import Scorer, make_scorer
 from tba.launch.async_run import AsyncRun
-from tba.launch.checks import check_before_loading, check_inputs
+from tba.launch.checks import check_before_loading, check_inputs, run_of, task_to_evaluate
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.devices import check_devices
 from tba.launch.imports import import_groups
@@ -218,20 +218,18 @@ def load_scorer(config: ModelConfig) -> Scorer:
 
 def evaluate_model(target: str, overrides: Sequence[str], *, keep: KeepResponses | None = None) -> dict[str, float]:
     """Evaluate a run's newest checkpoint, or the one that is named, with the run's own settings, or any model with the
-    defaults; see `evaluate`."""
+    defaults, on the task that is given or its own; see `evaluate`."""
     if any(override.startswith("model.path=") for override in overrides):
         raise ConfigError(f"model.path cannot be set here: the model is {target}. Give another one in its place.")
-    path, folder, start = Path(target), RunFolder(Path(target)), None
-    is_checkpoint = path.is_dir() and path.resolve().parent.name == folder.checkpoints.name
-    if is_checkpoint:
-        folder = RunFolder(path.resolve().parent.parent)
-    if folder.config.is_file():
-        weights = path if is_checkpoint else folder.newest_checkpoint()
+    task, path, folder, start = task_to_evaluate(target, overrides), Path(target), run_of(target), None
+    if folder is not None:
+        weights = folder.newest_checkpoint() if folder.path == path else path
         config = load_config(folder.config, [*overrides, f"model.path={weights}"])
         config = with_sources(config, folder)
         start = partial(load_scorer, load_config(folder.config, overrides).trainer_model)
     else:
-        config = load_config(None, [*overrides, f"model.path={target}"])
+        own = [] if task is None else [f"task.name={task}"]
+        config = load_config(None, [*overrides, *own, f"model.path={target}"])
     return evaluate(config, start=start, keep=keep)
 
 
