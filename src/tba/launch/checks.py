@@ -70,8 +70,8 @@ def task_to_evaluate(target: str, overrides: Sequence[str]) -> str | None:
         return target.removeprefix("tba:")
     raise ConfigError(
         f"nothing says what {target} is to be evaluated on: it is no run folder, which knows its task. Give one with "
-        f"--task: {', '.join(TASK_NAMES)}, or file.py:Class. For your own data and reward: --task custom task.data=prompts.jsonl "
-        "'task.rewards=[{function: rewards.py:score}]'."
+        f"--task: {', '.join(TASK_NAMES)}, or file.py:Class. For your own data and reward: --task custom "
+        "task.data=prompts.jsonl 'task.rewards=[{function: rewards.py:score}]'."
     )
 
 
