@@ -182,8 +182,9 @@ class Recorder:
             return []
         found = []
         for text in self.folder.metrics.read_text(encoding="utf-8").splitlines():
-            line = {name: math.nan if value is None else value for name, value in json.loads(text).items()}
-            prefix, step = self._evaluated_as, line.pop("step")
+            record, prefix = json.loads(text), self._evaluated_as
+            step = record.pop("step")
+            line = {name: math.nan if value is None else value for name, value in record.items()}
             own = {name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
             found.append(PastLine(step=step, metrics=own or line, is_evaluation=bool(own)))
         return found
