@@ -23,6 +23,7 @@ from tba.observe.recorder import Recorder
 from tba.runtime.leases import VisitLedger
 from tba.search.loop import group_texts
 from tba.tasks.base import Split, Task
+from tba.tasks.checked import check_prompts
 from tba.tasks.registry import make_task_for
 from tba.types import ResponseCounts
 
@@ -45,6 +46,9 @@ def load_inputs(config: Config, *, trains: bool = True) -> RunInputs:
     loaded = load_model(config.trainer_model)
     stop_ids_of(loaded.model, loaded.tokenizer)  # refuses a model that could end no response
     task = make_task_for(config, loaded, trains=trains)
+    if ":" in config.task.name:
+        for split in dict.fromkeys([*(["train"] if trains else []), config.evaluate.split]):
+            check_prompts(task, config.task, split)
     task.prompts(config.evaluate.split)  # or a split that the task lacks would only show when a searcher evaluates
     return RunInputs(loaded=loaded, task=task)
 

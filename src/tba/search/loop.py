@@ -174,7 +174,7 @@ class Searcher:
         for (group, outcomes), trajectories in zip(scored, self.scorer.trajectories(scored)):
             taken = self.engine.version - group.completions[0].version
             self.visit_lag += RECENT * (taken - self.visit_lag)
-            solved = tuple(self.solved(outcome) for outcome in outcomes if components_of(outcome) is not None)
+            solved = tuple(bool(self.solved(outcome)) for outcome in outcomes if components_of(outcome) is not None)
             self.sender.send(self._group(group, trajectories, solved, why_lost=why_lost(outcomes)))
             self.counts.sent += 1
 
