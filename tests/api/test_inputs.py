@@ -5,7 +5,9 @@ import json
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from script_rewards import flat, rows_of_want, sevens
 
 from tba import TBAConfig, TBATrainer
@@ -29,6 +31,27 @@ def test_the_rows_of_an_earlier_trainer_are_not_replaced(tmp_path):
     with pytest.raises(ConfigError, match="row 1 of train_dataset cannot be written as JSON"):
         dataset_file([{"prompt": "a"}, {"prompt": object()}], path, what="train_dataset")
     assert json.loads(path.read_text()) == {"prompt": "a"}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ({"dev": [], "test": []}, r"eval_dataset is a mapping of dev, test: give one of them, eval_dataset\['dev'\]"),
+        ({"prompt": ["a"]}, r"eval_dataset is a table of columns: give its rows"),
+        (5, r"eval_dataset is a int: give a JSONL file, a list of rows or a dataset"),
+        (["a", "b"], r"row 0 of eval_dataset is a str: rows are mappings with a `prompt`"),
+        ([{"prompt": "a", "image": b"x"}], r"row 0 of eval_dataset cannot be written as JSON"),
+    ],
+)
+def test_what_is_no_dataset_is_refused_by_name(tmp_path, dataset, message):
+    with pytest.raises(ConfigError, match=message):
+        dataset_file(dataset, tmp_path / "eval.jsonl", what="eval_dataset")
+
+
+def test_columns_may_be_of_numpy_and_pytorch(tmp_path):
+    row = {"prompt": "a", "n": np.int64(3), "x": np.float32(0.5), "of": np.arange(2), "at": torch.tensor([1.5])}
+    path = dataset_file([row], tmp_path / "train.jsonl", what="train_dataset")
+    assert json.loads(Path(path).read_text()) == {"prompt": "a", "n": 3, "x": 0.5, "of": [0, 1], "at": [1.5]}
 
 
 def num_steps(tmp_path, data, eval_data=None, **given) -> int:
