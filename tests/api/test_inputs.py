@@ -54,6 +54,18 @@ def test_columns_may_be_of_numpy_and_pytorch(tmp_path):
     assert json.loads(Path(path).read_text()) == {"prompt": "a", "n": 3, "x": 0.5, "of": [0, 1], "at": [1.5]}
 
 
+class Indexed:
+    """A dataset as PyTorch's are: rows by number, and nothing else."""
+
+    def __getitem__(self, index):
+        return [{"prompt": "a"}, {"prompt": "b"}][index]
+
+
+def test_a_dataset_of_pytorch_is_gone_through_by_number(tmp_path):
+    path = dataset_file(Indexed(), tmp_path / "train.jsonl", what="train_dataset")
+    assert [json.loads(line)["prompt"] for line in Path(path).read_text().splitlines()] == ["a", "b"]
+
+
 def num_steps(tmp_path, data, eval_data=None, **given) -> int:
     """Steps of two epochs, with one prompt in a step."""
     args = TBAConfig(tmp_path / "run", num_train_epochs=2, per_device_train_batch_size=4, num_generations=4, **given)

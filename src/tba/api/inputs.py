@@ -68,7 +68,7 @@ def _check_dataset(dataset: Any, what: str) -> None:
         raise ConfigError(f"{what} is a mapping of {', '.join(map(str, names)) or 'nothing'}{one}.")
     if isinstance(dataset, Mapping) or hasattr(dataset, "iloc"):  # pandas goes through the names of its columns
         raise ConfigError(f"{what} is a table of columns: give its rows, such as table.to_dict('records').")
-    if not isinstance(dataset, Iterable):
+    if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):  # PyTorch's have the latter alone
         raise ConfigError(f"{what} is a {type(dataset).__name__}: give a JSONL file, a list of rows or a dataset.")
 
 
