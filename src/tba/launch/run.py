@@ -47,8 +47,9 @@ def load_inputs(config: Config, *, trains: bool = True) -> RunInputs:
     stop_ids_of(loaded.model, loaded.tokenizer)  # refuses a model that could end no response
     task = make_task_for(config, loaded, trains=trains)
     if ":" in config.task.name:
-        for split in dict.fromkeys([*(["train"] if trains else []), config.evaluate.split]):
-            check_prompts(task, config.task, split)
+        if trains:
+            check_prompts(task, config.task, "train")
+        check_prompts(task, config.task, config.evaluate.split)
     task.prompts(config.evaluate.split)  # or a split that the task lacks would only show when a searcher evaluates
     return RunInputs(loaded=loaded, task=task)
 
