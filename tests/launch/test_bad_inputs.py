@@ -244,6 +244,7 @@ COMMANDS = {
     "a misspelt metric": (["compare", "s.yaml"], {"s.yaml": STUDY.format("acuracy")}, "did you mean accuracy?"),
     "a model to evaluate that is cut off": (["evaluate", "./cut", "--task", "arithmetic"], {}, "cannot be loaded"),
     "a model to evaluate on nothing": (["evaluate", "./cut"], {}, "what ./cut is to be evaluated on"),
+    "an adapter that is not there": (["merge", "nowhere", "out"], {}, "there is no folder nowhere: give a LoRA"),
     "an adapter that is none": (["merge", "@/model", "out"], {}, "holds no LoRA adapter"),
     "something that cannot be prepared": (["prepare", "nothing"], {}, "has nothing to prepare"),
     "a study that is not there": (["compare", "nowhere.yaml"], {}, "nowhere.yaml"),

@@ -201,6 +201,8 @@ def merge_adapter(target: str, output: Path) -> dict[str, str]:
     """Write the base model with a run's newest (or a given) LoRA adapter merged in."""
     folder = RunFolder(Path(target))
     path = Path(folder.newest_checkpoint()) if folder.config.is_file() else Path(target)
+    if not path.is_dir():
+        raise ValueError(f"there is no folder {path}: give a LoRA checkpoint, or the run that made it.")
     if not is_adapter(path):
         raise ValueError(f"{path} holds no LoRA adapter (adapter_config.json): nothing to merge.")
     if output.exists() and any(output.iterdir()):
