@@ -13,6 +13,10 @@ def late(completions, trainer_state, log_metric, **columns):
     return [float(trainer_state.global_step >= 2)] * len(completions)
 
 
+def longer(completions, **columns):
+    return [float(len(set(text.split()))) for text in completions]
+
+
 def flat(completions, **columns):
     return [0.5] * len(completions)
 

@@ -1,30 +1,12 @@
 """Callbacks of transformers meet what they meet under its own Trainer: order, wishes, the best metric."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from script_rewards import down_at_step_3, flat, half_at_step_2
-from transformers import EarlyStoppingCallback, TrainerCallback
-
-from tba import TBAConfig, TBATrainer
-
-ROWS = [{"prompt": f"w{i} w5"} for i in range(3, 33)]
-
-
-def make_trainer(folder, output, reward: Callable[..., Any], callbacks=(), rows=ROWS, **given: Any) -> TBATrainer:
-    settings = {
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "learning_rate": 1e-3,
-        "disable_tqdm": True,
-        "mode": "sync",
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-    }
-    args = TBAConfig(output_dir=output, **(settings | given))
-    return TBATrainer(str(folder / "model"), reward, args, rows, callbacks=list(callbacks))
+import torch
+from script_rewards import down_at_step_3, flat, half_at_step_2, longer
+from trainers import ROWS, make_trainer
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
 
 
 class Heard(TrainerCallback):
@@ -64,7 +46,7 @@ def test_events_come_in_the_order_of_transformers_and_what_they_ask_for_is_done(
         *(("step_begin", 2), ("step_end", 3), ("log", 3), ("evaluate", 3)),
         *(("step_begin", 3), ("step_end", 4), ("log", 4), ("save", 4), ("evaluate", 4)),
     ]
-    assert trainer.state.epoch == pytest.approx(4 * 2 / 30)  # two prompts a step, of 30 rows
+    assert trainer.state.epoch == pytest.approx(4 * 2 / 29)  # two prompts a step, of 30 rows less one held out
     assert trainer.state.num_train_epochs == 1
 
 
@@ -107,3 +89,66 @@ def test_accuracy_decides_also_where_a_reward_is_neither_0_nor_1(folder, tmp_pat
     trainer = make_trainer(folder, tmp_path / "run", half_at_step_2, max_steps=3, metric_for_best_model="eval_accuracy")
     assert trainer.train()["best"] == {"step": 3, "score": 1.0}
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (1.0, 1)
+
+
+class StopAtStep2(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 2
+
+
+def without_times(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records without what differs between two equal runs."""
+    measured = ("seconds", "time/", "perf/")
+    return [{name: value for name, value in record.items() if not name.startswith(measured)} for record in history]
+
+
+def test_a_resumed_run_has_the_history_and_the_best_metric_of_one_that_was_never_stopped(folder, tmp_path):
+    whole = make_trainer(folder, tmp_path / "whole", half_at_step_2, max_steps=4)
+    whole.train()
+    make_trainer(folder, tmp_path / "run", half_at_step_2, [StopAtStep2()], max_steps=4).train()
+    resumed = make_trainer(folder, tmp_path / "run", half_at_step_2, max_steps=4)
+    resumed.train(resume_from_checkpoint=True)
+    assert without_times(resumed.state.log_history) == without_times(whole.state.log_history)
+    assert (resumed.state.best_metric, resumed.state.best_global_step) == (1.0, 1)  # before it was stopped
+
+
+def test_a_run_that_begins_anew_has_no_history(folder, tmp_path):
+    trainer = make_trainer(folder, tmp_path / "run", flat, max_steps=1, overwrite_output_dir=True)
+    trainer.train()
+    trainer.train()
+    assert [record["step"] for record in trainer.state.log_history if "loss" in record] == [1]
+
+
+class Models(TrainerCallback):
+    """Keeps what it is given as the model: its output layer at each event, None where there is no model."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def _see(self, event, model, processing_class):
+        known = None if model is None else model.lm_head.weight.detach().clone()
+        self.seen[event] = (known, processing_class is not None and processing_class.eos_token)
+
+    def on_init_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        self._see("init", model, processing_class)
+
+    def on_train_begin(self, args, state, control, model=None, processing_class=None, **kwargs):
+        self._see("begin", model, processing_class)
+
+    def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        self._see("end", model, processing_class)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_callbacks_get_the_model_that_is_being_trained(folder, tmp_path, by_name):
+    given, heard = AutoModelForCausalLM.from_pretrained(folder / "model"), Models()
+    start = given.lm_head.weight.detach().clone()
+    model = str(folder / "model") if by_name else given
+    trainer = make_trainer(folder, tmp_path / "run", longer, [heard], model=model, max_steps=2, eval_strategy="no")
+    known = heard.seen["init"][0]
+    assert known is None if by_name else torch.equal(known, start)  # a name is not loaded for this
+    trainer.train()
+    assert torch.equal(heard.seen["begin"][0], start)
+    assert not torch.equal(heard.seen["end"][0], start)
+    assert torch.equal(heard.seen["end"][0], trainer.model.lm_head.weight)
+    assert heard.seen["begin"][1] == heard.seen["end"][1] == trainer.processing_class.eos_token

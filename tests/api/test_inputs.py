@@ -5,12 +5,15 @@ import json
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from script_rewards import flat, rows_of_want, sevens
 
 from tba import TBAConfig, TBATrainer
-from tba.api.inputs import dataset_file, num_rows, reward_configs
+from tba.api.inputs import dataset_file, reward_configs
 from tba.config import ConfigError, load_config
+from tba.launch.run import load_inputs
 
 
 def test_the_rows_of_an_earlier_trainer_are_not_replaced(tmp_path):
@@ -30,13 +33,70 @@ def test_the_rows_of_an_earlier_trainer_are_not_replaced(tmp_path):
     assert json.loads(path.read_text()) == {"prompt": "a"}
 
 
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ({"dev": [], "test": []}, r"eval_dataset is a mapping of dev, test: give one of them, eval_dataset\['dev'\]"),
+        ({"prompt": ["a"]}, r"eval_dataset is a table of columns: give its rows"),
+        (5, r"eval_dataset is a int: give a JSONL file, a list of rows or a dataset"),
+        (["a", "b"], r"row 0 of eval_dataset is a str: rows are mappings with a `prompt`"),
+        ([{"prompt": "a", "image": b"x"}], r"row 0 of eval_dataset cannot be written as JSON"),
+    ],
+)
+def test_what_is_no_dataset_is_refused_by_name(tmp_path, dataset, message):
+    with pytest.raises(ConfigError, match=message):
+        dataset_file(dataset, tmp_path / "eval.jsonl", what="eval_dataset")
+
+
+def test_columns_may_be_of_numpy_and_pytorch(tmp_path):
+    row = {"prompt": "a", "n": np.int64(3), "x": np.float32(0.5), "of": np.arange(2), "at": torch.tensor([1.5])}
+    path = dataset_file([row], tmp_path / "train.jsonl", what="train_dataset")
+    assert json.loads(Path(path).read_text()) == {"prompt": "a", "n": 3, "x": 0.5, "of": [0, 1], "at": [1.5]}
+
+
+class Indexed:
+    """A dataset as PyTorch's are: rows by number, and nothing else."""
+
+    def __getitem__(self, index):
+        return [{"prompt": "a"}, {"prompt": "b"}][index]
+
+
+def test_a_dataset_of_pytorch_is_gone_through_by_number(tmp_path):
+    path = dataset_file(Indexed(), tmp_path / "train.jsonl", what="train_dataset")
+    assert [json.loads(line)["prompt"] for line in Path(path).read_text().splitlines()] == ["a", "b"]
+
+
+def num_steps(tmp_path, data, eval_data=None, **given) -> int:
+    """Steps of two epochs, with one prompt in a step."""
+    args = TBAConfig(tmp_path / "run", num_train_epochs=2, per_device_train_batch_size=4, num_generations=4, **given)
+    return TBATrainer("x", flat, args, data, eval_data).config.train.max_steps
+
+
 def test_rows_of_a_compressed_file_are_counted(tmp_path):
     path = tmp_path / "data.jsonl.gz"
     with gzip.open(path, "wt") as file:
         file.write('{"prompt": "a"}\n\n{"prompt": "b"}\n')
-    assert num_rows(str(path)) == 2
+    assert num_steps(tmp_path, path) == 4
     path.write_bytes(path.read_bytes()[:-12])
-    assert num_rows(str(path)) == 0
+    assert num_steps(tmp_path, path) == 2  # what is wrong with it is said when the run begins
+
+
+def test_an_epoch_is_of_the_rows_that_are_trained_on(folder, tmp_path):
+    rows = [{"prompt": f"w{i % 40} w{i // 40}"} for i in range(100)]
+    trainer = TBATrainer(str(folder / "model"), flat, TBAConfig(tmp_path / "run", max_completion_length=8), rows)
+    num_train = len(load_inputs(trainer.config).task.prompts("train"))
+    assert num_train < 95  # a tenth is held out, by a hash
+    assert num_steps(tmp_path, rows) == 2 * num_train
+    assert num_steps(tmp_path, rows[:19]) == 2 * 19  # too few to split
+    assert num_steps(tmp_path, rows, rows[:7]) == 2 * 93  # those of eval_dataset are not trained on
+    bad = [*rows[:19], {"prompt": ""}]
+    assert num_steps(tmp_path, bad, task={"on_bad_row": "skip"}) == 2 * 19
+
+
+def test_rows_that_are_counted_are_not_warned_of(tmp_path, caplog):
+    rows = [{"prompt": f"w{i}"} for i in range(9)]
+    num_steps(tmp_path, [*rows, {"prompt": ""}], rows[:2])
+    assert caplog.text == ""
 
 
 def test_a_script_without_an_output_dir_has_one_folder(tmp_path, monkeypatch):

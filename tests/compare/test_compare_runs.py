@@ -166,7 +166,9 @@ def test_settings_that_only_the_objective_knows_are_checked_before_the_first_run
 
 
 def test_an_unknown_metric_is_said_after_the_first_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"metric='acc' is not in `final` of .*: it has accuracy"):
+    with pytest.raises(
+        ConfigError, match=r"metric='acc' is not in `final` of .*: it has accuracy, and the study's `metric` is one"
+    ):
         run_study(tmp_path, changes={"metric": "acc"})
     assert len(list(tmp_path.rglob("summary.json"))) == 1
 

@@ -109,3 +109,8 @@ def test_a_study_file_that_is_not_there_or_no_yaml_is_said(tmp_path):
     (tmp_path / "bad.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_study(tmp_path / "bad.yaml")
+
+
+def test_a_seed_that_is_no_list_is_told_how_to_write_it():
+    with pytest.raises(ConfigError, match=r"seeds: a list is needed, got 3: write \[3\]"):
+        make_study({**STUDY, "seeds": 3})

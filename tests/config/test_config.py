@@ -249,3 +249,10 @@ def test_two_steps_of_groups_may_wait_where_nothing_else_bounds_their_age():
     assert load_config(None, ["replay.lag=keep"]).max_waiting_groups == 32
     assert load_config(None, ["replay.lag=keep", "replay.initial_responses=800"]).max_waiting_groups == 100
     assert load_config(None, ["replay.lag=pace"]).max_waiting_groups is None
+
+
+def test_a_list_that_is_written_without_brackets_is_told_how_to_write_it():
+    with pytest.raises(
+        ConfigError, match=r"observe\.sinks: a list is needed, got 'wandb': write observe\.sinks=\[wandb\]"
+    ):
+        load_config(None, ["observe.sinks=wandb"])

@@ -17,7 +17,9 @@ from tba.cli import app, main
 from tba.cli.training import resolve
 from tba.config import ConfigError
 from tba.launch import evaluate_model
+from tba.launch.checks import TASK_NAMES, run_of
 from tba.launch.doctor import EXTRAS
+from tba.tasks.registry import TASKS
 from tba.tasks.tldr.task import start_model_path
 
 RUNNER = CliRunner()
@@ -109,7 +111,18 @@ def test_so_are_those_that_come_later(arguments, message, monkeypatch, capfd, tm
         (["evaluate"], "tba evaluate: MODEL_OR_RUN is missing: write `tba evaluate MODEL_OR_RUN`"),
         (["searchers", "run"], "tba searchers: --count INTEGER is missing: write `tba searchers RUN --count INTEGER`"),
         (["train", "."], "tba: . is a folder, not a config file: give a YAML file."),
-        (["replay", "run", "--limit", "-3"], "tba replay: --limit -3: give a number of groups, 0 or more."),
+        (["replay", "run", "--limit", "-3"], "tba replay: --limit: -3 is below 0: write 0 or more."),
+        (
+            ["replay", "run", "--limit", str(2**63)],
+            "tba replay: --limit: 9223372036854775808 is beyond 9223372036854775807",
+        ),
+        (["searchers", "run", "--count", "0"], "tba searchers: --count: 0 is below 1: write 1 or more."),
+        (["prepare", "reward_model", "--epochs", "0"], "tba prepare: --epochs: 0 is below 1: write 1 or more."),
+        (["replay", "run", "--min-reward", "nan"], "tba replay: --min-reward: 'nan' is not a number"),
+        (
+            ["doctor", "/nowhere"],
+            "tba: model.path='/nowhere': there is no such folder. Give a folder with config.json or",
+        ),
         (["compare"], "tba compare: STUDY.yaml is missing: write `tba compare STUDY.yaml`"),
         (["merge", "run"], "tba merge: OUTPUT is missing: write `tba merge ADAPTER_OR_RUN OUTPUT`"),
         (["prepare"], "tba prepare: WHAT is missing: write `tba prepare WHAT`."),
@@ -125,6 +138,13 @@ def test_a_wrong_call_is_one_line_and_exit_status_2(arguments, message, monkeypa
     assert message in printed.err
     assert len(printed.err.splitlines()) == 1
     assert printed.out == ""
+
+
+def test_what_is_wrong_with_a_model_is_said_once(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["tba", "doctor", "./nowhere"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capfd.readouterr().err.count("nowhere") == 1
 
 
 def test_without_a_command_the_help_is_shown_with_exit_status_2(monkeypatch, capfd):
@@ -175,6 +195,33 @@ def test_train_and_evaluate_from_the_command_line(folder, monkeypatch, capfd):
     assert newest == found
     with pytest.raises(ConfigError, match=r"model\.path cannot be set here"):
         evaluate_model(f"{folder}/runs/cli", [f"model.path={folder}/model"])
+
+
+def test_a_run_is_known_by_its_config_and_a_checkpoint_by_that_of_its_run(tmp_path):
+    for run in ("plain", "checkpoints/inner"):  # output=checkpoints is a name as any other
+        (tmp_path / run / "checkpoints" / "step-1").mkdir(parents=True)
+        (tmp_path / run / "config.yaml").touch()
+        for part in ("", "checkpoints/step-1"):
+            found = run_of(str(tmp_path / run / part))
+            assert found is not None
+            assert found.path == tmp_path / run
+    assert run_of(str(tmp_path / "checkpoints")) is run_of("tba:arithmetic") is None
+
+
+def test_a_model_of_the_package_is_evaluated_on_its_own_task_which_is_said(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["tba", "evaluate", "tba:tldr", "--num-prompts", "2", "generate.max_new_tokens=2"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capfd.readouterr()
+    assert ended.value.code == 0, printed.err
+    assert "win_rate" in json.loads(printed.out)
+    assert printed.err.count("tba:tldr is evaluated on its own task, tldr: --task names another.") == 1
+
+
+def test_a_model_that_knows_no_task_is_refused_with_all_of_them(folder):
+    with pytest.raises(ConfigError, match=r"evaluated on: .* --task: arithmetic, .* --task custom task\.data="):
+        evaluate_model(f"{folder}/model", ["evaluate.num_prompts=2", f"task.data={folder}/data.jsonl"])
+    assert sorted(TASK_NAMES) == sorted(TASKS)
 
 
 def test_doctor_names_what_the_machine_has():

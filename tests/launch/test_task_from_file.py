@@ -136,6 +136,100 @@ def test_what_cannot_be_a_task_is_refused_before_there_is_a_run_folder(folder, h
     assert not config.run_folder.exists()
 
 
+ODD = """
+from dataclasses import replace
+import numpy as np
+from my_task import CountWords
+
+class NumPy(CountWords):
+    def score(self, prompt, texts, completions):
+        return [{"count": np.float32(outcome["count"])} for outcome in super().score(prompt, texts, completions)]
+
+    def make_evaluator(self, inputs):
+        return Said(self, {"words": np.float32(3.0)})
+
+class Said:
+    def __init__(self, task, metrics):
+        self.prompts, self.metrics = task.prompts("held_out"), metrics
+
+    def __call__(self, engine, between_steps=None):
+        return self.metrics
+
+class Few(CountWords):
+    def score(self, prompt, texts, completions):
+        return super().score(prompt, texts, completions)[1:]
+
+class Bare(CountWords):
+    def score(self, prompt, texts, completions):
+        return [1.0 for _ in texts]
+
+class Misspelt(CountWords):
+    def score(self, prompt, texts, completions):
+        return [{"cuont": 1.0} for _ in texts]
+
+class Words(CountWords):
+    def score(self, prompt, texts, completions):
+        return [{"count": "many"} for _ in texts]
+
+class Nothing(CountWords):
+    def prompts(self, split):
+        return []
+
+class Twice(CountWords):
+    def prompts(self, split):
+        return [replace(prompt, id="x") for prompt in super().prompts(split)]
+
+class Generated(CountWords):
+    def prompts(self, split):
+        return (prompt for prompt in super().prompts(split))
+
+class Texts(CountWords):
+    def prompts(self, split):
+        return ["w7"]
+
+class Number(CountWords):
+    def make_evaluator(self, inputs):
+        return Said(self, 0.5)
+
+class NoNumber(CountWords):
+    def make_evaluator(self, inputs):
+        return Said(self, {"words": None})
+"""
+
+
+def odd_config(folder, here, name):
+    (here / "odd.py").write_text(ODD)
+    settings = ("mode=sync", "task.settings.word=w7", "train.max_steps=1", f"name=odd-{name}")
+    return make_config(folder, *settings, name=f"odd.py:{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Few", r"Few.score returned 3 outcomes for 4 responses: return a list with one for each"),
+        (
+            "Bare",
+            r"Bare.score returned 1.0 for a response: return its reward components by name, such as {'count': 1.0}",
+        ),
+        ("Misspelt", r"Misspelt.score returned 'cuont', without a weight: reward_weights has count"),
+        ("Words", r"Words.score returned count='many': it is a number, or None"),
+        ("Nothing", r"Nothing.prompts\('train'\) is empty: there is nothing to train on"),
+        ("Twice", r"Twice.prompts\('train'\): id 'x' occurs twice; ids must be unique"),
+        ("Generated", r"Generated.prompts\('train'\) is a generator: return a list"),
+        ("Texts", r"Texts.prompts\('train'\)\[0\] is a str: make prompts with tba.tasks.data.prompts.make_prompt"),
+        ("Number", r"the evaluator returned 0.5: return metrics by name"),
+        ("NoNumber", r"the evaluator returned words=None: a metric is a number"),
+    ],
+)
+def test_what_a_task_hands_over_wrongly_is_named(folder, here, name, message):
+    with pytest.raises(ValueError, match=message):
+        train(odd_config(folder, here, name))
+
+
+def test_numbers_of_numpy_are_numbers(folder, here):
+    assert train(odd_config(folder, here, "NumPy"))["final"] == {"words": 3.0}
+
+
 def test_configs_with_settings_can_be_keys_of_a_dict(here):
     """Runs of a study share what they load by their model and task."""
     first, same = (TaskConfig(name="my_task.py:CountWords", settings={"word": "w7"}) for _ in range(2))

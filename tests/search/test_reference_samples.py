@@ -1,5 +1,7 @@
 """Some responses of every visit come from the reference."""
 
+from typing import ClassVar
+
 import numpy as np
 from builders import tiny_llama, tiny_tokenizer
 
@@ -18,6 +20,8 @@ SAMPLING = Sampling(max_new_tokens=6)
 
 
 class ConstantTask:
+    reward_weights: ClassVar = {"one": 1.0}
+
     def score(self, prompt, texts, completions):
         return [{"one": 1.0} for _ in texts]
 

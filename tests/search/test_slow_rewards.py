@@ -1,5 +1,7 @@
 """What a slow reward may hold up: not the responses that are still to be written, nor the workers that are free."""
 
+from typing import ClassVar
+
 import numpy as np
 from builders import tiny_llama, tiny_tokenizer
 
@@ -18,6 +20,8 @@ PROMPTS = [Prompt(id=name, token_ids=np.array([1, 5], np.int32), text=name) for 
 
 class NotingTask:
     """Notes how many visits were written when a reward was called."""
+
+    reward_weights: ClassVar = {"one": 1.0}
 
     def __init__(self, counts: SearchCounts) -> None:
         self.counts = counts

@@ -18,20 +18,24 @@ BREAK = 7
 
 
 class LengthTask:
-    """Reward: number of tokens of the response; responses with token 9 fail."""
+    """Reward: number of tokens of the response; responses with token 9 fail, and none is applicable to `no_reward`."""
 
     name = "length"
     isolated_rewards = ()
     reward_weights: ClassVar = {"length": 0.5}
 
-    def __init__(self):
+    def __init__(self, no_reward: int | None = None):
         self.scored = []
+        self.no_reward = no_reward
 
     def score(self, prompt, texts, completions):
         assert prompt.id == "p", "rewards see the prompt itself"
         self.scored.append(completions)
         return [
-            RewardFailed("token 9") if 9 in c.token_ids else {"length": float(len(c.token_ids))} for c in completions
+            RewardFailed("token 9")
+            if 9 in c.token_ids
+            else {"length": None if self.no_reward in c.token_ids else float(len(c.token_ids))}
+            for c in completions
         ]
 
 
@@ -79,6 +83,14 @@ def test_a_value_is_the_mean_reward_of_fresh_continuations_of_the_prefix(engine)
             assert 0.5 * (start + 1) <= own[start] <= 0.5 * 10
             starts_seen += 1
     assert starts_seen > len(values), "some response has more than one step"
+
+
+def test_continuations_to_which_no_reward_applies_are_left_out_of_a_value_as_those_that_failed_are(engine):
+    task, group = LengthTask(no_reward=11), group_of(engine)
+    [values] = make_values(task, continuations=16)(engine, [group])
+    lengths = [0.5 * len(c.token_ids) for c in task.scored[0] if not {9, 11} & set(c.token_ids.tolist())]
+    assert any(11 in c.token_ids for c in task.scored[0])
+    assert values[0][0] == pytest.approx(np.mean(lengths))
 
 
 def test_a_cut_off_continuation_counts_as_a_cut_off_response_does(engine):

@@ -51,17 +51,19 @@ def test_one_prompt_has_no_standard_error():
     assert sampled_metrics([[True, False]], 2) == {"pass@2": 1.0, "avg@2": 0.5}
 
 
-def test_one_reward_has_its_mean_and_failed_samples_are_left_out():
+def test_one_reward_has_its_mean_and_samples_without_one_are_left_out_as_in_training():
     outcomes = [
         [{"score": 0.5}, {"score": 1.5}],
         [{"score": 1.0}, RewardFailed("lost")],
         [{"score": None}],
         [RewardFailed("no")],
+        [{"score": 2.5}, {"score": None}],
+        [{"score": float("nan")}],
     ]
-    # weight 2: prompts have 2, 2 and, where it is not applicable, 0; standard deviation 1.1547 / sqrt(3)
+    # weight 2: prompts have 2, 2 and 5; standard deviation sqrt(3), over sqrt(3)
     assert reward_metrics(outcomes, {"score": 2.0}, name="reward") == {
-        "reward": pytest.approx(4 / 3),
-        "reward_standard_error": pytest.approx(2 / 3),
+        "reward": pytest.approx(3.0),
+        "reward_standard_error": pytest.approx(1.0),
     }
 
 
@@ -115,6 +117,26 @@ def test_responses_without_a_reward_are_told_and_counted(tmp_path, caplog):
     assert (found["solved"], found["num_responses_without_reward"]) == (0.0, lost)
     told = f"{lost} of the {lost} responses of an evaluation have no reward and count as not solved, the last: always_raises"
     assert told in caplog.text
+
+
+def test_an_evaluation_leaves_out_and_counts_the_responses_to_which_no_reward_applies(tmp_path, caplog):
+    write_problem(tmp_path)
+    rewards = tmp_path / "partly.py"
+    # Applies to every other prompt only; where it does, the reward is 1.
+    rewards.write_text("def partly(completions, use, **columns):\n    return [1.0 if own else None for own in use]\n")
+    rows = [{"prompt": f"w{i} w5", "use": i % 2} for i in range(3, 9)]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = (f"task.eval_data={tmp_path}/eval.jsonl", f"task.rewards=[{{function: '{rewards}:partly'}}]")
+    config = make_config(tmp_path, *settings, "evaluate.num_prompts=6", "evaluate.samples_per_prompt=2")
+    inputs = load_inputs(config)
+    config = with_defaults(config, inputs.loaded)
+    found = make_evaluator(config, inputs.loaded, inputs.task, DirectRewards(inputs.task))(
+        make_search_engine(config, inputs.loaded)
+    )
+    assert (found["reward"], found["reward@2"], found["num_responses_without_reward"]) == (1.0, 1.0, 3 * 3)
+    assert (found["solved"], found["accuracy"], found["num_prompts"]) == (0.5, 0.5, 6)  # none of them is solved
+    assert "9 of the 18 responses of an evaluation have no reward" in caplog.text
+    assert "every reward was None (not applicable)" in caplog.text
 
 
 def test_rewards_of_an_evaluation_are_asked_for_while_other_responses_are_written(tmp_path):

@@ -59,6 +59,21 @@ def test_train_rows_with_a_held_out_question_are_counted_and_left_out(write, cap
     assert held_out in warning
 
 
+@pytest.mark.parametrize("name", ["gsm8k", "custom"])
+def test_an_evaluation_alone_does_not_warn_of_what_is_left_out_of_training(write, tmp_path, caplog, name):
+    (tmp_path / "rewards.py").write_text("def score(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
+    own = {"rewards": [{"function": f"{tmp_path}/rewards.py:score"}]} if name == "custom" else {}
+    rows = [{**row(text), "prompt": text} for text in ("one", "two")]
+    config = TaskConfig(
+        name=name, data=write("a.jsonl", rows), eval_data=write("b.jsonl", rows[:1]), **own, num_validation_prompts=0
+    )
+    for trains in (False, True):
+        assert not warnings(caplog)
+        task = make_task(config, make_tokenizer(), max_prompt_tokens=200, trains=trains)
+        assert len(task.prompts("held_out")) == 1
+    assert "1 of 2 rows" in warnings(caplog)[0]
+
+
 def test_without_a_common_question_there_is_no_warning(write, caplog):
     data, held_out = write("train.jsonl", [row("one"), row("two")]), write("test.jsonl", [row("three")])
     splits = read_splits(

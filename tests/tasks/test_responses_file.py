@@ -35,6 +35,34 @@ def test_the_difference_is_taken_prompt_by_prompt(tmp_path):
     assert found["num_prompts"] == 3
 
 
+def test_rewards_that_are_neither_0_nor_1_are_compared_too(tmp_path):
+    """By their components, where they have values: of a dense reward the share that is solved says little."""
+    files = []
+    for name, values in (
+        ("a.jsonl", [[0.5, None], [0.25, 0.75], [None, None]]),
+        ("b.jsonl", [[0.0, 1.0], [1.0, 1.0], [1.0, 1.0]]),
+    ):
+        lines = [
+            {
+                "prompt_id": f"p{index}",
+                "kind": "sampled",
+                "prompt": "?",
+                "responses": [
+                    *({"text": "", "rewards": {"dense": value, "right": 1.0}, "solved": False} for value in own),
+                    {"text": "", "reward_failed": "lost", "solved": False},
+                ],
+            }
+            for index, own in enumerate(values)
+        ]
+        files.append(tmp_path / name)
+        files[-1].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = paired_differences(*files)
+    assert set(found) == {"avg@3", "reward@3/dense"}  # `right` is 0 or 1, as `solved` is
+    # .5 - .5 and .5 - 1; of the third prompt one file has no value
+    assert found["reward@3/dense"]["difference"] == pytest.approx(-0.25)
+    assert found["reward@3/dense"]["num_prompts"] == 2
+
+
 def test_what_makes_both_models_right_or_wrong_does_not_widen_the_interval():
     hard = np.repeat([0.0, 1.0], 200)
     gaps = np.tile([0.0, 0.0, 0.0, 0.25], 100)

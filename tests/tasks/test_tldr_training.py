@@ -112,9 +112,11 @@ def test_bad_pairs_are_told_with_their_line(tmp_path, caplog, reason, row):
     path = write_rows(tmp_path / "pairs.jsonl", GOOD, row, GOOD, row)
     with pytest.raises(ValueError, match=f"line 2.*And 1 more: in all 2 bad rows: 2 x {reason} \\(lines 2, 4\\)"):
         read_pairs(path)
+    with pytest.raises(ValueError, match="leave such rows out by --skip-bad-rows"):  # what the command has
+        read_pairs(path)
     with caplog.at_level(logging.WARNING):
         assert [pair.line for pair in read_pairs(path, on_bad_row="skip")] == [1, 3]
-    assert f"2 x {reason} (lines 2, 4)" in caplog.text
+    assert f"--skip-bad-rows left out 2 bad rows: 2 x {reason} (lines 2, 4)" in caplog.text
 
 
 def test_pairs_beyond_the_context_are_told_with_their_line(tmp_path, base):

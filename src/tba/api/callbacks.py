@@ -2,7 +2,8 @@
 and what it asks for through TrainerControl is done.
 
 In a step the order is transformers' own: on_step_begin, on_step_end, on_log, and on_save where a checkpoint was due. An
-evaluation is told when its metrics come, which is after on_save here. An epoch is as many steps as visit every row once.
+evaluation is told when its metrics come, which is after on_save here. An epoch is as many steps as visit every row to
+train on once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from tba.observe.listener import RunListener
+from tba.observe.listener import PastLine, RunListener
 from tba.observe.metrics import deciding_metric
 
 EVALUATION = "eval_"
@@ -34,8 +35,8 @@ class Callbacks(RunListener):
         context: Callable[[], dict[str, Any]],
         steps_per_epoch: float | None = None,
     ) -> None:
-        """`context` gives what callbacks get besides: model, processing_class ...; `steps_per_epoch` is the number of
-        optimizer steps that visit every row once, None = not known."""
+        """`context` gives what callbacks get besides where no run goes on: model, processing_class; `steps_per_epoch` is the
+        number of optimizer steps that visit every row to train on once, None = not known."""
         super().__init__()
         self.callbacks: list[TrainerCallback] = []
         self.state = state
@@ -65,27 +66,44 @@ class Callbacks(RunListener):
         return found[0] if found else None
 
     def call(self, event: str, callbacks: Sequence[TrainerCallback] | None = None, **values: Any) -> None:
+        trained = {} if self.model is None else {"model": self.model, "processing_class": self.tokenizer}
         for callback in list(self.callbacks) if callbacks is None else callbacks:
-            answer = getattr(callback, event)(self._args, self.state, self.control, **self._context(), **values)
+            context = {**self._context(), **trained, **values}
+            answer = getattr(callback, event)(self._args, self.state, self.control, **context)
             self.control = self.control if answer is None else answer
         self.stop |= self.control.should_training_stop
         self.save, self.evaluate = self.control.should_save, self.control.should_evaluate
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """A line of the history, as transformers keeps it."""
+        self._add_to_history(step, values)
+        self.call("on_log", logs=dict(values))
+
+    def _add_to_history(self, step: int, values: Mapping[str, float]) -> None:
         record = {**values, "step": step}
         if self.state.epoch is not None:
             record["epoch"] = self.state.epoch
         self.state.log_history.append(record)
-        self.call("on_log", logs=dict(values))
 
     # What is heard of the run
 
-    def begins(self, step: int) -> None:
-        self.state.global_step = step
+    def begins(self, step: int, past: Sequence[PastLine] = ()) -> None:
+        self._recall(past)
+        self._come_to(step)
         self.stop, self._in_step, self._saved, self._in_epoch = False, None, None, False
         self.control = TrainerControl()
         self.call("on_train_begin")
+
+    def _recall(self, past: Sequence[PastLine]) -> None:
+        """Make the history and the best metric those of the steps before, as transformers does at a resume; a new run has
+        none."""
+        self._first = {}
+        self.state.log_history, self.state.best_metric, self.state.best_global_step = [], None, None
+        for line in past:
+            self._come_to(line.step)
+            self._add_to_history(line.step, _of_evaluation(line.metrics) if line.is_evaluation else line.metrics)
+            if line.is_evaluation:
+                self._count_evaluation(line.step, line.metrics)
 
     def step_begins(self, step: int) -> None:
         if not self._in_epoch and self._steps_per_epoch is not None:
@@ -109,6 +127,9 @@ class Callbacks(RunListener):
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self.tell_evaluation(step, metrics)
+        self._count_evaluation(step, metrics)
+
+    def _count_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._first = self._first or metrics
         if step > 0 and metrics:  # transformers does not count an evaluation of the start model
             self._keep_best(step, metrics)
@@ -118,7 +139,7 @@ class Callbacks(RunListener):
 
     def tell_evaluation(self, step: int, metrics: Mapping[str, float], *, prefix: str = EVALUATION) -> None:
         """Tell of an evaluation, of the run or one that a script has asked for."""
-        values = {f"{prefix}{name}": value for name, value in metrics.items()}
+        values = _of_evaluation(metrics, prefix)
         self.log(step, values)
         self.control.should_evaluate = False
         self.call("on_evaluate", metrics=values)
@@ -164,3 +185,8 @@ class Callbacks(RunListener):
         self.state.global_step = step
         if self._steps_per_epoch is not None:
             self.state.epoch = step / self._steps_per_epoch
+
+
+def _of_evaluation(metrics: Mapping[str, float], prefix: str = EVALUATION) -> dict[str, float]:
+    """The metrics of an evaluation by transformers' names."""
+    return {f"{prefix}{name}": value for name, value in metrics.items()}

@@ -4,12 +4,10 @@ rewards as functions that can be sent to workers."""
 from __future__ import annotations
 
 import filecmp
-import gzip
 import hashlib
 import json
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -26,10 +24,7 @@ def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, 
     an earlier run, which may still go on: it is left alone, and the rows go into a folder that is named by them."""
     if isinstance(dataset, (str, Path)):
         return str(Path(dataset).expanduser())
-    if isinstance(dataset, Mapping):
-        raise ConfigError(
-            f"{what} is a mapping of {', '.join(map(str, dataset))}: give one of them, such as dataset['train']."
-        )
+    _check_dataset(dataset, what)
     path.parent.mkdir(parents=True, exist_ok=True)
     written, contents = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.blake2b(digest_size=8)
     try:
@@ -48,26 +43,33 @@ def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, 
 
 
 def _json_lines(dataset: Iterable[Mapping[str, Any]], what: str) -> Iterator[bytes]:
+    rows = "rows are mappings with a `prompt` of text or chat messages, and columns of plain data"
     for number, row in enumerate(dataset):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"row {number} of {what} is a {type(row).__name__}: {rows}.")
         try:
-            yield (json.dumps(dict(row)) + "\n").encode()
+            yield (json.dumps(dict(row), default=_plain) + "\n").encode()
         except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"row {number} of {what} cannot be written as JSON ({error}): rows are mappings with a `prompt` of text "
-                "or chat messages, and columns of plain data."
-            ) from None
+            raise ConfigError(f"row {number} of {what} cannot be written as JSON ({error}): {rows}.") from None
 
 
-def num_rows(file: str) -> int:
-    """Number of rows of a JSONL file; 0 where it cannot be read, which the run will say better."""
-    path = Path(file)
-    if not path.is_file():
-        return 0
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
-            return sum(bool(line.strip()) for line in lines)
-    except (OSError, EOFError, zlib.error):
-        return 0
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of NumPy and PyTorch as Python has them."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def _check_dataset(dataset: Any, what: str) -> None:
+    """Refuse what is no rows: several datasets, a table by its columns, or nothing that can be gone through."""
+    if isinstance(dataset, Mapping) and "prompt" not in dataset:
+        names = list(dataset)
+        one = f": give one of them, {what}[{names[0]!r}]" if names else ", and empty: give a list of rows"
+        raise ConfigError(f"{what} is a mapping of {', '.join(map(str, names)) or 'nothing'}{one}.")
+    if isinstance(dataset, Mapping) or hasattr(dataset, "iloc"):  # pandas goes through the names of its columns
+        raise ConfigError(f"{what} is a table of columns: give its rows, such as table.to_dict('records').")
+    if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):  # PyTorch's have the latter alone
+        raise ConfigError(f"{what} is a {type(dataset).__name__}: give a JSONL file, a list of rows or a dataset.")
 
 
 def model_folder(model: Any, tokenizer: Any, path: Path) -> str:

@@ -45,7 +45,7 @@ FIELDS: dict[str, Name] = {
         overwrite_output_dir            overwrite
         seed                            seed
         max_steps                       train.max_steps; -1 = by num_train_epochs
-        num_train_epochs                train.max_steps, from the number of rows and of prompts in a step
+        num_train_epochs                train.max_steps, from the rows that are not held out and the prompts in a step
         per_device_train_batch_size     train.responses_per_step, x gradient_accumulation_steps x train.ranks
         gradient_accumulation_steps     train.responses_per_step, x per_device_train_batch_size (8 if unset)
         generation_batch_size           train.responses_per_step, where no batch size is given

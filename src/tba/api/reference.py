@@ -22,8 +22,12 @@ is so far from the reference that beta x KL would exceed {penalty:g}. Our own se
 beside TRL's, as sections: `TBAConfig(max_steps=200, replay={{"lag": "drop"}})`. `output_dir` is the run folder.
 
 After `train()`, `trainer.model` holds the trained weights, `trainer.state.log_history` the metrics; `evaluate()`,
-`generate()`, `save_model()` and `push_to_hub()` work on them. Callbacks are transformers' own. Reward functions run in
-processes of their own, so that one that hangs or dies costs its samples only; reward models may be given by name.
+`generate()`, `save_model()` and `push_to_hub()` work on them; `log_metrics()`, `save_metrics()` and `save_state()` write
+what transformers' do, into the run folder. After a resume `trainer.state` has the history and the best metric of the steps
+before, but for what a script itself has added by `trainer.log()`. Callbacks are transformers' own; `model` and
+`processing_class` are those that are being trained, and before the run, where they were given by name, None. There is no
+`optimizer`, `lr_scheduler` or data loader for them. Reward functions run in processes of their own, so that one that hangs
+or dies costs its samples only; reward models may be given by name.
 
 This page is made from the table that is used (`src/tba/api/names.py`), and a test compares it with the installed TRL.
 """

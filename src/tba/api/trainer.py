@@ -13,15 +13,14 @@ from typing import Any
 
 from tba.api.callbacks import Callbacks
 from tba.api.config import TBAConfig
-from tba.api.inputs import dataset_file, lora_config, model_folder, num_rows, reward_configs
+from tba.api.inputs import dataset_file, lora_config, model_folder, reward_configs
 from tba.api.model_card import model_card
 from tba.api.names import TRAINER_ARGUMENTS
-from tba.config import Config, ConfigError, load_config
-from tba.observe.contents import CARD, SAVED_MODEL
-from tba.observe.files import RunFolder, write_json
-
-MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.md", "*.py")
-NOT_OF_THE_MODEL = {"optimizer.safetensors", "state.safetensors", "state.json", "trainer.json", "manifest.json"}
+from tba.api.saving import copy_model, metric_lines, save_metrics, save_state
+from tba.config import Config, ConfigError, TaskConfig, load_config
+from tba.observe.contents import CARD
+from tba.observe.files import RunFolder
+from tba.tasks.custom import num_train_prompts
 
 
 class TrainOutput(dict[str, Any]):
@@ -57,22 +56,21 @@ class TBATrainer:
         if train_dataset is None:
             raise ConfigError("train_dataset is missing: give a JSONL file, a list of rows or a dataset with `prompt`.")
         self.args = TBAConfig.of(args)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._given_model, self._tokenizer = model, processing_class
         folder = self.args.run_folder
         self._inputs = inputs = folder.with_name(folder.name + ".inputs")
         weights = reward_weights if reward_weights is not None else self.args.get("reward_weights")
-        data = dataset_file(train_dataset, inputs / "train.jsonl", what="train_dataset")
-        rows = num_rows(data)
-        config = self.args.resolved(num_rows=rows)
-        task = config.task.model_dump() | {
+        task = self.args.config.task.model_dump() | {
             "name": "custom",
-            "data": data,
+            "data": dataset_file(train_dataset, inputs / "train.jsonl", what="train_dataset"),
             "eval_data": None
             if eval_dataset is None
             else dataset_file(eval_dataset, inputs / "eval.jsonl", what="eval_dataset"),
             "rewards": reward_configs(reward_funcs, weights, reward_processing_classes, inputs),
         }
-        settings = config.model_dump(mode="json")
+        rows = num_train_prompts(TaskConfig(**task))
+        settings = self.args.resolved(num_rows=rows).model_dump(mode="json")
         settings["task"], settings["model"]["path"] = task, model_folder(model, processing_class, inputs / "model")
         settings["model"]["lora"] = lora_config(peft_config) or settings["model"]["lora"]
         self.config: Config = load_config(None, (), **settings)
@@ -199,17 +197,22 @@ class TBATrainer:
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the trained model with its tokenizer and card, as `from_pretrained` loads it. Without a folder it is written
         into the run folder, as in TRL."""
-        import shutil
-
-        source, target = self._trained_path(), Path(output_dir) if output_dir is not None else self.run_folder
+        source = self._trained_path()
         if source is None:
             raise ConfigError("there is no trained model yet: call train() first.")
-        target.mkdir(parents=True, exist_ok=True)
-        files = {file for pattern in MODEL_FILES for file in source.glob(pattern) if file.name not in NOT_OF_THE_MODEL}
-        if target.resolve() == self.run_folder.resolve():  # so that overwrite=true knows them as the run's
-            write_json(target / SAVED_MODEL, sorted(file.name for file in files))
-        for file in files:
-            shutil.copy2(file, target / file.name)
+        copy_model(source, Path(output_dir) if output_dir is not None else self.run_folder, self.run_folder)
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print metrics, such as those of train() or evaluate()."""
+        print("\n".join(metric_lines(split, metrics)))
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write them to SPLIT_results.json in the run folder and, `combined`, into all_results.json there."""
+        save_metrics(self.run_folder, split, metrics, combined=combined)
+
+    def save_state(self) -> None:
+        """Write `state` to trainer_state.json in the run folder."""
+        save_state(self.run_folder, self.state)
 
     def push_to_hub(self, commit_message: str = "End of training", **options: Any) -> str:
         """Upload the trained model to the hub, through huggingface_hub; returns the address of the commit."""
@@ -274,7 +277,9 @@ class TBATrainer:
         return state
 
     def _context(self) -> dict[str, Any]:
-        return {"model": self._model or self._given_model, "processing_class": self._tokenizer}
+        """Model and tokenizer for callbacks outside of a run: None where they are known by name only."""
+        known = {"model": self._model or self._given_model, "processing_class": self._tokenizer}
+        return {name: None if isinstance(value, (str, Path)) else value for name, value in known.items()}
 
 
 def _check_others(others: Mapping[str, Any]) -> None:

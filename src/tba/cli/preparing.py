@@ -10,6 +10,7 @@ import typer
 
 from tba.cli.usage import count_option, number_option
 from tba.config import ConfigError
+from tba.models.names import check_there
 
 
 def prepare(
@@ -20,13 +21,18 @@ def prepare(
     ] = None,
     pairs: Annotated[Path | None, typer.Option(help="reward_model: JSONL with `prompt`, `chosen`, `rejected`.")] = None,
     held_out: Annotated[Path | None, typer.Option(help="reward_model: pairs to measure on; else a tenth.")] = None,
-    learning_rate: Annotated[float, number_option("reward_model: highest learning rate.")] = 1e-5,
-    epochs: Annotated[int, count_option("reward_model: passes over the pairs.")] = 1,
+    learning_rate: Annotated[
+        float | None, number_option("reward_model: highest learning rate; 1e-5 unless given.")
+    ] = None,
+    epochs: Annotated[int | None, count_option("reward_model: passes over the pairs; 1 unless given.", least=1)] = None,
+    skip_bad_rows: Annotated[
+        bool, typer.Option("--skip-bad-rows", help="reward_model: leave out pairs that cannot be used.")
+    ] = False,
 ) -> None:
     """Make an embedded task's data and models again, or train a reward model on your preference pairs."""
     if what != "reward_model":
-        if model is not None or pairs is not None or held_out is not None:
-            raise ConfigError(f"--model, --pairs and --held-out are for `tba prepare reward_model`, not for {what}.")
+        if skip_bad_rows or any(given is not None for given in (model, pairs, held_out, learning_rate, epochs)):
+            raise ConfigError(f"options other than --output are for `tba prepare reward_model`, not for {what}.")
         from tba.tasks.registry import prepare_task
 
         typer.echo(json.dumps(prepare_task(what, output)))
@@ -37,7 +43,12 @@ def prepare(
     from tba.tasks.tldr.train_reward import RewardTraining, train_reward_model
 
     use_cpu()
-    settings = RewardTraining(learning_rate=learning_rate, epochs=epochs, pairs_per_pass=8)
+    settings = RewardTraining(
+        learning_rate=1e-5 if learning_rate is None else learning_rate,
+        epochs=1 if epochs is None else epochs,
+        pairs_per_pass=8,
+        on_bad_row="skip" if skip_bad_rows else "stop",
+    )
     typer.echo(json.dumps(train_reward_model(model, pairs, output, settings, held_out=held_out)))
 
 
@@ -64,6 +75,8 @@ def doctor(
     model: Annotated[str | None, typer.Argument(help="A model: how it would run, without loading its weights.")] = None,
 ) -> None:
     """What this machine has: versions, cores, GPUs, memory, disk, optional packages. With a MODEL: how it would run."""
+    if model is not None:
+        check_there(f"{model!r} is no model", model)  # before torch is imported
     if model is None:
         from tba.launch.doctor import examine
 

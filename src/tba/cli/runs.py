@@ -17,7 +17,9 @@ def evaluate(
         typer.Argument(metavar="MODEL_OR_RUN", help="A run folder, a checkpoint of one, a model folder or a hub name."),
     ],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value overrides.")] = None,
-    task: Annotated[str | None, typer.Option(help="Task; a run folder knows its own.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Task; a run folder and a model of the package know their own.")
+    ] = None,
     num_prompts: Annotated[int | None, count_option("Held-out prompts.")] = None,
     samples: Annotated[int | None, count_option("k of pass@k and avg@k; 0 = greedy accuracy only.")] = None,
     responses: Annotated[
@@ -28,9 +30,12 @@ def evaluate(
     ] = None,
 ) -> None:
     """The task's metrics on held-out prompts: greedy accuracy (pass@k and avg@k with --samples k), win rate, or success."""
-    from tba.launch.checks import check_evaluated
+    from tba.launch.checks import check_evaluated, task_to_evaluate
 
     check_evaluated(target)
+    values = list(overrides or [])
+    values += [f"task.name={task}"] if task else []
+    own_task = task_to_evaluate(target, values)
     if against is not None and responses is None:
         raise typer.BadParameter("--against needs --responses FILE, where the responses of this model are kept.")
     if against is not None and responses is not None and against.resolve() == responses.resolve():
@@ -38,8 +43,8 @@ def evaluate(
     from tba.launch import evaluate_model
     from tba.tasks.responses_file import ResponsesFile, paired_differences, read_shares
 
-    values = list(overrides or [])
-    values += [f"task.name={task}"] if task else []
+    if own_task is not None:
+        typer.echo(f"{target} is evaluated on its own task, {own_task}: --task names another.", err=True)
     values += [f"evaluate.num_prompts={num_prompts}"] if num_prompts is not None else []
     values += [f"evaluate.samples_per_prompt={samples}"] if samples is not None else []
     if against is not None:
@@ -67,7 +72,7 @@ def replay(
     version: Annotated[str | None, typer.Option(help="Only groups of this version, or of a range: 10:20.")] = None,
     since: Annotated[str | None, typer.Option(help="Only groups since 2026-11-16T14:30, or 30m, 2h, 1d ago.")] = None,
     until: Annotated[str | None, typer.Option(help="Only groups until then.")] = None,
-    limit: Annotated[int | None, count_option("Only the newest so many groups; a listing shows 20.")] = None,
+    limit: Annotated[int | None, count_option("Only the newest so many groups; a listing shows 20.", least=0)] = None,
     export: Annotated[Path | None, typer.Option(help="FILE.jsonl (for replay.imports) or FILE.parquet.")] = None,
 ) -> None:
     """List the groups that a run has stored, or export their responses."""
@@ -79,8 +84,6 @@ def replay(
         except ValueError as error:
             raise typer.BadParameter(f"{name}: {error}") from None
 
-    if limit is not None and not 0 <= limit <= exporting.LARGEST:
-        raise typer.BadParameter(f"--limit {limit}: give a number of groups, 0 or more.")
     first, last = parsed("--version", exporting.parse_versions, version) or (None, None)
     wanted = exporting.GroupFilter(
         prompt=prompt,
@@ -122,7 +125,7 @@ def stop(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a ru
 
 def searchers(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    count: Annotated[int, count_option("Searchers to go on with.")],
+    count: Annotated[int, count_option("Searchers to go on with.", least=1)],
 ) -> None:
     """Change the number of searchers of a run while it goes on."""
     from tba.launch.operate import ask_for_searchers

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import typer
@@ -17,30 +19,40 @@ from tba.runtime.fork_server import INTERRUPTED
 
 MOST_LINES, LONGEST_LINE = 9, 2000
 """What is shown of an error message."""
+LARGEST = 2**63 - 1
+"""Largest number of an option that counts: SQLite compares with none beyond."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Base class of all errors in how a command was called. Typer exports none but BadParameter, and whether its base class is
 click's or typer's own copy of it depends on typer's version; an error of the other one would go by uncaught."""
 
 
-def whole_number(text: str) -> int:
-    """Value of an option that counts something."""
+def whole_number(text: str, *, least: int | None = None) -> int:
+    """Value of an option that counts something; `least` is the smallest that is allowed."""
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a whole number: write one, for example 100.") from None
+    if least is not None and value < least:
+        raise typer.BadParameter(f"{value} is below {least}: write {least} or more.")
+    if value > LARGEST:
+        raise typer.BadParameter(f"{value} is beyond {LARGEST}: write a smaller one.")
+    return value
 
 
 def number(text: str) -> float:
     """Value of an option that measures something."""
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number: write one, for example 0.5 or 1e-5.") from None
+        value = math.nan
+    if math.isnan(value):
+        raise typer.BadParameter(f"{text!r} is not a number: write one, for example 0.5 or 1e-5.")
+    return value
 
 
-def count_option(text: str) -> Any:
+def count_option(text: str, *, least: int | None = None) -> Any:
     """An option with a whole number. The parser is ours, because typer's own message leaves the value out."""
-    return typer.Option(parser=whole_number, metavar="INTEGER", help=text)
+    return typer.Option(parser=partial(whole_number, least=least), metavar="INTEGER", help=text)
 
 
 def number_option(text: str) -> Any:

@@ -275,7 +275,11 @@ def read_metric(cell: Cell, metric: str) -> float:
     """A metric of the last evaluation of a finished run."""
     final = read_summary(cell)["final"]
     if metric not in final:
-        has = f"it has {', '.join(final)}" if final else "the run had no prompts to evaluate on"
+        has = (
+            f"it has {', '.join(final)}, and the study's `metric` is one of these"
+            if final
+            else "the run had no prompts to evaluate on"
+        )
         raise ConfigError(f"metric={metric!r} is not in `final` of {RunFolder(cell.folder).summary}: {has}.")
     return float(final[metric])
 

@@ -269,4 +269,6 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "missing":
         return f"{'.'.join(location)} is missing."
+    if problem["type"] == "tuple_type":
+        return f"{'.'.join(location)}: a list is needed, got {problem['input']!r}: write [{problem['input']}]."
     return f"{'.'.join(location) or 'the file'}: {problem['msg']}, got {problem['input']!r}."

@@ -119,6 +119,8 @@ def _explain(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "value_error":
         names_its_key = f"{location[0]}." in message if location else True
         return message if names_its_key else f"{key}: {message}"
+    if problem["type"] == "tuple_type":
+        return f"{key}: a list is needed, got {problem['input']!r}: write {key}=[{problem['input']}]."
     return f"{key}: {message}, got {problem['input']!r}."
 
 

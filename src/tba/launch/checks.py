@@ -4,14 +4,18 @@ files."""
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
-from tba.config import Config
-from tba.models.names import check_there
+from tba.config import Config, ConfigError
+from tba.models.names import SHIPPED, check_there
 from tba.observe.files import RunFolder, check_sinks
 from tba.tasks.data.rows import SUFFIXES
 from tba.tasks.rewards.files import check_reward_function
 from tba.tasks.rewards.functions import reward_weights
+
+TASK_NAMES = ("arithmetic", "gsm8k", "math", "tldr", "red_team", "custom")
+"""Names of the registered tasks: the registry itself needs torch."""
 
 
 def check_before_loading(config: Config, *, resume: bool = False) -> None:
@@ -54,6 +58,31 @@ def check_evaluated(target: str) -> None:
         raise ValueError(f"{target} is a file: give the folder of a run or a model, or a hub name.")
     if not (Path(target) / "config.yaml").is_file():
         check_there(f"{target!r} is no run folder", target)
+
+
+def task_to_evaluate(target: str, overrides: Sequence[str]) -> str | None:
+    """The task of a model of the package, where no task is given; None = the overrides name one, or the run that the target
+    is of knows its own. A ConfigError where nothing says what the model is to be evaluated on."""
+    given = any(override.startswith(("task.name=", "task=")) for override in overrides)
+    if given or run_of(target) is not None:
+        return None
+    if target in SHIPPED:
+        return target.removeprefix("tba:")
+    raise ConfigError(
+        f"nothing says what {target} is to be evaluated on: it is no run folder, which knows its task. Give one with "
+        f"--task: {', '.join(TASK_NAMES)}, or file.py:Class. For your own data and reward: --task custom "
+        "task.data=prompts.jsonl 'task.rewards=[{function: rewards.py:score}]'."
+    )
+
+
+def run_of(target: str) -> RunFolder | None:
+    """The run that a folder is, or is a checkpoint of; None = it is neither."""
+    path = Path(target)
+    own, above = RunFolder(path), RunFolder(path.resolve().parent.parent)
+    if own.config.is_file():
+        return own
+    is_checkpoint = path.is_dir() and path.resolve().parent == above.checkpoints
+    return above if is_checkpoint and above.config.is_file() else None
 
 
 def is_file_name(path: str) -> bool:

@@ -52,8 +52,9 @@ GIB = 2**30
 
 def examine_model(path: str, *, trust_remote_code: bool = False) -> list[tuple[str, str]]:
     """Findings about a model with their names, in reading order."""
+    found = resolve_path(path)
     with told(path, "cannot be read"):
-        config = AutoConfig.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(found, trust_remote_code=trust_remote_code)
     check_generates(path, config)
     with _quiet() as heard:
         with torch.device("meta"), told(path, "cannot be built"):

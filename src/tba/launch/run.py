@@ -23,6 +23,7 @@ from tba.observe.recorder import Recorder
 from tba.runtime.leases import VisitLedger
 from tba.search.loop import group_texts
 from tba.tasks.base import Split, Task
+from tba.tasks.checked import check_prompts
 from tba.tasks.registry import make_task_for
 from tba.types import ResponseCounts
 
@@ -39,11 +40,16 @@ class RunInputs:
         return max((len(prompt.token_ids) for split in splits for prompt in self.task.prompts(split)), default=1)
 
 
-def load_inputs(config: Config) -> RunInputs:
-    """Load model and data: what can be wrong with them shows before a run folder exists."""
+def load_inputs(config: Config, *, trains: bool = True) -> RunInputs:
+    """Load model and data: what can be wrong with them shows before a run folder exists. `trains` is False where they are
+    only evaluated."""
     loaded = load_model(config.trainer_model)
     stop_ids_of(loaded.model, loaded.tokenizer)  # refuses a model that could end no response
-    task = make_task_for(config, loaded)
+    task = make_task_for(config, loaded, trains=trains)
+    if ":" in config.task.name:
+        if trains:
+            check_prompts(task, config.task, "train")
+        check_prompts(task, config.task, config.evaluate.split)
     task.prompts(config.evaluate.split)  # or a split that the task lacks would only show when a searcher evaluates
     return RunInputs(loaded=loaded, task=task)
 

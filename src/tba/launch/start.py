@@ -15,7 +15,7 @@ import torch
 from tba.config import Config, ConfigError, ModelConfig, dump_config, load_config
 from tba.generate.engine import Scorer, make_scorer
 from tba.launch.async_run import AsyncRun
-from tba.launch.checks import check_before_loading, check_inputs
+from tba.launch.checks import check_before_loading, check_inputs, run_of, task_to_evaluate
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.devices import check_devices
 from tba.launch.imports import import_groups
@@ -98,17 +98,20 @@ def train(
         folder = RunFolder.create(config.run_folder, overwrite=config.overwrite, holder=owner)
     else:
         folder.claim(holder=owner)
+    listener = listener or RunListener()
+    listener.model, listener.tokenizer = inputs.loaded.model, inputs.loaded.tokenizer
     try:
         with (
             stacks_to(folder.logs / "trainer.log"),
             ranks_of(config, folder.logs) as ranks,
             hosted(config, folder) if host is None else nullcontext(host) as found,
         ):
-            return _train(config, folder, inputs, imported, checkpoint, found, ranks, listener or RunListener())
+            return _train(config, folder, inputs, imported, checkpoint, found, ranks, listener)
     except Exception as error:
         tell_failure(folder, error)
         raise
     finally:
+        listener.model = listener.tokenizer = None
         if host is None:  # otherwise the supervisor has the folder, until the run is over for good
             folder.release()
 
@@ -198,6 +201,8 @@ def merge_adapter(target: str, output: Path) -> dict[str, str]:
     """Write the base model with a run's newest (or a given) LoRA adapter merged in."""
     folder = RunFolder(Path(target))
     path = Path(folder.newest_checkpoint()) if folder.config.is_file() else Path(target)
+    if not path.is_dir():
+        raise ValueError(f"there is no folder {path}: give a LoRA checkpoint, or the run that made it.")
     if not is_adapter(path):
         raise ValueError(f"{path} holds no LoRA adapter (adapter_config.json): nothing to merge.")
     if output.exists() and any(output.iterdir()):
@@ -215,20 +220,18 @@ def load_scorer(config: ModelConfig) -> Scorer:
 
 def evaluate_model(target: str, overrides: Sequence[str], *, keep: KeepResponses | None = None) -> dict[str, float]:
     """Evaluate a run's newest checkpoint, or the one that is named, with the run's own settings, or any model with the
-    defaults; see `evaluate`."""
+    defaults, on the task that is given or its own; see `evaluate`."""
     if any(override.startswith("model.path=") for override in overrides):
         raise ConfigError(f"model.path cannot be set here: the model is {target}. Give another one in its place.")
-    path, folder, start = Path(target), RunFolder(Path(target)), None
-    is_checkpoint = path.is_dir() and path.resolve().parent.name == folder.checkpoints.name
-    if is_checkpoint:
-        folder = RunFolder(path.resolve().parent.parent)
-    if folder.config.is_file():
-        weights = path if is_checkpoint else folder.newest_checkpoint()
+    task, path, folder, start = task_to_evaluate(target, overrides), Path(target), run_of(target), None
+    if folder is not None:
+        weights = folder.newest_checkpoint() if folder.path == path else path
         config = load_config(folder.config, [*overrides, f"model.path={weights}"])
         config = with_sources(config, folder)
         start = partial(load_scorer, load_config(folder.config, overrides).trainer_model)
     else:
-        config = load_config(None, [*overrides, f"model.path={target}"])
+        own = [] if task is None else [f"task.name={task}"]
+        config = load_config(None, [*overrides, *own, f"model.path={target}"])
     return evaluate(config, start=start, keep=keep)
 
 
@@ -240,7 +243,7 @@ def evaluate(
     check_inputs(config)
     use_cpu(threads_alone(config))
     check_devices(config)
-    inputs = load_inputs(config)
+    inputs = load_inputs(config, trains=False)
     config = with_defaults(
         config, inputs.loaded, longest_prompt=partial(inputs.longest_prompt, config.evaluate.split), trains=False
     )

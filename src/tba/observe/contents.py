@@ -15,12 +15,13 @@ MANIFEST = "manifest.json"
 """File of a checkpoint that is written last: a folder without it is not whole."""
 SOURCES = "sources"
 """Folder with a copy of the user's Python files."""
-SAVED_MODEL = ".saved-model.json"
-"""File with the names of those that `TBATrainer.save_model` has written into the run folder itself."""
+SAVED = ".saved-model.json"
+"""File with the names of those that `save_model`, `save_metrics` and `save_state` of TBATrainer have written into the run
+folder itself."""
 CARD = "README.md"
 """The model's card, which is added to a checkpoint when the run is over."""
 FILES = (
-    re.escape(SAVED_MODEL),
+    re.escape(SAVED),
     re.escape(CLAIM),
     r"\.?(config\.yaml|(status|control|summary|cell|failed)\.json)(\.\d+)?",  # with a number: being written
     r"(metrics|samples)\.jsonl",
@@ -39,13 +40,19 @@ FOLDERS = {
 MOST_NAMED = 3
 
 
+def is_begun(run: Path) -> bool:
+    """Whether a folder holds more than the claim on it and what a script has saved there before its run."""
+    known = {CLAIM, SAVED, *saved_names(run)}
+    return any(entry.name not in known for entry in run.iterdir())
+
+
 def foreign(run: Path) -> list[str]:
     """What lies in a run folder and was not written by a run, by its path in there."""
     return [str(path.relative_to(run)) for path in _foreign(run)]
 
 
 def _foreign(run: Path) -> Iterator[Path]:
-    saved = _saved_model(run)
+    saved = saved_names(run)
     for entry in run.iterdir():
         if entry.name in saved:
             continue
@@ -68,9 +75,10 @@ def _foreign_in(folder: Path, names: str) -> Iterator[Path]:
             yield from (file for file in entry.iterdir() if file.name not in written)
 
 
-def _saved_model(run: Path) -> set[str]:
+def saved_names(run: Path) -> set[str]:
+    """Names of the files that a script has saved in a run folder."""
     try:
-        return set(json.loads((run / SAVED_MODEL).read_text(encoding="utf-8")))
+        return set(json.loads((run / SAVED).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return set()
 

@@ -18,10 +18,9 @@ from typing import Any, Literal, Protocol, get_args
 from safetensors import SafetensorError
 
 from tba.config import Config
-from tba.observe.claim import NAME as CLAIM
 from tba.observe.claim import Claim, Holder, holder_of, refuse
 from tba.observe.contents import MANIFEST as MANIFEST
-from tba.observe.contents import SOURCES, refuse_foreign, remove_contents
+from tba.observe.contents import SOURCES, is_begun, refuse_foreign, remove_contents
 from tba.observe.metrics import metric
 
 logger = logging.getLogger("tba")
@@ -83,7 +82,8 @@ class RunFolder:
         folder.claim(holder=holder)
         try:
             folder._refuse_replacing(overwrite)
-            remove_contents(path)
+            if is_begun(path):
+                remove_contents(path)
             folder.logs.mkdir()
             folder.checkpoints.mkdir()
         except BaseException:
@@ -114,7 +114,7 @@ class RunFolder:
             self._claim.release()
 
     def _refuse_replacing(self, overwrite: bool) -> None:
-        if all(entry.name == CLAIM for entry in self.path.iterdir()):
+        if not is_begun(self.path):
             return
         if not overwrite:
             raise FileExistsError(

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastLine:
+    """A line of metrics.jsonl from before a run was resumed, with what a listener heard of it then.
+
+    PastLine(step=20, metrics={"loss": 0.1, "reward": 0.5}, is_evaluation=False)
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    is_evaluation: bool
 
 
 @dataclass
@@ -18,9 +31,12 @@ class RunListener:
     """Whether a checkpoint is wanted."""
     evaluate: bool = False
     """Whether an evaluation is wanted."""
+    model: Any = None
+    """The model that is trained, as it stands; None before and after the run."""
+    tokenizer: Any = None
 
-    def begins(self, step: int) -> None:
-        """Training goes on from this step, 0 for a new run."""
+    def begins(self, step: int, past: Sequence[PastLine] = ()) -> None:
+        """Training goes on from this step, 0 for a new run; `past` are the lines of the steps before."""
 
     def step_begins(self, step: int) -> None:
         """Optimizer step `step`, counted from 0, is about to begin; an asynchronous trainer may wait for data first."""

@@ -24,7 +24,7 @@ from tba.observe.files import (
     one_line,
     write_json,
 )
-from tba.observe.listener import RunListener
+from tba.observe.listener import PastLine, RunListener
 from tba.observe.lost import LostResponses
 from tba.observe.metrics import Evaluation, mean_over_steps, moving_metric
 from tba.observe.mismatch import MismatchWatch
@@ -138,8 +138,7 @@ class Recorder:
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.evaluations.append((step, metrics))
-        task = self.config.task.label
-        values = {f"eval/{task}/{name}": value for name, value in metrics.items()}
+        values = {f"{self._evaluated_as}{name}": value for name, value in metrics.items()}
         self._write(step, {"seconds": self._seconds_at.get(step, self.seconds), **values})
         self._listener.evaluated(step, metrics)
         self._progress.evaluation(step, metrics)
@@ -176,6 +175,24 @@ class Recorder:
         self._seconds_before, self._first_step_at, self._last_step_at = state["seconds"], None, 0.0
         self.cut_files()
         self._progress.resume(self.steps, self.evaluations)
+
+    def past(self) -> list[PastLine]:
+        """What was logged before this process, after `load_state`: null in the file is NaN again."""
+        if self.steps == 0 or not self.folder.metrics.is_file():
+            return []
+        found = []
+        for text in self.folder.metrics.read_text(encoding="utf-8").splitlines():
+            record, prefix = json.loads(text), self._evaluated_as
+            step = record.pop("step")
+            line = {name: math.nan if value is None else value for name, value in record.items()}
+            own = {name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
+            found.append(PastLine(step=step, metrics=own or line, is_evaluation=bool(own)))
+        return found
+
+    @property
+    def _evaluated_as(self) -> str:
+        """Beginning of the names of an evaluation's metrics."""
+        return f"eval/{self.config.task.label}/"
 
     def cut_files(self) -> None:
         """Drop the lines of files that came after what is counted: they are of steps that will be made again."""

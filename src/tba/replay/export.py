@@ -47,6 +47,16 @@ class GroupFilter:
     limit: int | None = None
     """Most groups; the newest are taken."""
 
+    def __post_init__(self) -> None:
+        bounds = {
+            "--min-reward and --max-reward": (self.min_reward, self.max_reward),
+            "--version": (self.first_version, self.last_version),
+            "--since and --until": (self.since, self.until),
+        }
+        for names, (least, most) in bounds.items():
+            if least is not None and most is not None and least > most:
+                raise ValueError(f"{names}: the first bound is above the second, so that no group is left. Swap them.")
+
     def arrivals(self, path: Path) -> list[int]:
         """Arrival numbers of the groups in a database, oldest first."""
         conditions = {
@@ -130,6 +140,8 @@ def export(path: Path, target: Path, wanted: GroupFilter) -> int:
         lines = (line for stored in load_groups(path, arrivals=wanted.arrivals(path)) for line in lines_of(stored))
         count = writers[target.suffix](temporary, lines)
         os.replace(temporary, target)
+    except OSError as error:
+        raise ValueError(f"--export {target} cannot be written: {error.strerror}. Give another file.") from None
     finally:
         temporary.unlink(missing_ok=True)
     return count

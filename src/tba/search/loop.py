@@ -18,7 +18,7 @@ from tba.replay.columns import pack_responses
 from tba.runtime.channels import GroupSender
 from tba.search.prompts import PromptStream, ReferenceSamples
 from tba.search.values import StepValues, lost_without_values
-from tba.tasks.base import Outcome, RewardFailed
+from tba.tasks.base import Outcome, RewardFailed, components_of, why_no_reward
 from tba.tasks.rewards.pool import FinishedGroup, Rewards, outcomes_of, texts_of
 from tba.types import Completion, GroupId, Prompt, Request, Sampling, Trajectory, TrajectoryGroup, Weights
 
@@ -174,8 +174,7 @@ class Searcher:
         for (group, outcomes), trajectories in zip(scored, self.scorer.trajectories(scored)):
             taken = self.engine.version - group.completions[0].version
             self.visit_lag += RECENT * (taken - self.visit_lag)
-            known = [outcome for outcome in outcomes if not isinstance(outcome, RewardFailed)]
-            solved = tuple(self.solved(outcome) for outcome in known)
+            solved = tuple(bool(self.solved(outcome)) for outcome in outcomes if components_of(outcome) is not None)
             self.sender.send(self._group(group, trajectories, solved, why_lost=why_lost(outcomes)))
             self.counts.sent += 1
 
@@ -206,15 +205,7 @@ class Searcher:
 
 def why_lost(outcomes: Sequence[Outcome]) -> str:
     """Why the first response of a visit that has no reward has none; empty where all have one."""
-    for outcome in outcomes:
-        if isinstance(outcome, RewardFailed):
-            return str(outcome)
-        if all(value is None for value in outcome.values()):
-            return "every reward was None (not applicable)"
-        for name, value in outcome.items():
-            if value is not None and not math.isfinite(value):
-                return f"{name} returned {value}"
-    return ""
+    return next(filter(None, map(why_no_reward, outcomes)), "")
 
 
 class GroupScorer:

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.generate.engine import Engine
-from tba.tasks.base import Outcome, RewardFailed
+from tba.tasks.base import Outcome, RewardFailed, components_of
 from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all, texts_of
 from tba.types import Completion, Prompt, Request, Sampling, combined_reward
 
@@ -107,9 +107,9 @@ class StepValues:
 
     def _mean(self, completions: Sequence[Completion], outcomes: Sequence[Outcome]) -> float:
         rewards = [
-            self._reward(completion, outcome)
-            for completion, outcome in zip(completions, outcomes)
-            if not isinstance(outcome, RewardFailed)
+            self._reward(completion, components)
+            for completion, components in zip(completions, map(components_of, outcomes))
+            if components is not None
         ]
         return float(np.mean(rewards)) if rewards else float("nan")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -27,6 +28,24 @@ class RewardBroken(RewardFailed):
 
 Outcome = Mapping[str, float | None] | RewardFailed
 """Reward components of one sample by name (None = not applicable), or why there are none."""
+
+
+def components_of(outcome: Outcome) -> Mapping[str, float | None] | None:
+    """Reward components of a sample that has a reward; None = it has none, and neither training nor a mean over rewards
+    counts it."""
+    return None if isinstance(outcome, RewardFailed) or why_no_reward(outcome) else outcome
+
+
+def why_no_reward(outcome: Outcome) -> str:
+    """Why a sample has no reward; empty where it has one."""
+    if isinstance(outcome, RewardFailed):
+        return str(outcome)
+    if all(value is None for value in outcome.values()):
+        return "every reward was None (not applicable)"
+    for name, value in outcome.items():
+        if value is not None and not math.isfinite(value):
+            return f"{name} returned {value}"
+    return ""
 
 
 class Task(Protocol):
@@ -70,5 +89,7 @@ class TaskInputs:
     settings: Any = None
     """The task's own settings, task.settings: an instance of the task's class attribute `Settings`, a pydantic model; None
     for a task without that attribute."""
+    trains: bool = True
+    """Whether the task is to be trained on; False = it is made for an evaluation alone."""
     device: str = "auto"
     """Device of models that score, the policy's; auto = cuda where there is one, else cpu."""

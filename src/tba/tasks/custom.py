@@ -20,6 +20,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import RewardConfig, TaskConfig
@@ -32,6 +33,8 @@ from tba.tasks.rewards.files import check_reward_function
 from tba.tasks.rewards.functions import RewardSet, reward_weights
 from tba.types import Completion, Prompt, combined_reward
 
+Reader = Callable[[DataRow, Path], Prompt]
+"""Makes a prompt of a row of a file; BadRow where it cannot."""
 LEAST_TO_SPLIT = 20
 """Number of rows from which on some are held out: of fewer a tenth says nothing, and each is missed in training."""
 
@@ -45,21 +48,11 @@ class CustomTask:
         for reward in config.rewards:
             check_reward_function(reward.function)
         self.reward_weights: Mapping[str, float] = reward_weights(config.rewards)
-        assert config.data is not None
         reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens, config.chat_template_kwargs)
-        fraction = config.eval_fraction if config.eval_data is None else 0.0
-        train, held_out = read_prompts(config, Path(config.data), reader, fraction)
-        if fraction > 0.0 and len(train.prompts) + len(held_out.prompts) < LEAST_TO_SPLIT:
-            train, _ = read_prompts(config, Path(config.data), reader, 0.0)
-            held_out = train
-        if not train.prompts:
-            raise ValueError(f"task.eval_fraction={fraction} leaves no prompt to train on: lower it or add data.")
-        if config.eval_data is not None:
-            held_out, _ = read_prompts(config, Path(config.eval_data), reader, 0.0)
-        held_out_words = f"task.eval_data={config.eval_data}" if config.eval_data else f"task.eval_fraction={fraction}"
-        if held_out is not train:
-            train.leave_out(held_out, data=f"task.data={config.data}", held_out_words=held_out_words)
-        self.split_words = _split_words(len(train.prompts), len(held_out.prompts), held_out_words, held_out is train)
+        train, held_out = read_sides(config, reader, trains=inputs.trains)
+        self.split_words = _split_words(
+            len(train.prompts), len(held_out.prompts), _held_out_words(config), held_out is train
+        )
         """How the data is split, for the user."""
         self._config = config
         self._prompts: dict[Split, Sequence[Prompt]] = {"train": train.prompts, "held_out": held_out.prompts}
@@ -107,7 +100,40 @@ def _split_words(num_train: int, num_held_out: int, words: str, is_same: bool) -
     return f"trains on {num_train} prompts and is evaluated on {num_held_out} others ({words})."
 
 
-def read_prompts(config: TaskConfig, path: Path, reader: PromptReader, held_out_fraction: float) -> tuple[Side, Side]:
+def _held_out_words(config: TaskConfig) -> str:
+    """The setting that says which prompts are held out."""
+    return f"task.eval_data={config.eval_data}" if config.eval_data else f"task.eval_fraction={config.eval_fraction}"
+
+
+def num_train_prompts(config: TaskConfig) -> int:
+    """Number of prompts that a run of this config trains on, found without a tokenizer: rows that are bad or held out do not
+    count, over-long ones do. 0 where the data cannot be read, which the run will say better."""
+    try:
+        return len(read_sides(config, _read_text, trains=False, tells=False)[0].prompts)
+    except (OSError, ValueError):
+        return 0
+
+
+def read_sides(config: TaskConfig, reader: Reader, *, trains: bool = True, tells: bool = True) -> tuple[Side, Side]:
+    """The prompts to train on and those held out, one and the same where there are too few to split. `tells` is False where
+    bad rows are to be left out in silence."""
+    assert config.data is not None
+    fraction = config.eval_fraction if config.eval_data is None else 0.0
+    train, held_out = read_prompts(config, Path(config.data), reader, fraction, tells=tells)
+    if fraction > 0.0 and len(train.prompts) + len(held_out.prompts) < LEAST_TO_SPLIT:
+        train, _ = read_prompts(config, Path(config.data), reader, 0.0, tells=tells)
+        return train, train
+    if not train.prompts:
+        raise ValueError(f"task.eval_fraction={fraction} leaves no prompt to train on: lower it or add data.")
+    if config.eval_data is not None:
+        held_out, _ = read_prompts(config, Path(config.eval_data), reader, 0.0, tells=tells)
+    train.leave_out(held_out, data=f"task.data={config.data}", held_out_words=_held_out_words(config), trains=trains)
+    return train, held_out
+
+
+def read_prompts(
+    config: TaskConfig, path: Path, reader: Reader, held_out_fraction: float, *, tells: bool = True
+) -> tuple[Side, Side]:
     """The prompts of a file, and those of them that a hash of their text holds out. Every row is checked now; prompts of a
     plain file stay there, so that it may be larger than memory."""
     if not path.is_file():
@@ -124,7 +150,8 @@ def read_prompts(config: TaskConfig, path: Path, reader: PromptReader, held_out_
         sides[_place(prompt) < held_out_fraction].add(prompt, row)
 
     bad.keep(jsonl_rows(path, bad), check)
-    bad.report()
+    if tells:
+        bad.report()
     if not any(side.prompts for side in sides):
         but = f" but for {bad.total} bad rows" if bad.total else ""
         raise ValueError(f"{path} is empty{but}: it needs at least one row with a `prompt` column.")
@@ -146,12 +173,12 @@ class Side:
             self.prompts.append(prompt)
         self.keys.append(question_key(prompt.text))
 
-    def leave_out(self, held_out: Side, *, data: str, held_out_words: str) -> None:
-        """Drop the prompts whose question is on the other side too, with a warning. A task of one prompt has no others to be
-        evaluated on: it keeps it."""
+    def leave_out(self, held_out: Side, *, data: str, held_out_words: str, trains: bool = True) -> None:
+        """Drop the prompts whose question is on the other side too, with a warning where they are trained on. A task of one
+        prompt has no others to be evaluated on: it keeps it."""
         if len(set(self.keys)) == 1:
             return
-        kept = not_held_out(self.keys, set(held_out.keys), data=data, held_out=held_out_words)
+        kept = not_held_out(self.keys, set(held_out.keys), data=data, held_out=held_out_words, trains=trains)
         if all(kept):
             return
         if isinstance(self.prompts, FilePrompts):
@@ -179,6 +206,11 @@ class PromptReader:
             place=row.place,
             template=self.template,
         )
+
+
+def _read_text(row: DataRow, path: Path) -> Prompt:
+    """A prompt without its tokens."""
+    return Prompt(id=_id(row, path), token_ids=np.zeros(0, np.int32), text=_prompt_text(row))
 
 
 class FilePrompts(Sequence[Prompt]):

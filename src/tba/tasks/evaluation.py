@@ -12,7 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import comb, exp, isnan
+from math import comb, exp
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +23,8 @@ from tba.generate.engine import Engine, Scorer
 from tba.generate.sampling import training_sampling
 from tba.models.load import LoadedModel
 from tba.observe.metrics import mean_metrics
-from tba.tasks.base import Outcome, RewardFailed, Task
+from tba.tasks.base import Outcome, Task, components_of, why_no_reward
+from tba.tasks.checked import CheckedEvaluator
 from tba.tasks.rewards.pool import FinishedGroup, Rewards, outcomes_of, texts_of
 from tba.types import Completion, Prompt, Request, Sampling, combined_reward
 
@@ -36,7 +37,7 @@ BetweenSteps = Callable[[], None]
 """Function called between decode steps and between parts of a long scoring: a sign of life for whoever waits."""
 
 Components = Mapping[str, float | None]
-"""Reward components of one sample by name, where the reward did not fail."""
+"""Reward components by name of one sample that has a reward."""
 
 
 KeepResponses = Callable[[str, Sequence[FinishedGroup], Sequence[Sequence[Outcome]], Sequence[Sequence[bool]]], None]
@@ -98,13 +99,15 @@ def make_evaluator(
 ) -> Evaluator:
     """The evaluator that a task makes for a loaded model; see EvaluationInputs."""
     inputs = EvaluationInputs(config=config, tokenizer=loaded.tokenizer, rewards=rewards, start=start, keep=keep)
-    return task.make_evaluator(inputs)
+    made = task.make_evaluator(inputs)
+    own = ":" in config.task.name and not isinstance(made, AnswerEvaluator)
+    return CheckedEvaluator(made, what=f"task.name={config.task.name}") if own else made
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerEvaluator:
     """`accuracy`, and with samples `pass@k` and `avg@k`, with standard errors over prompts. `rewards` is its own, not shared
-    with a running search. Where rewards failed, `num_responses_without_reward` says how many.
+    with a running search. Where responses have no reward, `num_responses_without_reward` says how many.
 
     Where rewards may be anything (`mean_rewards`), `reward` comes first and `solved` is the share that reaches 1; it is
     called `accuracy` too where every reward of the evaluation was 0 or 1.
@@ -155,17 +158,15 @@ class AnswerEvaluator:
         )
 
     def _solved(self, outcomes: Sequence[Sequence[Outcome]]) -> list[list[bool]]:
-        return [[self.task.solved(outcome) for outcome in own] for own in outcomes]
+        return [[bool(self.task.solved(outcome)) for outcome in own] for own in outcomes]
 
     def _shares(self, outcomes: Sequence[Sequence[Outcome]]) -> list[str]:
         """Names for the share of greedy responses that are solved."""
         if not self.mean_rewards:
             return ["accuracy"]
         weights = self.task.reward_weights
-        found = [outcome for own in outcomes for outcome in own if not isinstance(outcome, RewardFailed)]
-        rewards = [combined_reward(components, weights) for components in found]
-        known = [reward for reward in rewards if not isnan(reward)]
-        binary = bool(known) and all(min(abs(reward), abs(reward - 1.0)) < 1e-6 for reward in known)
+        rewards = [combined_reward(components, weights) for own in outcomes for components in _scored(own)]
+        binary = bool(rewards) and all(min(abs(reward), abs(reward - 1.0)) < 1e-6 for reward in rewards)
         return ["accuracy", "solved"] if binary else ["solved"]
 
     def _mean_rewards(self, outcomes: Sequence[Sequence[Outcome]], name: str) -> Mapping[str, float]:
@@ -189,14 +190,19 @@ class AnswerEvaluator:
 
 
 def _without_reward(outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:
-    """The number of responses whose reward failed, told and counted: they are not solved, whatever they say. Empty = none
-    did."""
-    failed = [outcome for own in outcomes for outcome in own if isinstance(outcome, RewardFailed)]
-    if not failed:
+    """The number of responses without a reward, told and counted: they are not solved, whatever they say. Empty = all have
+    one."""
+    reasons = [why for own in outcomes for outcome in own if (why := why_no_reward(outcome))]
+    if not reasons:
         return {}
     words = "%d of the %d responses of an evaluation have no reward and count as not solved, the last: %s"
-    logger.warning(words, len(failed), sum(map(len, outcomes)), failed[-1])
-    return {"num_responses_without_reward": float(len(failed))}
+    logger.warning(words, len(reasons), sum(map(len, outcomes)), reasons[-1])
+    return {"num_responses_without_reward": float(len(reasons))}
+
+
+def _scored(outcomes: Sequence[Outcome]) -> list[Components]:
+    """The components of the samples that have a reward."""
+    return [components for components in map(components_of, outcomes) if components is not None]
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
@@ -222,10 +228,10 @@ def reward_metrics(
     """The mean combined reward under `name` and, where there are several rewards, the mean of each under `name/reward`, with
     standard errors over prompts; `outcomes` are of each prompt's samples.
 
-    Responses whose reward failed are left out, as in training, and so is a reward where it is not applicable. A reward of
-    weight 0 is measured here without being trained on.
+    Responses without a reward, because it failed or because none was applicable, are left out, as in training; and so is one
+    of several rewards where it is not applicable. A reward of weight 0 is measured here without being trained on.
     """
-    scored = [[outcome for outcome in own if not isinstance(outcome, RewardFailed)] for own in outcomes]
+    scored = [_scored(own) for own in outcomes]
     values = {name: _prompt_means(scored, lambda components: combined_reward(components, weights))}
     if len(weights) > 1:
         for component in weights:

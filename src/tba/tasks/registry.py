@@ -47,11 +47,11 @@ PREPARE: dict[str, Callable[[Path], dict[str, Any]]] = {
 """What makes a task's data and start model, where it has one."""
 
 
-def make_task_for(config: Config, loaded: LoadedModel) -> Task:
-    """The task of a config for a loaded model."""
+def make_task_for(config: Config, loaded: LoadedModel, *, trains: bool = True) -> Task:
+    """The task of a config for a loaded model; see TaskInputs.trains."""
     limit = max_prompt_tokens(config, loaded.context)
     device = str(loaded.model.device)
-    return make_task(config.task, loaded.tokenizer, max_prompt_tokens=limit, device=device)
+    return make_task(config.task, loaded.tokenizer, max_prompt_tokens=limit, device=device, trains=trains)
 
 
 def max_prompt_tokens(config: Config, context: int) -> int:
@@ -76,6 +76,7 @@ def make_task(
     *,
     max_prompt_tokens: int,
     device: str = "auto",
+    trains: bool = True,
 ) -> Task:
     """The task of a config for any tokenizer; no model is looked at."""
     kind = _task_class(config.name)
@@ -85,6 +86,7 @@ def make_task(
         max_prompt_tokens=max_prompt_tokens,
         settings=_own_settings(config, getattr(kind, "Settings", None)),
         device=device,
+        trains=trains,
     )
     task = kind(inputs)
     missing = [part for part in TASK_PARTS if not hasattr(task, part)]

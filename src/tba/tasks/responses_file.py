@@ -79,28 +79,46 @@ def _rewards(outcome: Outcome) -> dict[str, Any]:
 
 def read_shares(path: Path) -> dict[str, dict[str, float]]:
     """By metric (accuracy, avg@k) and prompt id: the share of the prompt's responses that are solved."""
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, list[float]]]]:
+    """The shares that are solved, and by metric (reward/NAME, reward@k/NAME) and prompt id the values of each reward."""
     found: dict[str, dict[str, float]] = {}
+    rewards: dict[str, dict[str, list[float]]] = {}
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         for line in lines:
             solved = [bool(response["solved"]) for response in line["responses"]]
-            metric = "accuracy" if line["kind"] == "greedy" else f"avg@{len(solved)}"
-            found.setdefault(metric, {})[line["prompt_id"]] = float(np.mean(solved))
+            is_greedy, count = line["kind"] == "greedy", len(solved)
+            found.setdefault("accuracy" if is_greedy else f"avg@{count}", {})[line["prompt_id"]] = float(
+                np.mean(solved)
+            )
+            for response in line["responses"]:
+                for name, value in response.get("rewards", {}).items():
+                    metric = f"{'reward' if is_greedy else f'reward@{count}'}/{name}"
+                    if value is not None:
+                        rewards.setdefault(metric, {}).setdefault(line["prompt_id"], []).append(float(value))
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read: {error.strerror}. Give a file that --responses has written."
         ) from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{path} is not what --responses writes ({error!r}). Give a file that it has written."
         ) from None
-    return found
+    return found, rewards
 
 
 def paired_differences(own: Path, other: Path) -> dict[str, dict[str, float]]:
     """For each metric that both files have: mean of own - other over the prompts of both, its standard error, and the
-    interval that holds 95% of its bootstrap samples."""
-    ours, theirs = read_shares(own), read_shares(other)
+    interval that holds 95% of its bootstrap samples. Rewards that are all 0 or 1 are left out: the share that is solved says
+    the same."""
+    (ours, our_rewards), (theirs, their_rewards) = _read(own), _read(other)
+    for name in sorted(our_rewards.keys() & their_rewards.keys()):
+        both = (our_rewards[name], their_rewards[name])
+        if any(value not in (0.0, 1.0) for values in both for of_prompt in values.values() for value in of_prompt):
+            ours[name], theirs[name] = ({id: float(np.mean(of)) for id, of in values.items()} for values in both)
     metrics = {name: sorted(set(ours[name]) & set(theirs[name])) for name in ours if name in theirs}
     if not any(metrics.values()):
         raise ValueError(

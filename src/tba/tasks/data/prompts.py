@@ -44,7 +44,7 @@ class QuestionTask(ABC):
         self._chat = uses_chat(config, inputs.tokenizer)
         self._tokenizer = inputs.tokenizer
         self._max_prompt_tokens = inputs.max_prompt_tokens
-        self._problems = read_splits(config, self.source)
+        self._problems = read_splits(config, self.source, trains=inputs.trains)
         self._prompts: dict[Split, list[Prompt]] = {}
 
     @abstractmethod

@@ -69,8 +69,9 @@ class BadRow(ValueError):
 class BadRows:
     """The bad rows of one source, counted. It holds a few line numbers, however many there are."""
 
-    def __init__(self, on_bad_row: Literal["stop", "skip"]) -> None:
-        self._on_bad_row = on_bad_row
+    def __init__(self, on_bad_row: Literal["stop", "skip"], *, skip_by: str = "task.on_bad_row=skip") -> None:
+        """`skip_by` is what a user writes to leave bad rows out."""
+        self._on_bad_row, self._skip_by = on_bad_row, skip_by
         self._first: BadRow | None = None
         self._counts: dict[str, int] = {}
         self._lines: dict[str, list[int]] = {}
@@ -101,10 +102,10 @@ class BadRows:
         if self._first is None:
             return
         if self._on_bad_row == "skip":
-            logger.warning("%s", f"task.on_bad_row=skip left out {self._summary()}. The first: {self._first}")
+            logger.warning("%s", f"{self._skip_by} left out {self._summary()}. The first: {self._first}")
             return
         more = "" if self.total == 1 else f" And {self.total - 1} more: in all {self._summary()}."
-        advice = " Correct or remove it, or leave such rows out by task.on_bad_row=skip."
+        advice = f" Correct or remove it, or leave such rows out by {self._skip_by}."
         raise ValueError(f"{self._first}{more}{advice}") from self._first
 
     def _summary(self) -> str:
@@ -146,7 +147,7 @@ def jsonl_rows(path: Path, bad: BadRows) -> Iterator[DataRow]:
                 except BadRow as error:
                     bad.add(line, error)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"task.data: file {path} cannot be read as {'/'.join(SUFFIXES)}: {error}.") from None
+        raise ValueError(f"file {path} cannot be read as {'/'.join(SUFFIXES)}: {error}.") from None
 
 
 def split_rows(data: str, split: str, bad: BadRows, *, hub_subset: str) -> Iterator[DataRow]:

@@ -50,8 +50,8 @@ class Source:
     """Makes a question of a row; raises BadRow for a row that is none."""
 
 
-def read_splits(config: TaskConfig, source: Source) -> dict[Split, list[QuestionAnswer]]:
-    """The splits that the data has, in the order of their files."""
+def read_splits(config: TaskConfig, source: Source, *, trains: bool = True) -> dict[Split, list[QuestionAnswer]]:
+    """The splits that the data has, in the order of their files; `trains` is TaskInputs'."""
     assert config.data is not None, "TaskConfig checks it"
     held_out = config.eval_data or config.data
     has_held_out = config.eval_data is not None or not Path(held_out).expanduser().is_file()
@@ -59,11 +59,16 @@ def read_splits(config: TaskConfig, source: Source) -> dict[Split, list[Question
         config,
         read_problems(config, config.data, "train", source),
         read_problems(config, held_out, "test", source) if has_held_out else None,
+        trains=trains,
     )
 
 
 def make_splits(
-    config: TaskConfig, train: Sequence[QuestionAnswer], held_out: Sequence[QuestionAnswer] | None
+    config: TaskConfig,
+    train: Sequence[QuestionAnswer],
+    held_out: Sequence[QuestionAnswer] | None,
+    *,
+    trains: bool = True,
 ) -> dict[Split, list[QuestionAnswer]]:
     """The splits of a dataset's rows. Held-out questions are left out of train and validation alike."""
     empty = [name for name, rows in (("train", train), ("held_out", held_out)) if rows is not None and not rows]
@@ -75,6 +80,7 @@ def make_splits(
             {question_key(problem.question) for problem in held_out},
             data=f"task.data={config.data}",
             held_out=f"task.eval_data={config.eval_data}" if config.eval_data else "its held-out rows",
+            trains=trains,
         )
         if not any(kept):
             return {"train": [], "held_out": list(held_out)}
@@ -125,11 +131,14 @@ def _hash(question: str) -> bytes:
     return hashlib.blake2b(question.encode(), digest_size=8).digest()
 
 
-def not_held_out(train_keys: Sequence[int], held_out_keys: AbstractSet[int], *, data: str, held_out: str) -> list[bool]:
-    """For each train row whether it may be trained on; `data` and `held_out` name the two sources in the warning."""
+def not_held_out(
+    train_keys: Sequence[int], held_out_keys: AbstractSet[int], *, data: str, held_out: str, trains: bool = True
+) -> list[bool]:
+    """For each train row whether it may be trained on; `data` and `held_out` name the two sources in the warning, which is
+    left out where nothing is trained."""
     kept = [key not in held_out_keys for key in train_keys]
     dropped = len(kept) - sum(kept)
-    if dropped:
+    if dropped and trains:
         words = (
             "%s: %d of %d rows to train on have a question that is held out too (%s): they are left out of training."
         )

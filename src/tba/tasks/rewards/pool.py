@@ -22,6 +22,7 @@ from tba.config import Config, RewardConfig
 from tba.runtime.channels import POLL_SECONDS
 from tba.runtime.links import Failed
 from tba.tasks.base import Outcome, RewardBroken, RewardFailed, Task
+from tba.tasks.checked import checked_outcomes
 from tba.tasks.rewards.worker import Ready, RewardProcess, Scored
 from tba.types import Completion, Prompt
 
@@ -126,7 +127,9 @@ class DirectRewards:
         return len(self._ready)
 
     def submit(self, group: FinishedGroup) -> None:
-        self._ready.append((group, self._task.score(group.prompt, group.texts, group.completions)))
+        found = self._task.score(group.prompt, group.texts, group.completions)
+        weights, what = self._task.reward_weights, type(self._task).__name__
+        self._ready.append((group, checked_outcomes(found, count=len(group.texts), weights=weights, what=what)))
 
     def ready(self) -> list[tuple[FinishedGroup, list[Outcome]]]:
         scored, self._ready = self._ready, []

@@ -67,7 +67,7 @@ class TLDRTask:
         self._max_prompt_tokens = inputs.max_prompt_tokens
         self._device = inputs.device
         self._check_models()
-        self._rows = None if config.data is None else read_splits(config, inputs.tokenizer)
+        self._rows = None if config.data is None else read_splits(config, inputs.tokenizer, trains=inputs.trains)
         self._prompts: dict[Split, list[Prompt]] = {}
         self._scorers: dict[str | None, ModelScorer] = {}
 
@@ -194,7 +194,9 @@ def reward_model_path() -> Path:
     return Path(__file__).parent / "reward_model"
 
 
-def read_splits(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> dict[Split, list[QuestionAnswer]]:
+def read_splits(
+    config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, trains: bool = True
+) -> dict[Split, list[QuestionAnswer]]:
     """The splits that the data has, in the order of their files: posts as questions, reference summaries as answers."""
     assert config.data is not None, "only the real edition has rows"
     source = Source(hub_subset="default", read=lambda row: read_row(row, tokenizer))
@@ -204,6 +206,7 @@ def read_splits(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> dict[
         config,
         read_problems(config, config.data, "train", source),
         read_problems(config, held_out, held_out_name(held_out), source) if has_held_out else None,
+        trains=trains,
     )
 
 

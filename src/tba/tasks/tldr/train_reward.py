@@ -33,6 +33,8 @@ from tba.tasks.tldr.reward_model import Pooling, RewardModel, Sequenced, make_se
 
 SequencedPair = tuple[Sequenced, Sequenced]
 """Chosen and rejected response, each with its prompt."""
+SKIP = "--skip-bad-rows"
+"""Option of `tba prepare reward_model` that leaves out bad pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +164,7 @@ def _split_pairs(path: Path, held_out: Path | None, settings: RewardTraining) ->
     if not kept or len(measured) < 2:
         raise ValueError(
             f"held_out_fraction={settings.held_out_fraction} leaves {len(kept)} of {len(pairs)} pairs to train on and "
-            f"{len(measured)} to measure on: change it, give more pairs, or give held-out pairs as a file."
+            f"{len(measured)} to measure on: give more pairs, or a file of pairs to measure on (--held-out)."
         )
     return kept, measured
 
@@ -175,7 +177,7 @@ def _place(prompt: str) -> float:
 def _sequenced(
     pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, context: int, settings: RewardTraining
 ) -> list[SequencedPair]:
-    bad = BadRows(settings.on_bad_row)
+    bad = BadRows(settings.on_bad_row, skip_by=SKIP)
 
     def sequenced(pair: Pair) -> SequencedPair:
         both = [make_sequence(tokenizer, pair.prompt, text, finished=True) for text in (pair.chosen, pair.rejected)]
@@ -222,7 +224,7 @@ def read_pairs(path: Path, *, on_bad_row: Literal["stop", "skip"] = "stop") -> l
     """The good rows of a JSONL file (also .gz)."""
     if not path.is_file():
         raise ValueError(f"pairs: file {path} does not exist. Give JSONL rows with `prompt`, `chosen` and `rejected`.")
-    bad = BadRows(on_bad_row)
+    bad = BadRows(on_bad_row, skip_by=SKIP)
     pairs = bad.keep(jsonl_rows(path, bad), read_pair)
     bad.report()
     if not pairs:

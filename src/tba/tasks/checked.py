@@ -1,0 +1,95 @@
+"""What a task of a user's own (task.name=file.py:Class) hands over, checked where it is handed over: prompts, outcomes and
+metrics. A wrong one would otherwise show far from its cause, or, with two prompts of one id, not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tba.config import TaskConfig
+from tba.tasks.base import Outcome, RewardFailed, Split, Task
+from tba.types import Prompt
+
+if TYPE_CHECKING:  # it imports this file
+    from tba.generate.engine import Engine
+    from tba.tasks.evaluation import BetweenSteps, Evaluator
+
+
+def check_prompts(task: Task, config: TaskConfig, split: Split) -> None:
+    """Refuse prompts that cannot be visited, or told apart: an engine knows a response by the id of its prompt."""
+    prompts, what = task.prompts(split), f"task.name={config.name}: {config.label}.prompts({split!r})"
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"{what} is a {type(prompts).__name__}: return a list of prompts.")
+    if not prompts and split == "train":
+        raise ValueError(f"{what} is empty: there is nothing to train on. Return at least one prompt.")
+    seen = set[str]()
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, Prompt):
+            raise ValueError(
+                f"{what}[{number}] is a {type(prompt).__name__}: make prompts with tba.tasks.data.prompts.make_prompt."
+            )
+        if prompt.id in seen:
+            raise ValueError(f"{what}: id {prompt.id!r} occurs twice; ids must be unique.")
+        seen.add(prompt.id)
+
+
+def checked_outcomes(found: Any, *, count: int, weights: Mapping[str, float], what: str) -> list[Outcome]:
+    """What `score` returned for so many samples, with plain numbers; a ValueError says what is wrong with it."""
+    if not isinstance(found, Sequence) or len(found) != count:
+        given = f"{len(found)} outcomes" if isinstance(found, Sequence) else f"a {type(found).__name__}"
+        raise ValueError(f"{what}.score returned {given} for {count} responses: return a list with one for each.")
+    return [_checked_outcome(outcome, weights, what) for outcome in found]
+
+
+def _checked_outcome(outcome: Any, weights: Mapping[str, float], what: str) -> Outcome:
+    if isinstance(outcome, RewardFailed):
+        return outcome
+    if not isinstance(outcome, Mapping):
+        raise ValueError(
+            f"{what}.score returned {outcome!r} for a response: return its reward components by name, such as "
+            f"{dict.fromkeys(weights, 1.0)}, or a RewardFailed."
+        )
+    components: dict[str, float | None] = {}
+    for name, value in outcome.items():
+        if name not in weights:
+            raise ValueError(
+                f"{what}.score returned {name!r}, without a weight: reward_weights has {', '.join(weights)}."
+            )
+        components[name] = None if value is None else _number(value)
+        if value is not None and components[name] is None:
+            raise ValueError(f"{what}.score returned {name}={value!r}: it is a number, or None = not applicable.")
+    return components
+
+
+def _number(value: Any) -> float | None:
+    """A number of any kind (NumPy's, a tensor of one) as a plain one; None = it is none."""
+    try:
+        return None if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+@dataclass(frozen=True)
+class CheckedEvaluator:
+    """The evaluator of a user's task; what it returns is checked, and made plain numbers."""
+
+    own: Evaluator
+    what: str
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        return self.own.prompts
+
+    def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
+        found: Any = self.own(engine, between_steps)
+        if not isinstance(found, Mapping):
+            raise ValueError(f"{self.what}: the evaluator returned {found!r}: return metrics by name.")
+        metrics = {}
+        for name, value in found.items():
+            number = _number(value)
+            if number is None:
+                raise ValueError(f"{self.what}: the evaluator returned {name}={value!r}: a metric is a number.")
+            metrics[str(name)] = number
+        return metrics
