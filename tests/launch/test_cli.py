@@ -44,7 +44,7 @@ def test_a_dry_run_under_torchrun_is_that_of_rank_0_alone(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    result = RUNNER.invoke(app, ["train", "model.path=some/model", "--dry-run"])
+    result = RUNNER.invoke(app, ["train", "--dry-run"])
     assert (result.exit_code, result.stdout) == (0, "")
 
 
@@ -222,6 +222,19 @@ def test_a_model_that_knows_no_task_is_refused_with_all_of_them(folder):
     with pytest.raises(ConfigError, match=r"evaluated on: .* --task: arithmetic, .* --task custom task\.data="):
         evaluate_model(f"{folder}/model", ["evaluate.num_prompts=2", f"task.data={folder}/data.jsonl"])
     assert sorted(TASK_NAMES) == sorted(TASKS)
+
+
+def test_a_run_of_a_model_alone_is_refused_and_one_of_the_package_learns_its_own_task_which_is_said(folder, tmp_path):
+    options: dict = {"data": None, "reward": [], "max_steps": None}
+    for model, arguments in ((f"{folder}/model", []), (None, [f"model.path={folder}/model", "task.eval_fraction=0.2"])):
+        with pytest.raises(ConfigError, match=r"nothing says what .*/model is to be trained on.*--data .* --reward "):
+            resolve(arguments, model=model, **options)
+    path = tmp_path / "own.yaml"
+    path.write_text("task: {name: tldr}")
+    assert resolve([str(path)], model=f"{folder}/model", **options).task.name == "tldr"
+    result = RUNNER.invoke(app, ["train", "--model", "tba:red_team", "--dry-run"])
+    assert yaml.safe_load(result.stdout)["task"]["name"] == "red_team"
+    assert result.stderr == "tba:red_team is trained on its own task, red_team: task.name names another.\n"
 
 
 def test_doctor_names_what_the_machine_has():

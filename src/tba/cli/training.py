@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from tba.cli.usage import bounded, count_option, exit_status, log_warnings, number_option
-from tba.config import Config, ConfigError, dump_config, load_config, settings_by_name
+from tba.config import Config, ConfigError, dump_config, is_given, load_config, settings_by_name
 from tba.observe.streams import lasting_output
 
 
@@ -131,8 +131,15 @@ def resolve(
             values["task"]["data"] = data
     if max_steps is not None:
         values["train"] = {"max_steps": max_steps}
-    overrides = [argument for argument in arguments if "=" in argument]
-    return load_config(Path(files[0]) if files else None, overrides, **values)
+    file, overrides = Path(files[0]) if files else None, [argument for argument in arguments if "=" in argument]
+    config = load_config(file, overrides, **values)
+    if not is_given("model.path", file, overrides, **values) or is_given("task.name", file, overrides, **values):
+        return config
+    from tba.launch.checks import task_to_train
+
+    task = task_to_train(config.model.path)
+    typer.echo(f"{config.model.path} is trained on its own task, {task}: task.name names another.", err=True)
+    return load_config(file, [*overrides, f"task.name={task}"], **values)
 
 
 def refuse_setting_without_value(argument: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tba.config import Config, ConfigError
-from tba.models.names import SHIPPED, check_there
+from tba.models.names import SHIPPED, check_there, resolve_path
 from tba.observe.files import RunFolder, check_sinks
 from tba.tasks.data.rows import SUFFIXES
 from tba.tasks.rewards.files import check_reward_function
@@ -72,6 +72,19 @@ def task_to_evaluate(target: str, overrides: Sequence[str]) -> str | None:
         f"nothing says what {target} is to be evaluated on: it is no run folder, which knows its task. Give one with "
         f"--task: {', '.join(TASK_NAMES)}, or file.py:Class. For your own data and reward: --task custom "
         "task.data=prompts.jsonl 'task.rewards=[{function: rewards.py:score}]'."
+    )
+
+
+def task_to_train(model: str) -> str:
+    """The task of a model of the package, for a run that names a model and no task. A ConfigError where the model is
+    another one: it would learn the problems of the default task, which nobody has asked for."""
+    if model in SHIPPED:
+        return model.removeprefix("tba:")
+    resolve_path(model)  # a folder that is not there is told first
+    others = ", ".join(name for name in TASK_NAMES if name != "custom")
+    raise ConfigError(
+        f"nothing says what {model} is to be trained on. For your own problem: --data prompts.jsonl --reward "
+        f"rewards.py:score. Or name a task by task.name=NAME: {others}, or file.py:Class."
     )
 
 
