@@ -170,7 +170,8 @@ def compare(
     wait_seconds: Annotated[float, number_option("For runs that other processes of the study have.")] = 3600.0,
     show_list: Annotated[bool, typer.Option("--list", help="Print every run with its state and stop.")] = False,
 ) -> None:
-    """A grid of training runs, then one table. Resumes; started several times, the processes share the runs."""
+    """A grid of training runs, then one table. Resumes; started several times, the processes share the runs. The exit
+    status is 1 where some of them failed."""
     from tba.compare import compare as run_study
     from tba.compare import list_runs
 
@@ -178,4 +179,10 @@ def compare(
         for label, state in list_runs(study, output=output, quick=quick):
             typer.echo(f"{state:>8}  {label}")
         return
-    run_study(study, output=output, quick=quick, retry_failed=retry_failed, wait_seconds=wait_seconds)
+    results = run_study(study, output=output, quick=quick, retry_failed=retry_failed, wait_seconds=wait_seconds)
+    if results.failures:
+        count = "1 run" if len(results.failures) == 1 else f"{len(results.failures)} runs"
+        for label, error in results.failures.items():
+            typer.echo(f"{label} failed: {bounded(error)}", err=True)
+        typer.echo(f"tba: {count} failed: correct what they name, then --retry-failed.", err=True)
+        raise typer.Exit(1)
