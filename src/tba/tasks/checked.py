@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tba
-
 from tba.config import TaskConfig
 from tba.tasks.base import Outcome, RewardFailed, Split, Task
 from tba.tasks.rewards.files import describe, line_in
