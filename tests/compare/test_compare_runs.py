@@ -143,7 +143,9 @@ def test_a_study_whose_only_run_failed_says_so_and_ends_with_an_error(tmp_path, 
     assert (tmp_path / "studies" / "tiny" / "results.json").is_file()
 
 
-def test_a_study_with_a_run_that_failed_names_it_and_ends_with_status_1_after_the_results(tmp_path, capsys, monkeypatch):
+def test_a_study_with_a_run_that_failed_names_it_and_ends_with_status_1_after_the_results(
+    tmp_path, capsys, monkeypatch
+):
     rows = {"good": {}, "bad": {"model.path": f"{tmp_path}/model"}}
     path = write_study(tmp_path, rows=rows, columns={"1": {}}, seeds=[0])
     monkeypatch.setattr(sys, "argv", ["tba", "compare", str(path), "--output", str(tmp_path / "studies")])

@@ -15,6 +15,7 @@ from pathlib import Path
 from tba.config import RewardConfig, TaskConfig
 from tba.tasks.base import Outcome, RewardFailed, Split, TaskInputs
 from tba.tasks.data.prompt_file import PromptReader, Reader, Side, read_prompts, read_text
+from tba.tasks.data.rows import RowNames
 from tba.tasks.data.splits import nothing_left
 from tba.tasks.evaluation import AnswerEvaluator, EvaluationInputs, Evaluator
 from tba.tasks.rewards.files import check_reward_function
@@ -88,7 +89,14 @@ def _split_words(num_train: int, num_held_out: int, words: str, is_same: bool) -
 
 def _held_out_words(config: TaskConfig) -> str:
     """The setting that says which prompts are held out."""
-    return f"task.eval_data={config.eval_data}" if config.eval_data else f"task.eval_fraction={config.eval_fraction}"
+    if config.eval_data is None:
+        return f"task.eval_fraction={config.eval_fraction}"
+    return _given_as("task.eval_data", config.eval_data)
+
+
+def _given_as(key: str, path: str) -> str:
+    """How a user gave data: `task.data=prompts.jsonl`, or as `train_dataset` of a script."""
+    return RowNames.of(Path(path)).dataset or f"{key}={path}"
 
 
 def num_train_prompts(config: TaskConfig) -> int:
@@ -113,5 +121,7 @@ def read_sides(config: TaskConfig, reader: Reader, *, trains: bool = True, tells
         raise ValueError(f"task.eval_fraction={fraction} leaves no prompt to train on: lower it or add data.")
     if config.eval_data is not None:
         held_out, _ = read_prompts(config, Path(config.eval_data), reader, 0.0, tells=tells)
-    train.leave_out(held_out, data=f"task.data={config.data}", held_out_words=_held_out_words(config), trains=trains)
+    train.leave_out(
+        held_out, data=_given_as("task.data", config.data), held_out_words=_held_out_words(config), trains=trains
+    )
     return train, held_out

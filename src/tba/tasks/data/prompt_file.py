@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tba.config import TaskConfig
 from tba.tasks.data.prompts import make_prompt
-from tba.tasks.data.rows import BadRow, BadRows, DataRow, jsonl_rows, parsed_row
+from tba.tasks.data.rows import BadRow, BadRows, DataRow, RowNames, jsonl_rows, parsed_row
 from tba.tasks.data.splits import not_held_out, question_key
 from tba.types import Prompt
 
@@ -35,7 +35,8 @@ def read_prompts(
     plain file stay there, so that it may be larger than memory."""
     if not path.is_file():
         raise ValueError(f"task.data: file {path} does not exist.")
-    bad, ids, packed = BadRows(config.on_bad_row), set[int](), path.suffix == ".gz"
+    names, ids, packed = RowNames.of(path), set[int](), path.suffix == ".gz"
+    bad = BadRows(config.on_bad_row, names=names)
     sides = [Side([] if packed else FilePrompts(path, lambda row: reader(row, path))) for _ in range(2)]
 
     def check(row: DataRow) -> None:
@@ -51,7 +52,7 @@ def read_prompts(
         bad.report()
     if not any(side.prompts for side in sides):
         but = f" but for {bad.total} bad rows" if bad.total else ""
-        raise ValueError(f"{path} is empty{but}: it needs at least one row with a `prompt` column.")
+        raise ValueError(f"{names.dataset or path} is empty{but}: it needs at least one row with a `prompt` column.")
     return sides[0], sides[1]
 
 
@@ -147,7 +148,7 @@ class FilePrompts(Sequence[Prompt]):
             )
         self._file.seek(self._offsets[index])
         line = self._lines[index]
-        return self._read(parsed_row(self._file.readline(), f"{self._path} line {line}", line))
+        return self._read(parsed_row(self._file.readline(), RowNames.of(self._path).place(self._path, line), line))
 
     def _stamp_now(self) -> tuple[int, int]:
         """Size and time of change of the file. A file that replaces this one does no harm: the old one stays open."""
