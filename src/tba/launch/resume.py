@@ -24,7 +24,7 @@ MAY_CHANGE = (
 """Settings, and sections with a dot, that may be others after a resume: they change how a run is watched and where it runs,
 not what it learns. train.max_steps may grow besides."""
 BY_OBJECTIVE = {
-    "objective": ("beta",),
+    "objective": ("beta", "max_kl_penalty"),
     "reference": ("reset_every",),
     "replay": ("deduplicate", "on_policy_probability", "max_trained_per_generated", "max_uses", "lag"),
 }
