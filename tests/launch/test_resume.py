@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from tba.cli.training import resolve, run_arguments
 from tba.config import Config, ConfigError, Schedule, dump_config, load_config
 from tba.launch import train
 from tba.launch.supervise import supervise
-from tba.observe.files import RunFolder
+from tba.observe.files import RunFolder, keep_lines
+from tba.observe.listener import PastLine, RunListener
 from tba.train.state import Snapshot, restore
 
 COMMON = ("train.max_steps=12", "train.checkpoint_every=1", "evaluate.every=4")
@@ -153,6 +155,33 @@ def test_a_finished_run_goes_on_when_it_may_take_more_steps(copied):
     assert load_config(run.config).train.max_steps == 8
     with pytest.raises(ValueError, match=r"is finished: step 8 of train\.max_steps=8"):
         train(copied, resume=True)
+
+
+class Heard(RunListener):
+    """Keeps what a resumed run tells of the steps before."""
+
+    past: Sequence[PastLine] = ()
+
+    def begins(self, step: int, past: Sequence[PastLine] = ()) -> None:
+        self.past = past
+
+
+def test_an_evaluation_that_came_after_the_checkpoint_was_saved_is_kept_and_may_be_the_best(copied):
+    """As an asynchronous run leaves it: searchers had not answered for steps 3 and 6, the last one, when that was saved."""
+    run, heard = RunFolder(copied.run_folder), Heard()
+    keep_lines(run.metrics, len(run.metrics.read_text().splitlines()) - 1)  # the evaluation of step 6
+    late = [{"step": step, "seconds": 1.0, "eval/custom/reward": 99.0 + step} for step in (3, 6)]
+    with run.metrics.open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in late) + '{"step": 4, "eval/cus')
+    for path in run.checkpoints_by_step("best-step-").values():
+        shutil.rmtree(path)
+    shutil.copytree(run.checkpoints / "step-4", run.checkpoints / "best-step-3")
+    summary = train(copied, resume=True, listener=heard)
+    told = [(line.step, line.metrics["reward"]) for line in heard.past if line.is_evaluation and line.step > 0]
+    assert told == [(3, 102.0), (6, 105.0)]
+    assert [line["step"] for line in lines(run) if "eval/custom/reward" in line] == [0, 3, 6, 8]
+    assert summary["best"] == {"step": 3, "score": 102.0}
+    assert "best-step-3" in names(run)
 
 
 def test_a_run_keeps_the_defaults_of_its_objective_that_it_was_started_with(copied):
