@@ -236,6 +236,12 @@ def test_settings_that_decide_what_is_learned_may_not_change(copied):
 def test_there_must_be_something_to_resume(copied, folder):
     with pytest.raises(FileNotFoundError, match="there is no run to resume in"):
         train(make_config(folder, "mode=sync", "name=never-started"), resume=True)
+    with pytest.raises(
+        ConfigError, match=r"there is no run to resume in runs/never-started: give the folder, the name"
+    ):
+        run_arguments(["runs/never-started"])
+    with pytest.raises(ConfigError, match=r"sets nothing: .* write train.max_steps=VALUE"):
+        run_arguments(["train.max_steps"])
     run = RunFolder(copied.run_folder)
     with pytest.raises(FileNotFoundError, match=r"step-3 is no whole checkpoint .* it has step-2, step-4, step-6"):
         train(copied, resume=run.checkpoints / "step-3")
@@ -264,10 +270,12 @@ def test_an_asynchronous_run_goes_on_where_it_was(folder):
     train(make_config(folder, *settings, "train.max_steps=5"))
     run = RunFolder(folder / "runs" / "async")
     first = visits_handed_out(run)
-    summary = train(make_config(folder, *settings, "train.max_steps=14"), resume=True)  # more than was generated
+    more = ("train.max_steps=14", "search.num_searchers=2")  # more than was generated
+    summary = train(make_config(folder, *settings, *more), resume=True)
     assert steps(run) == list(range(1, 15))
     assert (summary["steps"], summary["responses_trained"]) == (14, 14 * 16)
     assert visits_handed_out(run) > first
+    assert (run.logs / "searcher-1.log").is_file()
     lags = [line[f"off_policy/lag_{kind}"] for line in lines(run) if "loss" in line for kind in ("mean", "max")]
     assert 0 <= min(lags) <= max(lags) <= 3, "the pace limit holds after the resume as before"
 

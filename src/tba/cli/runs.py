@@ -131,7 +131,7 @@ def searchers(
     from tba.launch.operate import ask_for_searchers
 
     ask_for_searchers(run, count)
-    print(f"asked for {count} searchers.")
+    print(f"asked for {count} searcher{'s' if count > 1 else ''}.")
 
 
 def merge(

@@ -105,6 +105,11 @@ def run_arguments(arguments: list[str]) -> list[str]:
         if folder is not None and (folder / "config.yaml").is_file():
             others = [other for other in arguments if other != argument]
             return [str(folder / "config.yaml"), *others, f"output={folder.parent}", f"name={folder.name}"]
+        if not Path(argument).exists() and Path(argument).suffix not in (".yaml", ".yml"):
+            refuse_setting_without_value(argument)
+            raise ConfigError(
+                f"there is no run to resume in {argument}: give the folder, the name or the config of a run."
+            )
     config = output / given.get("name", "") / "config.yaml"
     if "name" in given and config.is_file() and all("=" in argument for argument in arguments):
         return [str(config), *arguments]

@@ -20,7 +20,7 @@ TASK_NAMES = ("arithmetic", "gsm8k", "math", "tldr", "red_team", "custom")
 
 def check_before_loading(config: Config, *, resume: bool = False) -> None:
     """Refuse a config whose output cannot be written, or that names loggers, an engine, rewards or data that are not there.
-    To resume a run its folder must exist, which is seen when it is opened."""
+    To resume a run its folder must exist, which is told when it is opened."""
     check_sinks(config)
     for kind, searcher in config.by_kind().items():
         key = "generate" if kind is None or config.search.kinds[kind].engine is None else f"search.kinds.{kind}"
@@ -28,6 +28,8 @@ def check_before_loading(config: Config, *, resume: bool = False) -> None:
             raise ValueError(f"{key}.engine=vllm needs vLLM, which is not installed: pip install 'tba-rl[vllm]'.")
     if not resume:
         RunFolder.check(config.run_folder, overwrite=config.overwrite)
+    elif config.run_folder.is_dir():
+        RunFolder.check_writable(config.run_folder)
     check_inputs(config)
     for imported in config.replay.imports:
         if not Path(imported).is_file():
