@@ -17,7 +17,7 @@ from tba.cli import app, main
 from tba.cli.training import resolve
 from tba.config import ConfigError
 from tba.launch import evaluate_model
-from tba.launch.checks import TASK_NAMES, run_of
+from tba.launch.checks import TASK_NAMES, collapsed_words, run_of
 from tba.launch.doctor import EXTRAS
 from tba.tasks.registry import TASKS
 from tba.tasks.tldr.task import start_model_path
@@ -206,6 +206,24 @@ def test_a_run_is_known_by_its_config_and_a_checkpoint_by_that_of_its_run(tmp_pa
             assert found is not None
             assert found.path == tmp_path / run
     assert run_of(str(tmp_path / "checkpoints")) is run_of("tba:arithmetic") is None
+
+
+def test_whoever_evaluates_a_collapsed_run_is_told_of_the_checkpoint_from_before(tmp_path):
+    for step in (50, 60):
+        checkpoint = tmp_path / "run" / "checkpoints" / f"step-{step}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
+    run = tmp_path / "run"
+    (run / "config.yaml").write_text("")
+    collapse = {"step": 64, "since": 55, "checkpoint": "checkpoints/step-50"}
+    (run / "summary.json").write_text(json.dumps({"outcome": "collapsed", "collapse": collapse}))
+    assert collapsed_words(str(run)) == (
+        f"{run} collapsed, since about step 55: its newest checkpoint is evaluated, of step 60. The one from before the "
+        f"collapse is {run}/checkpoints/step-50."
+    )
+    assert collapsed_words(f"{run}/checkpoints/step-60") is collapsed_words("tba:arithmetic") is None
+    (run / "summary.json").write_text(json.dumps({"outcome": "finished", "collapse": collapse}))
+    assert collapsed_words(str(run)) is None
 
 
 def test_a_model_of_the_package_is_evaluated_on_its_own_task_which_is_said(monkeypatch, capfd):

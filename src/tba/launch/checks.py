@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tba.config import Config, ConfigError
 from tba.models.names import SHIPPED, check_there, resolve_path
-from tba.observe.files import RunFolder, check_sinks
+from tba.observe.files import RunFolder, check_sinks, read_summary
 from tba.tasks.data.rows import SUFFIXES
 from tba.tasks.rewards.files import check_reward_function
 from tba.tasks.rewards.functions import reward_weights
@@ -87,6 +87,28 @@ def task_to_train(model: str) -> str:
     raise ConfigError(
         f"nothing says what {model} is to be trained on. For your own problem: --data prompts.jsonl --reward "
         f"rewards.py:score. Or name a task by task.name=NAME: {others}, or file.py:Class."
+    )
+
+
+def collapsed_words(target: str) -> str | None:
+    """What is to be said where a run that collapsed is evaluated by its newest checkpoint: the guard knows of one from
+    before. None = there is nothing to say."""
+    folder = run_of(target)
+    if folder is None or folder.path != Path(target):
+        return None
+    summary = read_summary(folder) or {}
+    collapse, newest = summary.get("collapse") or {}, folder.checkpoints_by_step()
+    kept = folder.path / (collapse.get("checkpoint") or "")
+    if (
+        summary.get("outcome") != "collapsed"
+        or not newest
+        or not kept.is_dir()
+        or kept in (newest[max(newest)], folder.path)
+    ):
+        return None
+    return (
+        f"{target} collapsed, since about step {collapse['since']}: its newest checkpoint is evaluated, of step "
+        f"{max(newest)}. The one from before the collapse is {kept}."
     )
 
 
