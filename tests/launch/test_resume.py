@@ -270,14 +270,21 @@ def test_an_asynchronous_run_goes_on_where_it_was(folder):
     train(make_config(folder, *settings, "train.max_steps=5"))
     run = RunFolder(folder / "runs" / "async")
     first = visits_handed_out(run)
-    more = ("train.max_steps=14", "search.num_searchers=2")  # more than was generated
-    summary = train(make_config(folder, *settings, *more), resume=True)
+    summary = train(make_config(folder, *settings, "train.max_steps=14"), resume=True)  # more than was generated
     assert steps(run) == list(range(1, 15))
     assert (summary["steps"], summary["responses_trained"]) == (14, 14 * 16)
     assert visits_handed_out(run) > first
-    assert (run.logs / "searcher-1.log").is_file()
     lags = [line[f"off_policy/lag_{kind}"] for line in lines(run) if "loss" in line for kind in ("mean", "max")]
     assert 0 <= min(lags) <= max(lags) <= 3, "the pace limit holds after the resume as before"
+
+
+def test_a_run_may_go_on_with_another_number_of_searchers(folder):
+    settings = ["name=more-searchers", "train.checkpoint_every=2"]
+    train(make_config(folder, *settings, "train.max_steps=3"))
+    run = RunFolder(folder / "runs" / "more-searchers")
+    train(make_config(folder, *settings, "train.max_steps=6", "search.num_searchers=2"), resume=True)
+    assert steps(run) == list(range(1, 7))
+    assert (run.logs / "searcher-1.log").is_file()
 
 
 def test_a_run_is_named_by_its_config_its_folder_or_its_name(finished, folder):
