@@ -14,8 +14,10 @@ def main() -> None:
         from tba.runtime.processes import prepare_roles  # nothing heavy comes with it
 
         prepare_roles()
-    from tba.cli import main as run
-
+    try:
+        from tba.cli import main as run
+    except KeyboardInterrupt:  # a second of imports, before anything could be told
+        raise SystemExit(130) from None
     run()
 
 

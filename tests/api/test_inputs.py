@@ -36,7 +36,10 @@ def test_the_rows_of_an_earlier_trainer_are_not_replaced(tmp_path):
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ({"dev": [], "test": []}, r"eval_dataset is a mapping of dev, test: give one of them, eval_dataset\['dev'\]"),
+        (
+            {"dev": [], "test": []},
+            r"eval_dataset is a mapping of dev, test: give one of them, .*\['dev'\], or all .* each of them",
+        ),
         ({"prompt": ["a"]}, r"eval_dataset is a table of columns: give its rows"),
         (5, r"eval_dataset is a int: give a JSONL file, a list of rows or a dataset"),
         (["a", "b"], r"row 0 of eval_dataset is a str: rows are mappings with a `prompt`"),
@@ -91,6 +94,35 @@ def test_an_epoch_is_of_the_rows_that_are_trained_on(folder, tmp_path):
     assert num_steps(tmp_path, rows, rows[:7]) == 2 * 93  # those of eval_dataset are not trained on
     bad = [*rows[:19], {"prompt": ""}]
     assert num_steps(tmp_path, bad, task={"on_bad_row": "skip"}) == 2 * 19
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [{"prompt": "w3"}, {"question": "w4"}, {"prompt": ""}, {"prompt": 5}, {"question": "w5"}],
+            r"^row 1 of train_dataset \(.*train\.jsonl line 2\) has no usable `prompt` column.* And 3 more: in all 4 bad "
+            r"rows: 2 x missing column \(rows 1, 4\), 1 x empty prompt \(row 2\), 1 x wrong type \(row 3\)\..*"
+            r"leave such rows out by TBAConfig\(task=\{\"on_bad_row\": \"skip\"\}\)\.$",
+        ),
+        ([{"prompt": "w3 " * 900}], r"^row 0 of train_dataset \(.*train\.jsonl line 1\)"),
+        ([], r"^train_dataset is empty: it needs at least one row"),
+    ],
+)
+def test_bad_rows_of_a_script_are_named_by_its_dataset(folder, tmp_path, rows, message):
+    args = TBAConfig(output_dir=tmp_path / "a", mode="sync", max_completion_length=8)
+    with pytest.raises(ValueError, match=message):
+        TBATrainer(str(folder / "model"), sevens, args, rows).train()
+
+
+def test_bad_rows_of_a_script_are_left_out_as_the_message_says(folder, tmp_path, caplog):
+    args = TBAConfig(output_dir=tmp_path / "a", mode="sync", max_completion_length=8, task={"on_bad_row": "skip"})
+    trainer = TBATrainer(str(folder / "model"), sevens, args, [{"prompt": "w3"}, {"question": "w4"}])
+    load_inputs(trainer.config)
+    assert (
+        'TBAConfig(task={"on_bad_row": "skip"}) left out 1 bad row: 1 x missing column (row 1). The first: row 1 of'
+        in (caplog.text)
+    )
 
 
 def test_rows_that_are_counted_are_not_warned_of(tmp_path, caplog):

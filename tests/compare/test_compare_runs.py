@@ -143,6 +143,23 @@ def test_a_study_whose_only_run_failed_says_so_and_ends_with_an_error(tmp_path, 
     assert (tmp_path / "studies" / "tiny" / "results.json").is_file()
 
 
+def test_a_study_with_a_run_that_failed_names_it_and_ends_with_status_1_after_the_results(
+    tmp_path, capsys, monkeypatch
+):
+    rows = {"good": {}, "bad": {"model.path": f"{tmp_path}/model"}}
+    path = write_study(tmp_path, rows=rows, columns={"1": {}}, seeds=[0])
+    monkeypatch.setattr(sys, "argv", ["tba", "compare", str(path), "--output", str(tmp_path / "studies")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr()
+    assert ended.value.code == 1
+    assert "bad/1/seed-0 failed: ValueError: model.path=" in printed.err
+    assert "tba: 1 run failed: correct" in printed.err
+    assert "1 failed" in printed.out
+    results = json.loads((tmp_path / "studies" / "tiny" / "results.json").read_text())
+    assert len(results["cells"]) == 2
+
+
 def test_every_row_is_run_with_its_tuned_value(tmp_path):
     changes = {"tune": TUNE, "columns": {"1": {}}, "seeds": [0]}
     results = run_study(tmp_path, changes=changes)

@@ -17,7 +17,7 @@ from tba.cli import app, main
 from tba.cli.training import resolve
 from tba.config import ConfigError
 from tba.launch import evaluate_model
-from tba.launch.checks import TASK_NAMES, run_of
+from tba.launch.checks import TASK_NAMES, collapsed_words, run_of
 from tba.launch.doctor import EXTRAS
 from tba.tasks.registry import TASKS
 from tba.tasks.tldr.task import start_model_path
@@ -44,7 +44,7 @@ def test_a_dry_run_under_torchrun_is_that_of_rank_0_alone(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    result = RUNNER.invoke(app, ["train", "model.path=some/model", "--dry-run"])
+    result = RUNNER.invoke(app, ["train", "--dry-run"])
     assert (result.exit_code, result.stdout) == (0, "")
 
 
@@ -208,6 +208,24 @@ def test_a_run_is_known_by_its_config_and_a_checkpoint_by_that_of_its_run(tmp_pa
     assert run_of(str(tmp_path / "checkpoints")) is run_of("tba:arithmetic") is None
 
 
+def test_whoever_evaluates_a_collapsed_run_is_told_of_the_checkpoint_from_before(tmp_path):
+    for step in (50, 60):
+        checkpoint = tmp_path / "run" / "checkpoints" / f"step-{step}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
+    run = tmp_path / "run"
+    (run / "config.yaml").write_text("")
+    collapse = {"step": 64, "since": 55, "checkpoint": "checkpoints/step-50"}
+    (run / "summary.json").write_text(json.dumps({"outcome": "collapsed", "collapse": collapse}))
+    assert collapsed_words(str(run)) == (
+        f"{run} collapsed, since about step 55: its newest checkpoint is evaluated, of step 60. The one from before the "
+        f"collapse is {run}/checkpoints/step-50."
+    )
+    assert collapsed_words(f"{run}/checkpoints/step-60") is collapsed_words("tba:arithmetic") is None
+    (run / "summary.json").write_text(json.dumps({"outcome": "finished", "collapse": collapse}))
+    assert collapsed_words(str(run)) is None
+
+
 def test_a_model_of_the_package_is_evaluated_on_its_own_task_which_is_said(monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["tba", "evaluate", "tba:tldr", "--num-prompts", "2", "generate.max_new_tokens=2"])
     with pytest.raises(SystemExit) as ended:
@@ -222,6 +240,35 @@ def test_a_model_that_knows_no_task_is_refused_with_all_of_them(folder):
     with pytest.raises(ConfigError, match=r"evaluated on: .* --task: arithmetic, .* --task custom task\.data="):
         evaluate_model(f"{folder}/model", ["evaluate.num_prompts=2", f"task.data={folder}/data.jsonl"])
     assert sorted(TASK_NAMES) == sorted(TASKS)
+
+
+def test_a_run_of_a_model_alone_is_refused_and_one_of_the_package_learns_its_own_task_which_is_said(folder, tmp_path):
+    options: dict = {"data": None, "reward": [], "max_steps": None}
+    for model, arguments in ((f"{folder}/model", []), (None, [f"model.path={folder}/model", "task.eval_fraction=0.2"])):
+        with pytest.raises(ConfigError, match=r"nothing says what .*/model is to be trained on.*--data .* --reward "):
+            resolve(arguments, model=model, **options)
+    path = tmp_path / "own.yaml"
+    path.write_text("task: {name: tldr}")
+    assert resolve([str(path)], model=f"{folder}/model", **options).task.name == "tldr"
+    result = RUNNER.invoke(app, ["train", "--model", "tba:red_team", "--dry-run"])
+    assert yaml.safe_load(result.stdout)["task"]["name"] == "red_team"
+    assert result.stderr == "tba:red_team is trained on its own task, red_team: task.name names another.\n"
+
+
+def test_ctrl_c_while_the_command_is_imported_is_no_traceback():
+    program = """
+import sys
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "tba.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+sys.argv = ["tba", "config"]
+from tba.__main__ import main
+main()
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (130, "")
 
 
 def test_doctor_names_what_the_machine_has():

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from tba.cli.training import resolve, run_arguments
 from tba.config import Config, ConfigError, Schedule, dump_config, load_config
 from tba.launch import train
 from tba.launch.supervise import supervise
-from tba.observe.files import RunFolder
+from tba.observe.files import RunFolder, keep_lines
+from tba.observe.listener import PastLine, RunListener
 from tba.train.state import Snapshot, restore
 
 COMMON = ("train.max_steps=12", "train.checkpoint_every=1", "evaluate.every=4")
@@ -155,6 +157,33 @@ def test_a_finished_run_goes_on_when_it_may_take_more_steps(copied):
         train(copied, resume=True)
 
 
+class Heard(RunListener):
+    """Keeps what a resumed run tells of the steps before."""
+
+    past: Sequence[PastLine] = ()
+
+    def begins(self, step: int, past: Sequence[PastLine] = ()) -> None:
+        self.past = past
+
+
+def test_an_evaluation_that_came_after_the_checkpoint_was_saved_is_kept_and_may_be_the_best(copied):
+    """As an asynchronous run leaves it: searchers had not answered for steps 3 and 6, the last one, when that was saved."""
+    run, heard = RunFolder(copied.run_folder), Heard()
+    keep_lines(run.metrics, len(run.metrics.read_text().splitlines()) - 1)  # the evaluation of step 6
+    late = [{"step": step, "seconds": 1.0, "eval/custom/reward": 99.0 + step} for step in (3, 6)]
+    with run.metrics.open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in late) + '{"step": 4, "eval/cus')
+    for path in run.checkpoints_by_step("best-step-").values():
+        shutil.rmtree(path)
+    shutil.copytree(run.checkpoints / "step-4", run.checkpoints / "best-step-3")
+    summary = train(copied, resume=True, listener=heard)
+    told = [(line.step, line.metrics["reward"]) for line in heard.past if line.is_evaluation and line.step > 0]
+    assert told == [(3, 102.0), (6, 105.0)]
+    assert [line["step"] for line in lines(run) if "eval/custom/reward" in line] == [0, 3, 6, 8]
+    assert summary["best"] == {"step": 3, "score": 102.0}
+    assert "best-step-3" in names(run)
+
+
 def test_a_run_keeps_the_defaults_of_its_objective_that_it_was_started_with(copied):
     """Another version of this package may have had others: tb's beta was .01 for responses of any length."""
     run = RunFolder(copied.run_folder)
@@ -207,6 +236,12 @@ def test_settings_that_decide_what_is_learned_may_not_change(copied):
 def test_there_must_be_something_to_resume(copied, folder):
     with pytest.raises(FileNotFoundError, match="there is no run to resume in"):
         train(make_config(folder, "mode=sync", "name=never-started"), resume=True)
+    with pytest.raises(
+        ConfigError, match=r"there is no run to resume in runs/never-started: give the folder, the name"
+    ):
+        run_arguments(["runs/never-started"])
+    with pytest.raises(ConfigError, match=r"sets nothing: .* write train.max_steps=VALUE"):
+        run_arguments(["train.max_steps"])
     run = RunFolder(copied.run_folder)
     with pytest.raises(FileNotFoundError, match=r"step-3 is no whole checkpoint .* it has step-2, step-4, step-6"):
         train(copied, resume=run.checkpoints / "step-3")
@@ -241,6 +276,15 @@ def test_an_asynchronous_run_goes_on_where_it_was(folder):
     assert visits_handed_out(run) > first
     lags = [line[f"off_policy/lag_{kind}"] for line in lines(run) if "loss" in line for kind in ("mean", "max")]
     assert 0 <= min(lags) <= max(lags) <= 3, "the pace limit holds after the resume as before"
+
+
+def test_a_run_may_go_on_with_another_number_of_searchers(folder):
+    settings = ["name=more-searchers", "train.checkpoint_every=2"]
+    train(make_config(folder, *settings, "train.max_steps=3"))
+    run = RunFolder(folder / "runs" / "more-searchers")
+    train(make_config(folder, *settings, "train.max_steps=6", "search.num_searchers=2"), resume=True)
+    assert steps(run) == list(range(1, 7))
+    assert (run.logs / "searcher-1.log").is_file()
 
 
 def test_a_run_is_named_by_its_config_its_folder_or_its_name(finished, folder):

@@ -226,6 +226,60 @@ def test_what_a_task_hands_over_wrongly_is_named(folder, here, name, message):
         train(odd_config(folder, here, name))
 
 
+RAISES = """
+from my_task import CountWords, Evaluator
+from tba.tasks.data.prompts import make_prompt
+
+class Score(CountWords):
+    def score(self, prompt, texts, completions):
+        return [{"count": float(prompt.columns["answer"])} for text in texts]
+
+class Init(CountWords):
+    def __init__(self, inputs):
+        super().__init__(inputs)
+        self.first = self.all[99]
+
+class Prompts(CountWords):
+    def prompts(self, split):
+        return self.every[split]
+
+class Counts(CountWords):
+    def make_evaluator(self, inputs):
+        return Divides(self, inputs)
+
+class Divides(Evaluator):
+    def __call__(self, engine, between_steps=None):
+        super().__call__(engine)
+        return {"words": 1 / 0}
+
+class Inside(CountWords):
+    def __init__(self, inputs):
+        make_prompt(id="x", text="w3", columns={}, tokenizer=None, max_tokens=8)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Score", r"^Score\.score failed at {file}:7: KeyError: 'answer'$"),
+        ("Init", r"^Init\.__init__ failed at {file}:12: IndexError: list index out of range$"),
+        ("Prompts", r"^Prompts\.prompts\('train'\) failed at {file}:16: AttributeError: .* has no attribute 'every'"),
+        ("Counts", r"^Divides failed at {file}:25: ZeroDivisionError: division by zero$"),
+    ],
+)
+def test_what_a_task_raises_is_told_with_its_own_file_and_line(folder, here, name, message):
+    (here / "raises.py").write_text(RAISES)
+    settings = ("mode=sync", "task.settings.word=w7", "train.max_steps=1", f"name=raises-{name}")
+    with pytest.raises(ValueError, match=message.format(file=here / "raises.py")):
+        train(make_config(folder, *settings, name=f"raises.py:{name}"))
+
+
+def test_what_the_package_raises_for_a_task_stays_as_it_is(folder, here):
+    (here / "raises.py").write_text(RAISES)
+    with pytest.raises(AttributeError, match="NoneType"):
+        train(make_config(folder, "task.settings.word=w7", "name=inside", name="raises.py:Inside"))
+
+
 def test_numbers_of_numpy_are_numbers(folder, here):
     assert train(odd_config(folder, here, "NumPy"))["final"] == {"words": 3.0}
 

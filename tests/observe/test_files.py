@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tba.config import load_config
+from tba.launch.checks import check_before_loading
 from tba.observe.files import JsonlSink, OutputLost, RunFolder, WriteFailures, keep_lines, write_json
 
 
@@ -135,6 +137,8 @@ def test_an_output_that_cannot_be_written_is_refused_and_left_as_it_was(tmp_path
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(FileExistsError, match=r"file is a file, not a folder: choose another output"):
             RunFolder.check(path, overwrite=True)
+    with pytest.raises(ValueError, match=r"run folder /proc/sys cannot be written: "):
+        check_before_loading(load_config(None, ["output=/proc", "name=sys"]), resume=True)
     with pytest.raises(ValueError, match=r"run folder /proc/run cannot be written: .* \(/proc\)"):
         RunFolder.check(Path("/proc/run"), overwrite=False)
     RunFolder.check(tmp_path / "new" / "run", overwrite=False)

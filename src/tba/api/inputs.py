@@ -65,6 +65,8 @@ def _check_dataset(dataset: Any, what: str) -> None:
     if isinstance(dataset, Mapping) and "prompt" not in dataset:
         names = list(dataset)
         one = f": give one of them, {what}[{names[0]!r}]" if names else ", and empty: give a list of rows"
+        if names and what == "eval_dataset":
+            one += ", or all rows as one list; trainer.evaluate(eval_dataset=rows) measures each of them after train()"
         raise ConfigError(f"{what} is a mapping of {', '.join(map(str, names)) or 'nothing'}{one}.")
     if isinstance(dataset, Mapping) or hasattr(dataset, "iloc"):  # pandas goes through the names of its columns
         raise ConfigError(f"{what} is a table of columns: give its rows, such as table.to_dict('records').")

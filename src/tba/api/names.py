@@ -260,7 +260,7 @@ TRAINER_ARGUMENTS: dict[str, Name] = {
         reward_funcs                    functions, file.py:name, reward models by name or as objects
         args                            TBAConfig
         train_dataset                   rows, a file or a dataset, with `prompt`
-        eval_dataset                    the same, up to evaluate.num_prompts (500); unset = some of the train rows
+        eval_dataset                    the same, but no dict; up to evaluate.num_prompts (500); unset = some train rows
         processing_class                tokenizer or its path
         reward_processing_classes       tokenizers of reward models
         callbacks                       transformers' TrainerCallback objects

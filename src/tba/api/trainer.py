@@ -21,6 +21,7 @@ from tba.config import Config, ConfigError, TaskConfig, load_config
 from tba.observe.contents import CARD
 from tba.observe.files import RunFolder
 from tba.tasks.custom import num_train_prompts
+from tba.tasks.data.rows import SCRIPT_FOLDER
 
 
 class TrainOutput(dict[str, Any]):
@@ -59,7 +60,7 @@ class TBATrainer:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._given_model, self._tokenizer = model, processing_class
         folder = self.args.run_folder
-        self._inputs = inputs = folder.with_name(folder.name + ".inputs")
+        self._inputs = inputs = folder.with_name(folder.name + SCRIPT_FOLDER)
         weights = reward_weights if reward_weights is not None else self.args.get("reward_weights")
         task = self.args.config.task.model_dump() | {
             "name": "custom",

@@ -30,7 +30,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """The task's metrics on held-out prompts: greedy accuracy (pass@k and avg@k with --samples k), win rate, or success."""
-    from tba.launch.checks import check_evaluated, task_to_evaluate
+    from tba.launch.checks import check_evaluated, collapsed_words, task_to_evaluate
 
     check_evaluated(target)
     values = list(overrides or [])
@@ -45,6 +45,8 @@ def evaluate(
 
     if own_task is not None:
         typer.echo(f"{target} is evaluated on its own task, {own_task}: --task names another.", err=True)
+    if (warning := collapsed_words(target)) is not None:
+        typer.echo(warning, err=True)
     values += [f"evaluate.num_prompts={num_prompts}"] if num_prompts is not None else []
     values += [f"evaluate.samples_per_prompt={samples}"] if samples is not None else []
     if against is not None:
@@ -131,7 +133,7 @@ def searchers(
     from tba.launch.operate import ask_for_searchers
 
     ask_for_searchers(run, count)
-    print(f"asked for {count} searchers.")
+    print(f"asked for {count} searcher{'s' if count > 1 else ''}.")
 
 
 def merge(

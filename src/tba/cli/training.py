@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from tba.cli.usage import bounded, count_option, exit_status, log_warnings, number_option
-from tba.config import Config, ConfigError, dump_config, load_config, settings_by_name
+from tba.config import Config, ConfigError, dump_config, is_given, load_config, settings_by_name
 from tba.observe.streams import lasting_output
 
 
@@ -105,6 +105,11 @@ def run_arguments(arguments: list[str]) -> list[str]:
         if folder is not None and (folder / "config.yaml").is_file():
             others = [other for other in arguments if other != argument]
             return [str(folder / "config.yaml"), *others, f"output={folder.parent}", f"name={folder.name}"]
+        if not Path(argument).exists() and Path(argument).suffix not in (".yaml", ".yml"):
+            refuse_setting_without_value(argument)
+            raise ConfigError(
+                f"there is no run to resume in {argument}: give the folder, the name or the config of a run."
+            )
     config = output / given.get("name", "") / "config.yaml"
     if "name" in given and config.is_file() and all("=" in argument for argument in arguments):
         return [str(config), *arguments]
@@ -131,8 +136,15 @@ def resolve(
             values["task"]["data"] = data
     if max_steps is not None:
         values["train"] = {"max_steps": max_steps}
-    overrides = [argument for argument in arguments if "=" in argument]
-    return load_config(Path(files[0]) if files else None, overrides, **values)
+    file, overrides = Path(files[0]) if files else None, [argument for argument in arguments if "=" in argument]
+    config = load_config(file, overrides, **values)
+    if not is_given("model.path", file, overrides, **values) or is_given("task.name", file, overrides, **values):
+        return config
+    from tba.launch.checks import task_to_train
+
+    task = task_to_train(config.model.path)
+    typer.echo(f"{config.model.path} is trained on its own task, {task}: task.name names another.", err=True)
+    return load_config(file, [*overrides, f"task.name={task}"], **values)
 
 
 def refuse_setting_without_value(argument: str) -> None:
@@ -163,7 +175,8 @@ def compare(
     wait_seconds: Annotated[float, number_option("For runs that other processes of the study have.")] = 3600.0,
     show_list: Annotated[bool, typer.Option("--list", help="Print every run with its state and stop.")] = False,
 ) -> None:
-    """A grid of training runs, then one table. Resumes; started several times, the processes share the runs."""
+    """A grid of training runs, then one table. Resumes; started several times, the processes share the runs. The exit
+    status is 1 where some of them failed."""
     from tba.compare import compare as run_study
     from tba.compare import list_runs
 
@@ -171,4 +184,10 @@ def compare(
         for label, state in list_runs(study, output=output, quick=quick):
             typer.echo(f"{state:>8}  {label}")
         return
-    run_study(study, output=output, quick=quick, retry_failed=retry_failed, wait_seconds=wait_seconds)
+    results = run_study(study, output=output, quick=quick, retry_failed=retry_failed, wait_seconds=wait_seconds)
+    if results.failures:
+        count = "1 run" if len(results.failures) == 1 else f"{len(results.failures)} runs"
+        for label, error in results.failures.items():
+            typer.echo(f"{label} failed: {bounded(error)}", err=True)
+        typer.echo(f"tba: {count} failed: correct what they name, then --retry-failed.", err=True)
+        raise typer.Exit(1)

@@ -72,6 +72,15 @@ class Results:
     commits: Sequence[str]
     """Commits of the code that made the runs."""
 
+    @property
+    def failures(self) -> dict[str, str]:
+        """Error messages of the runs that failed, by row, column and seed; failed tuning runs are in `tuning`."""
+        return {
+            f"{row}/{column}/seed-{seed}": error
+            for (row, column), cell in self.cells.items()
+            for seed, error in cell.failures.items()
+        }
+
 
 def gather(plan: Plan, *, measures: bool = True) -> Results:
     """Read the results there are; without `measures` only the metric, which is quick."""

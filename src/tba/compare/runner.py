@@ -105,7 +105,7 @@ def show_results(plan: Plan, results: Results) -> None:
 
 def raise_if_nothing_came(plan: Plan, results: Results) -> None:
     """Raise where no run of a study has a result: its table is empty, and a script must see that."""
-    failures = [error for cell in results.cells.values() for error in cell.failures.values()]
+    failures = list(results.failures.values())
     if failures and not any(cell.values for cell in results.cells.values()):
         raise RuntimeError(
             f"no run of {plan.study.name} has a result, all {len(failures)} failed; the first: {failures[0]} Correct what "

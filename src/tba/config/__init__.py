@@ -1,7 +1,7 @@
 """Settings: pydantic models, YAML files, dotted overrides."""
 
 from tba.config.base import Schedule, Section
-from tba.config.files import ConfigError, dump_config, load_config, merge, settings_by_name
+from tba.config.files import ConfigError, dump_config, is_given, load_config, merge, settings_by_name
 from tba.config.root import Config
 from tba.config.runtime import PlacementConfig, RuntimeConfig
 from tba.config.search import ExploreConfig, KindConfig, SearchConfig
@@ -42,6 +42,7 @@ __all__ = [
     "TaskConfig",
     "TrainConfig",
     "dump_config",
+    "is_given",
     "load_config",
     "merge",
     "settings_by_name",

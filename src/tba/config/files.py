@@ -29,6 +29,14 @@ def load_config(path: Path | str | None = None, overrides: Iterable[str] = (), *
     return make_config(data)
 
 
+def is_given(key: str, path: Path | str | None, overrides: Iterable[str] = (), **values: Any) -> bool:
+    """Whether any source of `load_config` sets a key of a section ("task.name"), which is not left at its default then."""
+    section, _, name = key.partition(".")
+    data = merge(_read_yaml(Path(path)) if path is not None else {}, values)
+    set_above = isinstance(data.get(section), Mapping) and name in data[section]
+    return set_above or any(override.partition("=")[0] in (section, key) for override in overrides)
+
+
 def make_config(data: Mapping[str, Any]) -> Config:
     """Check a plain mapping; every problem is listed with its full key."""
     try:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tba.config import Config, ConfigError
-from tba.models.names import SHIPPED, check_there
-from tba.observe.files import RunFolder, check_sinks
+from tba.models.names import SHIPPED, check_there, resolve_path
+from tba.observe.files import RunFolder, check_sinks, read_summary
 from tba.tasks.data.rows import SUFFIXES
 from tba.tasks.rewards.files import check_reward_function
 from tba.tasks.rewards.functions import reward_weights
@@ -20,7 +20,7 @@ TASK_NAMES = ("arithmetic", "gsm8k", "math", "tldr", "red_team", "custom")
 
 def check_before_loading(config: Config, *, resume: bool = False) -> None:
     """Refuse a config whose output cannot be written, or that names loggers, an engine, rewards or data that are not there.
-    To resume a run its folder must exist, which is seen when it is opened."""
+    To resume a run its folder must exist, which is told when it is opened."""
     check_sinks(config)
     for kind, searcher in config.by_kind().items():
         key = "generate" if kind is None or config.search.kinds[kind].engine is None else f"search.kinds.{kind}"
@@ -28,6 +28,8 @@ def check_before_loading(config: Config, *, resume: bool = False) -> None:
             raise ValueError(f"{key}.engine=vllm needs vLLM, which is not installed: pip install 'tba-rl[vllm]'.")
     if not resume:
         RunFolder.check(config.run_folder, overwrite=config.overwrite)
+    elif config.run_folder.is_dir():
+        RunFolder.check_writable(config.run_folder)
     check_inputs(config)
     for imported in config.replay.imports:
         if not Path(imported).is_file():
@@ -72,6 +74,41 @@ def task_to_evaluate(target: str, overrides: Sequence[str]) -> str | None:
         f"nothing says what {target} is to be evaluated on: it is no run folder, which knows its task. Give one with "
         f"--task: {', '.join(TASK_NAMES)}, or file.py:Class. For your own data and reward: --task custom "
         "task.data=prompts.jsonl 'task.rewards=[{function: rewards.py:score}]'."
+    )
+
+
+def task_to_train(model: str) -> str:
+    """The task of a model of the package, for a run that names a model and no task. A ConfigError where the model is
+    another one: it would learn the problems of the default task, which nobody has asked for."""
+    if model in SHIPPED:
+        return model.removeprefix("tba:")
+    resolve_path(model)  # a folder that is not there is told first
+    others = ", ".join(name for name in TASK_NAMES if name != "custom")
+    raise ConfigError(
+        f"nothing says what {model} is to be trained on. For your own problem: --data prompts.jsonl --reward "
+        f"rewards.py:score. Or name a task by task.name=NAME: {others}, or file.py:Class."
+    )
+
+
+def collapsed_words(target: str) -> str | None:
+    """What is to be said where a run that collapsed is evaluated by its newest checkpoint: the guard knows of one from
+    before. None = there is nothing to say."""
+    folder = run_of(target)
+    if folder is None or folder.path != Path(target):
+        return None
+    summary = read_summary(folder) or {}
+    collapse, newest = summary.get("collapse") or {}, folder.checkpoints_by_step()
+    kept = folder.path / (collapse.get("checkpoint") or "")
+    if (
+        summary.get("outcome") != "collapsed"
+        or not newest
+        or not kept.is_dir()
+        or kept in (newest[max(newest)], folder.path)
+    ):
+        return None
+    return (
+        f"{target} collapsed, since about step {collapse['since']}: its newest checkpoint is evaluated, of step "
+        f"{max(newest)}. The one from before the collapse is {kept}."
     )
 
 

@@ -19,12 +19,13 @@ logger = logging.getLogger("tba")
 MAY_CHANGE = (
     *("name", "output", "overwrite", "runtime.", "observe.", "model.device"),
     *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints", "train.ranks"),
+    *("search.num_searchers", "search.max_searchers"),  # as `tba searchers` changes them while a run goes on
     *("search.max_reward_failures", "search.reward_timeout_seconds", "search.reward_workers"),
 )
 """Settings, and sections with a dot, that may be others after a resume: they change how a run is watched and where it runs,
 not what it learns. train.max_steps may grow besides."""
 BY_OBJECTIVE = {
-    "objective": ("beta",),
+    "objective": ("beta", "max_kl_penalty"),
     "reference": ("reset_every",),
     "replay": ("deduplicate", "on_policy_probability", "max_trained_per_generated", "max_uses", "lag"),
 }
@@ -106,11 +107,12 @@ def _warn_of_beginning_again(folder: RunFolder, config: Config) -> None:
     kept = (
         "" if config.takes_turns or config.replay.durability == "off" else " What it generated is kept and trained on."
     )
+    advice = "" if config.train.checkpoint_every else " Set train.checkpoint_every for checkpoints before the end."
     logger.warning(
-        "run folder %s has no checkpoint: the run begins again at step 0, with the start model.%s Set "
-        "train.checkpoint_every for checkpoints before the end.",
+        "run folder %s has no checkpoint: the run begins again at step 0, with the start model.%s%s",
         folder.path,
         kept,
+        advice,
     )
 
 

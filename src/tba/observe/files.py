@@ -64,6 +64,12 @@ class RunFolder:
         if existing == path:
             refuse(path, holder_of(path))
             folder._refuse_replacing(overwrite)
+        cls.check_writable(path, existing)
+
+    @classmethod
+    def check_writable(cls, path: Path, existing: Path | None = None) -> None:
+        """Refuse a run folder that cannot be written; `existing` is the folder above it that is there, None = itself."""
+        existing = existing or path
         try:
             with tempfile.TemporaryFile(dir=existing) as probe:
                 probe.write(bytes(PROBE_BYTES))
@@ -187,7 +193,8 @@ class WriteFailures:
         lost = self._lost_words()
         if lost:
             raise OutputLost(
-                f"training is done, but {lost} Free the disk or choose another output=..., and train again."
+                f"training is done, but {lost} Free the disk and go on from the newest checkpoint (--resume), or choose "
+                "another output=... and train again."
             )
 
     def tell_lost(self) -> None:

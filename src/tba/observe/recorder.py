@@ -7,8 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tba.config import Config
@@ -18,7 +16,6 @@ from tba.observe.files import (
     RunFolder,
     RunOutcome,
     WriteFailures,
-    append_line,
     keep_lines,
     make_sinks,
     one_line,
@@ -28,7 +25,8 @@ from tba.observe.listener import PastLine, RunListener
 from tba.observe.lost import LostResponses
 from tba.observe.metrics import Evaluation, mean_over_steps, moving_metric
 from tba.observe.mismatch import MismatchWatch
-from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
+from tba.observe.samples import SampleLog
+from tba.types import ResponseCounts, TrajectoryGroup
 
 logger = logging.getLogger("tba")
 
@@ -93,6 +91,8 @@ class Recorder:
         self.empty_steps = 0
         """Number of steps in which no response had weight, so that the optimizer did not move."""
         self.evaluations: list[tuple[int, Mapping[str, float]]] = []
+        self.late: list[tuple[int, Mapping[str, float]]] = []
+        """Evaluations that came after the state that was loaded was saved, of weights from before."""
         self.collapse: Mapping[str, Any] | None = None
         """The collapse guard's last alarm; None = there was none."""
         self.rollbacks: list[Mapping[str, Any]] = []
@@ -137,11 +137,14 @@ class Recorder:
         self._progress.step(step, metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._add_evaluation(step, metrics)
+        self._listener.evaluated(step, metrics)
+        self._progress.evaluation(step, metrics)
+
+    def _add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.evaluations.append((step, metrics))
         values = {f"{self._evaluated_as}{name}": value for name, value in metrics.items()}
         self._write(step, {"seconds": self._seconds_at.get(step, self.seconds), **values})
-        self._listener.evaluated(step, metrics)
-        self._progress.evaluation(step, metrics)
 
     def saved(self, step: int) -> None:
         self._listener.saved(step, self.folder.checkpoints / f"step-{step}")
@@ -168,20 +171,30 @@ class Recorder:
         return {**counted, "seconds": self.seconds}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on counting; lines that were written after the state was saved are dropped."""
+        """Go on counting; lines that were written after the state was saved are dropped. Evaluations among them that
+        nobody will ask for again stay: they are of weights from before, and came after the state was saved."""
         for name in COUNTED:
             if name in state:  # what an older version saved lacks some
                 setattr(self, name, state[name])
         self._seconds_before, self._first_step_at, self._last_step_at = state["seconds"], None, 0.0
+        newest = self.steps - 1 if self.lacks_evaluation(self.steps) else self.steps
+        after = self._lines()[self._num_lines :]
+        self.late = [(line.step, line.metrics) for line in after if line.is_evaluation and line.step <= newest]
         self.cut_files()
+        for step, metrics in self.late:
+            self._add_evaluation(step, metrics)
         self._progress.resume(self.steps, self.evaluations)
 
     def past(self) -> list[PastLine]:
         """What was logged before this process, after `load_state`: null in the file is NaN again."""
-        if self.steps == 0 or not self.folder.metrics.is_file():
+        return self._lines() if self.steps > 0 else []
+
+    def _lines(self) -> list[PastLine]:
+        """The lines of metrics.jsonl, but for a last one that a killed process left unfinished."""
+        if not self.folder.metrics.is_file():
             return []
         found = []
-        for text in self.folder.metrics.read_text(encoding="utf-8").splitlines():
+        for text in self.folder.metrics.read_text(encoding="utf-8").split("\n")[:-1]:
             record, prefix = json.loads(text), self._evaluated_as
             step = record.pop("step")
             line = {name: math.nan if value is None else value for name, value in record.items()}
@@ -255,46 +268,3 @@ class Recorder:
             self._closed = True
             self._progress.close()
             self._sinks.close()
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleLog:
-    """The file samples.jsonl: what the policy was asked, what it answered and what it got, of a group's best and its worst
-    response by the reward that is trained on."""
-
-    path: Path
-    reward_weights: Mapping[str, float]
-    """Factors of the reward components in the sum."""
-    cut_off_reward: float | None = None
-    """Reward that training gives a response that was cut off; None = the one that it got."""
-
-    def write(self, step: int, group: TrajectoryGroup, texts: list[str]) -> None:
-        rewards = [self._reward(trajectory) for trajectory in group.trajectories]
-        chosen = sorted({rewards.index(max(rewards)), rewards.index(min(rewards))})
-        record = {
-            "step": step,
-            "prompt_id": group.prompt.id,
-            "version": group.version,
-            "prompt": group.prompt.text,
-            "responses": [
-                {
-                    "text": texts[i],
-                    "reward": _null_for_nan(rewards[i]),
-                    "rewards": {name: _null_for_nan(value) for name, value in group.trajectories[i].rewards.items()},
-                    "tokens": len(group.trajectories[i].completion.token_ids),
-                    "finish": group.trajectories[i].completion.finish,
-                }
-                for i in chosen
-            ],
-        }
-        append_line(self.path, json.dumps(record, ensure_ascii=False))
-
-    def _reward(self, trajectory: Trajectory) -> float:
-        if self.cut_off_reward is not None and trajectory.completion.finish == "length":
-            return self.cut_off_reward
-        names, values = list(trajectory.rewards), list(trajectory.rewards.values())
-        return float(total_reward(values, [self.reward_weights[name] for name in names]))
-
-
-def _null_for_nan(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -1,15 +1,22 @@
 """What a task of a user's own (task.name=file.py:Class) hands over, checked where it is handed over: prompts, outcomes and
-metrics. A wrong one would otherwise show far from its cause, or, with two prompts of one id, not at all.
+metrics. A wrong one would otherwise show far from its cause, or, with two prompts of one id, not at all. What the task
+raises is told with its own file and line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tba
 from tba.config import TaskConfig
 from tba.tasks.base import Outcome, RewardFailed, Split, Task
+from tba.tasks.rewards.files import describe, line_in
 from tba.types import Prompt
 
 if TYPE_CHECKING:  # it imports this file
@@ -17,9 +24,42 @@ if TYPE_CHECKING:  # it imports this file
     from tba.tasks.evaluation import BetweenSteps, Evaluator
 
 
+PACKAGE = str(Path(tba.__file__).parent)
+
+
+@contextmanager
+def user_code(kind: Any, part: str = "") -> Iterator[None]:
+    """Around a call of a user's class: an error that its file or what it uses has raised becomes a ValueError with the
+    innermost line of that file. What the package raises, asked by the file or not, stays as it is."""
+    try:
+        yield
+    except Exception as error:
+        file = _file_of(kind)
+        line = None if file is None else line_in(file, error)
+        frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        if line is None or file is None or any(name.startswith(PACKAGE) for name in _after_last(file, frames)):
+            raise
+        raise ValueError(f"{kind.__name__}{part} failed at {file}:{line}: {describe(error)}") from error
+
+
+def _file_of(kind: Any) -> str | None:
+    """The file of a class; None = it is the package's own, or in no file."""
+    try:
+        file = inspect.getsourcefile(kind)
+    except TypeError:
+        return None
+    return None if file is None or file.startswith(PACKAGE) else file
+
+
+def _after_last(file: str, names: Sequence[str]) -> Sequence[str]:
+    return names[len(names) - names[::-1].index(file) :] if file in names else ()
+
+
 def check_prompts(task: Task, config: TaskConfig, split: Split) -> None:
     """Refuse prompts that cannot be visited, or told apart: an engine knows a response by the id of its prompt."""
-    prompts, what = task.prompts(split), f"task.name={config.name}: {config.label}.prompts({split!r})"
+    with user_code(type(task), f".prompts({split!r})"):
+        prompts = task.prompts(split)
+    what = f"task.name={config.name}: {config.label}.prompts({split!r})"
     if not isinstance(prompts, Sequence):
         raise ValueError(f"{what} is a {type(prompts).__name__}: return a list of prompts.")
     if not prompts and split == "train":
@@ -83,7 +123,8 @@ class CheckedEvaluator:
         return self.own.prompts
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
-        found: Any = self.own(engine, between_steps)
+        with user_code(type(self.own)):
+            found: Any = self.own(engine, between_steps)
         if not isinstance(found, Mapping):
             raise ValueError(f"{self.what}: the evaluator returned {found!r}: return metrics by name.")
         metrics = {}

@@ -24,7 +24,7 @@ from tba.generate.sampling import training_sampling
 from tba.models.load import LoadedModel
 from tba.observe.metrics import mean_metrics
 from tba.tasks.base import Outcome, Task, components_of, why_no_reward
-from tba.tasks.checked import CheckedEvaluator
+from tba.tasks.checked import CheckedEvaluator, user_code
 from tba.tasks.rewards.pool import FinishedGroup, Rewards, outcomes_of, texts_of
 from tba.types import Completion, Prompt, Request, Sampling, combined_reward
 
@@ -99,7 +99,8 @@ def make_evaluator(
 ) -> Evaluator:
     """The evaluator that a task makes for a loaded model; see EvaluationInputs."""
     inputs = EvaluationInputs(config=config, tokenizer=loaded.tokenizer, rewards=rewards, start=start, keep=keep)
-    made = task.make_evaluator(inputs)
+    with user_code(type(task), ".make_evaluator"):
+        made = task.make_evaluator(inputs)
     own = ":" in config.task.name and not isinstance(made, AnswerEvaluator)
     return CheckedEvaluator(made, what=f"task.name={config.task.name}") if own else made
 
@@ -158,7 +159,8 @@ class AnswerEvaluator:
         )
 
     def _solved(self, outcomes: Sequence[Sequence[Outcome]]) -> list[list[bool]]:
-        return [[bool(self.task.solved(outcome)) for outcome in own] for own in outcomes]
+        with user_code(type(self.task), ".solved"):
+            return [[bool(self.task.solved(outcome)) for outcome in own] for own in outcomes]
 
     def _shares(self, outcomes: Sequence[Sequence[Outcome]]) -> list[str]:
         """Names for the share of greedy responses that are solved."""

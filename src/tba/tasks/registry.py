@@ -21,6 +21,7 @@ from tba.models.weights import CANARY_TOKENS
 from tba.tasks.arithmetic.prepare import prepare_arithmetic
 from tba.tasks.arithmetic.task import ArithmeticTask
 from tba.tasks.base import Task, TaskInputs
+from tba.tasks.checked import user_code
 from tba.tasks.custom import CustomTask
 from tba.tasks.gsm8k import GSM8KTask
 from tba.tasks.math.task import MathTask
@@ -88,7 +89,8 @@ def make_task(
         device=device,
         trains=trains,
     )
-    task = kind(inputs)
+    with user_code(kind, ".__init__"):
+        task = kind(inputs)
     missing = [part for part in TASK_PARTS if not hasattr(task, part)]
     if missing:
         raise ValueError(

@@ -128,6 +128,16 @@ class Checkpoints:
         for found in sorted(passed):
             self._drop_later(f"evaluated-step-{found}")
 
+    def recall_best(self, late: Mapping[int, float]) -> None:
+        """Count evaluations, scores by step, that came after the checkpoint that was loaded was saved: the weights of the
+        best of them have that name."""
+        for kept in sorted(self.folder.checkpoints_by_step("best-step-")):
+            judged = min((step for step in late if step >= kept), default=None)
+            if kept == self._saved_best or judged is None:
+                continue
+            if self.best is None or late[judged] >= self.best[1]:
+                self.best = (kept, late[judged])
+
     def _rename_best(self, step: int, saved_best: int | None) -> None:
         """Runs in the writer's thread. The one that the newest regular checkpoint knows of stays beside it."""
         source = self.folder.checkpoints / f"evaluated-step-{step}"

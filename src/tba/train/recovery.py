@@ -27,7 +27,7 @@ GENTLER = 0.5
 def resume(trainer: Trainer, checkpoint: Path | None) -> None:
     """Go on from a checkpoint, or where there was none from the start: a new run is a run of which nothing is left."""
     if checkpoint is not None:
-        trainer.checkpoints.load(checkpoint)
+        load(trainer, checkpoint)
     else:
         trainer.checkpoints.drop_after(0)
         trainer.recorder.cut_files()
@@ -39,6 +39,13 @@ def resume(trainer: Trainer, checkpoint: Path | None) -> None:
     else:
         take_in_stored(trainer, after=last_row)
         durable.go_on_after(last_row)
+
+
+def load(trainer: Trainer, checkpoint: Path) -> None:
+    """Load a checkpoint; an evaluation that came after it was saved may be the best one."""
+    trainer.checkpoints.load(checkpoint)
+    trainer.checkpoints.recall_best({step: trainer.score(metrics) for step, metrics in trainer.recorder.late})
+    trainer.recorder.best = trainer.checkpoints.best
 
 
 def take_in_stored(trainer: Trainer, *, after: int) -> None:
@@ -65,14 +72,10 @@ def roll_back(trainer: Trainer, health: Health) -> None:
         check_manifest(path)
     except CorruptCheckpoint as error:
         raise Collapsed(f"stopped at step {recorder.steps}: {alarm.words} It cannot be rolled back: {error}") from None
-    evaluations, rollbacks, is_regular = recorder.evaluations, recorder.rollbacks, path.name.startswith("step-")
-    trainer.checkpoints.load(path)
+    rollbacks, is_regular = recorder.rollbacks, path.name.startswith("step-")
+    load(trainer, path)
     to, factor = trainer.step_index, GENTLER ** (len(rollbacks) + 1)
     trainer.rate.soften(factor)
-    # Those of earlier weights that had not come when it was saved; one of these weights will be asked for again.
-    for step, metrics in evaluations[len(recorder.evaluations) :]:
-        if step < to:
-            recorder.evaluation(step, metrics)
     recorder.rollbacks = [*rollbacks, {**vars(alarm), "to": to, "learning_rate_factor": factor}]
     if is_regular:
         trainer.checkpoints.pinned = to  # the only one from before: the next rollback may need it

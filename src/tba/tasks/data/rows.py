@@ -24,11 +24,40 @@ from typing import IO, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 logger = logging.getLogger("tba.tasks")
 
+OnBadRow = Literal["stop", "skip"]
 SUFFIXES = (".jsonl", ".jsonl.gz")
 LONGEST_LINE = 64 * 2**20
 """Longest line in bytes. A longer one is no row (but perhaps a file without line breaks) and is not taken into memory."""
 LINES_NAMED = 5
 """Number of line numbers that are told for each reason."""
+SCRIPT_FOLDER = ".inputs"
+"""Ending of the folder, beside a run folder, with the datasets that a script gave TBATrainer, as SCRIPT_FILES."""
+SCRIPT_FILES = {"train.jsonl": "train_dataset", "eval.jsonl": "eval_dataset", "evaluate.jsonl": "eval_dataset"}
+
+
+class RowNames(NamedTuple):
+    """How messages name the rows of a file: by its lines, or by the rows of the dataset that a script has in its place."""
+
+    dataset: str | None = None
+    """Name of the script's dataset, whose rows count from 0; None = the user gave the file."""
+
+    @classmethod
+    def of(cls, path: Path) -> RowNames:
+        is_scripts = any(folder.name.endswith(SCRIPT_FOLDER) for folder in list(path.absolute().parents)[:2])
+        return cls(SCRIPT_FILES.get(path.name) if is_scripts else None)
+
+    def place(self, path: Path, line: int) -> str:
+        own = f"{path} line {line}"
+        return own if self.dataset is None else f"row {line - 1} of {self.dataset} ({own})"
+
+    def numbers(self, lines: Sequence[int]) -> str:
+        word, first = ("line", 0) if self.dataset is None else ("row", 1)
+        return f"{word}{'s' if len(lines) > 1 else ''} {', '.join(str(line - first) for line in lines)}"
+
+    @property
+    def skip_by(self) -> str:
+        """What a user writes to leave bad rows out."""
+        return "task.on_bad_row=skip" if self.dataset is None else 'TBAConfig(task={"on_bad_row": "skip"})'
 
 
 class DataRow(NamedTuple):
@@ -69,9 +98,10 @@ class BadRow(ValueError):
 class BadRows:
     """The bad rows of one source, counted. It holds a few line numbers, however many there are."""
 
-    def __init__(self, on_bad_row: Literal["stop", "skip"], *, skip_by: str = "task.on_bad_row=skip") -> None:
-        """`skip_by` is what a user writes to leave bad rows out."""
-        self._on_bad_row, self._skip_by = on_bad_row, skip_by
+    def __init__(self, on_bad_row: OnBadRow, *, skip_by: str | None = None, names: RowNames | None = None) -> None:
+        """`skip_by` is what a user writes to leave bad rows out; None = as `names` say, which are by line."""
+        self.names, self._on_bad_row = names or RowNames(), on_bad_row
+        self._skip_by = skip_by or self.names.skip_by
         self._first: BadRow | None = None
         self._counts: dict[str, int] = {}
         self._lines: dict[str, list[int]] = {}
@@ -113,14 +143,11 @@ class BadRows:
         reasons = []
         for reason, count in self._counts.items():
             lines = self._lines[reason]
-            numbers = ", ".join(map(str, lines)) + (", ..." if count > len(lines) else "")
-            reasons.append(f"{count} x {reason} (line{'s' if count > 1 else ''} {numbers})")
+            reasons.append(f"{count} x {reason} ({self.names.numbers(lines)}{', ...' if count > len(lines) else ''})")
         return f"{self.total} bad row{'s' if self.total > 1 else ''}: {', '.join(reasons)}"
 
 
-def keep_some(
-    items: Iterable[Item], read: Callable[[Item], Kept], *, on_bad_row: Literal["stop", "skip"], what: str
-) -> list[Kept]:
+def keep_some(items: Iterable[Item], read: Callable[[Item], Kept], *, on_bad_row: OnBadRow, what: str) -> list[Kept]:
     """What `read` makes of the items, bad ones treated as on_bad_row says; `what` are they, where none is left."""
     bad = BadRows(on_bad_row)
     kept = bad.keep(items, read)
@@ -142,7 +169,7 @@ def jsonl_rows(path: Path, bad: BadRows) -> Iterator[DataRow]:
                     if raw.strip():
                         if line == 1:
                             _refuse_array(path, raw)
-                        row = parsed_row(raw, f"{path} line {line}", line)
+                        row = parsed_row(raw, bad.names.place(path, line), line)
                         yield row._replace(offset=offset) if seekable else row
                 except BadRow as error:
                     bad.add(line, error)

@@ -22,7 +22,7 @@ from tba.config import Config, RewardConfig
 from tba.runtime.channels import POLL_SECONDS
 from tba.runtime.links import Failed
 from tba.tasks.base import Outcome, RewardBroken, RewardFailed, Task
-from tba.tasks.checked import checked_outcomes
+from tba.tasks.checked import checked_outcomes, user_code
 from tba.tasks.rewards.worker import Ready, RewardProcess, Scored
 from tba.types import Completion, Prompt
 
@@ -127,7 +127,8 @@ class DirectRewards:
         return len(self._ready)
 
     def submit(self, group: FinishedGroup) -> None:
-        found = self._task.score(group.prompt, group.texts, group.completions)
+        with user_code(type(self._task), ".score"):
+            found = self._task.score(group.prompt, group.texts, group.completions)
         weights, what = self._task.reward_weights, type(self._task).__name__
         self._ready.append((group, checked_outcomes(found, count=len(group.texts), weights=weights, what=what)))
 

@@ -1,0 +1,202 @@
+"""Prompts of a user's JSONL file: every row checked, and held out or trained on by a hash of its prompt.
+
+Prompts of a plain file stay there: two numbers of each are kept in memory, the rest is read when it is visited.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from tba.config import TaskConfig
+from tba.tasks.data.prompts import make_prompt
+from tba.tasks.data.rows import BadRow, BadRows, DataRow, RowNames, jsonl_rows, parsed_row
+from tba.tasks.data.splits import not_held_out, question_key
+from tba.types import Prompt
+
+Reader = Callable[[DataRow, Path], Prompt]
+"""Makes a prompt of a row of a file; BadRow where it cannot."""
+
+
+def read_prompts(
+    config: TaskConfig, path: Path, reader: Reader, held_out_fraction: float, *, tells: bool = True
+) -> tuple[Side, Side]:
+    """The prompts of a file, and those of them that a hash of their text holds out. Every row is checked now; prompts of a
+    plain file stay there, so that it may be larger than memory."""
+    if not path.is_file():
+        raise ValueError(f"task.data: file {path} does not exist.")
+    names, ids, packed = RowNames.of(path), set[int](), path.suffix == ".gz"
+    bad = BadRows(config.on_bad_row, names=names)
+    sides = [Side([] if packed else FilePrompts(path, lambda row: reader(row, path))) for _ in range(2)]
+
+    def check(row: DataRow) -> None:
+        prompt = reader(row, path)
+        key = _key(prompt.id)
+        if key in ids:
+            raise BadRow("duplicate id", f"{row.place}: id {prompt.id!r} occurs twice; ids must be unique.")
+        ids.add(key)
+        sides[_place(prompt) < held_out_fraction].add(prompt, row)
+
+    bad.keep(jsonl_rows(path, bad), check)
+    if tells:
+        bad.report()
+    if not any(side.prompts for side in sides):
+        but = f" but for {bad.total} bad rows" if bad.total else ""
+        raise ValueError(f"{names.dataset or path} is empty{but}: it needs at least one row with a `prompt` column.")
+    return sides[0], sides[1]
+
+
+@dataclass
+class Side:
+    """The prompts on one side of the split, with the keys of their questions."""
+
+    prompts: list[Prompt] | FilePrompts
+    keys: array[int] = field(default_factory=lambda: array("Q"))
+    """Key of each prompt's question (question_key)."""
+
+    def add(self, prompt: Prompt, row: DataRow) -> None:
+        if isinstance(self.prompts, FilePrompts):
+            self.prompts.append(row)
+        else:
+            self.prompts.append(prompt)
+        self.keys.append(question_key(prompt.text))
+
+    def leave_out(self, held_out: Side, *, data: str, held_out_words: str, trains: bool = True) -> None:
+        """Drop the prompts whose question is on the other side too, with a warning where they are trained on. A task of one
+        prompt has no others to be evaluated on: it keeps it."""
+        if len(set(self.keys)) == 1:
+            return
+        kept = not_held_out(self.keys, set(held_out.keys), data=data, held_out=held_out_words, trains=trains)
+        if all(kept):
+            return
+        if isinstance(self.prompts, FilePrompts):
+            self.prompts.keep(kept)
+        else:
+            self.prompts = list(compress(self.prompts, kept))
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Makes a prompt of a row; it is asked again whenever a prompt that stayed in its file is visited."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template gets besides the messages."""
+
+    def __call__(self, row: DataRow, path: Path) -> Prompt:
+        return make_prompt(
+            text=_prompt_text(row),
+            id=_id(row, path),
+            columns={name: value for name, value in row.value.items() if name != "prompt"},
+            tokenizer=self.tokenizer,
+            max_tokens=self.max_tokens,
+            place=row.place,
+            template=self.template,
+        )
+
+
+def read_text(row: DataRow, path: Path) -> Prompt:
+    """A prompt without its tokens."""
+    return Prompt(id=_id(row, path), token_ids=np.zeros(0, np.int32), text=_prompt_text(row))
+
+
+class FilePrompts(Sequence[Prompt]):
+    """The prompts of some lines of a JSONL file, which must not change meanwhile."""
+
+    def __init__(self, path: Path, read: Callable[[DataRow], Prompt]) -> None:
+        self._path, self._read = path, read
+        self._offsets, self._lines = array("q"), array("q")
+        self._file = path.open("rb")
+        self._stamp = self._stamp_now()
+
+    def append(self, row: DataRow) -> None:
+        """Append a row of the file that `read` found good."""
+        assert row.offset is not None, "rows of a plain file have a place to come back to"
+        self._offsets.append(row.offset)
+        self._lines.append(row.line)
+
+    def keep(self, kept: Sequence[bool]) -> None:
+        """Leave out the prompts for which `kept` is False."""
+        self._offsets, self._lines = (array("q", compress(own, kept)) for own in (self._offsets, self._lines))
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if self._stamp_now() != self._stamp:
+            raise RuntimeError(
+                f"{self._path} has changed since the run began: its prompts are no longer those checked."
+            )
+        self._file.seek(self._offsets[index])
+        line = self._lines[index]
+        return self._read(parsed_row(self._file.readline(), RowNames.of(self._path).place(self._path, line), line))
+
+    def _stamp_now(self) -> tuple[int, int]:
+        """Size and time of change of the file. A file that replaces this one does no harm: the old one stays open."""
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+
+def _place(prompt: Prompt) -> float:
+    """A number in [0, 1) from the prompt's text: equal prompts fall on the same side."""
+    digest = hashlib.blake2b(json.dumps(prompt.text, sort_keys=True).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
+
+
+def _key(id: str) -> int:
+    """Hash of an id, 64 bits: the ids themselves of many million prompts would fill the memory."""
+    return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "little")
+
+
+def _prompt_text(row: DataRow) -> str | list[dict[str, str]]:
+    wanted = (
+        f"{row.place} has no usable `prompt` column: it must be text or a list of chat messages "
+        '({"role": ..., "content": ...}).'
+    )
+    if not isinstance(row.value, dict):
+        raise BadRow("no object", wanted)
+    if "prompt" not in row.value:
+        raise BadRow("missing column", wanted)
+    prompt = row.value["prompt"]
+    if not isinstance(prompt, str) and not _is_chat(prompt):
+        raise BadRow("wrong type", wanted)
+    contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    if not any(content.strip() for content in contents):
+        raise BadRow("empty prompt", f"{row.place} has no usable `prompt` column: it is empty.")
+    return prompt
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in value
+    )
+
+
+def _id(row: DataRow, path: Path) -> str:
+    """The `id` column; where there is none, the file's name and the line."""
+    id = row.value.get("id")
+    if id is None:
+        return f"{path.stem}-{row.line}"
+    if not isinstance(id, str | int):
+        raise BadRow("wrong type", f"{row.place}: `id` is {id!r}, it must be text or a whole number.")
+    return str(id)
