@@ -212,8 +212,8 @@ def gradient_share(
         taper       a push down is weighted by min(1, exp(drift)), a push up is left alone (TOPR, arXiv 2503.14286)
         exact       trajectory balance as it is
 
-    A response that is held back keeps its place in its prompt's log Z. The root of the entropy is about how far the log-probs
-    of a policy's own samples lie apart, and the unit of the movement that the learning rate follows (train/optimizer.py):
+    A response that is held back keeps its place in its prompt's log Z. The root of the entropy is about how far the
+    log-probs of a policy's own samples lie apart, and the unit of the movement that the learning rate follows (train/optimizer.py):
     short and long responses, sure and unsure policies are held back alike. The small gap between a bf16 engine and its
     trainer, which grows with the square root of the tokens, closes no gate (ROUNDING).
     """
