@@ -88,7 +88,7 @@ def test_unknown_log_probs_hold_nothing_back():
 
 def test_a_held_back_response_keeps_its_place_in_log_z_and_gets_no_gradient():
     """Rewards 1 and 0 at beta 1 and log_ref = 0: log_z = r - log_pi = [1 + 3, 0 + 3.6], mean 3.8. The first is pushed up by
-    .2 and has already gone up by 1 > .15 x sqrt(4) nats: it is left alone. The second is pushed down and has not gone down."""
+    .2 and has gone up by 1 > .15 x sqrt(4) nats: it is left alone. The second is pushed down and has not gone down."""
     batch, log_pi_N = four_tokens([[0.25] * 4, [0.1] * 4])
     batch = Batch(**{**vars(batch), "reward_PK": torch.tensor([[1.0, 0.0]])})
     for rule, first in (("exact", -0.1), ("response", 0.0)):
