@@ -214,8 +214,8 @@ def gradient_share(
 
     A response that is held back keeps its place in its prompt's log Z. The root of the entropy is about how far the
     log-probs of a policy's own samples lie apart, and the unit of the movement that the learning rate follows
-    (train/optimizer.py): short and long responses, sure and unsure policies are held back alike. The small gap between a bf16
-    engine and its trainer, which grows with the square root of the tokens, closes no gate (ROUNDING).
+    (train/optimizer.py): short and long responses, sure and unsure policies are held back alike. The small gap between a
+    bf16 engine and its trainer, which grows with the square root of the tokens, closes no gate (ROUNDING).
     """
     # The policy's own log-probs, not the behaviour's: exploration and top-p shift those. Where they are unknown (imports,
     # responses of the reference) the drift is 0 and nothing is held back.
