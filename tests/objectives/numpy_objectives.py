@@ -146,7 +146,7 @@ def tb(
     beta: float,
     residual_clip: float | None = None,
     off_policy: str = "exact",
-    max_drift: float = 0.1,
+    max_drift: float = 0.15,
     frozen: list[Prompt] | None = None,
 ) -> Answer:
     """VarGrad trajectory balance: (beta / 2) * mean residual^2.
@@ -165,6 +165,7 @@ def tb(
     for p, ks, responses in kept_groups(prompts):
         constants = [(frozen or prompts)[p].responses[k] for k in ks]
         log_z = np.mean(rewards_K(constants) / beta - log_ratio_to_reference_K(constants))
+        entropy = np.mean([-own_sum(response.policy, response.mask) for response in responses])
         residual_K = log_z + log_ratio_to_reference_K(responses) - rewards_K(responses) / beta
         for k, response, residual in zip(ks, responses, residual_K, strict=True):
             square, half_slope = residual**2, residual
@@ -172,13 +173,14 @@ def tb(
                 edge = residual_clip / beta
                 square, half_slope = edge * (2 * abs(residual) - edge), edge * np.sign(residual)
             loss += beta / 2 * square / num_responses
-            share = kept_share(response, up=residual < 0, off_policy=off_policy, max_drift=max_drift)
+            share = kept_share(response, up=residual < 0, off_policy=off_policy, max_drift=max_drift, entropy=entropy)
             d_log_pi[p][k][response.mask] = beta * half_slope / num_responses * share
     return Answer(loss=float(loss), d_log_pi=d_log_pi)
 
 
-def kept_share(response: Response, *, up: bool, off_policy: str, max_drift: float) -> np.ndarray:
-    """For each chosen token the share of its gradient that is kept, given which way the response is pushed."""
+def kept_share(response: Response, *, up: bool, off_policy: str, max_drift: float, entropy: float) -> np.ndarray:
+    """For each chosen token the share of its gradient that is kept, given which way the response is pushed. `entropy`: mean
+    -log pi of the prompt's responses when they were generated."""
     drift_T = [
         pi - old for pi, old, chosen in zip(response.log_pi, response.policy, response.mask, strict=True) if chosen
     ]
@@ -186,7 +188,8 @@ def kept_share(response: Response, *, up: bool, off_policy: str, max_drift: floa
     if off_policy == "token":
         return np.array([0.0 if sign * drift > max_drift else 1.0 for drift in drift_T])
     if off_policy == "response":
-        return np.array(0.0 if sign * sum(drift_T) > max_drift * len(drift_T) ** 0.5 else 1.0)
+        limit = max(max_drift * entropy**0.5, 0.02 * len(drift_T) ** 0.5)
+        return np.array(0.0 if sign * sum(drift_T) > limit else 1.0)
     if off_policy == "taper":
         return np.array(1.0 if up else min(1.0, np.exp(sum(drift_T))))
     return np.array(1.0)

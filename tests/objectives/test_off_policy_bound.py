@@ -36,11 +36,35 @@ def shares(drift, push_up, *, rule="response", max_drift=0.1):
 
 
 def test_a_response_is_held_back_once_it_has_gone_far_enough_the_way_it_is_pushed():
-    # four tokens: the limit is .1 * sqrt(4) = .2 nats for the sum
+    # four tokens of -1 nat each: the entropy is 4 nats, the limit .1 * sqrt(4) = .2 nats for the sum
     drift = [[0.06] * 4, [0.06] * 4, [-0.06] * 4, [-0.06] * 4, [0.04] * 4, [-0.04] * 4]
     push_up = [True, False, True, False, True, False]
     assert [own[0] for own in shares(drift, push_up)] == [0, 1, 1, 0, 1, 1]
     assert all(len(set(own)) == 1 for own in shares(drift, push_up))
+
+
+def test_the_limit_follows_the_entropy_of_the_prompts_responses_and_not_their_tokens():
+    """-log_pi of the two responses: 4 x .25 = 1 and 4 x 1 = 4 nats, mean 2.5; .1 * sqrt(2.5) = .158. With next to no entropy
+    the rounding of an engine is left, .02 * sqrt(4) = .04."""
+    batch, _ = four_tokens([[0.0] * 4, [0.0] * 4])
+    for each, limit in (((-0.25, -1.0), 0.1 * 2.5**0.5), ((-1e-6, -1e-6), 0.04)):
+        policy_N = torch.tensor([[each[0]] * 4, [each[1]] * 4]).flatten()
+        made = Batch(**{**vars(batch), "policy_N": policy_N})
+        for drift, kept in ((0.99 * limit, 1.0), (1.01 * limit, 0.0)):
+            log_pi_N = policy_N + drift / 4
+            share_N = gradient_share(made, log_pi_N, torch.tensor([[True, True]]), rule="response", max_drift=0.1)
+            assert share_N.tolist() == [kept] * 8
+
+
+def test_a_response_with_unknown_log_probs_says_nothing_of_the_entropy():
+    batch, log_pi_N = four_tokens([[0.06] * 4, [0.06] * 4])
+    policy_N = batch.policy_N.clone()
+    policy_N[4:] = torch.nan  # the first alone: 4 nats, a limit of .2; as 0 nats it would make the mean 2, and .14
+    for drift, kept in ((0.048, 1.0), (0.052, 0.0)):
+        made = Batch(**{**vars(batch), "policy_N": policy_N})
+        log_pi_N = batch.policy_N + drift
+        share_N = gradient_share(made, log_pi_N, torch.tensor([[True, True]]), rule="response", max_drift=0.1)
+        assert share_N.view(2, 4)[:, 0].tolist() == [kept, 1.0]
 
 
 def test_tokens_are_held_back_one_by_one():
@@ -64,7 +88,7 @@ def test_unknown_log_probs_hold_nothing_back():
 
 def test_a_held_back_response_keeps_its_place_in_log_z_and_gets_no_gradient():
     """Rewards 1 and 0 at beta 1 and log_ref = 0: log_z = r - log_pi = [1 + 3, 0 + 3.6], mean 3.8. The first is pushed up by
-    .2 and has already gone up by 1 > .2 nats: it is left alone. The second is pushed down and has not gone down."""
+    .2 and has gone up by 1 > .15 x sqrt(4) nats: it is left alone. The second is pushed down and has not gone down."""
     batch, log_pi_N = four_tokens([[0.25] * 4, [0.1] * 4])
     batch = Batch(**{**vars(batch), "reward_PK": torch.tensor([[1.0, 0.0]])})
     for rule, first in (("exact", -0.1), ("response", 0.0)):

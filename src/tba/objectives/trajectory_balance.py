@@ -38,6 +38,8 @@ from tba.objectives.base import (
 )
 from tba.types import Batch, Forward, Loss
 
+ROUNDING = 0.02
+"""Nats per square root of the tokens that a bf16 engine and its trainer are apart (KL 2e-4 a token at 0.5B): no drift."""
 OffPolicyRule = Literal["response", "token", "taper", "exact"]
 """What bounds the push of a response on stale data; see `gradient_share`."""
 
@@ -94,9 +96,9 @@ class TrajectoryBalance(Objective):
     off_policy: OffPolicyRule = "response"
     """What bounds the push of a response that the policy has moved away from since it was generated;
     tba.objectives.trajectory_balance.gradient_share tells the rules apart. exact = the paper's loss."""
-    max_drift: float = Field(default=0.1, gt=0.0)
-    """Largest drift, in nats per square root of a response's tokens (off_policy=response) or nats per token
-    (off_policy=token)."""
+    max_drift: float = Field(default=0.15, gt=0.0)
+    """Largest drift, in units of the square root of the entropy that responses of the prompt had (off_policy=response) or in
+    nats per token (off_policy=token)."""
     residual_clip: float | None = Field(default=None, gt=0.0)
     """Largest |beta * residual| in reward units whose gradient grows; beyond it the pull is constant (Huber). None = no
     clip."""
@@ -204,14 +206,16 @@ def gradient_share(
     So the push of a response is measured by its drift, log_pi now - log_pi when it was generated, and ends once the policy
     has gone far enough in the push's own direction:
 
-        response    no gradient once drift exceeds max_drift * sqrt(T) upwards for a push up, or downwards for a push down
+        response    no gradient once drift exceeds max_drift * sqrt(entropy) upwards for a push up, or downwards for a push
+                    down; entropy is the mean of -log_pi over the prompt's responses when they were generated
         token       the same for each token alone, with max_drift itself (PPO's clip)
         taper       a push down is weighted by min(1, exp(drift)), a push up is left alone (TOPR, arXiv 2503.14286)
         exact       trajectory balance as it is
 
-    A response that is held back keeps its place in its prompt's log Z. The square root is how far the log-prob of T tokens
-    wanders when each token's wanders by itself: short and long responses are held back alike, and the small gap between a
-    bf16 engine and its trainer, which grows in the same way, closes no gate.
+    A response that is held back keeps its place in its prompt's log Z. The root of the entropy is about how far the
+    log-probs of a policy's own samples lie apart, and the unit of the movement that the learning rate follows
+    (train/optimizer.py): short and long responses, sure and unsure policies are held back alike. The small gap between a
+    bf16 engine and its trainer, which grows with the square root of the tokens, closes no gate (ROUNDING).
     """
     # The policy's own log-probs, not the behaviour's: exploration and top-p shift those. Where they are unknown (imports,
     # responses of the reference) the drift is 0 and nothing is held back.
@@ -224,8 +228,18 @@ def gradient_share(
     drift_PK = batch.sum_per_response(drift_N)
     if rule == "taper":
         return torch.where(push_up_N, 1.0, batch.per_token(drift_PK.clamp(max=0.0).exp()))
-    tokens_PK = batch.sum_per_response(torch.ones_like(drift_N))
-    return batch.per_token((~_beyond(drift_PK, push_up_PK, max_drift * tokens_PK.sqrt())).to(drift_N.dtype))
+    limit_PK = _drift_limit(batch, max_drift=max_drift)
+    return batch.per_token((~_beyond(drift_PK, push_up_PK, limit_PK)).to(drift_N.dtype))
+
+
+def _drift_limit(batch: Batch, *, max_drift: float) -> Tensor:
+    """[P, K] nats. Responses whose log-probs are unknown do not count in their prompt's entropy; none of them drifts."""
+    known_N = torch.isfinite(batch.policy_N)
+    known_PK = batch.sum_per_response(known_N.to(batch.policy_N.dtype)) > 0
+    surprise_PK = batch.sum_per_response(torch.where(known_N, -batch.policy_N, 0.0))
+    entropy_P1 = prompt_mean(surprise_PK, (known_PK & (batch.weight_PK > 0)).to(surprise_PK.dtype)).clamp(min=0.0)
+    tokens_PK = batch.sum_per_response(torch.ones_like(batch.policy_N))
+    return torch.maximum(max_drift * entropy_P1.sqrt(), ROUNDING * tokens_PK.sqrt())
 
 
 def _beyond(drift: Tensor, push_up: Tensor, limit: Tensor | float) -> Tensor:
