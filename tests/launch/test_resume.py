@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,8 +162,8 @@ class Heard(RunListener):
 
     past: Sequence[PastLine] = ()
 
-    def begins(self, step: int, past: Sequence[PastLine] = ()) -> None:
-        self.past = past
+    def begins(self, step: int, past: Callable[[], Sequence[PastLine]]) -> None:
+        self.past = past()
 
 
 def test_an_evaluation_that_came_after_the_checkpoint_was_saved_is_kept_and_may_be_the_best(copied):

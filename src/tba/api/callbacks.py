@@ -87,8 +87,8 @@ class Callbacks(RunListener):
 
     # What is heard of the run
 
-    def begins(self, step: int, past: Sequence[PastLine] = ()) -> None:
-        self._recall(past)
+    def begins(self, step: int, past: Callable[[], Sequence[PastLine]]) -> None:
+        self._recall(past())
         self._come_to(step)
         self.stop, self._in_step, self._saved, self._in_epoch = False, None, None, False
         self.control = TrainerControl()

@@ -127,7 +127,7 @@ class AsyncRun:
     def run(self) -> None:
         """Train to the end, or until Ctrl-C."""
         with self.interrupt:
-            self.listener.begins(self.trainer.step_index, self.recorder.past())
+            self.listener.begins(self.trainer.step_index, self.recorder.past)
             if self.recorder.lacks_evaluation(self.trainer.step_index):
                 self.ask_for_evaluation()
             try:

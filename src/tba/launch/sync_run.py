@@ -121,7 +121,7 @@ class SyncRun:
     def run(self) -> None:
         """Train to the end, or until Ctrl-C."""
         with self.interrupt:
-            self.listener.begins(self.trainer.step_index, self.recorder.past())
+            self.listener.begins(self.trainer.step_index, self.recorder.past)
             if self.recorder.lacks_evaluation(self.trainer.step_index):
                 self.evaluate()
             while not self.trainer.done and not self.interrupt.asked and not self.listener.stop:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ class RunListener:
     """The model that is trained, as it stands; None before and after the run."""
     tokenizer: Any = None
 
-    def begins(self, step: int, past: Sequence[PastLine] = ()) -> None:
-        """Training goes on from this step, 0 for a new run; `past` are the lines of the steps before."""
+    def begins(self, step: int, past: Callable[[], Sequence[PastLine]]) -> None:
+        """Training goes on from this step, 0 for a new run; `past` reads the lines of the steps before, for who asks."""
 
     def step_begins(self, step: int) -> None:
         """Optimizer step `step`, counted from 0, is about to begin; an asynchronous trainer may wait for data first."""

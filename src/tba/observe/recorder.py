@@ -178,7 +178,7 @@ class Recorder:
                 setattr(self, name, state[name])
         self._seconds_before, self._first_step_at, self._last_step_at = state["seconds"], None, 0.0
         newest = self.steps - 1 if self.lacks_evaluation(self.steps) else self.steps
-        after = self._lines()[self._num_lines :]
+        after = self._lines(first=self._num_lines)
         self.late = [(line.step, line.metrics) for line in after if line.is_evaluation and line.step <= newest]
         self.cut_files()
         for step, metrics in self.late:
@@ -189,12 +189,12 @@ class Recorder:
         """What was logged before this process, after `load_state`: null in the file is NaN again."""
         return self._lines() if self.steps > 0 else []
 
-    def _lines(self) -> list[PastLine]:
-        """The lines of metrics.jsonl, but for a last one that a killed process left unfinished."""
+    def _lines(self, first: int = 0) -> list[PastLine]:
+        """The lines of metrics.jsonl from this one on, but for a last one that a killed process left unfinished."""
         if not self.folder.metrics.is_file():
             return []
         found = []
-        for text in self.folder.metrics.read_text(encoding="utf-8").split("\n")[:-1]:
+        for text in self.folder.metrics.read_text(encoding="utf-8").split("\n")[first:-1]:
             record, prefix = json.loads(text), self._evaluated_as
             step = record.pop("step")
             line = {name: math.nan if value is None else value for name, value in record.items()}

@@ -237,9 +237,6 @@ FIRST_SHARE = 0.1
 """Of the guess: Adam's first steps are full ones, whatever the gradient."""
 MAX_RISE, MAX_FALL = 1.25, 0.67
 """Factors in one step: a hundredfold rise takes 21 steps, a tenfold fall 6."""
-FOUND_STEPS, LATER_RISE = 40, 1.005
-"""Steps after which the rate is taken for found, and the largest rise in one step from then on. Where little is left to
-learn most gradients become small and rare ones do not: a rate that makes up for the first goes too far by the others."""
 GAIN = 0.3
 """Exponent of the correction: the movement of a few responses is a noisy measure."""
 FURTHEST = 30.0
@@ -256,6 +253,9 @@ LEAST_SHAPE = 0.2
 MEASURED_STEPS, MEASURED_EVERY = 40, 4
 """The movement is measured after every one of the first steps, later after every fourth: it costs a forward pass over a few
 responses."""
+LATER_RISE = 1.02
+"""Largest factor by one of the later measurements, half a percent a step: the rate is taken for found. Where little is left
+to learn most gradients become small and rare ones do not: a rate that makes up for the first goes too far by the others."""
 
 
 @dataclass
@@ -316,7 +316,7 @@ class LearningRate:
         if self.kl > LARGEST_KL:
             wanted = min(wanted, math.sqrt(LARGEST_KL / self.kl))  # the KL grows with the square of the movement
         factor = wanted**GAIN
-        rise = MAX_RISE if step < FOUND_STEPS else LATER_RISE**MEASURED_EVERY
+        rise = MAX_RISE if step < MEASURED_STEPS else LATER_RISE
         rate = self.rate * min(rise, max(MAX_FALL, factor))
         self.rate = min(FURTHEST * self.guess, max(self.guess / FURTHEST, rate))
 
