@@ -218,11 +218,14 @@ class ResponseCounts:
     """Responses received from searchers, those lost to failing rewards included."""
     trained: int = 0
     """Responses with weight in the batches of all optimizer steps; one that is trained twice counts twice."""
+    again: int = 0
+    """Those in second updates on earlier batches (train.second_update_after), which `trained` does not count."""
 
     @property
     def ratio(self) -> float:
-        """Trained / generated, which replay.max_trained_per_generated bounds."""
-        return self.trained / max(1, self.generated)
+        """How often each response was trained on average. replay.max_trained_per_generated bounds it, second updates
+        aside."""
+        return (self.trained + self.again) / max(1, self.generated)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,6 +15,8 @@ from tba.train.step import TrainStep
 
 def rate_of(*overrides: str) -> LearningRate:
     settings = ["train.max_steps=200", "train.first_learning_rate=1e-4", *overrides]
+    if not any(override.startswith("train.second_update_after") for override in overrides):
+        settings.append("train.second_update_after=0")
     return LearningRate(with_objective_defaults(load_config(None, settings)))
 
 
@@ -63,9 +65,35 @@ def test_a_rate_that_is_found_rises_slowly_and_falls_as_fast_as_before():
     assert rate.rate == pytest.approx(found * 1.02**10 * 0.67)
 
 
+def test_a_rate_that_was_sent_down_by_the_distance_comes_back_fast_up_to_where_it_was():
+    rate = rate_of("train.max_steps=2000")
+    for step in range(40):
+        rate.follow(step, {"movement": 0.1 * rate.at(step) / 1e-4})
+    highest = rate.found
+    for step in range(40, 56, 4):  # four measurements at a third less each
+        rate.follow(step, {"movement": 10.0})
+    assert rate.rate < highest / 4
+    low = rate.rate
+    rate.follow(56, {"movement": 1e-3})  # (.1 / .001) ** .3 = 4: a quarter more at most
+    assert rate.rate == pytest.approx(1.25 * low)
+    for step in range(60, 120, 4):
+        rate.follow(step, {"movement": 1e-3})
+    assert highest < rate.rate < highest * 1.25 * 1.02**15  # beyond it slowly again
+    before = rate.rate
+    rate.follow(120, {"movement": 1e-3})
+    assert rate.rate == pytest.approx(1.02 * before)
+
+
 def test_each_response_trained_four_times_halves_the_movement():
     assert rate_of().wanted == pytest.approx(0.1)
     assert rate_of("replay.max_trained_per_generated=4").wanted == pytest.approx(0.05)
+
+
+def test_a_second_update_on_each_batch_divides_the_movement_by_the_root_of_two():
+    rate = rate_of("train.second_update_after=3")
+    assert rate.wanted == pytest.approx(0.1 / 2**0.5)
+    rate.follow(0, {"off_policy/agreement": 0.43})  # the batch of a step is new all the same
+    assert rate.wanted == pytest.approx(0.11 / 2**0.5)
 
 
 def test_the_movement_follows_the_share_of_signal_in_recent_updates():
@@ -122,7 +150,7 @@ def test_the_rate_is_part_of_a_checkpoint():
     rate = rate_of()
     for step in range(5):
         rate.follow(step, {"movement": 0.01, "off_policy/agreement": 0.2})
-    expected = {"rate": rate.at(5), "agreement": rate.agreement, "factor": 1.0, "kl": 0.0}
+    expected = {"rate": rate.at(5), "found": rate.at(5), "agreement": rate.agreement, "factor": 1.0, "kl": 0.0}
     assert rate.state() == expected != rate_of().state()
     assert rate.agreement > rate_of().agreement
     again = rate_of()

@@ -20,6 +20,7 @@ MAY_CHANGE = (
     *("name", "output", "overwrite", "runtime.", "observe.", "model.device"),
     *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints", "train.ranks"),
     *("search.num_searchers", "search.max_searchers"),  # as `tba searchers` changes them while a run goes on
+    "train.second_update_after",  # by the machine, as what it may do in bf16; a run of an older version has none
     *("search.max_reward_failures", "search.reward_timeout_seconds", "search.reward_workers"),
 )
 """Settings, and sections with a dot, that may be others after a resume: they change how a run is watched and where it runs,

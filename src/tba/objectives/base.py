@@ -108,6 +108,12 @@ class Objective(Section):
         return self.default_coupling
 
     @property
+    def bounds_drift(self) -> bool:
+        """Whether the push of a response is bounded by how far the policy has moved since it was generated, so that it may
+        be trained again some steps later."""
+        return False
+
+    @property
     def all_needs(self) -> Needs:
         """`needs`, and what its settings add; override it where a setting adds something."""
         return self.needs

@@ -112,6 +112,10 @@ class TrajectoryBalance(Objective):
     # What the KL of 31 nats on GSM8K costs at that beta. On the bench, .6 to 3.3 nats away, it changes nothing.
     default_max_kl_penalty: ClassVar[float | None] = 0.05
 
+    @property
+    def bounds_drift(self) -> bool:
+        return self.off_policy != "exact"
+
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         log_pi_N = forward.log_pi_N
         log_z_PK = _estimates(batch, log_pi_N.detach(), beta=beta)

@@ -285,7 +285,10 @@ def advice(summary: Mapping[str, Any], *, auto_rate: bool, movement: float) -> s
     """The setting to change first after a run that went badly; the summary says which."""
     found = summary["stability"]
     if found.get("held_back", 0.0) > MUCH_HELD_BACK and found.get("trained_per_generated", 1.0) > 1.5:
-        return "change first: lower replay.max_trained_per_generated, responses are too old when they are trained."
+        return (
+            "change first: train.second_update_after=0, or a lower replay.max_trained_per_generated where one was given: "
+            "responses are too old when they are trained."
+        )
     if found.get("held_back", 0.0) > MUCH_HELD_BACK:
         return (
             "change first: replay.lag=pace replay.max_lag=1 (or fewer searchers), responses are too old when trained."

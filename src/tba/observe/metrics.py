@@ -150,6 +150,12 @@ METRICS = (
         meaning="Wall-clock time in which the trainer took in groups since the step before: replay, durable replay, counts.",
     ),
     Metric(
+        name="time/second_update",
+        unit="seconds",
+        reduction="sum",
+        meaning="Wall-clock time of the second update on an earlier batch (train.second_update_after).",
+    ),
+    Metric(
         name="time/wait_for_batch",
         unit="seconds",
         reduction="sum",

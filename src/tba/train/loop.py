@@ -6,12 +6,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tba.config import Config, ConfigError
@@ -22,7 +21,7 @@ from tba.replay.columns import columns_of
 from tba.replay.durable import GroupStore
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.runtime.leases import VisitLedger
-from tba.train.batch import batch_metrics, combine, shape_target, target_metrics, watched_metrics
+from tba.train.batch import batch_metrics, combine, target_metrics, watched_metrics
 from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
 from tba.train.health import Health
@@ -31,8 +30,9 @@ from tba.train.optimizer import LearningRate
 from tba.train.recovery import resume, roll_back
 from tba.train.reference import Beta, ReferenceResets
 from tba.train.state import Stateful
-from tba.train.step import NonFiniteLoss, StepResult, TrainStep
-from tba.types import TOKEN_FIELDS, Batch, ResponseCounts, TrajectoryGroup
+from tba.train.step import StepResult, TrainStep
+from tba.train.updates import Updates, with_old_values
+from tba.types import Batch, ResponseCounts, TrajectoryGroup
 
 logger = logging.getLogger("tba")
 
@@ -55,6 +55,7 @@ class Trainer:
     checkpoints: Checkpoints
     rate: LearningRate
     beta: Beta
+    updates: Updates
     ledger: VisitLedger
     """Knows of every visit to a prompt who makes it."""
     counts: ResponseCounts
@@ -95,12 +96,12 @@ class Trainer:
     def step(self) -> StepResult:
         """One optimizer step on what the buffer holds."""
         self.receive()
+        again = self.train_again()
         waited = self.gate.wait(self) if self.gate is not None and self.needs_batch else 0.0
         self.recorder.training_starts()
         started = time.perf_counter()
         batch = self.sample() if self.batch is None or self.needs_batch else self.batch
-        rate = self.rate.at(self.step_index)
-        result = self.optimize(batch, learning_rate=rate, measure_movement=self.rate.measures(self.step_index))
+        result = self.updates.first(batch, step=self.step_index)
         log_pi_N = result.outputs.log_pi_N.cpu()
         measured = {**result.metrics, **batch_metrics(batch, log_pi_N, step=self.step_index)}
         measured |= {**self.measure_mismatch(batch, log_pi_N), **self.measure_target(batch, log_pi_N)}
@@ -113,6 +114,7 @@ class Trainer:
         publishing = self.publish_if_due()
         times = {
             "receive": self.receive_seconds,
+            "second_update": again,
             "wait_for_batch": waited,
             "step": time.perf_counter() - started,
             "publish_weights": publishing,
@@ -128,6 +130,13 @@ class Trainer:
         if self.health is not None:
             self.health.stop_if_asked()
         return result
+
+    def train_again(self) -> float:
+        """The second update on an earlier batch, if it is due; returns the seconds it took."""
+        started = time.perf_counter()
+        self.counts.again += self.updates.second(step=self.step_index)
+        self.train_step.moved = False  # nothing of it is left to do, should the wait for the next batch be the end
+        return time.perf_counter() - started
 
     def measure_mismatch(self, batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
         """Searchers against this trainer at one version, in steps where that was measured."""
@@ -219,19 +228,6 @@ class Trainer:
         wanted, only_fresh = self.config.train.prompts_per_step, self.config.replay.on_policy_probability == 1.0
         return min(wanted, self.received) if self.config.takes_turns and only_fresh else wanted
 
-    def optimize(self, batch: Batch, *, learning_rate: float, measure_movement: bool) -> StepResult:
-        step = self.step_index
-        shaped, beta = shape_target(batch, self.config, step, beta=self.beta.at(step))
-        try:
-            result = self.train_step(shaped, beta=beta, learning_rate=learning_rate, measure_movement=measure_movement)
-        except NonFiniteLoss as error:
-            path = save_batch(batch, self.recorder.folder.path / f"failed-batch-step-{step}.safetensors")
-            raise NonFiniteLoss(
-                f"step {step} stopped before the optimizer moved: {error} The batch is saved in {path}. "
-                "Lower train.learning_rate, raise objective.beta, or look for extreme rewards in it."
-            ) from None
-        return result
-
     def publish_if_due(self) -> float:
         """Publish weights every k steps and at the end, and a new reference on schedule. Returns the seconds it took."""
         started = time.perf_counter()
@@ -239,6 +235,7 @@ class Trainer:
         reset = self.references is not None and not self.done and self.references.reset_if_due(weights)
         if reset:
             self.beta.begin_anew()
+            self.updates.forget()
         if self.done or reset or self.step_index % self.config.train.publish_every == 0:
             self.publisher.publish(weights)
         return time.perf_counter() - started
@@ -338,6 +335,7 @@ class Trainer:
             **{f"buffer/{name}": value for name, value in self.replay.stats().items()},
             "buffer/generated": float(self.counts.generated),
             "buffer/trained": float(self.counts.trained),
+            "buffer/trained_again": float(self.counts.again),
             "buffer/replay_ratio": self.counts.ratio,
             "search/open_visits": float(self.ledger.outstanding),
             "search/skipped": float(sum(self.ledger.difficulty.skipped.values())),
@@ -347,21 +345,3 @@ class Trainer:
         if self.health is not None:
             metrics |= self.health.step(self.step_index, watched)
         self.recorder.step(self.step_index, metrics)
-
-
-def with_old_values(batch: Batch, result: StepResult) -> Batch:
-    """The batch with the critic's values of its first update, for further updates on it."""
-    values_N = result.outputs.values_N
-    if values_N is None or batch.old_values_N is not None:
-        return batch
-    return replace(batch, old_values_N=values_N.cpu())
-
-
-def save_batch(batch: Batch, path: Path) -> Path:
-    """A batch as safetensors, for looking at what went wrong."""
-    tensors = {
-        name: getattr(batch, name).cpu().contiguous() for name in (*TOKEN_FIELDS, "reward_PK", "rows_PK", "offsets")
-    }
-    tensors |= {f"rewards.{name}": value.cpu().contiguous() for name, value in batch.rewards.items()}
-    save_file(tensors, path)
-    return path

@@ -32,6 +32,7 @@ from tba.train.reference import Beta, ReferenceResets, on_cpu
 from tba.train.sharded import ShardedTrainStep
 from tba.train.state import Stateful
 from tba.train.step import TrainStep
+from tba.train.updates import Updates
 from tba.types import ResponseCounts, Weights
 
 
@@ -77,6 +78,7 @@ def make_trainer(
     hand.
     """
     train_step, rate = learner.train_step, LearningRate(config, exact_drift=loaded.model.dtype == torch.float32)
+    beta = Beta(config)
     saved = dict(parts)
     checkpoints = make_checkpoints(config, loaded, train_step, recorder, saved)
     replay = make_replay(config, task)
@@ -91,7 +93,8 @@ def make_trainer(
         reward_weights=task.reward_weights,
         checkpoints=checkpoints,
         rate=rate,
-        beta=Beta(config),
+        beta=beta,
+        updates=Updates(config, train_step, rate, beta, recorder.folder.path),
         ledger=ledger,
         counts=counts,
         durable=make_store(

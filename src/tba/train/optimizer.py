@@ -254,8 +254,10 @@ MEASURED_STEPS, MEASURED_EVERY = 40, 4
 """The movement is measured after every one of the first steps, later after every fourth: it costs a forward pass over a few
 responses."""
 LATER_RISE = 1.02
-"""Largest factor by one of the later measurements, half a percent a step: the rate is taken for found. Where little is left
-to learn most gradients become small and rare ones do not: a rate that makes up for the first goes too far by the others."""
+"""Largest factor by one of the later measurements, half a percent a step, beyond the highest rate of the first steps: the
+rate is taken for found. Where little is left to learn most gradients become small and rare ones do not: a rate that makes up
+for the first goes too far by the others. Below that highest rate it is on its way back, from where the distance to the data
+has sent it."""
 
 
 @dataclass
@@ -272,6 +274,8 @@ class LearningRate:
     """Mean over the last steps of the correlation between the policy's drift and the rewards of unseen responses."""
     factor: float = field(init=False, default=1.0)
     """What multiplies the given schedule, or the movement of `auto`: less than 1 after a collapse (observe.on_collapse)."""
+    found: float = field(init=False, default=0.0)
+    """Highest rate of the first steps: up to it the rate may rise again as fast as at first."""
     kl: float = field(init=False, default=0.0)
     """Mean over the last steps of the KL between the policies that generated and that train."""
 
@@ -316,9 +320,11 @@ class LearningRate:
         if self.kl > LARGEST_KL:
             wanted = min(wanted, math.sqrt(LARGEST_KL / self.kl))  # the KL grows with the square of the movement
         factor = wanted**GAIN
-        rise = MAX_RISE if step < MEASURED_STEPS else LATER_RISE
-        rate = self.rate * min(rise, max(MAX_FALL, factor))
+        is_searching = step < MEASURED_STEPS or self.rate < self.found
+        rate = self.rate * min(MAX_RISE if is_searching else LATER_RISE, max(MAX_FALL, factor))
         self.rate = min(FURTHEST * self.guess, max(self.guess / FURTHEST, rate))
+        if step < MEASURED_STEPS:
+            self.found = max(self.found, self.rate)
 
     @property
     def wanted(self) -> float:
@@ -330,11 +336,13 @@ class LearningRate:
         """
         share = min(MOST_SHARE, max(LEAST_SHARE, self.agreement / USUAL_AGREEMENT))
         trained = max(1.0, self.config.replay.max_trained_per_generated or 1.0)
+        trained += 1.0 if self.config.train.second_update_after else 0.0
         return self.factor * share * self.config.train.movement / math.sqrt(trained)
 
     def soften(self, factor: float) -> None:
         """Go on with another `factor`, at once: the movement is followed only over many steps."""
-        self.rate, self.factor = self.rate * factor / self.factor, factor
+        gentler = factor / self.factor
+        self.rate, self.found, self.factor = self.rate * gentler, self.found * gentler, factor
 
     @property
     def can_see_agreement(self) -> bool:
@@ -343,8 +351,10 @@ class LearningRate:
         return self.exact_drift and self.config.replay.max_uses == 1 and self.config.train.updates_per_batch == 1
 
     def state(self) -> dict[str, Any]:
-        return {"rate": self.rate, "agreement": self.agreement, "factor": self.factor, "kl": self.kl}
+        found = {"rate": self.rate, "found": self.found, "agreement": self.agreement}
+        return {**found, "factor": self.factor, "kl": self.kl}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.rate, self.agreement = state["rate"], state["agreement"]
-        self.factor, self.kl = state.get("factor", 1.0), state.get("kl", 0.0)  # an older version has saved neither
+        # An older version has not saved these.
+        self.factor, self.kl, self.found = state.get("factor", 1.0), state.get("kl", 0.0), state.get("found", 0.0)

@@ -44,6 +44,7 @@ def resume(trainer: Trainer, checkpoint: Path | None) -> None:
 def load(trainer: Trainer, checkpoint: Path) -> None:
     """Load a checkpoint; an evaluation that came after it was saved may be the best one."""
     trainer.checkpoints.load(checkpoint)
+    trainer.updates.forget()
     trainer.checkpoints.recall_best({step: trainer.score(metrics) for step, metrics in trainer.recorder.late})
     trainer.recorder.best = trainer.checkpoints.best
 

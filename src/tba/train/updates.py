@@ -1,0 +1,88 @@
+"""What a step does with batches: an update on the new one, and one more on that of some steps ago.
+
+A response has more to give than one update takes from it, and trajectory balance may take it later: with
+train.second_update_after=n, a batch is trained a second time n steps after its first. Not at once, where the second update
+follows the noise of the first (docs/log.md); and before the next batch is waited for, in time that the trainer often has to
+spare.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from tba.config import Config
+from tba.train.batch import shape_target
+from tba.train.optimizer import LearningRate
+from tba.train.reference import Beta
+from tba.train.step import NonFiniteLoss, StepResult, TrainStep
+from tba.types import TOKEN_FIELDS, Batch
+
+
+@dataclass
+class Updates:
+    """Trains on batches, at the rate and with the beta of a step."""
+
+    config: Config
+    train_step: TrainStep
+    rate: LearningRate
+    beta: Beta
+    folder: Path
+    """Where a batch is saved that cannot be trained on."""
+    waiting: deque[Batch] = field(default_factory=deque, init=False)
+    """Batches that were trained once, the oldest first. They are not part of a checkpoint: a run that resumes begins to
+    collect them anew."""
+
+    def first(self, batch: Batch, *, step: int) -> StepResult:
+        """The update of this step, on a new batch."""
+        result = self._update(batch, step=step, measure_movement=self.rate.measures(step))
+        if self.config.train.second_update_after:
+            self.waiting.append(batch)
+        return result
+
+    def second(self, *, step: int) -> int:
+        """The second update on the batch whose turn it is; returns the number of its responses, 0 where there is none."""
+        after = self.config.train.second_update_after
+        if not after or len(self.waiting) < after:
+            return 0
+        batch = self.waiting.popleft()
+        self._update(batch, step=step, measure_movement=False)
+        return batch.totals.responses
+
+    def forget(self) -> None:
+        """No second update on what has been trained so far: it is of a policy that was given up, or was scored by a
+        reference that is none any more."""
+        self.waiting.clear()
+
+    def _update(self, batch: Batch, *, step: int, measure_movement: bool) -> StepResult:
+        shaped, beta = shape_target(batch, self.config, step, beta=self.beta.at(step))
+        rate = self.rate.at(step)
+        try:
+            return self.train_step(shaped, beta=beta, learning_rate=rate, measure_movement=measure_movement)
+        except NonFiniteLoss as error:
+            path = save_batch(batch, self.folder / f"failed-batch-step-{step}.safetensors")
+            raise NonFiniteLoss(
+                f"step {step} stopped before the optimizer moved: {error} The batch is saved in {path}. "
+                "Lower train.learning_rate, raise objective.beta, or look for extreme rewards in it."
+            ) from None
+
+
+def with_old_values(batch: Batch, result: StepResult) -> Batch:
+    """The batch with the critic's values of its first update, for further updates on it."""
+    values_N = result.outputs.values_N
+    if values_N is None or batch.old_values_N is not None:
+        return batch
+    return replace(batch, old_values_N=values_N.cpu())
+
+
+def save_batch(batch: Batch, path: Path) -> Path:
+    """A batch as safetensors, for looking at what went wrong."""
+    tensors = {
+        name: getattr(batch, name).cpu().contiguous() for name in (*TOKEN_FIELDS, "reward_PK", "rows_PK", "offsets")
+    }
+    tensors |= {f"rewards.{name}": value.cpu().contiguous() for name, value in batch.rewards.items()}
+    save_file(tensors, path)
+    return path

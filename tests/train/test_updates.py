@@ -1,0 +1,103 @@
+"""Second updates on earlier batches, against the same updates written out."""
+
+import pytest
+import torch
+from builders import ragged_batch, tiny_llama
+
+from tba.config import Config, ConfigError, TrainConfig, load_config
+from tba.launch.defaults import with_objective_defaults
+from tba.models.policy import PolicyModel
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.train.batch import Budget
+from tba.train.optimizer import LearningRate, MasterAdamW
+from tba.train.reference import Beta
+from tba.train.step import NonFiniteLoss, TrainStep
+from tba.train.updates import Updates
+
+
+def make_step() -> TrainStep:
+    policy = PolicyModel(tiny_llama())
+    optimizer = MasterAdamW(policy.model.parameters(), TrainConfig())
+    return TrainStep(policy, TrajectoryBalance(), optimizer, budget=Budget(max_tokens=200), temperature=1.0)
+
+
+def config_of(*overrides: str) -> Config:
+    settings = ["train.max_steps=100", "train.learning_rate=1e-3", "objective.beta=0.1", "model.device=cpu", *overrides]
+    return with_objective_defaults(load_config(None, settings))
+
+
+def make_updates(folder, step: TrainStep, *overrides: str) -> Updates:
+    config = config_of(*overrides)
+    return Updates(config, step, LearningRate(config), Beta(config), folder)
+
+
+def weights(step: TrainStep) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in step.policy.model.parameters()])
+
+
+def test_a_batch_is_trained_a_second_time_after_so_many_steps(tmp_path):
+    batches = [ragged_batch(seed=seed) for seed in range(5)]
+    expected, made = make_step(), make_step()
+    for index in (0, 1, 0, 2, 1, 3, 2, 4):  # two steps later, before the next new batch
+        expected(batches[index], beta=0.1, learning_rate=1e-3)
+    updates = make_updates(tmp_path, made, "train.second_update_after=2")
+    trained = []
+    for step, batch in enumerate(batches):
+        trained.append(updates.second(step=step))
+        updates.first(batch, step=step)
+    assert trained == [0, 0, 12, 12, 12]
+    assert torch.equal(weights(made), weights(expected))
+
+
+def test_without_second_updates_no_batch_is_kept(tmp_path):
+    updates = make_updates(tmp_path, make_step(), "train.second_update_after=0")
+    for step in range(3):
+        assert updates.second(step=step) == 0
+        updates.first(ragged_batch(seed=step), step=step)
+    assert not updates.waiting
+
+
+def test_what_is_forgotten_is_not_trained_again(tmp_path):
+    updates = make_updates(tmp_path, make_step(), "train.second_update_after=1")
+    updates.first(ragged_batch(seed=0), step=0)
+    updates.forget()
+    assert updates.second(step=1) == 0
+
+
+def test_a_second_update_that_is_not_finite_saves_its_batch(tmp_path):
+    step = make_step()
+    updates = make_updates(tmp_path, step, "train.second_update_after=1")
+    updates.first(ragged_batch(seed=0), step=0)
+    with torch.no_grad():
+        next(step.policy.model.parameters()).fill_(torch.nan)
+    with pytest.raises(NonFiniteLoss, match="step 1 stopped before the optimizer moved"):
+        updates.second(step=1)
+    assert (tmp_path / "failed-batch-step-1.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "after"),
+    [
+        ([], 3),
+        (["objective.off_policy=exact"], 0),
+        (["objective.name=grpo"], 0),
+        (["mode=sync"], 0),
+        (["mode=fixed_lag", "lag_steps=2"], 0),
+        (["model.dtype=bfloat16"], 0),
+        (["train.updates_per_batch=2"], 0),
+        (["replay.max_trained_per_generated=1"], 0),
+        (["replay.max_trained_per_generated=2"], 0),
+        (["replay.on_policy_probability=0.5"], 0),
+        (["replay.imports=[old.jsonl]"], 0),
+        (["objective.name=grpo", "train.second_update_after=5"], 5),
+    ],
+)
+def test_second_updates_are_made_where_an_objective_bounds_stale_pushes_and_the_distance_can_be_seen(overrides, after):
+    filled = config_of(*overrides)
+    assert filled.train.second_update_after == after
+    assert with_objective_defaults(filled) == filled
+
+
+def test_roles_that_take_turns_refuse_second_updates():
+    with pytest.raises(ConfigError, match=r"train.second_update_after=3 cannot be kept in sync mode"):
+        load_config(None, ["mode=sync", "train.second_update_after=3"])
