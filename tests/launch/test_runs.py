@@ -195,6 +195,22 @@ def test_lag_0_in_the_async_runtime_equals_sync_mode(folder):
     assert torch.isfinite(next(a.parameters())).all()
 
 
+def test_an_asynchronous_run_trains_each_batch_again_and_goes_on_doing_so_when_it_is_resumed(folder):
+    settings = ("name=again", "train.second_update_after=2", FP32)
+    summary = train(make_config(folder, *settings, "train.max_steps=6"))
+    assert summary["responses_trained"] == 6 * 16
+    config = make_config(folder, *settings, "train.max_steps=12")
+    train(config, resume=True)
+    steps = [record for record in metrics_of(config) if "loss" in record]
+    # Two steps late, at the beginning and after the resume: what was to come is not part of a checkpoint.
+    again = [16 * sum(1 for earlier in range(1, step + 1) if earlier not in (1, 2, 7, 8)) for step in range(1, 13)]
+    assert [record["buffer/trained_again"] for record in steps] == again
+    assert [record["buffer/trained"] for record in steps] == [16 * step for step in range(1, 13)]
+    assert all((record["time/second_update"] > 1e-4) == (record["step"] not in (1, 2, 7, 8)) for record in steps)
+    last = steps[-1]
+    assert last["buffer/replay_ratio"] == (12 * 16 + 8 * 16) / last["buffer/generated"]
+
+
 def test_a_run_folder_is_not_overwritten_unless_asked(folder):
     config = make_config(folder, "mode=sync", "name=twice", "train.max_steps=1")
     train(config)

@@ -22,12 +22,11 @@ def make_step() -> TrainStep:
 
 
 def config_of(*overrides: str) -> Config:
-    settings = ["train.max_steps=100", "train.learning_rate=1e-3", "objective.beta=0.1", "model.device=cpu", *overrides]
-    return with_objective_defaults(load_config(None, settings))
+    return with_objective_defaults(load_config(None, ["model.device=cpu", *overrides]))
 
 
 def make_updates(folder, step: TrainStep, *overrides: str) -> Updates:
-    config = config_of(*overrides)
+    config = config_of("train.learning_rate=1e-3", "objective.beta=0.1", *overrides)
     return Updates(config, step, LearningRate(config), Beta(config), folder)
 
 
@@ -84,6 +83,7 @@ def test_a_second_update_that_is_not_finite_saves_its_batch(tmp_path):
         (["mode=sync"], 0),
         (["mode=fixed_lag", "lag_steps=2"], 0),
         (["model.dtype=bfloat16"], 0),
+        (["train.learning_rate=1e-4"], 0),
         (["train.updates_per_batch=2"], 0),
         (["replay.max_trained_per_generated=1"], 0),
         (["replay.max_trained_per_generated=2"], 0),

@@ -216,8 +216,8 @@ class TrainConfig(Section):
     second_update_after: int | None = Field(default=None, ge=0, le=100)
     """Number of steps after which a batch is trained a second time, in mode=async; 0 = never. The second update belongs to
     the step before which it is made: max_steps does not count it. None = 3 for objectives that bound the push of stale
-    responses (tb), where each is trained once (replay.max_trained_per_generated unset) by a policy that computes in
-    fp32; otherwise 0. In bf16 it gained nothing on GSM8K."""
+    responses (tb), where the rate is auto, the policy computes in fp32 and no setting of replay says how often a
+    response is trained; otherwise 0. In bf16 it gained nothing on GSM8K."""
     learning_rate: Annotated[Schedule | None, Auto] = None
     """Learning rate of AdamW, a number or a schedule; None or auto = it follows the movement of the policy (movement),
     begins low and falls to zero at the end (settle)."""

@@ -145,9 +145,14 @@ def with_objective_defaults(config: Config) -> Config:
 
 def _may_train_again(config: Config) -> bool:
     """Whether a second update on each batch is to be expected to pay. Settings of replay that are given say how often a
-    response is to be trained."""
+    response is to be trained, and a rate that is given was meant for one update a step."""
     replay, runtime = config.replay, config.runtime
-    given = (replay.on_policy_probability, replay.max_trained_per_generated, replay.max_uses)
+    given = (
+        replay.on_policy_probability,
+        replay.max_trained_per_generated,
+        replay.max_uses,
+        config.train.learning_rate,
+    )
     if config.takes_turns or config.train.updates_per_batch > 1 or replay.imports or any(x is not None for x in given):
         return False
     if not make_objective(config).bounds_drift:
