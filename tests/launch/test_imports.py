@@ -101,6 +101,11 @@ def test_a_text_that_ends_with_eos_gets_no_second_one(importer):
     assert group.trajectories[0].completion.token_ids.tolist() == [1, 2, EOS]
 
 
+def test_token_ids_count_and_not_the_text_beside_them(importer):
+    (group,) = importer({"id": "p0", "completion": "ab", "completion_ids": [3, EOS]})  # as `tba replay --export` writes
+    assert group.trajectories[0].completion.token_ids.tolist() == [3, EOS]
+
+
 def test_a_line_may_say_how_its_response_ended(importer):
     (group,) = importer(
         {"id": "p0", "completion_ids": [1, 2], "finish": "stop"},  # by another stop token than EOS
@@ -119,8 +124,7 @@ def test_a_null_reward_is_not_applicable(importer):
     [
         ("{oops", "line 2 is not JSON"),
         ([1], "line 2 is a list, not an object"),
-        ({"prompt": "first"}, "line 2 needs either `completion` or `completion_ids`"),
-        ({"prompt": "first", "completion": "a", "completion_ids": [1]}, "line 2 needs either"),
+        ({"prompt": "first"}, "line 2 needs `completion` or `completion_ids`"),
         ({"completion": "a"}, "line 2 has neither `id` nor `prompt`"),
         ({"prompt": "third", "completion": "a"}, "line 2 prompt 'third' is none of the task's 2 prompts"),
         ({"id": "p9", "completion": "a"}, "line 2 id 'p9' is none of the task's 2 prompts"),

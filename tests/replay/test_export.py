@@ -7,9 +7,12 @@ from datetime import datetime
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from tba.cli import app, main
+from tba.config import ModelConfig
+from tba.models.names import resolve_path
 from tba.replay.database import DurableReplayError
 from tba.replay.durable import GroupStore
 from tba.replay.export import GroupFilter, export, parse_time, parse_versions, table
@@ -122,6 +125,22 @@ def test_an_export_has_a_line_for_each_response_with_its_exact_tokens(run, tmp_p
     expected = {"id": "a", "prompt": [{"role": "user", "content": "a"}], "group": "searcher-0.aa/2", **origin}
     assert {name: lines[2][name] for name in expected} == expected
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_an_export_of_a_run_has_the_text_of_each_response_where_its_tokenizer_is_to_be_had(run, tmp_path):
+    """The fixture's config is empty: the run is one of the shipped model."""
+    target = tmp_path / "x.jsonl"
+    done = RUNNER.invoke(app, ["replay", str(run), "--prompt", "a", "--limit", "1", "--export", str(target)])
+    assert done.exit_code == 0, done.output
+    tokenizer = AutoTokenizer.from_pretrained(resolve_path(ModelConfig().path))
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [line["completion"] for line in lines] == [tokenizer.decode([5, 6]), tokenizer.decode([6, 7])]
+    (run / "config.yaml").unlink()
+    done = RUNNER.invoke(
+        app, ["replay", str(run / "replay.sqlite"), "--prompt", "a", "--limit", "1", "--export", str(target)]
+    )
+    assert "token ids without their text" in done.output
+    assert [json.loads(line).get("completion") for line in target.read_text().splitlines()] == [None, None]
 
 
 def test_parquet_holds_the_same(run, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,8 +103,29 @@ def replay(
         for line in exporting.table(path, wanted):
             typer.echo(line)
         return
-    count = exporting.export(path, export, wanted)
+    count = exporting.export(path, export, wanted, decode=_decoder(run))
     typer.echo(json.dumps({"responses": count, "file": str(export)}))
+
+
+def _decoder(run: Path) -> Callable[[list[int]], str] | None:
+    """Makes text of a run's token ids. None, with a warning, where its tokenizer is not to be had: of a snapshot that lies
+    elsewhere, or of a model that is gone."""
+    from transformers import AutoTokenizer
+
+    from tba.config import load_config
+    from tba.models.names import resolve_path
+    from tba.observe.files import RunFolder
+
+    config = RunFolder(run if run.is_dir() else run.parent).config
+    try:
+        if not config.is_file():
+            raise FileNotFoundError(f"there is no {config}")
+        model = load_config(config).model
+        tokenizer = AutoTokenizer.from_pretrained(resolve_path(model.path), trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        typer.echo(f"the file has token ids without their text: {str(error).splitlines()[0]}", err=True)
+        return None
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def status(

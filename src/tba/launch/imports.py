@@ -7,10 +7,10 @@ One JSON object per line:
     {"prompt": [{"role": "user", "content": "2+2="}], "completion": "4"}
 
 A line is matched to a prompt of the task by `id`, or else by `prompt` as the data has it. Text is tokenised and closed with
-EOS; `completion_ids` are taken as they are, and when they do not end with a stop token they count as cut off, for the task's
-reward too, unless `finish` says that they ended (`stop`) or were cut off (`length`). `tba replay RUN --export` writes such
-files. Rewards are computed unless given, reference log-probs always. Nobody knows how likely these responses were when
-they were made: behaviour and policy log-probs are NaN.
+EOS; `completion_ids` are taken as they are, whatever text stands beside them, and when they do not end with a stop token
+they count as cut off, for the task's reward too, unless `finish` says that they ended (`stop`) or were cut off (`length`).
+`tba replay RUN --export` writes such files. Rewards are computed unless given, reference log-probs always. Nobody knows how
+likely these responses were when they were made: behaviour and policy log-probs are NaN.
 """
 
 from __future__ import annotations
@@ -222,20 +222,22 @@ class LineReader:
             raise ValueError(f"is not JSON: {error}") from None
         if not isinstance(line, dict):
             raise ValueError(f"is a {type(line).__name__}, not an object")
-        if ("completion" in line) == ("completion_ids" in line):
-            raise ValueError("needs either `completion` or `completion_ids`")
+        if "completion" not in line and "completion_ids" not in line:
+            raise ValueError("needs `completion` or `completion_ids`")
         prompt = self.finder.find(line)
         ids = self._tokens(line)
         return ImportedResponse(
             prompt=prompt,
-            text=line["completion"] if "completion" in line else self.tokenizer.decode(ids, skip_special_tokens=True),
+            text=self.tokenizer.decode(ids, skip_special_tokens=True)
+            if "completion_ids" in line
+            else line["completion"],
             token_ids=np.array(ids, np.int32),
             finished=_finish(line, "stop" if ids[-1] in self.stop_ids else "length") == "stop",
             rewards=_given_rewards(line),
         )
 
     def _tokens(self, line: Mapping[str, Any]) -> list[int]:
-        if "completion" in line:
+        if "completion_ids" not in line:
             if not isinstance(line["completion"], str):
                 raise ValueError(f"`completion` is a {type(line['completion']).__name__}, not text")
             ids = self.tokenizer.encode(line["completion"], add_special_tokens=False)

@@ -105,7 +105,7 @@ def refuse(folder: Path, claim: Mapping[str, Any], *, unless: Holder | None = No
     if claim.get("started") == start_of(claim.get("pid")):
         raise FolderInUse(
             f"run folder {folder} is in use by process {claim.get('pid')} on this host ({host}): choose another name "
-            f"(name=...), or end that run (kill {claim.get('pid')})."
+            f"(name=...), or end that run (tba stop {folder})."
         )
 
 

@@ -1,7 +1,8 @@
 """What `tba replay RUN` shows and writes: stored groups by prompt, reward, version and time, as a table or as a file.
 
 An exported line is one response. The lines of a JSONL file are what replay.imports of another run reads (`id`,
-`completion_ids`, `rewards`, `finish`); the other keys say where the response came from.
+`completion_ids`, `rewards`, `finish`); `completion` is its text, where the run's tokenizer is at hand, and the other keys
+say where the response came from.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ ROWS_PER_BLOCK = 10_000
 """Number of responses that a parquet file is written by."""
 LARGEST = 2**63 - 1
 """Largest number that SQLite compares with."""
+Decode = Callable[[list[int]], str]
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -124,9 +126,9 @@ def _short(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def export(path: Path, target: Path, wanted: GroupFilter) -> int:
+def export(path: Path, target: Path, wanted: GroupFilter, *, decode: Decode | None = None) -> int:
     """Write the responses of the wanted groups to a .jsonl or .parquet file, which is there whole or not at all; returns
-    their number."""
+    their number. `decode` makes text of token ids; None = the file has none."""
     writers: dict[str, Callable[[Path, Iterable[dict[str, Any]]], int]] = {
         ".jsonl": _write_jsonl,
         ".parquet": _write_parquet,
@@ -137,7 +139,8 @@ def export(path: Path, target: Path, wanted: GroupFilter) -> int:
         raise ValueError(f"--export {target}: there is no folder {target.parent}. Make it, or give another file.")
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        lines = (line for stored in load_groups(path, arrivals=wanted.arrivals(path)) for line in lines_of(stored))
+        groups = load_groups(path, arrivals=wanted.arrivals(path))
+        lines = (line for stored in groups for line in lines_of(stored, decode))
         count = writers[target.suffix](temporary, lines)
         os.replace(temporary, target)
     except OSError as error:
@@ -147,15 +150,17 @@ def export(path: Path, target: Path, wanted: GroupFilter) -> int:
     return count
 
 
-def lines_of(stored: StoredGroup) -> Iterator[dict[str, Any]]:
+def lines_of(stored: StoredGroup, decode: Decode | None) -> Iterator[dict[str, Any]]:
     """One object for each response of a group, its tokens exactly as they were generated."""
     group = stored.group
     for trajectory in group.trajectories:
         completion = trajectory.completion
+        ids = completion.token_ids.tolist()
         yield {
             "id": group.prompt.id,
             "prompt": group.prompt.text,
-            "completion_ids": completion.token_ids.tolist(),
+            **({} if decode is None else {"completion": decode(ids)}),
+            "completion_ids": ids,
             "rewards": {name: None if math.isnan(value) else value for name, value in trajectory.rewards.items()},
             "finish": completion.finish,
             "group": group.id,
@@ -189,6 +194,7 @@ def _write_parquet(path: Path, lines: Iterable[dict[str, Any]]) -> int:
         [
             ("id", pyarrow.string()),
             ("prompt", pyarrow.string()),
+            ("completion", pyarrow.string()),
             ("completion_ids", pyarrow.list_(pyarrow.int32())),
             ("rewards", pyarrow.map_(pyarrow.string(), pyarrow.float64())),
             ("finish", pyarrow.string()),
