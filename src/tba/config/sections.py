@@ -233,7 +233,8 @@ class TrainConfig(Section):
     """Rate that learning_rate=auto begins from; None = by the number of parameters: 2e-4 for the shipped model,
     2.4e-6 at 0.5B, 5e-7 at 7B, ten times that for LoRA."""
     adam_betas: tuple[AdamBeta, AdamBeta] = (0.9, 0.999)
-    """Decay rates of AdamW's averages of the gradient and of its square."""
+    """Decay rates, by one step, of AdamW's averages of the gradient and of its square: where a step makes two updates
+    (second_update_after), each takes the square root."""
     adam_epsilon: float = Field(default=1e-8, gt=0.0)
     """Number that AdamW adds to the denominator."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=10.0)
@@ -278,6 +279,11 @@ class TrainConfig(Section):
     those of the collapse guard (observe.healthy_checkpoint_every)."""
     keep_checkpoints: int = Field(default=2, ge=0)
     """Number of checkpoints kept, the newest; 0 = none is written."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Number of updates of the weights from one step to the next."""
+        return 2 if self.second_update_after else 1
 
     @property
     def prompts_per_step(self) -> int:

@@ -59,7 +59,9 @@ class MasterAdamW:
         self._ranks = ranks
         self.max_grad_norm = config.max_grad_norm
         groups = [{"params": group} for group in (self._policy, self._heads) if group]
-        settings: dict[str, Any] = {"betas": config.adam_betas, "eps": config.adam_epsilon}
+        # Its averages go over as many responses as with one update a step.
+        betas = tuple(beta ** (1.0 / config.updates_per_step) for beta in config.adam_betas)
+        settings: dict[str, Any] = {"betas": betas, "eps": config.adam_epsilon}
         settings |= {"lr": 0.0, "weight_decay": config.weight_decay}
         self.adam: torch.optim.AdamW
         if config.offload_optimizer:
@@ -336,7 +338,7 @@ class LearningRate:
         """
         share = min(MOST_SHARE, max(LEAST_SHARE, self.agreement / USUAL_AGREEMENT))
         trained = max(1.0, self.config.replay.max_trained_per_generated or 1.0)
-        trained += 1.0 if self.config.train.second_update_after else 0.0
+        trained *= self.config.train.updates_per_step
         return self.factor * share * self.config.train.movement / math.sqrt(trained)
 
     def soften(self, factor: float) -> None:
