@@ -235,6 +235,20 @@ def tells_what_it_was_told(link, **_) -> None:
     link.receive(timeout_seconds=None)
 
 
+def asks_for_visits(link, *, index: int, ends: bytes, **_) -> None:
+    """A searcher's ends without the searcher: asks for a visit and heeds what it is told."""
+    import pickle
+
+    from tba.config import RuntimeConfig
+    from tba.runtime.ends import LocalSearcherEnds
+
+    found = LocalSearcherEnds(link, pickle.loads(ends), RuntimeConfig(), index=index, stock=1)
+    while not link.closed:
+        found.handle_messages()
+        found.visits.peek()
+        time.sleep(0.01)
+
+
 def waits(link, **_) -> None:
     while not link.closed:
         link.receive(timeout_seconds=0.1)

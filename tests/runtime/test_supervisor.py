@@ -21,10 +21,12 @@ from tba.runtime.links import (
     Acknowledge,
     AskVisits,
     EndsHandle,
+    Evaluate,
     Holding,
     LeaseVisits,
     Link,
     NewTrainer,
+    SearcherEnded,
     SearcherStarted,
 )
 from tba.runtime.local import LocalRuntime
@@ -197,20 +199,24 @@ def test_a_searcher_tells_a_new_trainer_what_it_has_and_sends_again_what_was_not
         connection.close()
 
 
-def test_a_new_trainer_takes_no_group_before_those_that_are_sent_again():
-    """A searcher that outlived the trainer before may send a group before it learns of the new one. If that one were taken,
-    the earlier ones, which are sent again after it, would count as stored already: numbers rise in the order of arrival."""
-    ours, theirs = Pipe()
-    supervisor, searcher = Link(ours), "searcher-0.a"
-    runtime = LocalRuntime(
+def trainer_on(connection) -> LocalRuntime:
+    """What a trainer has of a run whose supervisor is the other end of this connection."""
+    return LocalRuntime(
         RuntimeConfig(),
-        Host(link=Link(theirs), board=Board.create(), owner=Holder.of_this_process()),
+        Host(link=Link(connection), board=Board.create(), owner=Holder.of_this_process()),
         num_searchers=1,
         tensors=TENSORS,
         dtype=torch.float32,
         canary=lambda weights: np.zeros(64),
         ledger=VisitLedger(10, seed=0, shuffle=False),
     )
+
+
+def test_a_new_trainer_takes_no_group_before_those_that_are_sent_again():
+    """A searcher that outlived the trainer before may send a group before it learns of the new one. If that one were taken,
+    the earlier ones, which are sent again after it, would count as stored already: numbers rise in the order of arrival."""
+    ours, theirs = Pipe()
+    supervisor, searcher, runtime = Link(ours), "searcher-0.a", trainer_on(theirs)
     visits = tuple(Visit(number=number, prompt=number, epoch=0) for number in range(2))
     supervisor.send(SearcherStarted(holder=searcher, survived=True))
     for message in (
@@ -226,5 +232,30 @@ def test_a_new_trainer_takes_no_group_before_those_that_are_sent_again():
         taken += [one.id for one in runtime.drain()]
         assert time.monotonic() < deadline
     assert taken == ["searcher-0.a/0", "searcher-0.a/1"]
+    for connection in (ours, theirs):
+        connection.close()
+
+
+def test_a_new_trainer_asks_only_searchers_that_know_of_it_for_an_evaluation():
+    """Any other one forgets the request when it learns of the new trainer: it may be one of the trainer before."""
+    ours, theirs = Pipe()
+    supervisor, survivor, other, runtime = Link(ours), "searcher-0.a", "searcher-1.b", trainer_on(theirs)
+    told: list[tuple[str, object]] = []
+
+    def drain_until(count: int) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while len(told) < count:
+            runtime.drain()
+            told.extend(supervisor.drain_addressed())
+            assert time.monotonic() < deadline
+
+    runtime.evaluate(7)
+    supervisor.send(SearcherStarted(holder=survivor, survived=True))
+    supervisor.send(SearcherStarted(holder=other, survived=False))
+    drain_until(1)
+    supervisor.send(SearcherEnded(holder=other, replaced=True))
+    supervisor.send(Holding(visits=()), to=survivor)
+    drain_until(2)
+    assert told == [(other, Evaluate(version=7)), (survivor, Evaluate(version=7))]
     for connection in (ours, theirs):
         connection.close()

@@ -201,6 +201,7 @@ class LocalRuntime:
         if isinstance(message, Holding):
             self.ledger.adopt(sender, message.visits)
             self._awaited.discard(sender)
+            self._ask_for_evaluation()
         elif isinstance(message, Failed):
             self._link.send(ReplaceSearchers(holders=(sender,), why=message.error, at_fault=True))
         elif sender in self._awaited:
@@ -223,6 +224,11 @@ class LocalRuntime:
         self.ledger.complete(message.visit, solved=message.solved, is_lost=not message.trajectories)
         return message
 
+    @property
+    def _introduced(self) -> list[str]:
+        """Searchers that know of this trainer. Others forget what it asks of them: it may be the trainer before that did."""
+        return [name for name in self._searchers if name not in self._awaited]
+
     def _lease_visits(self) -> None:
         """Answer those who have asked for visits. Not before every searcher of the trainer before has told which it has, or
         two would make the same one."""
@@ -240,7 +246,7 @@ class LocalRuntime:
     def _hand_to_others(self) -> None:
         """Visits that were handed back go to the searchers there are, now: they may have enough of their own, all of which
         wait for steps that need just these."""
-        count, others = self.ledger.num_handed_back, [name for name in self._searchers if name not in self._awaited]
+        count, others = self.ledger.num_handed_back, self._introduced
         for place, other in enumerate(others):
             share = count // len(others) + (place < count % len(others))
             if share:
@@ -282,8 +288,8 @@ class LocalRuntime:
         self._ask_for_evaluation()
 
     def _ask_for_evaluation(self) -> None:
-        if self._wanted_evaluations and self._evaluator not in self._searchers and self._searchers:
-            self._evaluator = self._searchers[0]
+        if self._wanted_evaluations and self._evaluator not in self._searchers and self._introduced:
+            self._evaluator = self._introduced[0]
             self._link.send(Evaluate(version=self._wanted_evaluations[-1]), to=self._evaluator)
 
     def take_evaluations(self) -> list[Evaluated]:

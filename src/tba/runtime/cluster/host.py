@@ -81,6 +81,8 @@ class RoleHost:
         """Starts the role's process."""
         self._early_frames: list[bytes] = []
         """What came for the role before its process was started."""
+        self._changed_trainers = False
+        """Whether the trainer that the searcher was started for is gone."""
         self._lock = threading.Lock()
         self._copied = None if copied is None else RunFolder(copied)
         self._looked = 0.0
@@ -110,6 +112,7 @@ class RoleHost:
     def new_trainer(self, trainer: str, ends: bytes) -> None:
         """The searcher works for another trainer now; it is told as soon as that one's weights are here."""
         with self._lock:
+            self._changed_trainers = True
             self._meet(trainer, unpickled_ends(ends))
 
     def _meet(self, trainer: str, ends: EndsHandle) -> None:
@@ -135,10 +138,13 @@ class RoleHost:
 
     def _introduce(self) -> None:
         assert self._ends is not None
-        if self._role is not None:
-            self._role.link.send_frame(PARENT, pickled(self._ends.greeting()))
-        else:
+        if self._role is None:
             self._begin({**self._arguments, "ends": pickled(self._ends)})
+        if self._changed_trainers:
+            # Also where its process begins only now: the trainer, which takes it for one that worked for the trainer before,
+            # hands out no visits until it has told which it has.
+            assert self._role is not None
+            self._role.link.send_frame(PARENT, pickled(self._ends.greeting()))
 
     def _start_process(
         self, target: str | bytes, arguments: Mapping[str, Any], *, log: Path | None, threads: int
