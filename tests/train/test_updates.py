@@ -1,5 +1,7 @@
 """Second updates on earlier batches, against the same updates written out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from builders import ragged_batch, tiny_llama
@@ -13,6 +15,7 @@ from tba.train.optimizer import LearningRate, MasterAdamW
 from tba.train.reference import Beta
 from tba.train.step import NonFiniteLoss, TrainStep
 from tba.train.updates import Updates
+from tba.types import Totals
 
 
 def make_step() -> TrainStep:
@@ -62,7 +65,7 @@ def test_without_second_updates_no_batch_is_kept(tmp_path):
     for step in range(3):
         assert updates.second(step=step) == 0
         updates.first(ragged_batch(seed=step), step=step)
-    assert not updates.waiting
+    assert not updates.trained_once
 
 
 def test_what_is_forgotten_is_not_trained_again(tmp_path):
@@ -78,7 +81,7 @@ def test_a_second_update_that_is_not_finite_saves_its_batch(tmp_path):
     updates.first(ragged_batch(seed=0), step=0)
     with torch.no_grad():
         next(step.policy.model.parameters()).fill_(torch.nan)
-    with pytest.raises(NonFiniteLoss, match="step 1 stopped before the optimizer moved"):
+    with pytest.raises(NonFiniteLoss, match="the second update before step 1 stopped before the optimizer moved"):
         updates.second(step=1)
     assert (tmp_path / "failed-batch-step-1.safetensors").is_file()
 
@@ -88,6 +91,8 @@ def test_a_second_update_that_is_not_finite_saves_its_batch(tmp_path):
     [
         ([], 3),
         (["objective.off_policy=exact"], 0),
+        (["objective.off_policy=taper"], 0),  # pushes up are not bounded
+        (["objective.off_policy=token"], 3),
         (["objective.name=grpo"], 0),
         (["mode=sync"], 0),
         (["mode=fixed_lag", "lag_steps=2"], 0),
@@ -98,6 +103,11 @@ def test_a_second_update_that_is_not_finite_saves_its_batch(tmp_path):
         (["replay.max_trained_per_generated=2"], 0),
         (["replay.on_policy_probability=0.5"], 0),
         (["replay.imports=[old.jsonl]"], 0),
+        (["search.explore.reference_share=0.25"], 0),
+        (["replay.lag=pace", "replay.max_lag=0"], 0),
+        (["replay.lag=drop"], 0),
+        (["reference.reset_every=10"], 0),
+        (["runtime.kind=ray"], 3),  # the settings of this test name a device
         (["objective.name=grpo", "train.second_update_after=5"], 5),
     ],
 )
@@ -105,6 +115,25 @@ def test_second_updates_are_made_where_an_objective_bounds_stale_pushes_and_the_
     filled = config_of(*overrides)
     assert filled.train.second_update_after == after
     assert with_objective_defaults(filled) == filled
+
+
+def test_on_ray_nobody_here_knows_what_the_trainers_node_computes_in():
+    assert with_objective_defaults(load_config(None, ["runtime.kind=ray"])).train.second_update_after == 0
+    known = with_objective_defaults(load_config(None, ["runtime.kind=ray", "model.dtype=float32"]))
+    assert known.train.second_update_after == 3
+
+
+def test_a_batch_without_any_weight_is_not_trained_again(tmp_path):
+    updates = make_updates(tmp_path, make_step(), "train.second_update_after=1")
+    batch = ragged_batch(seed=0)
+    empty = replace(batch, weight_PK=torch.zeros_like(batch.weight_PK), totals=Totals(prompts=0, responses=0, tokens=0))
+    updates.first(empty, step=0)
+    assert updates.second(step=1) == 0
+
+
+def test_a_batch_cannot_be_trained_again_at_once_and_later():
+    with pytest.raises(ConfigError, match=r"train.second_update_after=3 contradicts train.updates_per_batch=2"):
+        load_config(None, ["train.second_update_after=3", "train.updates_per_batch=2"])
 
 
 def test_roles_that_take_turns_refuse_second_updates():

@@ -113,17 +113,20 @@ def _decoder(run: Path) -> Callable[[list[int]], str] | None:
     from transformers import AutoTokenizer
 
     from tba.config import load_config
+    from tba.models.load import told
     from tba.models.names import resolve_path
-    from tba.observe.files import RunFolder
+    from tba.observe.files import RunFolder, one_line
 
-    config = RunFolder(run if run.is_dir() else run.parent).config
+    folder = RunFolder(run if run.is_dir() else run.parent)
     try:
-        if not config.is_file():
-            raise FileNotFoundError(f"there is no {config}")
-        model = load_config(config).model
-        tokenizer = AutoTokenizer.from_pretrained(resolve_path(model.path), trust_remote_code=model.trust_remote_code)
+        if not folder.config.is_file():
+            raise FileNotFoundError(f"there is no {folder.config}")
+        model, saved = load_config(folder.config).model, folder.checkpoints_by_step()
+        path = str(saved[max(saved)]) if saved else resolve_path(model.path)
+        with told(path, "has no tokenizer that can be loaded"):
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        typer.echo(f"the file has token ids without their text: {str(error).splitlines()[0]}", err=True)
+        typer.echo(f"the file has token ids without their text: {one_line(error)}", err=True)
         return None
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
 

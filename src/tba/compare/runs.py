@@ -240,7 +240,8 @@ def changes(cell: Cell) -> str:
 
 def differences(cell: Cell, record: Mapping[str, Any]) -> list[str]:
     """Settings of a run on disk that are others now, as `train.max_steps 2 -> 3`: those of the study, and the defaults of
-    its objective, where the version that made the run wrote them down."""
+    its objective, where the version that made the run wrote them down. A setting that it did not know, and that is off now
+    (0), was off then."""
     before, now = flatten(record["config"]), flatten(cell.recorded_config)
     found = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed_settings(before, now)]
     decided, decides = record.get("defaults"), cell.recorded_defaults
@@ -249,7 +250,7 @@ def differences(cell: Cell, record: Mapping[str, Any]) -> list[str]:
     return [
         f"the default of {key} {decided.get(key)} -> {decides.get(key)}"
         for key in {**decided, **decides}
-        if decided.get(key) != decides.get(key)
+        if decided.get(key) != decides.get(key) and (key in before or decides.get(key))
     ]
 
 

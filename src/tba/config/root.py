@@ -219,6 +219,11 @@ class Config(Section):
                 "observe.on_collapse=rollback goes back to a checkpoint, and train.keep_checkpoints=0 writes none: keep at "
                 "least one, or use observe.on_collapse=stop."
             )
+        if self.train.second_update_after and self.train.updates_per_batch > 1:
+            raise ValueError(
+                f"train.second_update_after={self.train.second_update_after} contradicts "
+                f"train.updates_per_batch={self.train.updates_per_batch}: both train a batch again. Choose one of them."
+            )
         self._check_placement()
         self._check_turns()
         self._check_reference_share()

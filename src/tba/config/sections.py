@@ -134,8 +134,8 @@ class ReplayConfig(Section):
     keeps full groups."""
     max_trained_per_generated: float | None = Field(default=None, gt=0.0)
     """Number of times that each response is trained on average before the trainer waits for new ones (Reverb's
-    limiter). None = train.updates_per_batch. Where generating is what takes the time, 2 to 4 learns more from the same
-    responses."""
+    limiter), second updates (train.second_update_after) aside. None = train.updates_per_batch. Where generating is what
+    takes the time, 2 to 4 learns more from the same responses."""
     initial_responses: int = Field(default=0, ge=0)
     """Number of responses to generate before the first optimizer step (the paper: 500 for GSM8K, 10,000 for TL;DR); 0 =
     one batch."""
@@ -215,9 +215,10 @@ class TrainConfig(Section):
     """Number of optimizer steps on the same batch before the next is sampled (PPO's epochs, GRPO's mu)."""
     second_update_after: int | None = Field(default=None, ge=0, le=100)
     """Number of steps after which a batch is trained a second time, in mode=async; 0 = never. The second update belongs to
-    the step before which it is made: max_steps does not count it. None = 3 for objectives that bound the push of stale
-    responses (tb), where the rate is auto, the policy computes in fp32 and no setting of replay says how often a
-    response is trained; otherwise 0. In bf16 it gained nothing on GSM8K."""
+    the step before which it is made: max_steps does not count it. So many batches are kept in the host's memory. None = 3
+    for objectives that bound the push of stale responses (tb), where the rate is auto, the policy computes in fp32 (as
+    on a CPU; not on Ray nodes, unless model.dtype or model.device says so), nobody else's responses are trained on, and
+    no setting of replay says how often or how late a response may be trained; otherwise 0. It was not tried in bf16."""
     learning_rate: Annotated[Schedule | None, Auto] = None
     """Learning rate of AdamW, a number or a schedule; None or auto = it follows the movement of the policy (movement),
     begins low and falls to zero at the end (settle)."""

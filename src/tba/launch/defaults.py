@@ -6,7 +6,8 @@ what the paper uses instead stands in its config files.
     replay.on_policy_probability 1          bench: the paper's .95 with reuse 2 collapsed on three of four problems
     replay.max_trained_per_generated 1      bench: stable on all; 4 learns more from the same responses, in more steps
     train.second_update_after 3             bench: more from the same responses on four of four, in about the same time; at
-                                            once instead, three of four gain nothing. Not in bf16: nothing gained on GSM8K
+                                            once instead, three of four gain nothing. Not tried in bf16, where at once, and
+                                            twice by the queue, were behind on GSM8K
     replay.max_uses, replay.lag             bench on a busy machine: drawn by age, some groups trained late, others never
     replay.deduplicate False                bench; a sure policy repeats itself, and policy gradients need multiplicities
     objective.beta .01 for tb               bench: .003, .03 and .01 -> .003 no better, .05 holds dense rewards back
@@ -21,7 +22,7 @@ what the paper uses instead stands in its config files.
     train.publish_every 1                   docs/results.md: 4 costs 2.5 points, 16 costs 9
     train.max_grad_norm 1                   the field's; gradients are in reward units, so it means the same at every beta
     train.adam_betas .9, .999 by a step     the field's; .99 within noise on the bench. Their roots for each of two updates a
-                                            step: ahead on three of four of the bench, level on the fourth
+                                            step: ahead on two of the bench, level on two
     train.equal_reward_groups keep          the paper's; in trajectory balance they carry the pull to the reference
     train.truncated keep                    the paper's for GSM8K; a task's own rule scores cut-off responses
 """
@@ -30,13 +31,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from tba.config import Config, Schedule
 from tba.launch.devices import placement_of, tokens_for
 from tba.launch.slots import is_short_of_memory, keys_and_values_beside_trainer, with_slots
-from tba.models.load import LoadedModel, resolve_dtype
+from tba.models.load import LoadedModel
 from tba.objectives.registry import make_objective
+from tba.runtime.placement import RolePlacement, sees_gpu
 from tba.tasks.registry import max_prompt_tokens
 
 ANCHOR_PARAMETERS, ANCHOR_RATE = 0.314e6, 2e-4
@@ -145,23 +145,23 @@ def with_objective_defaults(config: Config) -> Config:
 
 
 def _may_train_again(config: Config) -> bool:
-    """Whether a second update on each batch is to be expected to pay. Settings of replay that are given say how often a
-    response is to be trained, and a rate that is given was meant for one update a step."""
-    replay, runtime = config.replay, config.runtime
-    given = (
-        replay.on_policy_probability,
-        replay.max_trained_per_generated,
-        replay.max_uses,
-        config.train.learning_rate,
-    )
-    if config.takes_turns or config.train.updates_per_batch > 1 or replay.imports or any(x is not None for x in given):
+    """Whether a second update on each batch is to be expected to pay. Settings of replay that are given say how often, or
+    how late, a response may be trained, and a rate that is given was meant for one update a step."""
+    replay, train, model = config.replay, config.train, config.model
+    given = (replay.on_policy_probability, replay.max_trained_per_generated, replay.max_uses, replay.max_lag)
+    if config.takes_turns or train.updates_per_batch > 1 or any(x is not None for x in (*given, train.learning_rate)):
         return False
-    if not make_objective(config).bounds_drift:
+    if replay.lag == "drop" or config.reference.reset_every or not make_objective(config).bounds_drift:
         return False
-    if runtime.kind == "ray" and config.model.dtype == config.model.device == "auto":
+    if replay.imports or any(c.search.explore.reference_share for c in config.by_kind().values()):
+        return False  # nobody knows how far the policy has drifted from what it did not generate
+    # In bf16 the policy's distance from its data is lost in rounding: nothing tells the rate that it went too far.
+    if model.dtype != "auto":
+        return model.dtype == "float32"
+    if config.runtime.kind == "ray" and model.device == "auto":
         return False  # by the node that the trainer will be on
-    # Where the policy's distance from its data is lost in rounding, nothing tells the rate that it went too far.
-    return resolve_dtype(config.model.dtype, torch.device(placement_of(config).trainer[0])) == torch.float32
+    # Not by torch, which would touch the GPU before the run does.
+    return RolePlacement.of(config, auto="cuda:0" if sees_gpu() else "cpu").trainer[0] == "cpu"
 
 
 def with_room(config: Config, *, num_prompts: int) -> Config:

@@ -20,7 +20,7 @@ MAY_CHANGE = (
     *("name", "output", "overwrite", "runtime.", "observe.", "model.device"),
     *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints", "train.ranks"),
     *("search.num_searchers", "search.max_searchers"),  # as `tba searchers` changes them while a run goes on
-    "train.second_update_after",  # by the machine, as what it may do in bf16; a run of an older version has none
+    "train.second_update_after",  # only from none, which an older version has stored, to 0: `BY_OBJECTIVE` keeps the others
     *("search.max_reward_failures", "search.reward_timeout_seconds", "search.reward_workers"),
 )
 """Settings, and sections with a dot, that may be others after a resume: they change how a run is watched and where it runs,
@@ -29,6 +29,7 @@ BY_OBJECTIVE = {
     "objective": ("beta", "max_kl_penalty"),
     "reference": ("reset_every",),
     "replay": ("deduplicate", "on_policy_probability", "max_trained_per_generated", "max_uses", "lag"),
+    "train": ("second_update_after",),
 }
 """Settings that objective and mode decide where none is given. A resumed run keeps those it was started with: the version of
 this package that started it may have had other defaults."""

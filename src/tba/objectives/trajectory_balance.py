@@ -114,7 +114,7 @@ class TrajectoryBalance(Objective):
 
     @property
     def bounds_drift(self) -> bool:
-        return self.off_policy != "exact"
+        return self.off_policy in ("response", "token")
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         log_pi_N = forward.log_pi_N

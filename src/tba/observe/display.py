@@ -236,7 +236,9 @@ class Stability:
         self._steps += 1
         if self._steps > 1:
             self._waited_seconds += metrics.get("time/wait_for_batch", 0.0)
-            self._worked_seconds += metrics.get("time/step", 0.0) + metrics.get("time/receive", 0.0)
+            self._worked_seconds += sum(
+                metrics.get(f"time/{part}", 0.0) for part in ("step", "receive", "second_update")
+            )
         for name, metric in MEANS.items():
             if metric in metrics:
                 self._sums[name] = self._sums.get(name, 0.0) + metrics[metric]

@@ -1,4 +1,4 @@
-"""The trainer: take in what arrived, sample, step, publish."""
+"""The trainer: take in what arrived, train an earlier batch again, sample, step, publish."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Trainer:
     fresh_reward: float = field(default=math.nan, init=False)
     """Their mean; where none came, that of the step before."""
     step_index: int = field(default=0, init=False)
-    """Number of optimizer steps done, which is the version of the weights."""
+    """Number of optimizer steps done, which is the version of the weights at the end of a step."""
     batch: Batch | None = field(default=None, init=False)
     """The last one sampled; train.updates_per_batch steps train on it."""
     last_row: int | None = field(default=0, init=False)
@@ -94,7 +94,7 @@ class Trainer:
         resume(self, checkpoint)
 
     def step(self) -> StepResult:
-        """One optimizer step on what the buffer holds."""
+        """One optimizer step on what the buffer holds, after the second update on an earlier batch."""
         self.receive()
         again = self.train_again()
         waited = self.gate.wait(self) if self.gate is not None and self.needs_batch else 0.0
@@ -134,7 +134,10 @@ class Trainer:
     def train_again(self) -> float:
         """The second update on an earlier batch, if it is due; returns the seconds it took."""
         started = time.perf_counter()
-        self.counts.again += self.updates.second(step=self.step_index)
+        trained = self.updates.second(step=self.step_index)
+        if not trained:
+            return 0.0
+        self.counts.again += trained
         self.train_step.moved = False  # nothing of it is left to do, should the wait for the next batch be the end
         return time.perf_counter() - started
 
@@ -166,7 +169,8 @@ class Trainer:
 
     @property
     def is_sound(self) -> bool:
-        """Whether the weights are those of `step_index`, all finite: not so after an error in the middle of an update."""
+        """Whether the weights are those of `step_index`, or of a second update after it, all finite: not so after an error
+        in the middle of an update."""
         return not self.train_step.moved and self.train_step.is_finite
 
     def receive(self) -> None:

@@ -59,7 +59,7 @@ class MasterAdamW:
         self._ranks = ranks
         self.max_grad_norm = config.max_grad_norm
         groups = [{"params": group} for group in (self._policy, self._heads) if group]
-        # Its averages go over as many responses as with one update a step.
+        # Its averages go over as many steps, whatever the number of updates in each.
         betas = tuple(beta ** (1.0 / config.updates_per_step) for beta in config.adam_betas)
         settings: dict[str, Any] = {"betas": betas, "eps": config.adam_epsilon}
         settings |= {"lr": 0.0, "weight_decay": config.weight_decay}
@@ -258,8 +258,8 @@ responses."""
 LATER_RISE = 1.02
 """Largest factor by one of the later measurements, half a percent a step, beyond the highest rate of the first steps: the
 rate is taken for found. Where little is left to learn most gradients become small and rare ones do not: a rate that makes up
-for the first goes too far by the others. Below that highest rate it is on its way back, from where the distance to the data
-has sent it."""
+for the first goes too far by the others. Up to that highest rate it comes back as fast as it was found, from wherever the
+distance to the data, or a step that went too far, has sent it."""
 
 
 @dataclass
@@ -322,8 +322,9 @@ class LearningRate:
         if self.kl > LARGEST_KL:
             wanted = min(wanted, math.sqrt(LARGEST_KL / self.kl))  # the KL grows with the square of the movement
         factor = wanted**GAIN
-        is_searching = step < MEASURED_STEPS or self.rate < self.found
-        rate = self.rate * min(MAX_RISE if is_searching else LATER_RISE, max(MAX_FALL, factor))
+        rate = self.rate * min(MAX_RISE, max(MAX_FALL, factor))
+        if step >= MEASURED_STEPS:
+            rate = min(rate, max(self.found, self.rate * LATER_RISE))
         self.rate = min(FURTHEST * self.guess, max(self.guess / FURTHEST, rate))
         if step < MEASURED_STEPS:
             self.found = max(self.found, self.rate)
@@ -353,8 +354,8 @@ class LearningRate:
         return self.exact_drift and self.config.replay.max_uses == 1 and self.config.train.updates_per_batch == 1
 
     def state(self) -> dict[str, Any]:
-        found = {"rate": self.rate, "found": self.found, "agreement": self.agreement}
-        return {**found, "factor": self.factor, "kl": self.kl}
+        rates = {"rate": self.rate, "found": self.found, "factor": self.factor}
+        return {**rates, "agreement": self.agreement, "kl": self.kl}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.rate, self.agreement = state["rate"], state["agreement"]

@@ -32,32 +32,32 @@ class Updates:
     beta: Beta
     folder: Path
     """Where a batch is saved that cannot be trained on."""
-    waiting: deque[Batch] = field(default_factory=deque, init=False)
-    """Batches that were trained once, the oldest first. They are not part of a checkpoint: a run that resumes begins to
+    trained_once: deque[Batch] = field(default_factory=deque, init=False)
+    """The last batches, the oldest first. They are not part of a checkpoint: a run that resumes begins to
     collect them anew."""
 
     def first(self, batch: Batch, *, step: int) -> StepResult:
         """The update of this step, on a new batch."""
-        result = self._update(batch, step=step, measure_movement=self.rate.measures(step))
-        if self.config.train.second_update_after:
-            self.waiting.append(batch)
+        result = self._update(batch, f"step {step}", step=step, measure_movement=self.rate.measures(step))
+        if self.config.train.second_update_after and batch.totals.responses:
+            self.trained_once.append(with_old_values(batch, result))
         return result
 
     def second(self, *, step: int) -> int:
         """The second update on the batch whose turn it is; returns the number of its responses, 0 where there is none."""
         after = self.config.train.second_update_after
-        if not after or len(self.waiting) < after:
+        if not after or len(self.trained_once) < after:
             return 0
-        batch = self.waiting.popleft()
-        self._update(batch, step=step, measure_movement=False)
+        batch = self.trained_once.popleft()
+        self._update(batch, f"the second update before step {step}", step=step, measure_movement=False)
         return batch.totals.responses
 
     def forget(self) -> None:
         """No second update on what has been trained so far: it is of a policy that was given up, or was scored by a
         reference that is none any more."""
-        self.waiting.clear()
+        self.trained_once.clear()
 
-    def _update(self, batch: Batch, *, step: int, measure_movement: bool) -> StepResult:
+    def _update(self, batch: Batch, name: str, *, step: int, measure_movement: bool) -> StepResult:
         shaped, beta = shape_target(batch, self.config, step, beta=self.beta.at(step))
         rate = self.rate.at(step)
         try:
@@ -65,7 +65,7 @@ class Updates:
         except NonFiniteLoss as error:
             path = save_batch(batch, self.folder / f"failed-batch-step-{step}.safetensors")
             raise NonFiniteLoss(
-                f"step {step} stopped before the optimizer moved: {error} The batch is saved in {path}. "
+                f"{name} stopped before the optimizer moved: {error} The batch is saved in {path}. "
                 "Lower train.learning_rate, raise objective.beta, or look for extreme rewards in it."
             ) from None
 
