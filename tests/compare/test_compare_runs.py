@@ -9,7 +9,7 @@ from studies import TUNE, plan_study, run_study, write_study
 from typer.testing import CliRunner
 
 from tba.cli import app, main
-from tba.compare.runs import changed_settings, changes, read_steps, state_of
+from tba.compare.runs import changed_settings, changes, differences, read_steps, state_of
 from tba.compare.study import flatten
 from tba.config import Config, ConfigError
 from tba.launch import train
@@ -64,6 +64,17 @@ def test_a_setting_that_came_after_a_run_does_not_make_it_another_run():
     assert changed_settings(before, {**now, "train.offload_optimizer": True}) == ["train.offload_optimizer"]
     assert changed_settings({**before, "train.max_steps": 2}, {**now, "train.max_steps": 3}) == ["train.max_steps"]
     assert changed_settings({**now, "train.of_old": 1}, now) == ["train.of_old"]
+
+
+def test_a_default_that_came_after_a_run_and_is_off_does_not_make_it_another_run(finished):
+    (run, *_) = plan_study(finished).runs["fast", None]
+    record = json.loads((run.folder / "cell.json").read_text())
+    assert record["defaults"].pop("train.second_update_after") == 0  # as a version has written that did not know it
+    del record["config"]["train"]["second_update_after"]
+    assert differences(run, record) == []
+    run.recorded_defaults["train.second_update_after"] = 3
+    assert differences(run, record) == ["the default of train.second_update_after None -> 3"]
+    run.recorded_defaults["train.second_update_after"] = 0
 
 
 def test_a_run_that_another_default_of_its_objective_made_is_run_again(finished, tmp_path):

@@ -6,10 +6,12 @@ import pytest
 import torch
 from builders import ragged_batch, tiny_llama
 
-from tba.config import Config, ConfigError, TrainConfig, load_config
+from tba.config import Config, ConfigError, TrainConfig, dump_config, load_config
 from tba.launch.defaults import with_objective_defaults
+from tba.launch.resume import resumed_config, with_stored_defaults
 from tba.models.policy import PolicyModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.observe.files import RunFolder
 from tba.train.batch import Budget
 from tba.train.optimizer import LearningRate, MasterAdamW
 from tba.train.reference import Beta
@@ -134,6 +136,23 @@ def test_a_batch_without_any_weight_is_not_trained_again(tmp_path):
 def test_a_batch_cannot_be_trained_again_at_once_and_later():
     with pytest.raises(ConfigError, match=r"train.second_update_after=3 contradicts train.updates_per_batch=2"):
         load_config(None, ["train.second_update_after=3", "train.updates_per_batch=2"])
+
+
+def test_a_run_that_resumes_has_the_second_updates_it_was_started_with(tmp_path):
+    config = load_config(None, ["model.device=cpu", f"output={tmp_path}", "name=run", "train.first_learning_rate=1e-4"])
+    folder = RunFolder(config.run_folder)
+    folder.path.mkdir()
+    started = with_objective_defaults(config)
+    folder.config.write_text(dump_config(started))
+    resumed = with_objective_defaults(with_stored_defaults(config))
+    assert resumed.train.second_update_after == 3
+    assert resumed_config(resumed, folder) == started
+    # A version that did not know them has stored none.
+    lines = [line for line in dump_config(started).splitlines() if "second_update_after" not in line]
+    folder.config.write_text("\n".join(lines))
+    resumed = with_objective_defaults(with_stored_defaults(config))
+    assert resumed.train.second_update_after == 0
+    assert resumed_config(resumed, folder).train.second_update_after == 0
 
 
 def test_roles_that_take_turns_refuse_second_updates():
