@@ -49,7 +49,7 @@ def run(
     output.parent.mkdir(parents=True, exist_ok=True)
     command = [
         *("taskset", "-c", ",".join(map(str, cores)), sys.executable, "-m", "tba", "train", *scenario.make(folder)),
-        *(*arm.overrides, f"seed={seed}", f"train.max_steps={arm.times * steps}"),
+        *(*arm.overrides, f"seed={seed}", f"train.max_steps={arm.times * steps}", "train.second_update_after=0"),
         f"evaluate.every={arm.times * scenario.evaluate_every}",
         *(f"output={output.parent.resolve()}", f"name={output.name}", "observe.progress=false", "observe.log_every=1"),
         "train.keep_checkpoints=0",

@@ -339,8 +339,9 @@ class LearningRate:
         """
         share = min(MOST_SHARE, max(LEAST_SHARE, self.agreement / USUAL_AGREEMENT))
         trained = max(1.0, self.config.replay.max_trained_per_generated or 1.0)
-        trained *= self.config.train.updates_per_step
-        return self.factor * share * self.config.train.movement / math.sqrt(trained)
+        # The updates of one step go nearly the same way, by Adam's momentum: they add up.
+        movement = self.config.train.movement / self.config.train.updates_per_step
+        return self.factor * share * movement / math.sqrt(trained)
 
     def soften(self, factor: float) -> None:
         """Go on with another `factor`, at once: the movement is followed only over many steps."""
