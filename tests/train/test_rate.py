@@ -91,11 +91,11 @@ def test_each_response_trained_four_times_halves_the_movement():
     assert rate_of("replay.max_trained_per_generated=4").wanted == pytest.approx(0.05)
 
 
-def test_each_of_two_updates_in_a_step_makes_half_its_movement():
+def test_a_second_update_on_each_batch_divides_the_movement_by_the_root_of_two():
     rate = rate_of("train.second_update_after=3")
-    assert rate.wanted == pytest.approx(0.05)
+    assert rate.wanted == pytest.approx(0.1 / 2**0.5)
     rate.follow(0, {"off_policy/agreement": 0.43})  # the batch of a step is new all the same
-    assert rate.wanted == pytest.approx(0.055)
+    assert rate.wanted == pytest.approx(0.11 / 2**0.5)
 
 
 def test_the_movement_follows_the_share_of_signal_in_recent_updates():

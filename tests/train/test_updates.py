@@ -53,15 +53,6 @@ def test_a_batch_is_trained_a_second_time_after_so_many_steps(tmp_path):
     assert torch.equal(weights(made), weights(expected))
 
 
-def test_adams_averages_go_over_as_many_steps_with_two_updates_in_each():
-    betas = [
-        MasterAdamW(tiny_llama().parameters(), TrainConfig(second_update_after=after)).adam.param_groups[0]["betas"]
-        for after in (0, 3)
-    ]
-    assert betas[0] == (0.9, 0.999)
-    assert betas[1] == pytest.approx((0.948683, 0.9994999), abs=1e-6)  # squared: .9 and .999
-
-
 def test_without_second_updates_no_batch_is_kept(tmp_path):
     updates = make_updates(tmp_path, make_step(), "train.second_update_after=0")
     for step in range(3):

@@ -224,18 +224,17 @@ class TrainConfig(Section):
     begins low and falls to zero at the end (settle)."""
     movement: float = Field(default=0.1, gt=0.0, le=10.0)
     """Movement that learning_rate=auto aims at: the mean |change of log_pi| of a response by one optimizer step, in
-    units of the square root of its entropy; half of it by each update where a step makes two. It is multiplied by the
-    measured share of signal in recent updates over .1 (within .2 and 1.5) where a batch holds new responses alone, and
-    divided by sqrt(replay.max_trained_per_generated). The rate falls below it while responses are more than .2 nats
-    from the policy that generated them."""
+    units of the square root of its entropy. It is multiplied by the measured share of signal in recent updates over .1
+    (within .2 and 1.5) where a batch holds new responses alone, and divided by the square root of the number of times
+    that each is trained. The rate falls below it while responses are more than .2 nats from the policy that generated
+    them."""
     settle: float = Field(default=0.5, ge=0.0, le=1.0)
     """Share of the run, at its end, in which the rate of learning_rate=auto falls to zero."""
     first_learning_rate: float | None = Field(default=None, gt=0.0, le=LARGEST_RATE)
     """Rate that learning_rate=auto begins from; None = by the number of parameters: 2e-4 for the shipped model,
     2.4e-6 at 0.5B, 5e-7 at 7B, ten times that for LoRA."""
     adam_betas: tuple[AdamBeta, AdamBeta] = (0.9, 0.999)
-    """Decay rates, by one step, of AdamW's averages of the gradient and of its square: where a step makes two updates
-    (second_update_after), each takes the square root."""
+    """Decay rates of AdamW's averages of the gradient and of its square."""
     adam_epsilon: float = Field(default=1e-8, gt=0.0)
     """Number that AdamW adds to the denominator."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=10.0)
@@ -280,11 +279,6 @@ class TrainConfig(Section):
     those of the collapse guard (observe.healthy_checkpoint_every)."""
     keep_checkpoints: int = Field(default=2, ge=0)
     """Number of checkpoints kept, the newest; 0 = none is written."""
-
-    @property
-    def updates_per_step(self) -> int:
-        """Number of updates of the weights from one step to the next."""
-        return 2 if self.second_update_after else 1
 
     @property
     def prompts_per_step(self) -> int:

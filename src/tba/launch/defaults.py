@@ -21,8 +21,7 @@ what the paper uses instead stands in its config files.
     train.samples_per_prompt 8              docs/results.md: 4 and 8 cannot be told apart, 16 and 32 lose 2 and 4 points
     train.publish_every 1                   docs/results.md: 4 costs 2.5 points, 16 costs 9
     train.max_grad_norm 1                   the field's; gradients are in reward units, so it means the same at every beta
-    train.adam_betas .9, .999 by a step     the field's; .99 within noise on the bench. Their roots for each of two updates a
-                                            step: ahead on two of the bench, level on two
+    train.adam_betas .9, .999               the field's; .99 within noise on the bench
     train.equal_reward_groups keep          the paper's; in trajectory balance they carry the pull to the reference
     train.truncated keep                    the paper's for GSM8K; a task's own rule scores cut-off responses
 """

@@ -59,9 +59,7 @@ class MasterAdamW:
         self._ranks = ranks
         self.max_grad_norm = config.max_grad_norm
         groups = [{"params": group} for group in (self._policy, self._heads) if group]
-        # Its averages go over as many steps, whatever the number of updates in each.
-        betas = tuple(beta ** (1.0 / config.updates_per_step) for beta in config.adam_betas)
-        settings: dict[str, Any] = {"betas": betas, "eps": config.adam_epsilon}
+        settings: dict[str, Any] = {"betas": config.adam_betas, "eps": config.adam_epsilon}
         settings |= {"lr": 0.0, "weight_decay": config.weight_decay}
         self.adam: torch.optim.AdamW
         if config.offload_optimizer:
@@ -339,9 +337,8 @@ class LearningRate:
         """
         share = min(MOST_SHARE, max(LEAST_SHARE, self.agreement / USUAL_AGREEMENT))
         trained = max(1.0, self.config.replay.max_trained_per_generated or 1.0)
-        # The updates of one step go nearly the same way, by Adam's momentum: they add up.
-        movement = self.config.train.movement / self.config.train.updates_per_step
-        return self.factor * share * movement / math.sqrt(trained)
+        trained *= 2.0 if self.config.train.second_update_after else 1.0
+        return self.factor * share * self.config.train.movement / math.sqrt(trained)
 
     def soften(self, factor: float) -> None:
         """Go on with another `factor`, at once: the movement is followed only over many steps."""
