@@ -5,7 +5,7 @@ import json
 import os
 
 import pytest
-from problem import make_config
+from problem import make_config, wait_for
 
 from tba.launch import train
 from tba.launch.async_run import AsyncRun
@@ -113,7 +113,8 @@ def test_a_run_that_cannot_be_made_leaves_no_shared_memory_and_says_why(folder, 
     monkeypatch.setattr(f"tba.launch.async_run.{part}", refuses)
     with pytest.raises(OSError, match="no more of these"):
         train(config)
-    assert shared_memory() == before
+    # The thread that reads what the fork server says may hold the last view for a moment, on a busy machine.
+    assert wait_for(lambda: shared_memory() <= before, 20)
     assert summary_of(config) == {"outcome": "failed", "error": "OSError: no more of these"}
 
 
