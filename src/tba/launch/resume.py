@@ -20,7 +20,7 @@ MAY_CHANGE = (
     *("name", "output", "overwrite", "runtime.", "observe.", "model.device"),
     *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints", "train.ranks"),
     *("search.num_searchers", "search.max_searchers"),  # as `tba searchers` changes them while a run goes on
-    "train.second_update_after",  # only from none, which an older version has stored, to 0: `BY_OBJECTIVE` keeps the others
+    "train.second_update_after",  # an older version has stored none; where it is not given `BY_OBJECTIVE` keeps it
     *("search.max_reward_failures", "search.reward_timeout_seconds", "search.reward_workers"),
 )
 """Settings, and sections with a dot, that may be others after a resume: they change how a run is watched and where it runs,
