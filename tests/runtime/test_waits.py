@@ -161,6 +161,7 @@ def visits(version, *, max_lag, generated=lambda: 0, tick=lambda: None, deadline
         max_lag=max_lag,
         spare_lag=settings.get("spare_lag"),
         visit_lag=settings.get("visit_lag", lambda: 0.0),
+        trainer_waits=settings.get("trainer_waits", lambda: False),
         max_unscored=4,
         version=version,
         generated=generated,
@@ -199,17 +200,28 @@ def test_visits_that_brought_nothing_do_not_count_as_trained_on():
 
 @pytest.mark.parametrize(
     ("visit_lag", "started"),
-    [(0.0, 8), (0.4, 8), (1.0, 8), (1.2, 10), (3.0, 12), (9.0, 14)],  # two visits a step: limits 3, 3, 3, 4, 5, 6
+    # Two visits a step. Limit 1: those of the steps 0 and 1; limit 1.5: also the first of step 2.
+    [(0.0, 4), (0.5, 5), (0.6, 6), (1.0, 6), (1.3, 7), (3.0, 10), (9.0, 14)],
 )
 def test_a_limit_that_nobody_set_follows_what_visits_take_up_to_what_the_slots_hold(visit_lag, started):
-    stream = visits(lambda: 0, max_lag=6, spare_lag=2, visit_lag=lambda: visit_lag)
+    stream = visits(lambda: 0, max_lag=6, spare_lag=1, visit_lag=lambda: visit_lag)
     assert next(index for index in range(20) if next(stream) is None) == started
+
+
+def test_while_the_trainer_waits_the_limit_is_a_step_more():
+    waits = [False]
+    stream = visits(lambda: 0, max_lag=6, spare_lag=1, trainer_waits=lambda: waits[0])
+    assert next(index for index in range(20) if next(stream) is None) == 4
+    waits[0] = True
+    assert next(index for index in range(20) if next(stream) is None) == 2
+    waits[0] = False
+    assert next(stream) is None
 
 
 def test_while_the_trainer_stands_still_the_limit_is_what_all_slots_hold(monkeypatch):
     """Another searcher may have the visits that it waits for."""
     monkeypatch.setattr("tba.search.prompts.STALLED_SECONDS", -1.0)
-    stream = visits(lambda: 0, max_lag=6, spare_lag=2)
+    stream = visits(lambda: 0, max_lag=6, spare_lag=1)
     assert next(index for index in range(20) if next(stream) is None) == 14
 
 

@@ -134,21 +134,21 @@ class Config(Section):
 
     @property
     def max_lag(self) -> int:
-        """Largest lag: replay.max_lag; unset it is 8, or with replay.lag=pace spare_lag + the optimizer steps that all KV
-        slots, and search.reward_workers beyond one, hold the responses of: fewer would leave them empty."""
+        """Largest lag: replay.max_lag; unset it is 8, or with replay.lag=pace 1 + spare_lag + the optimizer steps that all
+        KV slots, and search.reward_workers beyond one, hold the responses of: fewer would leave them empty."""
         if self.replay.max_lag is not None:
             return self.replay.max_lag
         if self.replay.lag != "pace":
             return 8
         slots = sum(self.for_searcher(index).generate.slots or 0 for index in range(self.search.num_searchers))
         judged = self.search.num_searchers * ((self.search.reward_workers or 1) - 1) * self.samples_generated_per_prompt
-        return self.spare_lag + math.ceil((slots + judged) / self.train.responses_per_step)
+        return 1 + self.spare_lag + math.ceil((slots + judged) / self.train.responses_per_step)
 
     @property
     def spare_lag(self) -> int:
-        """Optimizer steps by which searchers may be ahead, beside those that pass while a visit is made: a batch that
-        waits, one that is trained, and the time between two publications."""
-        return 2 + self.train.publish_every - 1
+        """Optimizer steps by which searchers may be ahead, beside those that pass while a visit is made: the one that
+        is trained meanwhile, and those between two publications."""
+        return self.train.publish_every
 
     @property
     def steps_per_batch(self) -> int:

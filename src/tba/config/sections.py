@@ -150,9 +150,10 @@ class ReplayConfig(Section):
     beyond max_lag leave the buffer, and the trainer waits until what is left fills a batch). Imported responses and the
     reference's have no lag. None = pace where searchers feed a queue (max_uses), otherwise keep."""
     max_lag: int | None = Field(default=None, ge=0)
-    """Largest lag in optimizer steps, for lag=pace and lag=drop. None = 8 for drop; for pace it is 2 + the optimizer
-    steps that pass between two publications of weights + those that pass while a visit is made, at most as many as all
-    KV slots, and search.reward_workers beyond one, hold the responses of."""
+    """Largest lag in optimizer steps, for lag=pace and lag=drop. None = 8 for drop. For pace it is train.publish_every +
+    the steps that recent visits took, so that a batch is complete as the step before it begins, and 1 more while the
+    trainer waits for responses; never more than train.publish_every + 1 + the steps that all KV slots, and
+    search.reward_workers beyond one, hold the responses of."""
     on_reference_reset: Literal["drop", "recompute"] = "drop"
     """What happens at a reset to responses scored by the earlier reference: drop = they leave; recompute = their
     log_ref is computed again (the trainer then holds the reference)."""

@@ -177,6 +177,10 @@ class SearcherEnds(Protocol):
         """A number that changes while the trainer works, or starts."""
         ...
 
+    def trainer_waits(self) -> bool:
+        """Whether the trainer waits for responses."""
+        ...
+
     def lost_visits(self) -> int:
         """Number of visits of the run so far that brought nothing to train on."""
         ...

@@ -174,6 +174,9 @@ class LocalSearcherEnds:
     def trainer_progress(self) -> float:
         return self._board.trainer_progress()
 
+    def trainer_waits(self) -> bool:
+        return self._board.trainer.wait in ("first_fill", "replay_ratio")
+
     def lost_visits(self) -> int:
         return int(self._board.trainer["lost"])
 

@@ -64,10 +64,11 @@ class PacedVisits:
     weights must be of version U (n // P) - limit at least. Visits whose responses were all lost to their reward do not
     count: batches are filled by those that come after them. Without a limit every visit may start at once.
 
-    Where nobody has set the limit it follows what a visit takes: enough that the trainer never waits for responses that
-    were held back, and no more, for everything beyond that would only be older when it is trained. A searcher whose slots
-    the trainer outruns sees its visits take longer in versions, and begins more of them, until all slots are in use. While
-    the trainer stands still the limit is max_lag: another searcher may be slow, or gone, with the visits that it waits for.
+    Where nobody has set the limit it follows what a visit takes, so that a batch is complete as the step before it begins:
+    what is complete earlier would only be older when it is trained. Of a limit of 1.3 a visit may use 2 if it is in the
+    first .3 of its batch, otherwise 1. While the trainer waits for responses the limit is a step more, so that what holds
+    it up is never the pace; while it stands still the limit is max_lag: another searcher may be slow, or gone, with the
+    visits that it waits for.
     """
 
     prompts: PromptStream
@@ -80,6 +81,8 @@ class PacedVisits:
     """The limit is this and what recent visits took, at most max_lag; None = it is max_lag."""
     visit_lag: Callable[[], float]
     """Number of versions that came while recent visits of this searcher were made: written, rewarded and sent."""
+    trainer_waits: Callable[[], bool]
+    """Whether the trainer waits for responses."""
     max_unscored: int
     """Visits that may wait for their rewards: a slow reward slows the searcher down instead of filling its memory."""
     version: Callable[[], int]
@@ -131,13 +134,15 @@ class PacedVisits:
     def _needed(self, visit: Visit) -> int:
         if self.max_lag is None:
             return 0
-        place = max(0, visit.number - self.lost())
-        return self.steps_per_batch * (place // self.prompts_per_step) - self._limit(self.max_lag)
+        batch, place = divmod(max(0, visit.number - self.lost()), self.prompts_per_step)
+        limit = self._limit(self.max_lag)
+        is_early = place < (limit % 1.0) * self.prompts_per_step
+        return self.steps_per_batch * batch - math.floor(limit) - is_early
 
-    def _limit(self, most: int) -> int:
+    def _limit(self, most: int) -> float:
         if self.spare_lag is None or self._idleness.look(self.progress()) > STALLED_SECONDS:
             return most
-        return min(most, self.spare_lag + max(1, math.ceil(self.visit_lag())))
+        return min(most, self.spare_lag + self.visit_lag() + self.trainer_waits())
 
     def _may_start_after_tick(self) -> bool:
         self.tick()

@@ -277,6 +277,7 @@ def make_visits(config: Config, searcher: Searcher, role: SearcherRole) -> Paced
         max_lag=config.max_lag if config.replay.lag == "pace" else None,
         spare_lag=config.spare_lag if config.replay.max_lag is None else None,
         visit_lag=lambda: searcher.visit_lag,
+        trainer_waits=role.ends.trainer_waits,
         max_unscored=max_unscored(config),
         version=lambda: searcher.engine.version,
         generated=lambda: searcher.counts.generated,
