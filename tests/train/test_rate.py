@@ -133,6 +133,23 @@ def test_the_rate_falls_until_the_policy_stays_near_the_one_that_generated():
     assert near.at(90) == pytest.approx(1e-4, rel=0.1)
 
 
+def test_a_policy_far_from_its_data_takes_smaller_steps_at_once_and_full_ones_when_it_is_back():
+    rate = rate_of()
+    for step in range(90):
+        rate.follow(step, {"movement": 0.1 * rate.at(step) / 1e-4})
+    usual = rate.at(90)
+    rate.follow(90, {"off_policy/kl": 0.4})  # beyond what the mean may be, but single batches are
+    assert rate.at(91) == usual
+    rate.follow(91, {"off_policy/kl": 1.6})
+    assert rate.at(92) == pytest.approx(usual / 4)
+    again = rate_of()
+    again.load_state(rate.state())
+    assert again.at(92) == rate.at(92)
+    rate.follow(92, {"movement": 0.025, "off_policy/kl": 0.1})  # a quarter of the movement is what such a step should have
+    # The mean KL went from 0 over .05 and .244 to .226 (an eighth of the way each): sqrt(.2 / .226) ** .3 = .982.
+    assert rate.at(93) == pytest.approx(0.982 * usual, rel=1e-3)
+
+
 def test_agreement_is_the_correlation_of_rewards_and_drift_within_prompts():
     # Prompt 0: rewards 1, 0 -> +-.5, drift .3, .1 -> +-.1. Prompt 1: rewards 0, 1 -> -+.5, drift 2.2, 2.0 -> +-.1.
     # Prompt 2 has one response that is known: it is compared with nothing.
@@ -153,6 +170,7 @@ def test_the_rate_is_part_of_a_checkpoint():
     for step in range(5):
         rate.follow(step, {"movement": 0.01, "off_policy/agreement": 0.2})
     expected = {"rate": rate.at(5), "found": rate.at(5), "factor": 1.0, "agreement": rate.agreement, "kl": 0.0}
+    expected |= {"caution": 1.0}
     assert rate.state() == expected != rate_of().state()
     assert rate.agreement > rate_of().agreement
     again = rate_of()

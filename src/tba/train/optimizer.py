@@ -248,6 +248,9 @@ LEAST_SHARE, MOST_SHARE = 0.2, 1.5
 LARGEST_KL, KL_STEPS = 0.2, 8
 """Nats per response between the policy that generated a batch and the one that trains on it, and the steps that its mean is
 over. At .2 about two thirds of the responses still count (the effective sample size, exp(-2 KL) for a normal drift)."""
+FAR_KL = 0.4
+"""Beyond this distance in the last batch the next update is smaller in proportion: a policy that runs away from its data
+does so within three or four steps, where the mean and the corrected rate follow in ten."""
 LEAST_SHAPE = 0.2
 """Below this share of its height the rate only falls: movements become too small to measure well."""
 MEASURED_STEPS, MEASURED_EVERY = 40, 4
@@ -278,6 +281,8 @@ class LearningRate:
     """Highest rate of the first steps: up to it the rate may rise again as fast as at first."""
     kl: float = field(init=False, default=0.0)
     """Mean over the last steps of the KL between the policies that generated and that train."""
+    caution: float = field(init=False, default=1.0)
+    """What multiplies the rate of the next update: less than 1 while the policy is far from its data."""
 
     def __post_init__(self) -> None:
         self.rate = FIRST_SHARE * self.guess
@@ -293,7 +298,7 @@ class LearningRate:
     def at(self, step: int) -> float:
         """For optimizer step `step` (0 is the first)."""
         if self.is_auto:
-            return self.rate * self.shape(step)  # `factor` is in the rate, which follows the movement
+            return self.rate * self.shape(step) * self.caution  # `factor` is in the rate, which follows the movement
         return self.factor * self.config.learning_rate_at(step)
 
     def shape(self, step: int) -> float:
@@ -314,9 +319,11 @@ class LearningRate:
             self.kl += (metrics.get("off_policy/kl", self.kl) - self.kl) / KL_STEPS
         if "movement" in metrics:
             self._correct(step, metrics["movement"])
+        if self.is_auto and self.can_see_agreement:
+            self.caution = FAR_KL / max(FAR_KL, metrics.get("off_policy/kl", 0.0))
 
     def _correct(self, step: int, moved: float) -> None:
-        wanted = self.wanted * self.shape(step) / max(moved, 1e-12)
+        wanted = self.wanted * self.shape(step) * self.caution / max(moved, 1e-12)
         if self.kl > LARGEST_KL:
             wanted = min(wanted, math.sqrt(LARGEST_KL / self.kl))  # the KL grows with the square of the movement
         factor = wanted**GAIN
@@ -353,9 +360,10 @@ class LearningRate:
 
     def state(self) -> dict[str, Any]:
         rates = {"rate": self.rate, "found": self.found, "factor": self.factor}
-        return {**rates, "agreement": self.agreement, "kl": self.kl}
+        return {**rates, "agreement": self.agreement, "kl": self.kl, "caution": self.caution}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.rate, self.agreement = state["rate"], state["agreement"]
         # An older version has not saved these.
         self.factor, self.kl, self.found = state.get("factor", 1.0), state.get("kl", 0.0), state.get("found", 0.0)
+        self.caution = state.get("caution", 1.0)
