@@ -219,7 +219,7 @@ class TrainConfig(Section):
     the step before which it is made: max_steps does not count it. So many batches are kept in the host's memory. None = 3
     for objectives that bound the push of stale responses (tb), where the rate is auto, the policy computes in fp32 (as
     on a CPU; not on Ray nodes, unless model.dtype or model.device says so), nobody else's responses are trained on, and
-    no setting of replay says how often or how late a response may be trained; otherwise 0. It was not tried in bf16."""
+    no setting of replay says how often or how late a response may be trained; otherwise 0. In bf16 it gained nothing."""
     learning_rate: Annotated[Schedule | None, Auto] = None
     """Learning rate of AdamW, a number or a schedule; None or auto = it follows the movement of the policy (movement),
     begins low and falls to zero at the end (settle)."""
