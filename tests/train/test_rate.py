@@ -145,9 +145,7 @@ def test_a_policy_far_from_its_data_takes_smaller_steps_at_once_and_full_ones_wh
     again = rate_of()
     again.load_state(rate.state())
     assert again.at(92) == rate.at(92)
-    rate.follow(
-        92, {"movement": 0.025, "off_policy/kl": 0.1}
-    )  # a quarter of the movement is what such a step should have
+    rate.follow(92, {"movement": 0.025, "off_policy/kl": 0.1})  # as far as a quarter of the rate should go
     # The mean KL went from 0 over .05 and .244 to .226 (an eighth of the way each): sqrt(.2 / .226) ** .3 = .982.
     assert rate.at(93) == pytest.approx(0.982 * usual, rel=1e-3)
 

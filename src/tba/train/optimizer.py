@@ -318,7 +318,7 @@ class LearningRate:
             self.agreement += (metrics.get("off_policy/agreement", self.agreement) - self.agreement) / AGREEMENT_STEPS
             self.kl += (metrics.get("off_policy/kl", self.kl) - self.kl) / KL_STEPS
         if "movement" in metrics:
-            self._correct(step, metrics["movement"])
+            self._correct(step, metrics["movement"])  # by the caution that this step was made with
         if self.is_auto and self.can_see_agreement:
             self.caution = FAR_KL / max(FAR_KL, metrics.get("off_policy/kl", 0.0))
 
