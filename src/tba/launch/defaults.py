@@ -6,8 +6,7 @@ what the paper uses instead stands in its config files.
     replay.on_policy_probability 1          bench: the paper's .95 with reuse 2 collapsed on three of four problems
     replay.max_trained_per_generated 1      bench: stable on all; 4 learns more from the same responses, in more steps
     train.second_update_after 3             bench: more from the same responses on four of four, in about the same time; at
-                                            once instead, three of four gain nothing. Not tried in bf16, where at once, and
-                                            twice by the queue, were behind on GSM8K
+                                            once instead, three of four gain nothing. Not in bf16: nothing gained on GSM8K
     replay.max_uses, replay.lag             bench on a busy machine: drawn by age, some groups trained late, others never
     replay.deduplicate False                bench; a sure policy repeats itself, and policy gradients need multiplicities
     objective.beta .01 for tb               bench: .003, .03 and .01 -> .003 no better, .05 holds dense rewards back

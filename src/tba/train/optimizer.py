@@ -314,12 +314,13 @@ class LearningRate:
 
     def follow(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes what was measured of this step: `off_policy/agreement`, and now and then `movement`."""
-        if self.is_auto and self.can_see_agreement:
+        sees_drift = self.is_auto and self.can_see_agreement
+        if sees_drift:
             self.agreement += (metrics.get("off_policy/agreement", self.agreement) - self.agreement) / AGREEMENT_STEPS
             self.kl += (metrics.get("off_policy/kl", self.kl) - self.kl) / KL_STEPS
         if "movement" in metrics:
             self._correct(step, metrics["movement"])  # by the caution that this step was made with
-        if self.is_auto and self.can_see_agreement:
+        if sees_drift:
             self.caution = FAR_KL / max(FAR_KL, metrics.get("off_policy/kl", 0.0))
 
     def _correct(self, step: int, moved: float) -> None:
