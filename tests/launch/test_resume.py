@@ -27,6 +27,7 @@ from tba.train.state import Snapshot, restore
 COMMON = ("train.max_steps=12", "train.checkpoint_every=1", "evaluate.every=4")
 RUNS = {
     "tb with replay": ["mode=sync", "replay.on_policy_probability=0.5", "replay.inverse_temperature=1"],
+    "second updates": ["mode=sync", "train.second_update_after=2"],
     # Step 5 is the first of two on its batch.
     "ppo": ["mode=sync", "objective.name=ppo", "train.updates_per_batch=2", "train.checkpoint_every=5"],
     # No regular checkpoints: it goes on from the collapse guard's.

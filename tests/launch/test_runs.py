@@ -202,13 +202,11 @@ def test_an_asynchronous_run_trains_each_batch_again_and_goes_on_doing_so_when_i
     config = make_config(folder, *settings, "train.max_steps=12")
     train(config, resume=True)
     steps = [record for record in metrics_of(config) if "loss" in record]
-    # Two steps late, at the beginning and after the resume: what was to come is not part of a checkpoint.
-    again = [16 * sum(1 for earlier in range(1, step + 1) if earlier not in (1, 2, 7, 8)) for step in range(1, 13)]
-    assert [record["buffer/trained_again"] for record in steps] == again
+    assert [record["buffer/trained_again"] for record in steps] == [16 * max(0, step - 2) for step in range(1, 13)]
     assert [record["buffer/trained"] for record in steps] == [16 * step for step in range(1, 13)]
-    assert all((record["time/second_update"] > 0.0) == (record["step"] not in (1, 2, 7, 8)) for record in steps)
+    assert all((record["time/second_update"] > 0.0) == (record["step"] > 2) for record in steps)
     last = steps[-1]
-    assert last["buffer/replay_ratio"] == (12 * 16 + 8 * 16) / last["buffer/generated"]
+    assert last["buffer/replay_ratio"] == (12 * 16 + 10 * 16) / last["buffer/generated"]
 
 
 def test_a_reset_of_the_reference_ends_second_updates_on_what_the_one_before_has_scored(folder):

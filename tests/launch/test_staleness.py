@@ -38,6 +38,14 @@ def test_stale_responses_are_those_of_the_old_weights(folder):
     assert [abs(record["off_policy/kl"]) > 1e-3 for record in steps_of(stale)] == [False, *[True] * 5]
 
 
+def test_where_the_roles_take_turns_second_updates_come_before_the_next_responses_are_generated(folder):
+    config = make_config(folder, "mode=sync", "name=again", "train.second_update_after=2")
+    train(config)
+    records = steps_of(config)
+    assert [record["buffer/trained_again"] / 16 for record in records] == [0, 1, 2, 3, 4, 4]  # the last one is the end
+    assert all(abs(record["off_policy/kl"]) < 1e-4 for record in records)
+
+
 def test_several_updates_train_on_one_batch(folder):
     config = make_config(folder, "mode=sync", "name=updates", "objective.name=ppo", "train.updates_per_batch=3")
     summary = train(config)

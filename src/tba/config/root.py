@@ -328,11 +328,6 @@ class Config(Section):
                 f"what was generated for it, train.updates_per_batch={updates} times: leave it unset, or change "
                 "train.updates_per_batch."
             )
-        if self.train.second_update_after:
-            raise ValueError(
-                f"train.second_update_after={self.train.second_update_after} cannot be kept in {self.mode} mode, where a "
-                "step trains on what was generated for it: leave it unset, or use mode=async."
-            )
         if self.replay.fresh_steps not in (None, 1):
             raise ValueError(
                 f"replay.fresh_steps={self.replay.fresh_steps} cannot be kept in {self.mode} mode, where only what was "

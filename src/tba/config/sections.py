@@ -215,8 +215,8 @@ class TrainConfig(Section):
     updates_per_batch: int = Field(default=1, ge=1)
     """Number of optimizer steps on the same batch before the next is sampled (PPO's epochs, GRPO's mu)."""
     second_update_after: int | None = Field(default=None, ge=0, le=100)
-    """Number of steps after which a batch is trained a second time, in mode=async; 0 = never. The second update belongs to
-    the step before which it is made: max_steps does not count it. So many batches are kept in the host's memory. None = 3
+    """Number of steps after which a batch is trained a second time; 0 = never. The second update belongs to the step
+    before which it is made: max_steps does not count it. So many batches are kept in the host's memory. None = 3
     for objectives that bound the push of stale responses (tb), where the rate is auto, the policy computes in fp32 (as
     on a CPU; not on Ray nodes, unless model.dtype or model.device says so), nobody else's responses are trained on, and
     no setting of replay says how often or how late a response may be trained; otherwise 0. In bf16 it gained nothing."""

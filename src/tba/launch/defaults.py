@@ -147,7 +147,7 @@ def _may_train_again(config: Config) -> bool:
     how late, a response may be trained, and a rate that is given was meant for one update a step."""
     replay, train, model = config.replay, config.train, config.model
     given = (replay.on_policy_probability, replay.max_trained_per_generated, replay.max_uses, replay.max_lag)
-    if config.takes_turns or train.updates_per_batch > 1 or any(x is not None for x in (*given, train.learning_rate)):
+    if train.updates_per_batch > 1 or any(x is not None for x in (*given, train.learning_rate)):
         return False
     if replay.lag == "drop" or config.reference.reset_every or not make_objective(config).bounds_drift:
         return False

@@ -94,10 +94,14 @@ class Trainer:
         resume(self, checkpoint)
 
     def step(self) -> StepResult:
-        """One optimizer step on what the buffer holds, after the second update on an earlier batch."""
+        """One optimizer step on what the buffer holds, and the second update on an earlier batch: before new responses are
+        waited for, or, where the roles take turns, before the next ones are generated."""
         self.receive()
-        again = self.train_again()
-        waited = self.gate.wait(self) if self.gate is not None and self.needs_batch else 0.0
+        again = waited = 0.0
+        if self.gate is not None:
+            again = self.train_again()
+            self.train_step.moved = False  # nothing of it is left to do, should the wait for the next batch be the end
+            waited = self.gate.wait(self) if self.needs_batch else 0.0
         self.recorder.training_starts()
         started = time.perf_counter()
         batch = self.sample() if self.batch is None or self.needs_batch else self.batch
@@ -111,6 +115,9 @@ class Trainer:
         self.batch = with_old_values(batch, result)
         self.counts.trained += batch.totals.responses
         self.step_index += 1
+        if self.gate is None and not self.done:
+            again = self.train_again()
+            started += again  # it has a time of its own
         publishing = self.publish_if_due()
         times = {
             "receive": self.receive_seconds,
@@ -138,7 +145,6 @@ class Trainer:
         if not trained:
             return 0.0
         self.counts.again += trained
-        self.train_step.moved = False  # nothing of it is left to do, should the wait for the next batch be the end
         return time.perf_counter() - started
 
     def measure_mismatch(self, batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
@@ -291,6 +297,7 @@ class Trainer:
             "visits": self.ledger,
             "learning_rate": self.rate,
             "beta": self.beta,
+            "updates": self.updates,
             "references": self.references,
             "health": self.health,
             "recorder": self.recorder,

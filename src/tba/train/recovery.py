@@ -43,8 +43,8 @@ def resume(trainer: Trainer, checkpoint: Path | None) -> None:
 
 def load(trainer: Trainer, checkpoint: Path) -> None:
     """Load a checkpoint; an evaluation that came after it was saved may be the best one."""
+    trainer.updates.forget()  # an older version has not saved what is trained a second time
     trainer.checkpoints.load(checkpoint)
-    trainer.updates.forget()
     trainer.checkpoints.recall_best({step: trainer.score(metrics) for step, metrics in trainer.recorder.late})
     trainer.recorder.best = trainer.checkpoints.best
 

@@ -3,14 +3,16 @@
 A response has more to give than one update takes from it, and trajectory balance may take it later: with
 train.second_update_after=n, a batch is trained a second time n steps after its first. Not at once, where the second update
 follows the noise of the first (docs/log.md); and before the next batch is waited for, in time that the trainer often has to
-spare.
+spare, or generated, where the roles take turns.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 
@@ -33,8 +35,7 @@ class Updates:
     folder: Path
     """Where a batch is saved that cannot be trained on."""
     trained_once: deque[Batch] = field(default_factory=deque, init=False)
-    """The last batches, the oldest first. They are not part of a checkpoint: a run that resumes begins to
-    collect them anew."""
+    """The last batches, the oldest first."""
 
     def first(self, batch: Batch, *, step: int) -> StepResult:
         """The update of this step, on a new batch."""
@@ -56,6 +57,12 @@ class Updates:
         """No second update on what has been trained so far: it is of a policy that was given up, or was scored by a
         reference that is none any more."""
         self.trained_once.clear()
+
+    def state(self) -> dict[str, Any]:
+        return {"trained_once": list(self.trained_once)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.trained_once = deque(state["trained_once"])
 
     def _update(self, batch: Batch, name: str, *, step: int, measure_movement: bool) -> StepResult:
         shaped, beta = shape_target(batch, self.config, step, beta=self.beta.at(step))
