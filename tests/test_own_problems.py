@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from own_bench import reported, runs, smollm, tuning  # noqa: E402
-from own_bench.problem import demonstrations, fingerprint, prompt_text, splits  # noqa: E402
+from own_bench.problem import Row, demonstrations, fingerprint, prompt_text, splits  # noqa: E402
 
 ORDERS = ["lamp", "bed", "desk"]
 PROBLEMS = (*tuning.PROBLEMS, *reported.PROBLEMS)
@@ -42,7 +42,7 @@ def problem(request):
 def test_which_problems_are_for_tuning_stays_so():
     parts = {part: [problem.name for problem in PROBLEMS if problem.part == part] for part in ("tuning", "reported")}
     assert parts == {
-        "tuning": ["word_sums", "sort_digits", "dense_copy", "one_prompt", "sparse", "long_code"],
+        "tuning": ["word_sums", "sort_digits", "dense_copy", "one_prompt", "sparse", "long_code", "free_lists"],
         "reported": ["long_sums", "rare_mode", "noisy_judge", "long_temptation"],
     }
 
@@ -111,7 +111,8 @@ def test_some_demonstrations_are_right_and_some_are_not(problem):
         }
         totals.append(sum(problem.rewards[name] * value for name, value in values.items()))
     mean = sum(totals) / len(totals)
-    low, high = {"sparse": (0.005, 0.05), "rare_mode": (0.05, 0.12)}.get(problem.name, (0.15, 0.75))
+    bounds = {"sparse": (0.005, 0.05), "rare_mode": (0.05, 0.12), "free_lists": (0.7, 0.8)}
+    low, high = bounds.get(problem.name, (0.15, 0.75))
     assert low < mean < high
 
 
@@ -163,6 +164,23 @@ def test_a_long_code_is_right_as_a_whole_or_not_at_all():
     correct = rewards_of("long_code").correct
     texts = ["b c , e f , j a", " b c ,  e f , j a ", "b b , e f , j a", "b c , e f", "b c , e f , j a , a b"]
     assert correct(completions=texts, code=["b c , e f , j a"] * 5) == [1, 1, 0, 0, 0]
+
+
+def test_a_free_list_is_paid_by_the_thing():
+    row = Row(prompt="red two ; blue one =", columns={"wanted": {"red": 2, "blue": 1}})
+    assert tuning.miscounted_list(row, random.Random(4)) == "red house , blue boat"  # a red one is missing
+    counted = rewards_of("free_lists").counted
+    texts = {
+        "red rose , blue boat , red cup": 1.0,
+        "blue boat , red cup": 2 / 3,  # one is missing
+        "red rose , blue boat , red cup , red cup": 3 / 4,  # one too many
+        "red rose , blue boat , green cup": 1 / 3,  # one is missing, another is too many
+        "red rose blue boat red cup": 0.0,
+        "red rose , , blue boat , red cup": 3 / 4,
+    }
+    assert counted(completions=list(texts), wanted=[row.columns["wanted"]] * len(texts)) == pytest.approx(
+        list(texts.values())
+    )
 
 
 def test_a_written_sum_and_its_answer():

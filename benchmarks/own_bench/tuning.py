@@ -1,6 +1,7 @@
 """The problems that settings may be tuned on. Four were fixed before the first RL run; `sparse` was to be reported only, but
 was looked at when a run on it had been called a collapse: since then it stands here, and `rare_mode` took its place.
-`long_code` came last, when long responses turned out to want a setting of their own and none of the others has any.
+`long_code` came later, when long responses turned out to want a setting of their own and none of the others has any, and
+`free_lists` last, when policies of high entropy did.
 """
 
 from __future__ import annotations
@@ -197,6 +198,31 @@ def careless_code(row: Row, rng: random.Random) -> str:
     return " , ".join(f"{letter} {other}" for letter, other in pairs)
 
 
+# free_lists: so many things of each colour, in any order and whichever. Demonstrations count badly.
+
+PAINTS = words_of("red blue green white black")
+NUMERALS = words_of("zero one two three four")
+THINGS = words_of("rose boat house bird cloud stone shoe bell kite leaf door cup")
+MISCOUNTS = 0.6
+
+
+def paint_rows(rng: random.Random) -> Iterator[Row]:
+    """`red three ; blue one ; green two =`"""
+    while True:
+        wanted = {colour: rng.randint(1, 4) for colour in rng.sample(PAINTS, 3)}
+        parts = [f"{colour} {NUMERALS[count]}" for colour, count in wanted.items()]
+        yield Row(prompt=f"{' ; '.join(parts)} =", columns={"wanted": wanted})
+
+
+def miscounted_list(row: Row, rng: random.Random) -> str:
+    """`blue kite , red leaf , green cup , red bell`"""
+    colours: list[str] = []
+    for colour, count in row.columns["wanted"].items():
+        colours += [colour] * (count + (rng.choice((-1, 1)) if rng.random() < MISCOUNTS else 0))
+    rng.shuffle(colours)
+    return " , ".join(f"{colour} {rng.choice(THINGS)}" for colour in colours or PAINTS[:1])
+
+
 PROBLEMS = (
     Problem(
         name="word_sums",
@@ -287,5 +313,20 @@ PROBLEMS = (
             training=Training(steps=500, batch_size=16, seed=26),
         ),
         max_new_tokens=80,
+    ),
+    Problem(
+        name="free_lists",
+        part="tuning",
+        kind="dense reward, long and free responses",
+        rows=paint_rows,
+        start=Supervised(
+            demonstrate=miscounted_list,
+            tokenizer=lambda: make_word_tokenizer([*PAINTS, *NUMERALS, *THINGS, *words_of("; = ,")]),
+            shape=Shape(hidden_size=128, intermediate_size=320),
+            training=Training(steps=500, batch_size=24, seed=27),
+        ),
+        rewards={"counted": 1.0},
+        max_new_tokens=48,
+        metric="reward@4",
     ),
 )
