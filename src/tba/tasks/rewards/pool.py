@@ -66,8 +66,8 @@ class Rewards(Protocol):
 
     def submit(self, group: FinishedGroup) -> None: ...
 
-    def ready(self) -> list[tuple[FinishedGroup, list[Outcome]]]:
-        """Groups that are scored; never waits."""
+    def ready(self, wait_seconds: float = 0.0) -> list[tuple[FinishedGroup, list[Outcome]]]:
+        """Groups that are scored; waits for an answer of a worker, but not longer than the time."""
         ...
 
     def close(self) -> None: ...
@@ -107,9 +107,7 @@ def outcomes_of(
     """Outcomes of the groups, which are all that was submitted, in their order."""
     found: dict[int, list[Outcome]] = {}
     while len(found) < len(groups):
-        found.update((id(group), outcomes) for group, outcomes in rewards.ready())
-        if rewards.outstanding:
-            time.sleep(POLL_SECONDS)
+        found.update((id(group), outcomes) for group, outcomes in rewards.ready(POLL_SECONDS))
         if between_polls is not None:
             between_polls()
     return [found[id(group)] for group in groups]
@@ -132,7 +130,7 @@ class DirectRewards:
         weights, what = self._task.reward_weights, type(self._task).__name__
         self._ready.append((group, checked_outcomes(found, count=len(group.texts), weights=weights, what=what)))
 
-    def ready(self) -> list[tuple[FinishedGroup, list[Outcome]]]:
+    def ready(self, wait_seconds: float = 0.0) -> list[tuple[FinishedGroup, list[Outcome]]]:
         scored, self._ready = self._ready, []
         return scored
 
@@ -209,8 +207,8 @@ class WorkerRewards:
         self._waiting.append(_Job(group, []))
         self._advance()
 
-    def ready(self) -> list[tuple[FinishedGroup, list[Outcome]]]:
-        self._advance()
+    def ready(self, wait_seconds: float = 0.0) -> list[tuple[FinishedGroup, list[Outcome]]]:
+        self._advance(wait_seconds)
         scored, self._ready = self._ready, []
         return scored
 
@@ -218,11 +216,13 @@ class WorkerRewards:
         for seat in self._seats:
             seat.close()
 
-    def _advance(self) -> None:
-        """Take answers, or give up on late ones; then give free workers their next jobs."""
+    def _advance(self, wait_seconds: float = 0.0) -> None:
+        """Take answers, or give up on late ones; then give free workers their next jobs. Waits for the first worker that has
+        a job: where that is the only one, its next job is given to it as soon as it has answered."""
         for seat in self._seats:
             if seat.job is not None:
-                self._take_answer(seat, seat.job)
+                self._take_answer(seat, seat.job, wait_seconds)
+                wait_seconds = 0.0
         while self._waiting and (free := self._free_seat()) is not None:
             self._start(free, self._waiting.popleft())
 
@@ -240,11 +240,11 @@ class WorkerRewards:
             return 1
         return self._num_workers or (ASYNC_WORKERS if self._first.is_async else 1)
 
-    def _take_answer(self, seat: _Seat, job: _Job) -> None:
+    def _take_answer(self, seat: _Seat, job: _Job, wait_seconds: float) -> None:
         assert seat.process is not None
         # Before the message is looked for: the last words of a worker that ends are not missed. They may just be read.
         alive = seat.process.alive
-        answer = seat.process.link.receive(0.0 if alive else LAST_WORDS_SECONDS)
+        answer = seat.process.link.receive(wait_seconds if alive else LAST_WORDS_SECONDS)
         if isinstance(answer, Ready):
             # Importing the reward's file may take long (START_SECONDS); the call's own time-out counts from here.
             # Of a worker that replaces another the time counts in which nothing was answered, not of the first one.
