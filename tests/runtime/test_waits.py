@@ -218,11 +218,23 @@ def test_while_the_trainer_waits_the_limit_is_a_step_more():
     assert next(stream) is None
 
 
-def test_while_the_trainer_stands_still_the_limit_is_what_all_slots_hold(monkeypatch):
-    """Another searcher may have the visits that it waits for."""
-    monkeypatch.setattr("tba.search.prompts.STALLED_SECONDS", -1.0)
-    stream = visits(lambda: 0, max_lag=6, spare_lag=1)
-    assert next(index for index in range(20) if next(stream) is None) == 14
+def test_when_the_trainer_has_waited_for_long_the_limit_is_what_all_slots_hold(monkeypatch):
+    """Another searcher may have the visits that it waits for. A step that takes long is no wait."""
+    clock, waits = [0.0], [False]
+    monkeypatch.setattr(deadlines, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    stream = visits(lambda: 0, max_lag=6, spare_lag=1, trainer_waits=lambda: waits[0])
+    assert next(index for index in range(20) if next(stream) is None) == 4
+    for _ in range(9):  # it computes
+        clock[0] += 0.5
+        assert next(stream) is None
+    waits[0] = True
+    assert next(index for index in range(20) if next(stream) is None) == 2  # of step 2
+    clock[0] += 0.9
+    assert next(stream) is None
+    clock[0] += 0.2
+    assert next(index for index in range(20) if next(stream) is None) == 8  # of the steps 3 to 6
+    waits[0] = False
+    assert next(stream) is None
 
 
 def test_the_number_of_a_visit_says_which_step_it_is_for_whoever_makes_it():

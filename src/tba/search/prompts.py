@@ -24,7 +24,7 @@ from tba.runtime.leases import Visit, VisitSource
 from tba.types import Completion, Prompt, Request, Sampling, Weights
 
 STALLED_SECONDS = 1.0
-"""Time without work of the trainer after which it is taken to wait for responses."""
+"""Time that the trainer waits for one batch after which somebody else is taken to hold it up."""
 
 
 class PromptStream:
@@ -67,8 +67,8 @@ class PacedVisits:
     Where nobody has set the limit it follows what a visit takes, so that a batch is complete as the step before it begins:
     what is complete earlier would only be older when it is trained. Of a limit of 1.3 a visit may use 2 if it is in the
     first .3 of its batch, otherwise 1. While the trainer waits for responses the limit is a step more, so that what holds
-    it up is never the pace; while it stands still the limit is max_lag: another searcher may be slow, or gone, with the
-    visits that it waits for.
+    it up is never the pace; when it has waited for long the limit is max_lag: another searcher may be slow, or gone, with
+    the visits that it waits for.
     """
 
     prompts: PromptStream
@@ -100,7 +100,8 @@ class PacedVisits:
     progress: Callable[[], float]
     """A number that changes while the trainer works: the deadline counts only while it does not."""
     started: int = 0
-    _idleness: Idleness = field(default_factory=Idleness)
+    _wait: Idleness = field(default_factory=Idleness)
+    """How long the trainer has been waiting, or not waiting, without new weights."""
 
     def __iter__(self) -> Iterator[Request | None]:
         return self
@@ -140,9 +141,13 @@ class PacedVisits:
         return self.steps_per_batch * batch - math.floor(limit) - is_early
 
     def _limit(self, most: int) -> float:
-        if self.spare_lag is None or self._idleness.look(self.progress()) > STALLED_SECONDS:
+        if self.spare_lag is None:
             return most
-        return min(most, self.spare_lag + self.visit_lag() + self.trainer_waits())
+        waits = self.trainer_waits()
+        seconds = self._wait.look(self.version() if waits else -1)
+        if waits and seconds > STALLED_SECONDS:
+            return most
+        return min(most, self.spare_lag + self.visit_lag() + waits)
 
     def _may_start_after_tick(self) -> bool:
         self.tick()
