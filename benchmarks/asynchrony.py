@@ -72,7 +72,7 @@ def against_sync(steps: int) -> None:
     print(f"{'mode':>6} {'seed':>4} {'final':>6} {'mean of last 4':>15} {'seconds':>8} {'trained':>8}", flush=True)
     for seed in SEEDS:
         for mode in accuracies:
-            # Both train every response once: a synchronous run makes no second updates.
+            # Both train every response once: asynchrony alone is measured.
             found = run(seed, f"mode={mode}", f"train.max_steps={steps}", "train.second_update_after=0")
             last = statistics.mean(accuracy for _, accuracy in found["curve"][-4:])
             accuracies[mode].append(last)

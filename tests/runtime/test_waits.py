@@ -218,23 +218,32 @@ def test_while_the_trainer_waits_the_limit_is_a_step_more():
     assert next(stream) is None
 
 
-def test_when_the_trainer_has_waited_for_long_the_limit_is_what_all_slots_hold(monkeypatch):
-    """Another searcher may have the visits that it waits for. A step that takes long is no wait."""
-    clock, waits = [0.0], [False]
+def test_where_trainer_and_searcher_wait_for_long_the_limit_is_what_all_slots_hold(monkeypatch):
+    """Another searcher may have the visits that both wait for. An update that takes long is no wait, and what this searcher
+    has not finished itself is no reason to begin more."""
+    clock, waits, running, version = [0.0], [False], [1], [0]
     monkeypatch.setattr(deadlines, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    stream = visits(lambda: 0, max_lag=6, spare_lag=1, trainer_waits=lambda: waits[0])
-    assert next(index for index in range(20) if next(stream) is None) == 4
-    for _ in range(9):  # it computes
-        clock[0] += 0.5
-        assert next(stream) is None
+    stream = visits(
+        lambda: version[0],
+        max_lag=6,
+        spare_lag=1,
+        trainer_waits=lambda: waits[0],
+        generated=lambda: stream.started - running[0],
+    )
+
+    def most_after(seconds: float) -> int:
+        clock[0] += seconds
+        return stream._limit(6)
+
+    assert [most_after(0.7) for _ in range(5)] == [1] * 5  # the trainer computes
     waits[0] = True
-    assert next(index for index in range(20) if next(stream) is None) == 2  # of step 2
-    clock[0] += 0.9
-    assert next(stream) is None
-    clock[0] += 0.2
-    assert next(index for index in range(20) if next(stream) is None) == 8  # of the steps 3 to 6
+    assert [most_after(0.7) for _ in range(5)] == [2] * 5  # it waits for what this searcher has begun
+    running[0] = 0
+    assert [most_after(0.7) for _ in range(4)] == [2, 2, 6, 6]  # both wait
+    version[0] = 1
+    assert [most_after(0.7) for _ in range(3)] == [2, 2, 6]  # for the next batch
     waits[0] = False
-    assert next(stream) is None
+    assert most_after(9.0) == 1
 
 
 def test_the_number_of_a_visit_says_which_step_it_is_for_whoever_makes_it():

@@ -79,6 +79,43 @@ def test_a_second_update_that_is_not_finite_saves_its_batch(tmp_path):
     assert (tmp_path / "failed-batch-step-1.safetensors").is_file()
 
 
+def test_a_second_update_that_is_refused_leaves_a_step_unfinished_that_had_moved(tmp_path):
+    """Where the roles take turns it comes in the middle of a step, whose weights must not be saved."""
+    step = make_step()
+    updates = make_updates(tmp_path, step, "train.second_update_after=1")
+    updates.first(ragged_batch(seed=0), step=0)
+    (spoilt,) = updates.trained_once
+    spoilt.reward_PK[0, 0] = torch.nan
+    with pytest.raises(NonFiniteLoss):
+        updates.second(step=1)
+    assert step.is_finite
+    assert step.moved
+    step.moved = False  # as after a whole step: before the next one nothing is lost
+    updates.trained_once.append(spoilt)
+    with pytest.raises(NonFiniteLoss):
+        updates.second(step=1)
+    assert not step.moved
+
+
+@pytest.mark.parametrize(("after", "kept"), [(3, [0, 1, 2]), (5, [0, 1, 2]), (2, [1, 2]), (0, [])])
+def test_a_run_goes_on_with_the_batches_that_its_setting_asks_for(tmp_path, after, kept):
+    batches = [ragged_batch(seed=seed) for seed in range(4)]
+    saved = make_updates(tmp_path, make_step(), "train.second_update_after=3")
+    for index in range(3):
+        saved.first(batches[index], step=index)
+    resumed = make_updates(tmp_path, make_step(), f"train.second_update_after={after}")
+    resumed.load_state(saved.state())
+    assert [batch.token_ids_N.tolist() for batch in resumed.trained_once] == [
+        batches[index].token_ids_N.tolist() for index in kept
+    ]
+    # Where the roles take turns the last step makes no second update: a run that goes on from there, for longer, has one too
+    # many, and leaves it out.
+    if after == 3:
+        resumed.first(batches[3], step=3)
+        assert resumed.second(step=4) == 12
+        assert len(resumed.trained_once) == 2
+
+
 @pytest.mark.parametrize(
     ("overrides", "after"),
     [

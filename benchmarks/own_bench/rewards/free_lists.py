@@ -4,7 +4,7 @@ from collections import Counter
 
 
 def counted(completions: list[str], wanted: list[dict[str, int]], **columns: object) -> list[float]:
-    """1 less the share of things that are missing, too many, or no `colour thing` at all; at least 0."""
+    """1 less the share of pairs `colour thing` that are missing, too many, or not two words; at least 0."""
     return [_share(text, own) for text, own in zip(completions, wanted)]
 
 

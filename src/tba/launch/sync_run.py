@@ -45,7 +45,7 @@ MAX_EMPTY_SEARCHES = 20
 @dataclass
 class SyncRun:
     """`mode=sync` and `mode=fixed_lag`: searcher and trainer take turns in this process, and every step trains on responses
-    of the current weights, or of those exactly `lag_steps` steps ago."""
+    of the current weights, or of those exactly `lag_steps` steps ago; second updates are on those of earlier steps."""
 
     config: Config
     searcher: Searcher

@@ -270,7 +270,7 @@ def run_role(link_descriptor: int) -> int:
         if isinstance(target, str):
             module, _, name = target.partition(":")
             target = getattr(importlib.import_module(module), name)
-        gc.freeze()  # or the first collections would walk through all of torch and transformers, a new process's too
+        gc.freeze()  # or the first collections of a process that was not forked would walk through all of torch
         gc.enable()
         return target(link, **arguments) or 0
     except Exception as error:  # the process boundary: told to the parent, logged, and the exit status says so

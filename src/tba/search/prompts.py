@@ -23,8 +23,8 @@ from tba.runtime.deadlines import Idleness, Waiting
 from tba.runtime.leases import Visit, VisitSource
 from tba.types import Completion, Prompt, Request, Sampling, Weights
 
-STALLED_SECONDS = 1.0
-"""Time that the trainer waits for one batch after which somebody else is taken to hold it up."""
+HELD_UP_SECONDS = 1.0
+"""Time that the trainer waits, and this searcher has nothing to do, after which another one is taken to hold both up."""
 
 
 class PromptStream:
@@ -67,8 +67,8 @@ class PacedVisits:
     Where nobody has set the limit it follows what a visit takes, so that a batch is complete as the step before it begins:
     what is complete earlier would only be older when it is trained. Of a limit of 1.3 a visit may use 2 if it is in the
     first .3 of its batch, otherwise 1. While the trainer waits for responses the limit is a step more, so that what holds
-    it up is never the pace; when it has waited for long the limit is max_lag: another searcher may be slow, or gone, with
-    the visits that it waits for.
+    it up is never the pace; where it goes on waiting and this searcher has nothing to do, the limit is max_lag: another
+    searcher may be slow, or gone, with the visits that it waits for.
     """
 
     prompts: PromptStream
@@ -100,8 +100,8 @@ class PacedVisits:
     progress: Callable[[], float]
     """A number that changes while the trainer works: the deadline counts only while it does not."""
     started: int = 0
-    _wait: Idleness = field(default_factory=Idleness)
-    """How long the trainer has been waiting, or not waiting, without new weights."""
+    _both_wait: Idleness = field(default_factory=Idleness)
+    """How long trainer and searcher have been waiting for the same version."""
 
     def __iter__(self) -> Iterator[Request | None]:
         return self
@@ -144,8 +144,8 @@ class PacedVisits:
         if self.spare_lag is None:
             return most
         waits = self.trainer_waits()
-        seconds = self._wait.look(self.version() if waits else -1)
-        if waits and seconds > STALLED_SECONDS:
+        both = waits and self.started == self.generated()
+        if self._both_wait.look(self.version() if both else -1) > HELD_UP_SECONDS and both:
             return most
         return min(most, self.spare_lag + self.visit_lag() + waits)
 

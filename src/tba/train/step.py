@@ -129,7 +129,7 @@ class TrainStep:
     def __call__(
         self, batch: Batch, *, beta: float, learning_rate: float, measure_movement: bool = False
     ) -> StepResult:
-        found = self.launch(batch, beta=beta)
+        found, before = self.launch(batch, beta=beta), self.moved
         norm = self.optimizer.clip_gradients()
         if batch.totals.responses:
             self.moved = True
@@ -141,7 +141,7 @@ class TrainStep:
             if not math.isfinite(grad_norm):
                 raise NonFiniteLoss(f"gradient norm is {grad_norm} (loss {result.metrics['loss']}).")
         except NonFiniteLoss:
-            self.moved = False
+            self.moved = before  # a step may have moved by its first update when its second is refused
             raise
         metrics = {**result.metrics, "grad_norm": grad_norm, "learning_rate": learning_rate}
         if batch.totals.responses and measure_movement:

@@ -54,15 +54,16 @@ class Updates:
         return batch.totals.responses
 
     def forget(self) -> None:
-        """No second update on what has been trained so far: it is of a policy that was given up, or was scored by a
-        reference that is none any more."""
+        """No second update on what has been trained so far: it was scored by a reference that is none any more, or is of a
+        policy that was given up."""
         self.trained_once.clear()
 
     def state(self) -> dict[str, Any]:
         return {"trained_once": list(self.trained_once)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.trained_once = deque(state["trained_once"])
+        # Of a run that was at its end, or had another setting, no more than it would hold now.
+        self.trained_once = deque(state["trained_once"], maxlen=self.config.train.second_update_after or 0)
 
     def _update(self, batch: Batch, name: str, *, step: int, measure_movement: bool) -> StepResult:
         shaped, beta = shape_target(batch, self.config, step, beta=self.beta.at(step))
