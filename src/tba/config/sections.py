@@ -152,8 +152,8 @@ class ReplayConfig(Section):
     max_lag: int | None = Field(default=None, ge=0)
     """Largest lag in optimizer steps, for lag=pace and lag=drop. None = 8 for drop. For pace it is train.publish_every +
     the steps that recent visits took, so that a batch is complete as the step before it begins, and 1 more while the
-    trainer waits for responses; never more than train.publish_every + 1 + the steps that all KV slots, and
-    search.reward_workers beyond one, hold the responses of."""
+    trainer waits for responses. At most, and where trainer and searcher both wait for another searcher, it is
+    train.publish_every + 1 + the steps that all KV slots, and search.reward_workers beyond one, hold the responses of."""
     on_reference_reset: Literal["drop", "recompute"] = "drop"
     """What happens at a reset to responses scored by the earlier reference: drop = they leave; recompute = their
     log_ref is computed again (the trainer then holds the reference)."""
@@ -215,8 +215,8 @@ class TrainConfig(Section):
     updates_per_batch: int = Field(default=1, ge=1)
     """Number of optimizer steps on the same batch before the next is sampled (PPO's epochs, GRPO's mu)."""
     second_update_after: int | None = Field(default=None, ge=0, le=100)
-    """Number of steps after which a batch is trained a second time; 0 = never. The second update belongs to the step
-    before which it is made: max_steps does not count it. So many batches are kept in the host's memory. None = 3
+    """Number of steps after which a batch is trained a second time; 0 = never. The second update is made between two
+    steps, and max_steps does not count it. So many batches are kept in the host's memory and in checkpoints. None = 3
     for objectives that bound the push of stale responses (tb), where the rate is auto, the policy computes in fp32 (as
     on a CPU; not on Ray nodes, unless model.dtype or model.device says so), nobody else's responses are trained on, and
     no setting of replay says how often or how late a response may be trained; otherwise 0. In bf16 it gained nothing."""

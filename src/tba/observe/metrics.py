@@ -165,7 +165,7 @@ METRICS = (
         name="time/step",
         unit="seconds",
         reduction="sum",
-        meaning="Wall-clock time from sampling the batch to the published weights.",
+        meaning="Wall-clock time from sampling the batch to the published weights, without a second update in between.",
     ),
     Metric(name="time/*", unit="seconds", reduction="sum", meaning="Wall-clock time of a part of the step."),
     Metric(name="perf/*", unit="per second", reduction="last", meaning="Rate since the first step."),
