@@ -26,6 +26,7 @@ def test_a_run_tells_what_it_does_changes_its_searchers_and_stops_when_asked(fol
     def operate() -> None:
         run = config.run_folder
         wait_for(lambda: RunFolder(run).status.is_file())
+        wait_for(lambda: len(read_status(run)["roles"]) == 2)  # it is written once a second, two steps may take less
         seen["status"] = read_status(run)
         ask_for_searchers(run, 3)
         seen["three"] = wait_for(lambda: alive(config) == 3.0)
