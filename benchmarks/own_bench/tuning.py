@@ -1,7 +1,7 @@
 """The problems that settings may be tuned on. Four were fixed before the first RL run; `sparse` was to be reported only, but
 was looked at when a run on it had been called a collapse: since then it stands here, and `rare_mode` took its place.
 `long_code` came later, when long responses turned out to want a setting of their own and none of the others has any, and
-`free_lists` last, when policies of high entropy did.
+`free_lists` last, to see whether policies of high entropy want one too.
 """
 
 from __future__ import annotations

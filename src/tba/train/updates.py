@@ -34,8 +34,11 @@ class Updates:
     beta: Beta
     folder: Path
     """Where a batch is saved that cannot be trained on."""
-    trained_once: deque[Batch] = field(default_factory=deque, init=False)
-    """The last batches, the oldest first."""
+    trained_once: deque[Batch] = field(init=False)
+    """The last batches, the oldest first, at most as many as there are steps between the two updates."""
+
+    def __post_init__(self) -> None:
+        self.trained_once = deque(maxlen=self.config.train.second_update_after or 0)
 
     def first(self, batch: Batch, *, step: int) -> StepResult:
         """The update of this step, on a new batch."""
@@ -62,8 +65,9 @@ class Updates:
         return {"trained_once": list(self.trained_once)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        # Of a run that was at its end, or had another setting, no more than it would hold now.
-        self.trained_once = deque(state["trained_once"], maxlen=self.config.train.second_update_after or 0)
+        """Of a run that was at its end, or had another setting, the newest that it would hold now."""
+        self.trained_once.clear()
+        self.trained_once.extend(state["trained_once"])
 
     def _update(self, batch: Batch, name: str, *, step: int, measure_movement: bool) -> StepResult:
         shaped, beta = shape_target(batch, self.config, step, beta=self.beta.at(step))
