@@ -234,6 +234,12 @@ class Score(CountWords):
     def score(self, prompt, texts, completions):
         return [{"count": float(prompt.columns["answer"])} for text in texts]
 
+class Once(CountWords):
+    def score(self, prompt, texts, completions):
+        if prompt.id == "5":
+            raise KeyError(prompt.id)
+        return super().score(prompt, texts, completions)
+
 class Init(CountWords):
     def __init__(self, inputs):
         super().__init__(inputs)
@@ -261,10 +267,9 @@ class Inside(CountWords):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Score", r"^Score\.score failed at {file}:7: KeyError: 'answer'$"),
-        ("Init", r"^Init\.__init__ failed at {file}:12: IndexError: list index out of range$"),
-        ("Prompts", r"^Prompts\.prompts\('train'\) failed at {file}:16: AttributeError: .* has no attribute 'every'"),
-        ("Counts", r"^Divides failed at {file}:25: ZeroDivisionError: division by zero$"),
+        ("Init", r"^Init\.__init__ failed at {file}:18: IndexError: list index out of range$"),
+        ("Prompts", r"^Prompts\.prompts\('train'\) failed at {file}:22: AttributeError: .* has no attribute 'every'"),
+        ("Counts", r"^Divides failed at {file}:31: ZeroDivisionError: division by zero$"),
     ],
 )
 def test_what_a_task_raises_is_told_with_its_own_file_and_line(folder, here, name, message):
@@ -272,6 +277,25 @@ def test_what_a_task_raises_is_told_with_its_own_file_and_line(folder, here, nam
     settings = ("mode=sync", "task.settings.word=w7", "train.max_steps=1", f"name=raises-{name}")
     with pytest.raises(ValueError, match=message.format(file=here / "raises.py")):
         train(make_config(folder, *settings, name=f"raises.py:{name}"))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_score_that_always_raises_ends_the_run_with_its_line(folder, here, caplog, mode):
+    """As a reward function that raises does; a new searcher would meet it again, so that none is started."""
+    (here / "raises.py").write_text(RAISES)
+    settings = (f"mode={mode}", "task.settings.word=w7", "search.max_reward_failures=20", f"name=always-{mode}")
+    config = make_config(folder, *settings, name="raises.py:Score")
+    where = f"{here / 'raises.py'}:7: KeyError: 'answer'"
+    with pytest.raises(RuntimeError, match=rf"failed on 20 samples in a row; the last: Score\.score failed at {where}"):
+        train(config)
+    assert "It is replaced" not in caplog.text
+
+
+def test_a_score_that_raises_for_one_prompt_costs_its_group(folder, here):
+    """Eight steps of four groups visit each of the eight prompts four times; four responses of one are lost each time."""
+    (here / "raises.py").write_text(RAISES)
+    settings = ("mode=sync", "task.settings.word=w7", "train.max_steps=8", "name=once")
+    assert train(make_config(folder, *settings, name="raises.py:Once"))["lost"]["responses"] == 16
 
 
 def test_what_the_package_raises_for_a_task_stays_as_it_is(folder, here):

@@ -36,6 +36,7 @@ from tba.search.make import (
 )
 from tba.search.new_weights import ReferenceLoader, WeightLoader
 from tba.search.prompts import PacedVisits
+from tba.tasks.checked import WrongOutcomes
 from tba.tasks.evaluation import Evaluator, make_evaluator
 from tba.tasks.registry import make_task_for
 from tba.tasks.rewards.pool import RewardUnusable, make_rewards
@@ -150,7 +151,7 @@ class SearcherRole:
         self.searcher.send_ready(at_least=GROUPS_AT_ONCE)
 
 
-FINAL = (CanaryMismatch, RewardUnusable, TooManyRewardFailures)
+FINAL = (CanaryMismatch, RewardUnusable, TooManyRewardFailures, WrongOutcomes)
 """Errors that a new searcher would meet again: weights that do not arrive as they were sent, a reward that always fails."""
 
 

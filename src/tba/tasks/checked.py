@@ -27,9 +27,17 @@ if TYPE_CHECKING:  # it imports this file
 PACKAGE = str(Path(tba.__file__).parent)
 
 
+class TaskFailed(ValueError):
+    """A user's task has raised: the message has the line of its file."""
+
+
+class WrongOutcomes(ValueError):
+    """A user's task returned something else than outcomes, which it would do again whoever asks."""
+
+
 @contextmanager
 def user_code(kind: Any, part: str = "") -> Iterator[None]:
-    """Around a call of a user's class: an error that its file or what it uses has raised becomes a ValueError with the
+    """Around a call of a user's class: an error that its file or what it uses has raised becomes a TaskFailed with the
     innermost line of that file. What the package raises, asked by the file or not, stays as it is."""
     try:
         yield
@@ -39,7 +47,7 @@ def user_code(kind: Any, part: str = "") -> Iterator[None]:
         frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         if line is None or file is None or any(name.startswith(PACKAGE) for name in _after_last(file, frames)):
             raise
-        raise ValueError(f"{kind.__name__}{part} failed at {file}:{line}: {describe(error)}") from error
+        raise TaskFailed(f"{kind.__name__}{part} failed at {file}:{line}: {describe(error)}") from error
 
 
 def _file_of(kind: Any) -> str | None:
@@ -76,10 +84,10 @@ def check_prompts(task: Task, config: TaskConfig, split: Split) -> None:
 
 
 def checked_outcomes(found: Any, *, count: int, weights: Mapping[str, float], what: str) -> list[Outcome]:
-    """What `score` returned for so many samples, with plain numbers; a ValueError says what is wrong with it."""
+    """What `score` returned for so many samples, with plain numbers; a WrongOutcomes says what is wrong with it."""
     if not isinstance(found, Sequence) or len(found) != count:
         given = f"{len(found)} outcomes" if isinstance(found, Sequence) else f"a {type(found).__name__}"
-        raise ValueError(f"{what}.score returned {given} for {count} responses: return a list with one for each.")
+        raise WrongOutcomes(f"{what}.score returned {given} for {count} responses: return a list with one for each.")
     return [_checked_outcome(outcome, weights, what) for outcome in found]
 
 
@@ -87,19 +95,19 @@ def _checked_outcome(outcome: Any, weights: Mapping[str, float], what: str) -> O
     if isinstance(outcome, RewardFailed):
         return outcome
     if not isinstance(outcome, Mapping):
-        raise ValueError(
+        raise WrongOutcomes(
             f"{what}.score returned {outcome!r} for a response: return its reward components by name, such as "
             f"{dict.fromkeys(weights, 1.0)}, or a RewardFailed."
         )
     components: dict[str, float | None] = {}
     for name, value in outcome.items():
         if name not in weights:
-            raise ValueError(
+            raise WrongOutcomes(
                 f"{what}.score returned {name!r}, without a weight: reward_weights has {', '.join(weights)}."
             )
         components[name] = None if value is None else _number(value)
         if value is not None and components[name] is None:
-            raise ValueError(f"{what}.score returned {name}={value!r}: it is a number, or None = not applicable.")
+            raise WrongOutcomes(f"{what}.score returned {name}={value!r}: it is a number, or None = not applicable.")
     return components
 
 

@@ -22,7 +22,7 @@ from tba.config import Config, RewardConfig
 from tba.runtime.channels import POLL_SECONDS
 from tba.runtime.links import Failed
 from tba.tasks.base import Outcome, RewardBroken, RewardFailed, Task
-from tba.tasks.checked import checked_outcomes, user_code
+from tba.tasks.checked import TaskFailed, checked_outcomes, user_code
 from tba.tasks.rewards.worker import Ready, RewardProcess, Scored
 from tba.types import Completion, Prompt
 
@@ -125,10 +125,14 @@ class DirectRewards:
         return len(self._ready)
 
     def submit(self, group: FinishedGroup) -> None:
-        with user_code(type(self._task), ".score"):
-            found = self._task.score(group.prompt, group.texts, group.completions)
         weights, what = self._task.reward_weights, type(self._task).__name__
-        self._ready.append((group, checked_outcomes(found, count=len(group.texts), weights=weights, what=what)))
+        try:
+            with user_code(type(self._task), ".score"):
+                found = self._task.score(group.prompt, group.texts, group.completions)
+            outcomes = checked_outcomes(found, count=len(group.texts), weights=weights, what=what)
+        except TaskFailed as error:  # as a reward function that raises: the group is lost and counted
+            outcomes = [RewardFailed(str(error)) for _ in group.texts]
+        self._ready.append((group, outcomes))
 
     def ready(self, wait_seconds: float = 0.0) -> list[tuple[FinishedGroup, list[Outcome]]]:
         scored, self._ready = self._ready, []
