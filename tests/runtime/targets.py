@@ -80,11 +80,12 @@ def thread_setting(link) -> None:
         found = Path("/proc/self/task").glob("*/stat")
         return {path.parent.name: int(path.read_text().rpartition(")")[2].split()[11]) for path in found}
 
-    matrix, before = torch.rand(1200, 1200), ticks()
-    for _ in range(3):
+    matrix, before, gained = torch.rand(1200, 1200), ticks(), [0]
+    while sum(gained) < 50:  # half a second of all threads together
         matrix @ matrix
-    gained = [count - before.get(thread, 0) for thread, count in ticks().items()]
-    working = sum(count > max(gained) / 4 for count in gained)
+        gained = [count - before.get(thread, 0) for thread, count in ticks().items()]
+    # Not in comparison with each other: on busy cores one thread spins while the other waits for its core.
+    working = sum(count > 2 for count in gained)
     link.send((os.environ["OMP_NUM_THREADS"], torch.get_num_threads(), working))
 
 
