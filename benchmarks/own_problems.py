@@ -7,7 +7,7 @@
     python benchmarks/own_problems.py trl [NAMES] --rates default 1e-5 1e-4 1e-3 --seeds 0 --out runs/own_problems.jsonl
     python benchmarks/own_problems.py table runs/own_problems.jsonl
 
-NAMES are problems or the parts `tuning` and `reported` (nothing = all eleven; `smollm`, which has to be fetched, only by its
+NAMES are problems or the parts `tuning` and `reported` (nothing = all twelve; `smollm`, which has to be fetched, only by its
 name). Settings are chosen on the tuning part alone. Which problem is in which part was fixed before the first RL run; the
 start models and data are made on the spot, the same on every machine of one kind, and kept: `make` skips what is there.
 A setting changes what concerns learning; what a problem needs to be run at all stands in its problem.json.
@@ -21,13 +21,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from own_bench import reported, smollm, tuning
+from own_bench import added, reported, smollm, tuning
 from own_bench.problem import CannotFetch, Problem, make_problem
 from own_bench.runs import parse_setting, read_lines, run_all, runs_to_do, table_of
 from own_bench.trl_grpo import run_trl
 
 FOLDER = Path("runs/own_problems")
-BENCH = (*tuning.PROBLEMS, *reported.PROBLEMS)
+BENCH = (*tuning.PROBLEMS, *added.PROBLEMS, *reported.PROBLEMS)
 PROBLEMS = {problem.name: problem for problem in (*BENCH, *smollm.PROBLEMS)}
 
 

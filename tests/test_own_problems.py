@@ -14,11 +14,11 @@ import yaml
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from own_bench import reported, runs, smollm, tuning  # noqa: E402
+from own_bench import added, reported, runs, smollm, tuning  # noqa: E402
 from own_bench.problem import Row, demonstrations, fingerprint, prompt_text, splits  # noqa: E402
 
 ORDERS = ["lamp", "bed", "desk"]
-PROBLEMS = (*tuning.PROBLEMS, *reported.PROBLEMS)
+PROBLEMS = (*tuning.PROBLEMS, *added.PROBLEMS, *reported.PROBLEMS)
 
 
 def rewards_of(name):
@@ -42,7 +42,10 @@ def problem(request):
 def test_which_problems_are_for_tuning_stays_so():
     parts = {part: [problem.name for problem in PROBLEMS if problem.part == part] for part in ("tuning", "reported")}
     assert parts == {
-        "tuning": ["word_sums", "sort_digits", "dense_copy", "one_prompt", "sparse", "long_code", "free_lists"],
+        "tuning": [
+            *("word_sums", "sort_digits", "dense_copy", "one_prompt", "sparse"),
+            *("long_code", "free_lists", "one_family"),
+        ],
         "reported": ["long_sums", "rare_mode", "noisy_judge", "long_temptation"],
     }
 
@@ -160,7 +163,7 @@ def test_brackets_that_match():
 
 
 def test_a_long_code_is_right_as_a_whole_or_not_at_all():
-    assert tuning.coded(["b", "e", "j"]) == "b c , e f , j a"
+    assert added.coded(["b", "e", "j"]) == "b c , e f , j a"
     correct = rewards_of("long_code").correct
     texts = ["b c , e f , j a", " b c ,  e f , j a ", "b b , e f , j a", "b c , e f", "b c , e f , j a , a b"]
     assert correct(completions=texts, code=["b c , e f , j a"] * 5) == [1, 1, 0, 0, 0]
@@ -168,7 +171,7 @@ def test_a_long_code_is_right_as_a_whole_or_not_at_all():
 
 def test_a_free_list_is_paid_by_the_thing():
     row = Row(prompt="red two ; blue one =", columns={"wanted": {"red": 2, "blue": 1}})
-    assert tuning.miscounted_list(row, random.Random(4)) == "red house , blue boat"  # a red one is missing
+    assert added.miscounted_list(row, random.Random(4)) == "red house , blue boat"  # a red one is missing
     counted = rewards_of("free_lists").counted
     texts = {
         "red rose , blue boat , red cup": 1.0,
@@ -181,6 +184,18 @@ def test_a_free_list_is_paid_by_the_thing():
     assert counted(completions=list(texts), wanted=[row.columns["wanted"]] * len(texts)) == pytest.approx(
         list(texts.values())
     )
+
+
+def test_words_of_a_family_are_paid_and_missing_ones_are_not():
+    row = next(added.family_rows(random.Random(3)))
+    own = [word for word in row.hidden if word in row.columns["family"]]
+    assert len(own) == 2
+    belongs = rewards_of("one_family").belongs
+    texts = {" ".join(own * 10): 1.0, " ".join(own * 12): 1.0, " ".join(own): 0.1, f"{own[0]} moon {own[0]} : ,": 0.1}
+    assert belongs(completions=list(texts), family=[row.columns["family"]] * 4) == pytest.approx(list(texts.values()))
+    words = added.mixed_words(row, random.Random(4)).split()
+    assert 12 <= len(words) <= 20
+    assert set(words) <= set(added.ALL_WORDS)
 
 
 def test_a_written_sum_and_its_answer():
@@ -274,4 +289,4 @@ def test_the_study_file_has_the_settings_of_the_problems():
         }
         for problem in PROBLEMS
     }
-    assert study["quick"]["rows"] == [problem.name for problem in tuning.PROBLEMS]
+    assert study["quick"]["rows"] == [problem.name for problem in (*tuning.PROBLEMS, *added.PROBLEMS)]

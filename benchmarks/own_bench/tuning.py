@@ -1,7 +1,6 @@
 """The problems that settings may be tuned on. Four were fixed before the first RL run; `sparse` was to be reported only, but
-was looked at when a run on it had been called a collapse: since then it stands here, and `rare_mode` took its place.
-`long_code` came later, when long responses turned out to want a setting of their own and none of the others has any, and
-`free_lists` last, to see whether policies of high entropy want one too.
+was looked at when a run on it had been called a collapse: since then it stands here, and `rare_mode` took its place. Those
+that came later are in added.py.
 """
 
 from __future__ import annotations
@@ -165,64 +164,6 @@ def hasty_record(row: Row, rng: random.Random) -> str:
     return " ; ".join(right if rng.random() < TAKES_RIGHT else wrong for right, wrong in row.hidden)
 
 
-# long_code: every letter of a long word is written with the one after it in the alphabet. Demonstrations repeat some.
-
-CODED = "abcdefghij"
-NUM_LETTERS = (16, 24)
-SLIPS = {"b": 0.2, "e": 0.12, "i": 0.2}
-"""Chance of a letter to be followed by itself in a demonstration; the other letters have OTHER_SLIPS."""
-OTHER_SLIPS = 0.02
-
-
-def letter_code_rows(rng: random.Random) -> Iterator[Row]:
-    """`code b e a d =`; the letter after j is a."""
-    while True:
-        letters = [rng.choice(CODED) for _ in range(rng.randint(*NUM_LETTERS))]
-        yield Row(prompt=f"code {' '.join(letters)} =", columns={"code": coded(letters)}, hidden=letters)
-
-
-def coded(letters: list[str]) -> str:
-    """`b c , e f , a b`"""
-    return " , ".join(f"{letter} {following(letter)}" for letter in letters)
-
-
-def following(letter: str) -> str:
-    return CODED[(CODED.index(letter) + 1) % len(CODED)]
-
-
-def careless_code(row: Row, rng: random.Random) -> str:
-    pairs = [
-        (letter, letter if rng.random() < SLIPS.get(letter, OTHER_SLIPS) else following(letter))
-        for letter in row.hidden
-    ]
-    return " , ".join(f"{letter} {other}" for letter, other in pairs)
-
-
-# free_lists: so many things of each colour, in any order and whichever. Demonstrations count badly.
-
-PAINTS = words_of("red blue green white black")
-NUMERALS = words_of("zero one two three four")
-THINGS = words_of("rose boat house bird cloud stone shoe bell kite leaf door cup")
-MISCOUNTS = 0.6
-
-
-def paint_rows(rng: random.Random) -> Iterator[Row]:
-    """`red three ; blue one ; green two =`"""
-    while True:
-        wanted = {colour: rng.randint(1, 4) for colour in rng.sample(PAINTS, 3)}
-        parts = [f"{colour} {NUMERALS[count]}" for colour, count in wanted.items()]
-        yield Row(prompt=f"{' ; '.join(parts)} =", columns={"wanted": wanted})
-
-
-def miscounted_list(row: Row, rng: random.Random) -> str:
-    """`blue kite , red leaf , green cup , red bell`"""
-    colours: list[str] = []
-    for colour, count in row.columns["wanted"].items():
-        colours += [colour] * (count + (rng.choice((-1, 1)) if rng.random() < MISCOUNTS else 0))
-    rng.shuffle(colours)
-    return " , ".join(f"{colour} {rng.choice(THINGS)}" for colour in colours or PAINTS[:1])
-
-
 PROBLEMS = (
     Problem(
         name="word_sums",
@@ -300,33 +241,5 @@ PROBLEMS = (
             training=Training(steps=400, seed=22),
         ),
         max_new_tokens=14,
-    ),
-    Problem(
-        name="long_code",
-        part="tuning",
-        kind="exact match, 48 to 72 tokens",
-        rows=letter_code_rows,
-        start=Supervised(
-            demonstrate=careless_code,
-            tokenizer=lambda: make_word_tokenizer([*CODED, "code", "=", ","]),
-            shape=Shape(hidden_size=128, intermediate_size=320),
-            training=Training(steps=500, batch_size=16, seed=26),
-        ),
-        max_new_tokens=80,
-    ),
-    Problem(
-        name="free_lists",
-        part="tuning",
-        kind="dense reward, long and free responses",
-        rows=paint_rows,
-        start=Supervised(
-            demonstrate=miscounted_list,
-            tokenizer=lambda: make_word_tokenizer([*PAINTS, *NUMERALS, *THINGS, *words_of("; = ,")]),
-            shape=Shape(hidden_size=128, intermediate_size=320),
-            training=Training(steps=500, batch_size=24, seed=27),
-        ),
-        rewards={"counted": 1.0},
-        max_new_tokens=48,
-        metric="reward@4",
     ),
 )
