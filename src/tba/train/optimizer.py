@@ -243,8 +243,9 @@ FURTHEST = 30.0
 """The rate stays within this factor of the guess: where nothing is left to learn there is no movement to follow."""
 USUAL_AGREEMENT, AGREEMENT_STEPS = 0.1, 33
 """What is assumed at first, and the steps that the mean goes over: of one batch of 128 responses it is known to .09."""
-LEAST_SHARE, MOST_SHARE = 0.2, 1.5
-"""Bounds of what the agreement multiplies train.movement by."""
+LEAST_SHARE, MOST_SHARE = 0.7, 1.5
+"""Bounds of what the agreement multiplies train.movement by. Near the end of what can be learned an agreement of .01 is
+within its noise, while larger steps than a fifth of the movement still learn."""
 LARGEST_KL, KL_STEPS = 0.2, 8
 """Nats per response between the policy that generated a batch and the one that trains on it, and the steps that its mean is
 over. At .2 about two thirds of the responses still count (the effective sample size, exp(-2 KL) for a normal drift)."""
