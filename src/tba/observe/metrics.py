@@ -83,7 +83,7 @@ METRICS = (
         name="movement",
         unit="sqrt(nats)",
         reduction="last",
-        meaning="Mean |change of log_pi| of a response by this update / mean sqrt of its entropy.",
+        meaning="Mean |change of log_pi| of a response by this update / mean sqrt of its entropy (at most 10 nats in fp32).",
     ),
     Metric(name="tb/clip_fraction", unit="share", meaning="Share of responses beyond objective.residual_clip."),
     Metric(name="objective/*", unit="", meaning="A number of the objective; its own file says which."),

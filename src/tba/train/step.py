@@ -46,6 +46,9 @@ MEASURED_STEP = 4.0
 """Length of the step whose movement is measured where weights are rounded to bf16, in steps."""
 LEAST_SPREAD = 0.1
 """Square root of an entropy of .01 nats: a policy that is sure of every token has nothing left to learn by sampling."""
+MOST_ENTROPY = 10.0
+"""Nats per response beyond which the unit of the movement grows no more: what noise spoils grows with the distance, however
+many responses there are to choose from. Not in bf16, where it has not been measured."""
 
 
 class NonFiniteLoss(RuntimeError):
@@ -157,7 +160,7 @@ class TrainStep:
     @torch.no_grad()
     def movement(self, batch: Batch, outputs: Forward) -> float:
         """How far log_pi has moved since these outputs of the batch: mean |change| of a few responses, in units of
-        the mean square root of their entropy.
+        the mean square root of their entropy, or of MOST_ENTROPY where that is less.
 
         Between samples of a policy the log-prob of a response varies by about the square root of its entropy. That of a sure
         policy varies little, and the same change of log_pi means more to it.
@@ -175,7 +178,8 @@ class TrainStep:
         self.ranks.sum_(change_R)
         assert outputs.entropy_N is not None
         entropy_R = batch.sum_per_response(outputs.entropy_N.to(batch.log_ref_N.device)).flatten()[responses]
-        return float(change_R.abs().mean()) / max(LEAST_SPREAD, float(entropy_R.clamp(min=0.0).sqrt().mean()))
+        most = MOST_ENTROPY if self.policy.model.dtype == torch.float32 else math.inf
+        return float(change_R.abs().mean()) / max(LEAST_SPREAD, float(entropy_R.clamp(0.0, most).sqrt().mean()))
 
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
         """Leave the gradients of the whole batch in the optimizer's weights; none where the loss is not finite."""
