@@ -8,9 +8,10 @@
     python benchmarks/own_problems.py table runs/own_problems.jsonl
 
 NAMES are problems or the parts `tuning` and `reported` (nothing = all twelve; `smollm`, which has to be fetched, only by its
-name). Settings are chosen on the tuning part alone. Which problem is in which part was fixed before the first RL run; the
-start models and data are made on the spot, the same on every machine of one kind, and kept: `make` skips what is there.
-A setting changes what concerns learning; what a problem needs to be run at all stands in its problem.json.
+name). Settings are chosen on the tuning part alone. Which problem is in which part was fixed before the first RL run
+on it, but for `sparse`; the start models and data are made on the spot, the same on every machine of one kind, and kept:
+`make` skips what is there. A setting changes what concerns learning; what a problem needs to be run at all stands in its
+problem.json.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ PROBLEMS = (
     Problem(
         name="one_family",
         part="tuning",
-        kind="dense reward, 25 nats from the start model",
+        kind="dense reward, 30 nats from the start model",
         rows=family_rows,
         start=Supervised(
             demonstrate=mixed_words,

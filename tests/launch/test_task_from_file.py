@@ -197,9 +197,9 @@ class NoNumber(CountWords):
 """
 
 
-def odd_config(folder, here, name):
+def odd_config(folder, here, name, mode="sync"):
     (here / "odd.py").write_text(ODD)
-    settings = ("mode=sync", "task.settings.word=w7", "train.max_steps=1", f"name=odd-{name}")
+    settings = (f"mode={mode}", "task.settings.word=w7", "train.max_steps=1", f"name=odd-{name}-{mode}")
     return make_config(folder, *settings, name=f"odd.py:{name}")
 
 
@@ -224,6 +224,14 @@ def odd_config(folder, here, name):
 def test_what_a_task_hands_over_wrongly_is_named(folder, here, name, message):
     with pytest.raises(ValueError, match=message):
         train(odd_config(folder, here, name))
+
+
+def test_a_searcher_whose_task_returns_no_outcomes_is_not_replaced(folder, here, caplog):
+    """A new one would be given the same."""
+    config = odd_config(folder, here, "Few", mode="async")
+    with pytest.raises(RuntimeError, match=r"Few.score returned 3 outcomes for 4 responses"):
+        train(config)
+    assert "It is replaced" not in caplog.text
 
 
 RAISES = """

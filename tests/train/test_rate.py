@@ -1,5 +1,7 @@
 """The learning rate that follows the movement of the policy."""
 
+import math
+
 import pytest
 import torch
 from builders import ragged_batch, tiny_llama
@@ -178,8 +180,10 @@ def test_the_rate_is_part_of_a_checkpoint():
     assert again == rate
 
 
-def test_movement_is_the_mean_change_of_log_pi_in_units_of_the_root_of_the_entropy_up_to_ten_nats():
-    model = tiny_llama()
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, MOST_ENTROPY), (torch.bfloat16, math.inf)])
+def test_movement_is_the_mean_change_of_log_pi_in_units_of_the_root_of_the_entropy_up_to_ten_nats(dtype, most):
+    """In bf16 of all of it."""
+    model = tiny_llama().to(dtype)
     policy = PolicyModel(model)
     optimizer = MasterAdamW(model.parameters(), TrainConfig())
     step = TrainStep(policy, TrajectoryBalance(), optimizer, budget=Budget(max_tokens=60), temperature=1.0)
@@ -193,7 +197,7 @@ def test_movement_is_the_mean_change_of_log_pi_in_units_of_the_root_of_the_entro
     change = batch.sum_per_response(after.log_pi_N) - batch.sum_per_response(before.log_pi_N)
     entropy = batch.sum_per_response(before.entropy_N)
     assert entropy.max() > MOST_ENTROPY > entropy.min()
-    want = change.abs().mean() / entropy.clamp(max=MOST_ENTROPY).sqrt().mean()
+    want = change.abs().mean() / entropy.clamp(max=most).sqrt().mean()
     assert step.movement(batch, before) == pytest.approx(want.item(), rel=1e-5)
 
 

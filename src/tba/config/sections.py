@@ -225,7 +225,7 @@ class TrainConfig(Section):
     begins low and falls to zero at the end (settle)."""
     movement: float = Field(default=0.1, gt=0.0, le=10.0)
     """Movement that learning_rate=auto aims at: the mean |change of log_pi| of a response by one optimizer step, in
-    units of the square root of its entropy (of at most 10 nats, unless in bf16). It is multiplied by the measured share
+    units of the square root of its entropy (in fp32 of at most 10 nats). It is multiplied by the measured share
     of signal in recent updates over .1 (within .7 and 1.5) where a batch holds new responses alone, and divided by the
     square root of the number of times that each is trained. The rate falls below it while responses are more than .2 nats
     from the policy that generated them."""

@@ -11,7 +11,7 @@ what the paper uses instead stands in its config files.
     replay.deduplicate False                bench; a sure policy repeats itself, and policy gradients need multiplicities
     objective.beta .01 for tb               bench: .003, .03 and .01 -> .003 no better, .05 holds dense rewards back
     the same beyond 64 tokens: .64 / tokens GSM8K's validation problems: the KL grows with the length, the reward does not
-    objective.max_kl_penalty .05            what GSM8K's distance costs by the line above; on the bench no policy goes so far
+    objective.max_kl_penalty .05            what GSM8K's distance costs by the line above; few of the bench go so far
     objective.off_policy response, .15      bench: the best of seven ways to bound stale pushes; by tokens instead of entropy
                                             it did not bind on long responses
     train.learning_rate auto, movement .1   bench: one setting as good as the best constant movement of each problem; without

@@ -109,7 +109,8 @@ class TrajectoryBalance(Objective):
     # The KL to the reference is a sum over tokens, the reward is not: on GSM8K (400 tokens) .01 held the policy at 14 nats,
     # where a tenth of it went to 32 and solved 2.9 points more (docs/log.md).
     default_beta_tokens: ClassVar[int | None] = 64
-    # What the KL of 31 nats on GSM8K costs at that beta. On the bench, .6 to 3.3 nats away, it changes nothing.
+    # What the KL of 31 nats on GSM8K costs at that beta. Where a policy ends within 5 nats, as on most of the bench, it
+    # changes nothing.
     default_max_kl_penalty: ClassVar[float | None] = 0.05
 
     @property
@@ -218,8 +219,9 @@ def gradient_share(
 
     A response that is held back keeps its place in its prompt's log Z. The root of the entropy is about how far the
     log-probs of a policy's own samples lie apart, and the unit of the movement that the learning rate follows
-    (train/optimizer.py): short and long responses, sure and unsure policies are held back alike. The small gap between a
-    bf16 engine and its trainer, which grows with the square root of the tokens, closes no gate (ROUNDING).
+    (train/optimizer.py; up to 10 nats there): short and long responses, sure and unsure policies are held back alike. The
+    small gap between a bf16 engine and its trainer, which grows with the square root of the tokens, closes no gate
+    (ROUNDING).
     """
     # The policy's own log-probs, not the behaviour's: exploration and top-p shift those. Where they are unknown (imports,
     # responses of the reference) the drift is 0 and nothing is held back.

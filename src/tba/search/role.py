@@ -152,7 +152,8 @@ class SearcherRole:
 
 
 FINAL = (CanaryMismatch, RewardUnusable, TooManyRewardFailures, WrongOutcomes)
-"""Errors that a new searcher would meet again: weights that do not arrive as they were sent, a reward that always fails."""
+"""Errors that a new searcher would meet again: weights that do not arrive as they were sent, a reward that always fails or
+returns something else."""
 
 
 def run_searcher(link: Link, *, config: Config, index: int, incarnation: str, logs: Path, ends: bytes) -> None:
