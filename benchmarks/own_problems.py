@@ -18,10 +18,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import psutil
 from own_bench import added, reported, smollm, tuning
 from own_bench.problem import CannotFetch, Problem, make_problem
 from own_bench.runs import parse_setting, read_lines, run_all, runs_to_do, table_of
@@ -92,7 +96,15 @@ def show_table(arguments: argparse.Namespace) -> None:
     print("\n".join(table_of(line for file in arguments.files for line in read_lines(file))))
 
 
+def end_runs(number: int, frame: FrameType | None) -> None:
+    """A bench that is told to end tells its runs; those that have not begun do not begin."""
+    for run in psutil.Process().children():
+        run.terminate()
+    sys.exit(128 + number)
+
+
 def main() -> None:
+    signal.signal(signal.SIGTERM, end_runs)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     for name, function in (("make", make), ("list", show_list), ("run", run), ("trl", trl)):

@@ -3,13 +3,17 @@
 import importlib.util
 import json
 import random
+import signal
 import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
+from commands import Command, become_python
+from problem import wait_for
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -268,6 +272,36 @@ def test_runs_with_a_line_are_skipped_and_a_changed_setting_or_problem_is_refuse
         list(runs.runs_to_do(problems, {"sync": ("mode=async",)}, [0], lines))
     with pytest.raises(SystemExit, match="word_sums has changed since its runs"):
         list(runs.runs_to_do(problems, settings, [0], [line | {"fingerprint": "another"}]))
+
+
+ENDLESS = f"""
+import signal, sys
+from pathlib import Path
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import own_problems
+from own_bench import runs, tuning
+
+class Endless(runs.Run):
+    def command(self, folder, output):
+        program = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1], 'w')); time.sleep(600)"
+        return [sys.executable, "-c", program, str(folder / f"begun-{{self.seed}}")]
+
+signal.signal(signal.SIGTERM, own_problems.end_runs)
+both = [Endless(problem=tuning.PROBLEMS[0], setting="endless", overrides=(), seed=seed) for seed in (0, 1)]
+runs.run_all(both, folder=Path.cwd(), out=Path("out.jsonl"), jobs=1)
+"""
+
+
+def test_a_bench_that_is_told_to_end_ends_its_runs_and_begins_no_other(tmp_path):
+    (tmp_path / "bench.py").write_text(ENDLESS)
+    begun = tmp_path / "begun-0"
+    with Command([str(tmp_path / "bench.py")], folder=tmp_path, target=become_python) as bench:
+        assert wait_for(lambda: begun.exists() and begun.read_text().endswith("\n"))
+        run = int(begun.read_text())
+        bench.send_signal(signal.SIGTERM)
+        assert bench.wait(60) != 0
+    assert wait_for(lambda: not psutil.pid_exists(run))
+    assert not (tmp_path / "begun-1").exists()
 
 
 def test_the_table_has_means_and_standard_errors():
