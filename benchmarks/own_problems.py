@@ -7,8 +7,8 @@
     python benchmarks/own_problems.py trl [NAMES] --rates default 1e-5 1e-4 1e-3 --seeds 0 --out runs/own_problems.jsonl
     python benchmarks/own_problems.py table runs/own_problems.jsonl
 
-NAMES are problems or the parts `tuning` and `reported` (nothing = all twelve; `smollm`, which has to be fetched, only by its
-name). Settings are chosen on the tuning part alone. Which problem is in which part was fixed before the first RL run
+NAMES are problems or the parts `tuning` and `reported` (nothing = all thirteen; `smollm`, which has to be fetched, only by
+its name). Settings are chosen on the tuning part alone. Which problem is in which part was fixed before the first RL run
 on it, but for `sparse`; the start models and data are made on the spot, the same on every machine of one kind, and kept:
 `make` skips what is there. A setting changes what concerns learning; what a problem needs to be run at all stands in its
 problem.json.

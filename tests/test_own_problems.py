@@ -48,7 +48,7 @@ def test_which_problems_are_for_tuning_stays_so():
     assert parts == {
         "tuning": [
             *("word_sums", "sort_digits", "dense_copy", "one_prompt", "sparse"),
-            *("long_code", "free_lists", "one_family"),
+            *("long_code", "free_lists", "one_family", "asides"),
         ],
         "reported": ["long_sums", "rare_mode", "noisy_judge", "long_temptation"],
     }
@@ -200,6 +200,24 @@ def test_words_of_a_family_are_paid_and_missing_ones_are_not():
     words = added.mixed_words(row, random.Random(4)).split()
     assert 12 <= len(words) <= 20
     assert set(words) <= set(added.ALL_WORDS)
+
+
+def test_marked_words_are_paid_wherever_they_are_mentioned():
+    row = next(added.guest_rows(random.Random(3)))
+    marked = row.columns["marked"]
+    assert marked == [guest for guest in row.hidden if f"{guest} *" in row.prompt]
+    mentioned = rewards_of("asides").mentioned
+    first, last = marked[0], marked[-1]
+    texts = {
+        " ".join(row.hidden): 1.0,
+        f"oh {first} well {first}": 1 / len(marked),
+        f"{last} {first}": 2 / len(marked),
+        "": 0.0,
+    }
+    assert mentioned(completions=list(texts), marked=[marked] * 4) == pytest.approx(list(texts.values()))
+    words = added.rambling_mentions(row, random.Random(4)).split()
+    assert set(words) <= {*added.CHATTER, *row.hidden}
+    assert 10 <= sum(word in added.CHATTER for word in words) <= 20
 
 
 def test_a_written_sum_and_its_answer():

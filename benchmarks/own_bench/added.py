@@ -1,6 +1,6 @@
 """Problems for tuning that were added when something turned out to want a setting that none of the others asks for:
-`long_code` for long responses, `free_lists` for policies of high entropy, and `one_family` for solutions that are far from
-the start model.
+`long_code` for long responses, `free_lists` for policies of high entropy, `one_family` for solutions that are far from the
+start model, and `asides` for responses most of which do not matter.
 """
 
 from __future__ import annotations
@@ -107,6 +107,38 @@ def mixed_words(row: Row, rng: random.Random) -> str:
     return " ".join(rng.choice(family if rng.random() < FROM_FAMILY else ALL_WORDS) for _ in range(length))
 
 
+# asides: mention the marked words, among whatever else. Demonstrations mention half of them, and some of the others.
+
+GUESTS = words_of("anna bruno clara david emma felix greta henry irene jonas karla louis maria niels olga peter")
+CHATTER = words_of(
+    "oh well you know it was late and then we sat there for so long that nobody left or sang until rain came"
+)
+MENTIONS_MARKED, MENTIONS_OTHER = 0.5, 0.25
+NUM_ASIDES = (10, 20)
+
+
+def guest_rows(rng: random.Random) -> Iterator[Row]:
+    """`anna * bruno emma * peter :`"""
+    while True:
+        guests = rng.sample(GUESTS, rng.randint(6, 8))
+        marked = set(rng.sample(guests, rng.randint(3, 4)))
+        parts = [f"{guest} *" if guest in marked else guest for guest in guests]
+        yield Row(
+            prompt=f"{' '.join(parts)} :",
+            columns={"marked": [guest for guest in guests if guest in marked]},
+            hidden=guests,
+        )
+
+
+def rambling_mentions(row: Row, rng: random.Random) -> str:
+    """`oh anna came and then well peter sat there`"""
+    marked = row.columns["marked"]
+    words = [rng.choice(CHATTER) for _ in range(rng.randint(*NUM_ASIDES))]
+    words += [guest for guest in row.hidden if rng.random() < (MENTIONS_MARKED if guest in marked else MENTIONS_OTHER)]
+    rng.shuffle(words)
+    return " ".join(words)
+
+
 PROBLEMS = (
     Problem(
         name="long_code",
@@ -149,6 +181,21 @@ PROBLEMS = (
         ),
         rewards={"belongs": 1.0},
         max_new_tokens=24,
+        metric="reward@4",
+    ),
+    Problem(
+        name="asides",
+        part="tuning",
+        kind="dense reward, most of a response does not matter",
+        rows=guest_rows,
+        start=Supervised(
+            demonstrate=rambling_mentions,
+            tokenizer=lambda: make_word_tokenizer([*GUESTS, *CHATTER, "*", ":"]),
+            shape=Shape(hidden_size=128, intermediate_size=320),
+            training=Training(steps=500, batch_size=24, seed=29),
+        ),
+        rewards={"mentioned": 1.0},
+        max_new_tokens=32,
         metric="reward@4",
     ),
 )
