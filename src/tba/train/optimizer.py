@@ -2,15 +2,14 @@
 
 What a rate does depends on the size of the model, on LoRA, on the state of Adam, on the length of responses and on how sure
 the policy is; what can be chosen once for all of them is the movement. After an update some responses of its batch are
-scored again, and their mean |change of log_pi|, in units of the square root of their entropy (at most 10 nats), is compared
-with train.movement: the rate is multiplied so that the next steps come nearer to it. How far a step should move depends on
-how much of it is signal, and that can be measured for nothing: on responses that are not trained on yet, the drift of the
-policy since they were generated is the work of other updates, and its correlation with their rewards is the share of signal
-in it.
-The movement asked for follows that agreement, as long as the policy stays near the one that generated its data. The rate
-begins at a tenth of a guess from the size of the model, so that a guess ten times too high does no harm; once it is found it
-rises only slowly; and in the last part of the run (train.settle) it falls to zero, so that the noise of single steps
-averages out.
+scored again, and their mean |change of log_pi|, in units of the square root of their entropy (in fp32 of at most 10 nats),
+is compared with train.movement: the rate is multiplied so that the next steps come nearer to it. How far a step should move
+depends on how much of it is signal, and that can be measured for nothing: on responses that are not trained on yet, the
+drift of the policy since they were generated is the work of other updates, and its correlation with their rewards is the
+share of signal in it. The movement asked for follows that agreement, as long as the policy stays near the one that generated
+its data. The rate begins at a tenth of a guess from the size of the model, so that a guess ten times too high does no harm;
+once it is found it rises only slowly; and in the last part of the run (train.settle) it falls to zero, so that the noise of
+single steps averages out.
 """
 
 from __future__ import annotations
