@@ -16,10 +16,11 @@ from problem import SETTINGS, make_config, wait_for
 
 from tba import TBATrainer
 from tba.cli import app
-from tba.cli.training import resolve, run_arguments
+from tba.cli.training import checkpoint_among, resolve, run_arguments
 from tba.config import Config, ConfigError, Schedule, dump_config, load_config
 from tba.launch import train
-from tba.launch.supervise import supervise
+from tba.launch.resume import checkpoint_to_resume
+from tba.launch.supervise import later_checkpoints, supervise
 from tba.observe.files import RunFolder, keep_lines
 from tba.observe.listener import PastLine, RunListener
 from tba.train.state import Snapshot, restore
@@ -290,10 +291,43 @@ def test_a_run_may_go_on_with_another_number_of_searchers(folder):
 
 def test_a_run_is_named_by_its_config_its_folder_or_its_name(finished, folder):
     path, output = finished.run_folder, f"output={folder}/runs"
-    for arguments in ([str(path)], [str(path / "config.yaml")], ["finished", output], ["name=finished", output]):
+    by_checkpoint = [str(path / "checkpoints" / "step-2")]
+    assert (checkpoint_among(by_checkpoint), checkpoint_among([str(path)])) == (Path(by_checkpoint[0]).resolve(), None)
+    by_path = [str(path)], [str(path / "config.yaml")], by_checkpoint
+    for arguments in (*by_path, ["finished", output], ["name=finished", output]):
         found = resolve(run_arguments(arguments), model=None, data=None, reward=[], max_steps=None)
         assert found.run_folder == path
         assert found.task == load_config(path / "config.yaml").task
+
+
+def test_the_command_goes_back_to_a_checkpoint_that_is_named(copied):
+    run = RunFolder(copied.run_folder)
+    (run.checkpoints_by_step()[6] / "state.json").write_text("never read: the run goes back before it")
+    app(["train", str(run.checkpoints / "step-4"), "--resume", "train.max_steps=8"], standalone_mode=False)
+    assert steps(run) == list(range(1, 9))
+    assert "corrupt-step-6" not in names(run)
+    (run.checkpoints / "step-5").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"step-5 is no whole checkpoint .* it has"):
+        train(copied, resume=checkpoint_among([str(run.checkpoints / "step-5")]))
+
+
+def test_a_trainer_that_dies_before_it_has_gone_back_is_not_resumed_from_what_was_given_up(copied):
+    run = RunFolder(copied.run_folder)
+    whole = {step: path.resolve() for step, path in run.checkpoints_by_step().items()}
+    assert set(later_checkpoints(run, whole[2])) == {whole[4], whole[6]}
+    assert later_checkpoints(run, whole[6]) == later_checkpoints(run, run.checkpoints / "step-3") == []
+
+
+def test_whoever_resumes_a_collapsed_run_is_told_how_to_go_on_from_before(copied, caplog):
+    run = RunFolder(copied.run_folder)
+    collapse = {"step": 6, "since": 5, "checkpoint": "checkpoints/step-4"}
+    run.summary.write_text(json.dumps({"outcome": "collapsed", "collapse": collapse}))
+    words = f"To go on from before the collapse: tba train {run.checkpoints}/step-4 --resume"
+    with caplog.at_level(logging.WARNING, logger="tba"):
+        assert checkpoint_to_resume(run, copied, run.checkpoints / "step-4") == run.checkpoints / "step-4"
+        assert words not in caplog.text
+        assert checkpoint_to_resume(run, copied, True) == run.checkpoints / "step-6"
+    assert words in caplog.text
 
 
 def test_the_command_resumes_a_run_whose_folder_exists(copied):

@@ -15,6 +15,7 @@ import typer
 
 from tba.cli.usage import bounded, count_option, exit_status, log_warnings, number_option
 from tba.config import Config, ConfigError, dump_config, is_given, load_config, settings_by_name
+from tba.launch.checks import run_of
 from tba.observe.streams import lasting_output
 
 
@@ -30,7 +31,10 @@ def train(
     max_steps: Annotated[int | None, count_option("Same as train.max_steps=...")] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue this run (config, run folder or name=...) from its last checkpoint."),
+        typer.Option(
+            "--resume",
+            help="Continue this run (config, run folder or name=...) from its last checkpoint, or from the one given.",
+        ),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
 ) -> None:
@@ -63,10 +67,11 @@ def train(
     from tba.launch.supervise import supervise
 
     check_before_loading(config, resume=resume)
-    raise typer.Exit(supervise(config, resume=resume, target="tba.cli.training:run_trainer"))
+    origin = checkpoint_among(arguments or []) if resume else None
+    raise typer.Exit(supervise(config, resume=origin or resume, target="tba.cli.training:run_trainer"))
 
 
-def run_trainer(link: Any, *, config: Config, resume: bool, host: Any) -> int:
+def run_trainer(link: Any, *, config: Config, resume: bool | Path, host: Any) -> int:
     """The target of the trainer's process under `tba train`; returns its exit status. It writes where the command does."""
     from tba.launch.start import train, worth_another_try
     from tba.runtime.supervisor import TRY_AGAIN
@@ -95,13 +100,16 @@ def run_trainer(link: Any, *, config: Config, resume: bool, host: Any) -> int:
 
 
 def run_arguments(arguments: list[str]) -> list[str]:
-    """Arguments of `--resume` with a run folder, or a name without a config, replaced by the config of that run."""
+    """Arguments of `--resume` with a run folder, one of its checkpoints, or a name without a config, replaced by the config
+    of that run."""
     given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
     output = Path(given.get("output", Config().output))
     for argument in arguments:
         if "=" in argument or Path(argument).is_file():
             continue
         folder = next((found for found in (Path(argument), output / argument) if found.is_dir()), None)
+        if checkpoint_among([argument]) is not None:
+            folder = Path(argument).resolve().parent.parent
         if folder is not None and (folder / "config.yaml").is_file():
             others = [other for other in arguments if other != argument]
             return [str(folder / "config.yaml"), *others, f"output={folder.parent}", f"name={folder.name}"]
@@ -114,6 +122,15 @@ def run_arguments(arguments: list[str]) -> list[str]:
     if "name" in given and config.is_file() and all("=" in argument for argument in arguments):
         return [str(config), *arguments]
     return arguments
+
+
+def checkpoint_among(arguments: list[str]) -> Path | None:
+    """The argument that is a checkpoint of a run: `--resume` goes on from there."""
+    for argument in arguments:
+        run = None if "=" in argument else run_of(argument)
+        if run is not None and run.path != Path(argument):
+            return Path(argument).resolve()
+    return None
 
 
 def resolve(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tba.config import Config, ConfigError
 from tba.models.names import SHIPPED, check_there, resolve_path
@@ -94,8 +95,23 @@ def collapsed_words(target: str) -> str | None:
     """What is to be said where a run that collapsed is evaluated by its newest checkpoint: the guard knows of one from
     before. None = there is nothing to say."""
     folder = run_of(target)
-    if folder is None or folder.path != Path(target):
+    if folder is None or folder.path != Path(target) or (kept := before_collapse(folder)) is None:
         return None
+    return (
+        f"{target} collapsed, since about step {kept.since}: its newest checkpoint is evaluated, of step {kept.newest}. The "
+        f"one from before the collapse is {kept.path}."
+    )
+
+
+class BeforeCollapse(NamedTuple):
+    """The checkpoint from before a collapse that has ended a run, which has newer ones."""
+
+    path: Path
+    since: int
+    newest: int
+
+
+def before_collapse(folder: RunFolder) -> BeforeCollapse | None:
     summary = read_summary(folder) or {}
     collapse, newest = summary.get("collapse") or {}, folder.checkpoints_by_step()
     kept = folder.path / (collapse.get("checkpoint") or "")
@@ -106,10 +122,7 @@ def collapsed_words(target: str) -> str | None:
         or kept in (newest[max(newest)], folder.path)
     ):
         return None
-    return (
-        f"{target} collapsed, since about step {collapse['since']}: its newest checkpoint is evaluated, of step "
-        f"{max(newest)}. The one from before the collapse is {kept}."
-    )
+    return BeforeCollapse(path=kept, since=collapse["since"], newest=max(newest))
 
 
 def run_of(target: str) -> RunFolder | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config, ConfigError, KindConfig, load_config
+from tba.launch.checks import before_collapse
 from tba.observe.files import RunFolder, read_summary
 from tba.train.checkpoint import TRAINER
 from tba.train.checkpoint_folder import RESUMABLE, check_manifest, find_checkpoint
@@ -90,6 +91,12 @@ def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str |
     if path is None:
         _warn_of_beginning_again(folder, config)
         return None
+    if resume is True and (kept := before_collapse(folder)) is not None:
+        logger.warning(
+            "%s collapsed, since about step %d, and goes on from its newest checkpoint, of step %d. To go on from before "
+            "the collapse: tba train %s --resume",
+            *(folder.path, kept.since, kept.newest, kept.path),
+        )
     step = json.loads((path / TRAINER).read_text(encoding="utf-8"))["step"]
     if step >= config.train.max_steps and _is_complete(folder, step):
         raise ValueError(

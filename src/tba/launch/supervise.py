@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tba.config import Config, SearchConfig
+from tba.config import Config, ConfigError, SearchConfig
 from tba.launch.operate import Control, StatusWriter
 from tba.observe.claim import NAME as CLAIM
 from tba.observe.claim import Claim, Holder, holder_of
@@ -33,6 +33,7 @@ from tba.runtime.searcher_rule import SearcherRule
 from tba.runtime.seats import Host, HostHandle, LocalRoles, RoleStarter
 from tba.runtime.supervisor import Supervisor
 from tba.runtime.threads import threads_of
+from tba.train.checkpoint_folder import RESUMABLE
 
 logger = logging.getLogger("tba")
 
@@ -87,20 +88,28 @@ class Outside:
         self._status.write(ended=True)
 
 
-def supervise(config: Config, *, resume: bool, target: str) -> int:
+def supervise(config: Config, *, resume: bool | Path, target: str) -> int:
     """Run a training whose trainer is a child process, `target(link, config=..., resume=..., host=...)`; returns its exit
     status, 130 after Ctrl-C."""
+    if isinstance(resume, Path) and config.replay.durability == "node":
+        raise ConfigError(
+            f"{resume} cannot be gone back to with replay.durability=node: the run folder is on the trainer's node. Name "
+            "the run to go on from its newest checkpoint."
+        )
     if config.runtime.kind == "local":
         start_mps(config)  # before anything touches the GPU
         prepare_roles()
     folder, board = RunFolder(config.run_folder), Board.create()
-    replica = open_replica(config, resume=resume)
+    replica = open_replica(config, resume=bool(resume))
+    given_up = later_checkpoints(folder, resume) if isinstance(resume, Path) else []
     outside = Outside(folder if replica is None else replica.folder, config.search, board)
     host = HostHandle(board=board.memory.handle(), owner=Holder.of_this_process())
 
     def trainer_arguments() -> dict[str, Any]:
-        begun = resume or (replica is None and has_begun(folder))  # otherwise the trainer's node knows
-        return {"config": config, "resume": begun, "host": host}
+        begun = replica is None and has_begun(folder)  # otherwise the trainer's node knows
+        # The first trainer goes back to the checkpoint that was named. Once it has, the next goes on from the newest.
+        came_back = begun and not any(path.exists() for path in given_up)
+        return {"config": config, "resume": came_back or resume or begun, "host": host}
 
     with starters(config, board, folder.logs, None if replica is None else replica.folder) as start:
         supervisor = Supervisor(
@@ -210,8 +219,16 @@ def has_begun(folder: RunFolder) -> bool:
     return folder.config.is_file() and Holder.of_this_process().has(holder_of(folder.path))
 
 
+def later_checkpoints(folder: RunFolder, path: Path) -> list[Path]:
+    """What a run that goes back to this checkpoint gives up; nothing where it is none to go back to."""
+    step_of = {
+        found.resolve(): step for prefix in RESUMABLE for step, found in folder.checkpoints_by_step(prefix).items()
+    }
+    return [later for later, step in step_of.items() if path in step_of and step > step_of[path]]
+
+
 def newest_step(folder: RunFolder) -> int | None:
-    steps = [step for prefix in ("step-", "healthy-step-") for step in folder.checkpoints_by_step(prefix)]
+    steps = [step for prefix in RESUMABLE for step in folder.checkpoints_by_step(prefix)]
     return max(steps, default=None)
 
 
