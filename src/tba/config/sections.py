@@ -146,9 +146,10 @@ class ReplayConfig(Section):
     whole number; otherwise groups stay until age evicts them, and are drawn by on_policy_probability."""
     lag: Literal["keep", "pace", "drop"] | None = None
     """What is done about responses of old weights: keep (TBA: any age trains), pace (a visit starts only with weights
-    at most max_lag steps behind the step it is meant for; replay and reuse may still train it later), drop (responses
-    beyond max_lag leave the buffer, and the trainer waits until what is left fills a batch). Imported responses and the
-    reference's have no lag. None = pace where searchers feed a queue (max_uses), otherwise keep."""
+    at most max_lag steps behind the step it is meant for; replay, reuse, and batches that other searchers have filled
+    first, may still train it later), drop (responses beyond max_lag leave the buffer, and the trainer waits until what is
+    left fills a batch). Imported responses and the reference's have no lag. None = pace where searchers feed a queue
+    (max_uses), otherwise keep."""
     max_lag: int | None = Field(default=None, ge=0)
     """Largest lag in optimizer steps, for lag=pace and lag=drop. None = 8 for drop. For pace it is train.publish_every +
     the steps that recent visits took, so that a batch is complete as the step before it begins, and 1 more while the
