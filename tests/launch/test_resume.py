@@ -314,8 +314,13 @@ def test_the_command_goes_back_to_a_checkpoint_that_is_named(copied):
 def test_a_trainer_that_dies_before_it_has_gone_back_is_not_resumed_from_what_was_given_up(copied):
     run = RunFolder(copied.run_folder)
     whole = {step: path.resolve() for step, path in run.checkpoints_by_step().items()}
-    assert set(later_checkpoints(run, whole[2])) == {whole[4], whole[6]}
-    assert later_checkpoints(run, whole[6]) == later_checkpoints(run, run.checkpoints / "step-3") == []
+    assert {path for path, _ in later_checkpoints(run, whole[2])} == {whole[4], whole[6]}
+    assert later_checkpoints(run, whole[6]) == later_checkpoints(run, run.checkpoints / "step-3") == set()
+    given_up = later_checkpoints(run, whole[4])
+    train(copied, resume=whole[4])
+    again = later_checkpoints(run, whole[4])
+    assert {path.name for path, _ in again} == {"step-6", "step-8"}
+    assert not given_up & again, "step 6 has been made again, and the next trainer goes on from there"
 
 
 def test_whoever_resumes_a_collapsed_run_is_told_how_to_go_on_from_before(copied, caplog):

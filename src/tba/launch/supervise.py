@@ -23,7 +23,7 @@ from tba.config import Config, ConfigError, SearchConfig
 from tba.launch.operate import Control, StatusWriter
 from tba.observe.claim import NAME as CLAIM
 from tba.observe.claim import Claim, Holder, holder_of
-from tba.observe.files import RunFolder, read_summary, tell_failure
+from tba.observe.files import MANIFEST, RunFolder, read_summary, tell_failure
 from tba.runtime.board import Board
 from tba.runtime.links import Link
 from tba.runtime.mps import start_mps
@@ -101,14 +101,14 @@ def supervise(config: Config, *, resume: bool | Path, target: str) -> int:
         prepare_roles()
     folder, board = RunFolder(config.run_folder), Board.create()
     replica = open_replica(config, resume=bool(resume))
-    given_up = later_checkpoints(folder, resume) if isinstance(resume, Path) else []
+    given_up = later_checkpoints(folder, resume) if isinstance(resume, Path) else set()
     outside = Outside(folder if replica is None else replica.folder, config.search, board)
     host = HostHandle(board=board.memory.handle(), owner=Holder.of_this_process())
 
     def trainer_arguments() -> dict[str, Any]:
         begun = replica is None and has_begun(folder)  # otherwise the trainer's node knows
         # The first trainer goes back to the checkpoint that was named. Once it has, the next goes on from the newest.
-        came_back = begun and not any(path.exists() for path in given_up)
+        came_back = isinstance(resume, Path) and begun and not given_up & later_checkpoints(folder, resume)
         return {"config": config, "resume": came_back or resume or begun, "host": host}
 
     with starters(config, board, folder.logs, None if replica is None else replica.folder) as start:
@@ -219,12 +219,14 @@ def has_begun(folder: RunFolder) -> bool:
     return folder.config.is_file() and Holder.of_this_process().has(holder_of(folder.path))
 
 
-def later_checkpoints(folder: RunFolder, path: Path) -> list[Path]:
-    """What a run that goes back to this checkpoint gives up; nothing where it is none to go back to."""
+def later_checkpoints(folder: RunFolder, path: Path) -> set[tuple[Path, int]]:
+    """What a run that goes back to this checkpoint gives up, with the time of writing: the same step may be made again.
+    Nothing where there is no such checkpoint."""
     step_of = {
         found.resolve(): step for prefix in RESUMABLE for step, found in folder.checkpoints_by_step(prefix).items()
     }
-    return [later for later, step in step_of.items() if path in step_of and step > step_of[path]]
+    later = [other for other, step in step_of.items() if path in step_of and step > step_of[path]]
+    return {(other, (other / MANIFEST).stat().st_mtime_ns) for other in later}
 
 
 def newest_step(folder: RunFolder) -> int | None:
