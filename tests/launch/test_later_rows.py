@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import sqlite3
 import sys
@@ -32,6 +33,13 @@ def steps(run: RunFolder) -> list[int]:
     return [line["step"] for line in lines(run) if "loss" in line]
 
 
+def keep_only(run: RunFolder, name: str) -> None:
+    """Remove the other checkpoints."""
+    for path in run.checkpoints.iterdir():
+        if path.name != name:
+            shutil.rmtree(path)
+
+
 def assert_nothing_is_lost(run: RunFolder, before: list[tuple[int, str, int]], summary: dict) -> None:
     """Every row of before is there, once; all are counted; and no response is younger than the weights it is trained by."""
     after = rows(run)
@@ -54,11 +62,27 @@ def test_an_asynchronous_run_takes_in_again_what_came_after_its_checkpoint(folde
     before = rows(run)
     assert max(step for _, _, step in before) > 2
     longer = make_config(folder, *settings, "train.max_steps=16")
-    summary = train(longer, resume=run.checkpoints / "step-2")
+    keep_only(run, "step-2")  # as if the run had been killed before its next checkpoint
+    summary = train(longer, resume=True)
     assert steps(run) == list(range(1, 17))
     assert_nothing_is_lost(run, before, summary)
     visits = Counter(stored.group.visit for stored in load_groups(run.replay))
     assert set(visits.values()) == {1}, "no visit is made twice"
+
+
+def test_an_asynchronous_run_that_goes_back_forgets_what_came_after_the_checkpoint(folder):
+    settings = ["name=goes-back", "train.checkpoint_every=2", "train.keep_checkpoints=9", "train.max_steps=12"]
+    train(make_config(folder, *settings))
+    run = RunFolder(folder / "runs" / "goes-back")
+    before = rows(run)
+    summary = train(make_config(folder, *settings), resume=run.checkpoints / "step-2")
+    assert steps(run) == list(range(1, 13))
+    assert [row for row in rows(run) if row[2] < 2] == [row for row in before if row[2] < 2]
+    with sqlite3.connect(run.replay) as database:
+        (stored,) = database.execute("SELECT SUM(responses + lost) FROM groups").fetchone()
+    assert stored == summary["responses_generated"]
+    lags = [line["off_policy/lag_max"] for line in lines(run) if "loss" in line]
+    assert max(lags) <= 4, "nothing is trained on that the weights given up have generated, 10 steps of it"
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_and_keeps_its_rows(folder, caplog):

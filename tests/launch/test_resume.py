@@ -19,10 +19,12 @@ from tba.cli import app
 from tba.cli.training import checkpoint_among, resolve, run_arguments
 from tba.config import Config, ConfigError, Schedule, dump_config, load_config
 from tba.launch import train
+from tba.launch.operate import read_status
 from tba.launch.resume import checkpoint_to_resume
 from tba.launch.supervise import later_checkpoints, supervise
 from tba.observe.files import RunFolder, keep_lines
 from tba.observe.listener import PastLine, RunListener
+from tba.train.checkpoint_folder import drop_folder
 from tba.train.state import Snapshot, restore
 
 COMMON = ("train.max_steps=12", "train.checkpoint_every=1", "evaluate.every=4")
@@ -292,7 +294,7 @@ def test_a_run_may_go_on_with_another_number_of_searchers(folder):
 def test_a_run_is_named_by_its_config_its_folder_or_its_name(finished, folder):
     path, output = finished.run_folder, f"output={folder}/runs"
     by_checkpoint = [str(path / "checkpoints" / "step-2")]
-    assert (checkpoint_among(by_checkpoint), checkpoint_among([str(path)])) == (Path(by_checkpoint[0]).resolve(), None)
+    assert (checkpoint_among(by_checkpoint), checkpoint_among([str(path)])) == (Path(by_checkpoint[0]), None)
     by_path = [str(path)], [str(path / "config.yaml")], by_checkpoint
     for arguments in (*by_path, ["finished", output], ["name=finished", output]):
         found = resolve(run_arguments(arguments), model=None, data=None, reward=[], max_steps=None)
@@ -306,6 +308,7 @@ def test_the_command_goes_back_to_a_checkpoint_that_is_named(copied):
     app(["train", str(run.checkpoints / "step-4"), "--resume", "train.max_steps=8"], standalone_mode=False)
     assert steps(run) == list(range(1, 9))
     assert "corrupt-step-6" not in names(run)
+    assert read_status(run.path)["step"] == 8
     (run.checkpoints / "step-5").mkdir()
     with pytest.raises(FileNotFoundError, match=r"step-5 is no whole checkpoint .* it has"):
         train(copied, resume=checkpoint_among([str(run.checkpoints / "step-5")]))
@@ -323,14 +326,46 @@ def test_a_trainer_that_dies_before_it_has_gone_back_is_not_resumed_from_what_wa
     assert not given_up & again, "step 6 has been made again, and the next trainer goes on from there"
 
 
+def test_a_run_that_is_killed_while_it_goes_back_can_go_on_from_what_is_left(copied, monkeypatch):
+    run = RunFolder(copied.run_folder)
+    undisturbed, dropped = lines(run), []
+
+    def killed_by_the_second(path: Path) -> None:
+        if dropped:
+            raise KeyboardInterrupt
+        dropped.append(path.name)
+        drop_folder(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tba.train.checkpoint.drop_folder", killed_by_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            train(copied, resume=run.checkpoints / "step-2")
+    assert dropped == ["step-6"], "the newest goes first"
+    train(copied, resume=True)
+    assert steps(run) == list(range(1, 9))
+    assert lines(run)[: len(undisturbed) - 1] == undisturbed[:-1]
+
+
+def test_checkpoints_may_lie_behind_a_link(copied, tmp_path):
+    run = RunFolder(copied.run_folder)
+    shutil.move(run.checkpoints, tmp_path / "scratch")
+    run.checkpoints.symlink_to(tmp_path / "scratch")
+    app(["train", str(run.checkpoints / "step-4"), "--resume", "train.max_steps=8"], standalone_mode=False)
+    assert steps(run) == list(range(1, 9))
+
+
 def test_whoever_resumes_a_collapsed_run_is_told_how_to_go_on_from_before(copied, caplog):
     run = RunFolder(copied.run_folder)
     collapse = {"step": 6, "since": 5, "checkpoint": "checkpoints/step-4"}
     run.summary.write_text(json.dumps({"outcome": "collapsed", "collapse": collapse}))
-    words = f"To go on from before the collapse: tba train {run.checkpoints}/step-4 --resume"
+    words = f"tba train {run.checkpoints}/step-4 --resume observe.on_collapse=rollback"
     with caplog.at_level(logging.WARNING, logger="tba"):
         assert checkpoint_to_resume(run, copied, run.checkpoints / "step-4") == run.checkpoints / "step-4"
         assert words not in caplog.text
+        shutil.move(run.checkpoints / "step-6", folder := run.path / "elsewhere")
+        assert checkpoint_to_resume(run, copied, True) == run.checkpoints / "step-4"
+        assert words not in caplog.text, "it goes on from before the collapse anyway"
+        shutil.move(folder, run.checkpoints / "step-6")
         assert checkpoint_to_resume(run, copied, True) == run.checkpoints / "step-6"
     assert words in caplog.text
 

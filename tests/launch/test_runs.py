@@ -73,6 +73,19 @@ def test_before_the_first_step_policy_and_reference_agree_on_every_response(fold
         assert (batch.sum_per_response(log_pi_N) - batch.sum_per_response(other_N)).abs().max() < 1e-4
 
 
+def test_an_evaluation_that_comes_twice_counts_once(folder):
+    """A trainer that died may have asked for it, and the one after it again."""
+    config = with_objective_defaults(make_config(folder, "mode=sync", "name=evaluated-twice", "train.max_steps=1"))
+    run_folder = RunFolder.create(config.run_folder, overwrite=False)
+    run = SyncRun.make(config, run_folder, load_inputs(config), Board.create())
+    try:
+        run.evaluate()
+        run.evaluate()
+    finally:
+        run.close()
+    assert [record["step"] for record in metrics_of(config)] == [0]
+
+
 def test_beta_falls_as_the_policy_leaves_the_reference_and_begins_anew_with_a_new_one(folder):
     settings = ["objective.beta=0.05", "objective.max_kl_penalty=1e-5", "train.max_steps=9", "reference.reset_every=6"]
     config = make_config(folder, "mode=sync", "name=penalty", "train.learning_rate=0.003", *settings, FP32)

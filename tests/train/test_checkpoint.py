@@ -138,6 +138,7 @@ def test_the_best_that_a_checkpoint_knows_stays_as_long_as_that_checkpoint_is_th
     checkpoints.keep_best(30, 0.7)
     assert best() == [20, 30]
     checkpoints.load(checkpoints.by_step()[20])
+    checkpoints.drop_after(20)
     assert (checkpoints.best, best()) == ((20, 0.6), [20])
     checkpoints.save_evaluated(30)
     checkpoints.keep_best(30, 0.7)

@@ -108,15 +108,16 @@ def run_arguments(arguments: list[str]) -> list[str]:
         if "=" in argument or Path(argument).is_file():
             continue
         folder = next((found for found in (Path(argument), output / argument) if found.is_dir()), None)
-        if checkpoint_among([argument]) is not None:
-            folder = Path(argument).resolve().parent.parent
+        if checkpoint_among([argument]) is not None and (run := run_of(argument)) is not None:
+            folder = run.path
         if folder is not None and (folder / "config.yaml").is_file():
             others = [other for other in arguments if other != argument]
             return [str(folder / "config.yaml"), *others, f"output={folder.parent}", f"name={folder.name}"]
         if not Path(argument).exists() and Path(argument).suffix not in (".yaml", ".yml"):
             refuse_setting_without_value(argument)
             raise ConfigError(
-                f"there is no run to resume in {argument}: give the folder, the name or the config of a run."
+                f"there is no run to resume in {argument}: give the folder, the name or the config of a run, or "
+                "one of its checkpoints."
             )
     config = output / given.get("name", "") / "config.yaml"
     if "name" in given and config.is_file() and all("=" in argument for argument in arguments):
@@ -129,7 +130,7 @@ def checkpoint_among(arguments: list[str]) -> Path | None:
     for argument in arguments:
         run = None if "=" in argument else run_of(argument)
         if run is not None and run.path != Path(argument):
-            return Path(argument).resolve()
+            return Path(argument).absolute()
     return None
 
 

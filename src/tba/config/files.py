@@ -52,7 +52,7 @@ def dump_config(config: Config) -> str:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     if path.is_dir():
-        run = (path / "config.yaml").is_file()
+        run = any((folder / "config.yaml").is_file() for folder in (path, path.parent.parent))
         advice = f"`tba train {path} --resume` goes on with this run" if run else "give a YAML file"
         raise ConfigError(f"{path} is a folder, not a config file: {advice}.")
     if not path.is_file():

@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -95,44 +96,49 @@ def collapsed_words(target: str) -> str | None:
     """What is to be said where a run that collapsed is evaluated by its newest checkpoint: the guard knows of one from
     before. None = there is nothing to say."""
     folder = run_of(target)
-    if folder is None or folder.path != Path(target) or (kept := before_collapse(folder)) is None:
+    if folder is None or folder.path != Path(target) or not folder.checkpoints_by_step():
+        return None
+    newest = folder.newest_checkpoint()
+    kept = before_collapse(folder, newest)
+    if kept is None:
         return None
     return (
-        f"{target} collapsed, since about step {kept.since}: its newest checkpoint is evaluated, of step {kept.newest}. The "
-        f"one from before the collapse is {kept.path}."
+        f"{target} collapsed, since about step {kept.since}: its newest checkpoint is evaluated, of step "
+        f"{_step_of(newest)}. The one from before the collapse is {kept.path}."
     )
 
 
 class BeforeCollapse(NamedTuple):
-    """The checkpoint from before a collapse that has ended a run, which has newer ones."""
+    """The checkpoint from before the collapse that has ended a run."""
 
     path: Path
     since: int
-    newest: int
 
 
-def before_collapse(folder: RunFolder) -> BeforeCollapse | None:
+def before_collapse(folder: RunFolder, newest: Path) -> BeforeCollapse | None:
+    """None = the run has not collapsed, or this checkpoint is not from after the collapse either."""
     summary = read_summary(folder) or {}
-    collapse, newest = summary.get("collapse") or {}, folder.checkpoints_by_step()
+    collapse = summary.get("collapse") or {}
     kept = folder.path / (collapse.get("checkpoint") or "")
-    if (
-        summary.get("outcome") != "collapsed"
-        or not newest
-        or not kept.is_dir()
-        or kept in (newest[max(newest)], folder.path)
-    ):
+    if summary.get("outcome") != "collapsed" or kept == folder.path or not kept.is_dir():
         return None
-    return BeforeCollapse(path=kept, since=collapse["since"], newest=max(newest))
+    return BeforeCollapse(path=kept, since=collapse["since"]) if _step_of(kept) < _step_of(newest) else None
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def run_of(target: str) -> RunFolder | None:
-    """The run that a folder is, or is a checkpoint of; None = it is neither."""
-    path = Path(target)
-    own, above = RunFolder(path), RunFolder(path.resolve().parent.parent)
-    if own.config.is_file():
-        return own
-    is_checkpoint = path.is_dir() and path.resolve().parent == above.checkpoints
-    return above if is_checkpoint and above.config.is_file() else None
+    """The run that a folder is, or is a checkpoint of; None = it is neither. The folder, or the one that holds a run's
+    checkpoints, may be a link."""
+    if RunFolder(Path(target)).config.is_file():
+        return RunFolder(Path(target))
+    for path in (Path(os.path.abspath(target)), Path(target).resolve()):
+        above = RunFolder(path.parent.parent)
+        if path.is_dir() and path.parent == above.checkpoints and above.config.is_file():
+            return above
+    return None
 
 
 def is_file_name(path: str) -> bool:

@@ -91,13 +91,14 @@ def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str |
     if path is None:
         _warn_of_beginning_again(folder, config)
         return None
-    if resume is True and (kept := before_collapse(folder)) is not None:
+    step = json.loads((path / TRAINER).read_text(encoding="utf-8"))["step"]
+    if resume is True and (kept := before_collapse(folder, path)) is not None:
         logger.warning(
             "%s collapsed, since about step %d, and goes on from its newest checkpoint, of step %d. To go on from before "
-            "the collapse: tba train %s --resume",
-            *(folder.path, kept.since, kept.newest, kept.path),
+            "the collapse, with half the learning rate should it come again: tba train %s --resume "
+            "observe.on_collapse=rollback",
+            *(folder.path, kept.since, step, kept.path),
         )
-    step = json.loads((path / TRAINER).read_text(encoding="utf-8"))["step"]
     if step >= config.train.max_steps and _is_complete(folder, step):
         raise ValueError(
             f"{folder.path} is finished: step {step} of train.max_steps={config.train.max_steps}, nothing is left to do. "

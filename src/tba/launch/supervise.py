@@ -8,6 +8,7 @@ the process that they are forked from.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -225,7 +226,8 @@ def later_checkpoints(folder: RunFolder, path: Path) -> set[tuple[Path, int]]:
     step_of = {
         found.resolve(): step for prefix in RESUMABLE for step, found in folder.checkpoints_by_step(prefix).items()
     }
-    later = [other for other, step in step_of.items() if path in step_of and step > step_of[path]]
+    own = step_of.get(path.resolve(), math.inf)
+    later = [other for other, step in step_of.items() if step > own]
     return {(other, (other / MANIFEST).stat().st_mtime_ns) for other in later}
 
 

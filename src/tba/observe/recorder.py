@@ -171,8 +171,8 @@ class Recorder:
         return {**counted, "seconds": self.seconds}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on counting; lines that were written after the state was saved are dropped. Evaluations among them that
-        nobody will ask for again stay: they are of weights from before, and came after the state was saved."""
+        """Go on counting. Of what was written after the state was saved, evaluations that nobody will ask for again are
+        read (`late`): they are of weights from before. The lines are dropped by `cut_files`."""
         for name in COUNTED:
             if name in state:  # what an older version saved lacks some
                 setattr(self, name, state[name])
@@ -180,10 +180,6 @@ class Recorder:
         newest = self.steps - 1 if self.lacks_evaluation(self.steps) else self.steps
         after = self._lines(first=self._num_lines)
         self.late = [(line.step, line.metrics) for line in after if line.is_evaluation and line.step <= newest]
-        self.cut_files()
-        for step, metrics in self.late:
-            self._add_evaluation(step, metrics)
-        self._progress.resume(self.steps, self.evaluations)
 
     def past(self) -> list[PastLine]:
         """What was logged before this process, after `load_state`: null in the file is NaN again."""
@@ -208,9 +204,13 @@ class Recorder:
         return f"eval/{self.config.task.label}/"
 
     def cut_files(self) -> None:
-        """Drop the lines of files that came after what is counted: they are of steps that will be made again."""
+        """Drop the lines of files that came after what is counted: they are of steps that will be made again. Late
+        evaluations are written once more."""
         keep_lines(self.folder.metrics, self._num_lines)
         keep_lines(self.folder.samples, self._num_samples)
+        for step, metrics in self.late:
+            self._add_evaluation(step, metrics)
+        self._progress.resume(self.steps, self.evaluations)
 
     def summary(self, outcome: RunOutcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
         first, last = (Evaluation.of(self.evaluations[i][1] if self.evaluations else {}) for i in (0, -1))

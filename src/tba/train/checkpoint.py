@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.models.load import has_lora
 from tba.observe.files import RunFolder, WriteFailures
-from tba.train.checkpoint_folder import drop_folder, link_folder, replace_folder, write_manifest
+from tba.train.checkpoint_folder import RESUMABLE, drop_folder, link_folder, replace_folder, write_manifest
 from tba.train.state import Snapshot, Stateful, restore, take_snapshot
 
 logger = logging.getLogger("tba")
@@ -160,8 +160,8 @@ class Checkpoints:
         self._drop_outdone(None if self.best is None else self.best[0])
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint of this run: weights, optimizer, heads and every part. Checkpoints of later steps,
-        which this run has not been through, are dropped, and so is what a killed process left half written."""
+        """Continue from a checkpoint of this run: weights, optimizer, heads and every part. What came after it is still
+        there (drop_after)."""
         self.wait()  # a run that goes back may still be writing one
         found = json.loads((path / TRAINER).read_text(encoding="utf-8"))
         self.optimizer.load_state(_nested(load_file(path / OPTIMIZER)))
@@ -171,7 +171,6 @@ class Checkpoints:
         state = restore(Snapshot(tree=tree, tensors=load_file(path / ARRAYS)))
         for name, part in self.parts.items():
             part.load_state(state["parts"][name])
-        self.drop_after(found["step"])  # last: what does not load costs nothing
         self.pinned, self.best = state["pinned"], state["best"]
         self._saved = found["step"] if path.name.startswith("step-") else None
         self._saved_best = None if self.best is None else self.best[0]
@@ -293,15 +292,22 @@ class Checkpoints:
             drop_folder(bests[outdone])
 
     def drop_after(self, step: int) -> None:
-        """Drop the checkpoints of later steps, which will be made again, and what is left of one that was half written."""
+        """Drop the checkpoints of later steps, which will be made again, and what is left of one that was half written. The
+        newest goes first: whoever is killed in between goes on from one whose steps are all in the files."""
         for leftover in self.folder.checkpoints.glob(".*.partial"):
             shutil.rmtree(leftover)
-        for prefix in ("step-", "healthy-step-", "best-step-"):
-            for later, path in self.folder.checkpoints_by_step(prefix).items():
-                if later > step:
-                    logger.warning("%s is dropped: the run goes on from step %d.", path, step)
-                    drop_folder(path)
+        for _, path in sorted(self._later_than(step, *RESUMABLE, "best-step-"), reverse=True):
+            logger.warning("%s is dropped: the run goes on from step %d.", path, step)
+            drop_folder(path)
         self.drop_unjudged()
+
+    def has_later(self, step: int) -> bool:
+        """Whether there are checkpoints of later steps that a run could go on from."""
+        return bool(self._later_than(step, *RESUMABLE))
+
+    def _later_than(self, step: int, *prefixes: str) -> list[tuple[int, Path]]:
+        found = [item for prefix in prefixes for item in self.folder.checkpoints_by_step(prefix).items()]
+        return [(later, path) for later, path in found if later > step]
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -306,6 +306,8 @@ class Trainer:
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """The evaluation of a step has come: the weights of the best one so far are kept."""
+        if any(evaluated == step and found for evaluated, found in self.recorder.evaluations):
+            return  # a trainer that died had asked for it, and this one again
         self.recorder.evaluation(step, metrics)
         if metrics:
             with self.recorder.failures.tolerated("best checkpoint in", self.recorder.folder.checkpoints):

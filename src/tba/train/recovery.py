@@ -2,8 +2,8 @@
 
 Both load a checkpoint, and both have to deal with what came after it: the durable replay holds groups that the checkpoint's
 buffer does not. An asynchronous run that resumes takes them in again, since nobody will generate just these once more. Where
-searcher and trainer take turns they will be generated again, token by token, and after a collapse they are what the policy
-said that is given up: in both cases they are removed.
+searcher and trainer take turns they will be generated again, token by token; after a collapse, or where an earlier
+checkpoint was named, they are what the policy said that is given up. In these cases they are removed.
 """
 
 from __future__ import annotations
@@ -25,26 +25,36 @@ GENTLER = 0.5
 
 
 def resume(trainer: Trainer, checkpoint: Path | None) -> None:
-    """Go on from a checkpoint, or where there was none from the start: a new run is a run of which nothing is left."""
+    """Go on from a checkpoint, or where there was none from the start: a new run is a run of which nothing is left. Where
+    later checkpoints could have been gone on from, their steps are given up with what was generated for them."""
     if checkpoint is not None:
         load(trainer, checkpoint)
-    else:
-        trainer.checkpoints.drop_after(0)
-        trainer.recorder.cut_files()
-    durable, last_row = trainer.durable, trainer.last_row
-    if durable is None or last_row is None:
-        return
-    if trainer.config.takes_turns:
-        durable.return_to(last_row, trainer.replay.marks)
-    else:
-        take_in_stored(trainer, after=last_row)
-        durable.go_on_after(last_row)
+    gives_up = trainer.config.takes_turns or trainer.checkpoints.has_later(trainer.step_index)
+    if gives_up:
+        forget_rows(trainer)
+    leave_behind(trainer)
+    if not gives_up and trainer.durable is not None and trainer.last_row is not None:
+        take_in_stored(trainer, after=trainer.last_row)
+        trainer.durable.go_on_after(trainer.last_row)
 
 
 def load(trainer: Trainer, checkpoint: Path) -> None:
-    """Load a checkpoint; an evaluation that came after it was saved may be the best one."""
+    """Load a checkpoint. What does not load costs nothing: what came after it is left behind only then."""
     trainer.updates.forget()  # an older version has not saved what is trained a second time
     trainer.checkpoints.load(checkpoint)
+
+
+def forget_rows(trainer: Trainer) -> None:
+    """Remove the groups of the durable replay that came after the checkpoint."""
+    if trainer.durable is not None and trainer.last_row is not None:
+        trainer.durable.return_to(trainer.last_row, trainer.replay.marks)
+
+
+def leave_behind(trainer: Trainer) -> None:
+    """Drop later checkpoints, then the lines of their steps: a process that is killed in between leaves a run that can go on
+    from what is left. An evaluation that came after the checkpoint was saved may be the best one."""
+    trainer.checkpoints.drop_after(trainer.step_index)
+    trainer.recorder.cut_files()
     trainer.checkpoints.recall_best({step: trainer.score(metrics) for step, metrics in trainer.recorder.late})
     trainer.recorder.best = trainer.checkpoints.best
 
@@ -75,13 +85,13 @@ def roll_back(trainer: Trainer, health: Health) -> None:
         raise Collapsed(f"stopped at step {recorder.steps}: {alarm.words} It cannot be rolled back: {error}") from None
     rollbacks, is_regular = recorder.rollbacks, path.name.startswith("step-")
     load(trainer, path)
+    forget_rows(trainer)
+    leave_behind(trainer)
     to, factor = trainer.step_index, GENTLER ** (len(rollbacks) + 1)
     trainer.rate.soften(factor)
     recorder.rollbacks = [*rollbacks, {**vars(alarm), "to": to, "learning_rate_factor": factor}]
     if is_regular:
         trainer.checkpoints.pinned = to  # the only one from before: the next rollback may need it
-    if trainer.durable is not None and trainer.last_row is not None:
-        trainer.durable.return_to(trainer.last_row, trainer.replay.marks)
     if trainer.config.mode != "fixed_lag":  # lagged weights have loaded what is due themselves
         trainer.publisher.publish(trainer.train_step.weights(to))
     if trainer.restart_searchers is not None:
