@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import tba as tba_package
 from tba.cli import app, main
 from tba.cli.training import resolve
-from tba.config import ConfigError
+from tba.config import ConfigError, load_config
 from tba.launch import evaluate_model
 from tba.launch.checks import TASK_NAMES, collapsed_words, run_of
 from tba.launch.doctor import EXTRAS
@@ -195,6 +195,18 @@ def test_train_and_evaluate_from_the_command_line(folder, monkeypatch, capfd):
     assert newest == found
     with pytest.raises(ConfigError, match=r"model\.path cannot be set here"):
         evaluate_model(f"{folder}/runs/cli", [f"model.path={folder}/model"])
+
+
+def test_a_run_or_a_checkpoint_in_the_place_of_a_config_is_told_how_to_go_on(tmp_path):
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-1"
+    (checkpoint / "inner").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").touch()
+    for path in (tmp_path / "run", checkpoint):
+        with pytest.raises(ConfigError, match=f"`tba train {path} --resume` goes on with this run"):
+            load_config(path)
+    for path in (tmp_path, checkpoint / "inner"):
+        with pytest.raises(ConfigError, match="give a YAML file"):
+            load_config(path)
 
 
 def test_a_run_is_known_by_its_config_and_a_checkpoint_by_that_of_its_run(tmp_path):

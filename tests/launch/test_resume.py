@@ -295,7 +295,8 @@ def test_a_run_is_named_by_its_config_its_folder_or_its_name(finished, folder):
     path, output = finished.run_folder, f"output={folder}/runs"
     by_checkpoint = [str(path / "checkpoints" / "step-2")]
     assert (checkpoint_among(by_checkpoint), checkpoint_among([str(path)])) == (Path(by_checkpoint[0]), None)
-    by_path = [str(path)], [str(path / "config.yaml")], by_checkpoint
+    by_path = [str(path)], [str(path / "config.yaml")], by_checkpoint, ["finished/checkpoints/step-2", output]
+    assert checkpoint_among(by_path[-1]) == Path(by_checkpoint[0])
     for arguments in (*by_path, ["finished", output], ["name=finished", output]):
         found = resolve(run_arguments(arguments), model=None, data=None, reward=[], max_steps=None)
         assert found.run_folder == path
@@ -309,12 +310,15 @@ def test_the_command_goes_back_to_a_checkpoint_that_is_named(copied):
     assert steps(run) == list(range(1, 9))
     assert "corrupt-step-6" not in names(run)
     assert read_status(run.path)["step"] == 8
+    elsewhere = copied.model_copy(update={"replay": copied.replay.model_copy(update={"durability": "node"})})
+    with pytest.raises(ConfigError, match=r"cannot be gone back to with replay.durability=node"):
+        supervise(elsewhere, resume=run.checkpoints / "step-4", target="never")
     (run.checkpoints / "step-5").mkdir()
     with pytest.raises(FileNotFoundError, match=r"step-5 is no whole checkpoint .* it has"):
         train(copied, resume=checkpoint_among([str(run.checkpoints / "step-5")]))
 
 
-def test_a_trainer_that_dies_before_it_has_gone_back_is_not_resumed_from_what_was_given_up(copied):
+def test_what_a_run_gives_up_is_told_from_what_it_makes_again(copied):
     run = RunFolder(copied.run_folder)
     whole = {step: path.resolve() for step, path in run.checkpoints_by_step().items()}
     assert {path for path, _ in later_checkpoints(run, whole[2])} == {whole[4], whole[6]}

@@ -73,7 +73,7 @@ def test_before_the_first_step_policy_and_reference_agree_on_every_response(fold
         assert (batch.sum_per_response(log_pi_N) - batch.sum_per_response(other_N)).abs().max() < 1e-4
 
 
-def test_an_evaluation_that_comes_twice_counts_once(folder):
+def test_an_evaluation_that_comes_twice_counts_once_and_one_of_a_step_to_come_does_not(folder):
     """A trainer that died may have asked for it, and the one after it again."""
     config = with_objective_defaults(make_config(folder, "mode=sync", "name=evaluated-twice", "train.max_steps=1"))
     run_folder = RunFolder.create(config.run_folder, overwrite=False)
@@ -81,6 +81,7 @@ def test_an_evaluation_that_comes_twice_counts_once(folder):
     try:
         run.evaluate()
         run.evaluate()
+        run.trainer.evaluated(1, {"accuracy": 1.0})
     finally:
         run.close()
     assert [record["step"] for record in metrics_of(config)] == [0]

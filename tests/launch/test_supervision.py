@@ -4,11 +4,13 @@ import json
 import os
 import signal
 import sqlite3
+import sys
 
 import pytest
 from commands import Command
 from problem import command, make_config, steps_of, wait_for
 
+from tba.launch import train
 from tba.launch.supervise import supervise
 from tba.observe.files import RunFolder
 
@@ -44,6 +46,23 @@ def test_a_trainer_that_is_killed_is_resumed_and_its_searchers_go_on(folder):
     with sqlite3.connect(run.replay) as database:
         ids = database.execute("SELECT incarnation, number FROM groups").fetchall()
     assert len(ids) == len(set(ids)) >= 30
+
+
+def test_a_trainer_that_is_killed_after_it_has_gone_back_is_resumed_from_its_newest_checkpoint(folder):
+    settings = ("mode=sync", "train.checkpoint_every=2", "train.keep_checkpoints=1000")
+    config = make_config(folder, "name=back", "train.max_steps=12", *settings)
+    train(config)
+    run = RunFolder(config.run_folder)
+    run.status.unlink()  # it names this process
+    resumed = [str(run.checkpoints / "step-2"), "--resume", "train.max_steps=200", "observe.progress=false"]
+    with Command([sys.executable, "-m", "tba", "train", *resumed]) as process:
+        assert wait_for(lambda: max(steps_of(config), default=0) >= 16 and role(run, "trainer"))
+        os.kill(role(run, "trainer")["pid"], signal.SIGKILL)
+        _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert "the trainer was killed by signal 9" in errors
+    assert errors.count("step-4 is dropped: the run goes on from step 2") == 1
+    assert steps_of(config) == list(range(1, 201))
 
 
 def test_without_restarts_a_killed_trainer_ends_the_run_with_advice(folder):

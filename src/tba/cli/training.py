@@ -102,24 +102,21 @@ def run_trainer(link: Any, *, config: Config, resume: bool | Path, host: Any) ->
 def run_arguments(arguments: list[str]) -> list[str]:
     """Arguments of `--resume` with a run folder, one of its checkpoints, or a name without a config, replaced by the config
     of that run."""
-    given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
-    output = Path(given.get("output", Config().output))
     for argument in arguments:
         if "=" in argument or Path(argument).is_file():
             continue
-        folder = next((found for found in (Path(argument), output / argument) if found.is_dir()), None)
-        if checkpoint_among([argument]) is not None and (run := run_of(argument)) is not None:
-            folder = run.path
-        if folder is not None and (folder / "config.yaml").is_file():
+        path = _run_or_checkpoint(argument, arguments)
+        if path is not None and (run := run_of(str(path))) is not None:
             others = [other for other in arguments if other != argument]
-            return [str(folder / "config.yaml"), *others, f"output={folder.parent}", f"name={folder.name}"]
+            return [str(run.config), *others, f"output={run.path.parent}", f"name={run.path.name}"]
         if not Path(argument).exists() and Path(argument).suffix not in (".yaml", ".yml"):
             refuse_setting_without_value(argument)
             raise ConfigError(
                 f"there is no run to resume in {argument}: give the folder, the name or the config of a run, or "
                 "one of its checkpoints."
             )
-    config = output / given.get("name", "") / "config.yaml"
+    given = _settings(arguments)
+    config = _output(arguments) / given.get("name", "") / "config.yaml"
     if "name" in given and config.is_file() and all("=" in argument for argument in arguments):
         return [str(config), *arguments]
     return arguments
@@ -128,10 +125,23 @@ def run_arguments(arguments: list[str]) -> list[str]:
 def checkpoint_among(arguments: list[str]) -> Path | None:
     """The argument that is a checkpoint of a run: `--resume` goes on from there."""
     for argument in arguments:
-        run = None if "=" in argument else run_of(argument)
-        if run is not None and run.path != Path(argument):
-            return Path(argument).absolute()
+        path = None if "=" in argument else _run_or_checkpoint(argument, arguments)
+        if path is not None and not (path / "config.yaml").is_file():
+            return path.absolute()
     return None
+
+
+def _run_or_checkpoint(argument: str, arguments: list[str]) -> Path | None:
+    """The folder of a run, or of a checkpoint of one, that is meant: as it stands or in the output folder."""
+    return next((path for path in (Path(argument), _output(arguments) / argument) if run_of(str(path))), None)
+
+
+def _output(arguments: list[str]) -> Path:
+    return Path(_settings(arguments).get("output", Config().output))
+
+
+def _settings(arguments: list[str]) -> dict[str, str]:
+    return {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
 
 
 def resolve(

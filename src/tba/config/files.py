@@ -52,8 +52,9 @@ def dump_config(config: Config) -> str:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     if path.is_dir():
-        run = any((folder / "config.yaml").is_file() for folder in (path, path.parent.parent))
-        advice = f"`tba train {path} --resume` goes on with this run" if run else "give a YAML file"
+        run = path.parent.parent if path.parent.name == "checkpoints" else path  # or one of its checkpoints
+        is_run = (run / "config.yaml").is_file()
+        advice = f"`tba train {path} --resume` goes on with this run" if is_run else "give a YAML file"
         raise ConfigError(f"{path} is a folder, not a config file: {advice}.")
     if not path.is_file():
         raise ConfigError(f"config file {path} does not exist: give a YAML file, for example configs/arithmetic.yaml.")

@@ -13,7 +13,7 @@ from tba.config import Config, ConfigError, KindConfig, load_config
 from tba.launch.checks import before_collapse
 from tba.observe.files import RunFolder, read_summary
 from tba.train.checkpoint import TRAINER
-from tba.train.checkpoint_folder import RESUMABLE, check_manifest, find_checkpoint
+from tba.train.checkpoint_folder import check_manifest, find_checkpoint
 
 logger = logging.getLogger("tba")
 
@@ -137,7 +137,7 @@ def _is_complete(folder: RunFolder, step: int) -> bool:
 
 
 def _named(folder: RunFolder, path: Path) -> Path:
-    whole = {found.resolve() for prefix in RESUMABLE for found in folder.checkpoints_by_step(prefix).values()}
+    whole = {found.resolve() for _, found in folder.resumable()}
     if path.resolve() not in whole:
         names = ", ".join(sorted(found.name for found in whole)) or "none"
         raise FileNotFoundError(f"{path} is no whole checkpoint of {folder.path} with a state; it has {names}.")

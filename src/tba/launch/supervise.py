@@ -34,7 +34,6 @@ from tba.runtime.searcher_rule import SearcherRule
 from tba.runtime.seats import Host, HostHandle, LocalRoles, RoleStarter
 from tba.runtime.supervisor import Supervisor
 from tba.runtime.threads import threads_of
-from tba.train.checkpoint_folder import RESUMABLE
 
 logger = logging.getLogger("tba")
 
@@ -223,17 +222,14 @@ def has_begun(folder: RunFolder) -> bool:
 def later_checkpoints(folder: RunFolder, path: Path) -> set[tuple[Path, int]]:
     """What a run that goes back to this checkpoint gives up, with the time of writing: the same step may be made again.
     Nothing where there is no such checkpoint."""
-    step_of = {
-        found.resolve(): step for prefix in RESUMABLE for step, found in folder.checkpoints_by_step(prefix).items()
-    }
+    step_of = {found.resolve(): step for step, found in folder.resumable()}
     own = step_of.get(path.resolve(), math.inf)
     later = [other for other, step in step_of.items() if step > own]
     return {(other, (other / MANIFEST).stat().st_mtime_ns) for other in later}
 
 
 def newest_step(folder: RunFolder) -> int | None:
-    steps = [step for prefix in RESUMABLE for step in folder.checkpoints_by_step(prefix)]
-    return max(steps, default=None)
+    return max((step for step, _ in folder.resumable()), default=None)
 
 
 @contextmanager

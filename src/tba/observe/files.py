@@ -138,6 +138,10 @@ class RunFolder:
             raise FileNotFoundError(f"run folder {self.path} has no checkpoint yet.")
         return found[max(found)]
 
+    def resumable(self) -> list[tuple[int, Path]]:
+        """Steps and folders of the whole checkpoints that a run can go on from: its own and the guard's healthy ones."""
+        return [item for prefix in ("step-", "healthy-step-") for item in self.checkpoints_by_step(prefix).items()]
+
     def checkpoints_by_step(self, prefix: str = "step-") -> dict[int, Path]:
         """Folders of the whole checkpoints whose name is `prefix` and a step, by their step; others in there are ignored."""
         named = [(re.fullmatch(rf"{prefix}(\d+)", path.name), path) for path in self.checkpoints.glob(f"{prefix}*")]

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.models.load import has_lora
 from tba.observe.files import RunFolder, WriteFailures
-from tba.train.checkpoint_folder import RESUMABLE, drop_folder, link_folder, replace_folder, write_manifest
+from tba.train.checkpoint_folder import drop_folder, link_folder, replace_folder, write_manifest
 from tba.train.state import Snapshot, Stateful, restore, take_snapshot
 
 logger = logging.getLogger("tba")
@@ -296,18 +296,15 @@ class Checkpoints:
         newest goes first: whoever is killed in between goes on from one whose steps are all in the files."""
         for leftover in self.folder.checkpoints.glob(".*.partial"):
             shutil.rmtree(leftover)
-        for _, path in sorted(self._later_than(step, *RESUMABLE, "best-step-"), reverse=True):
+        found = [*self.folder.resumable(), *self.folder.checkpoints_by_step("best-step-").items()]
+        for _, path in sorted((item for item in found if item[0] > step), reverse=True):
             logger.warning("%s is dropped: the run goes on from step %d.", path, step)
             drop_folder(path)
         self.drop_unjudged()
 
     def has_later(self, step: int) -> bool:
         """Whether there are checkpoints of later steps that a run could go on from."""
-        return bool(self._later_than(step, *RESUMABLE))
-
-    def _later_than(self, step: int, *prefixes: str) -> list[tuple[int, Path]]:
-        found = [item for prefix in prefixes for item in self.folder.checkpoints_by_step(prefix).items()]
-        return [(later, path) for later, path in found if later > step]
+        return any(later > step for later, _ in self.folder.resumable())
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

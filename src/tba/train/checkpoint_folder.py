@@ -16,9 +16,6 @@ from tba.observe.files import MANIFEST, RunFolder, sync
 
 logger = logging.getLogger("tba")
 
-RESUMABLE = ("step-", "healthy-step-")
-"""Beginnings of the names of the checkpoints that hold a whole state."""
-
 
 class CorruptCheckpoint(RuntimeError):
     """A checkpoint is not what was written; the message names the file."""
@@ -27,11 +24,7 @@ class CorruptCheckpoint(RuntimeError):
 def find_checkpoint(folder: RunFolder) -> Path | None:
     """The newest whole checkpoint of a run that can be resumed. A corrupt one is named in a warning and set aside; None
     where none is left."""
-    found = {
-        (step, prefix == "step-"): path
-        for prefix in RESUMABLE
-        for step, path in folder.checkpoints_by_step(prefix).items()
-    }
+    found = {(step, path.name.startswith("step-")): path for step, path in folder.resumable()}
     for key in sorted(found, reverse=True):
         try:
             check_manifest(found[key])

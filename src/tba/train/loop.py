@@ -305,9 +305,10 @@ class Trainer:
         return {name: part for name, part in parts.items() if part is not None}
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The evaluation of a step has come: the weights of the best one so far are kept."""
-        if any(evaluated == step and found for evaluated, found in self.recorder.evaluations):
-            return  # a trainer that died had asked for it, and this one again
+        """The evaluation of a step has come: the weights of the best one so far are kept. A trainer that died may have asked
+        for it: then it may come twice, or be of weights that were never saved."""
+        if step > self.step_index or any(evaluated == step and found for evaluated, found in self.recorder.evaluations):
+            return
         self.recorder.evaluation(step, metrics)
         if metrics:
             with self.recorder.failures.tolerated("best checkpoint in", self.recorder.folder.checkpoints):

@@ -65,8 +65,7 @@ def begun_at(folder: RunFolder, owner: Holder, *, resume: bool) -> int | None:
 
 def newest_step(folder: RunFolder) -> int:
     """-1 = there is no checkpoint that a run can go on from."""
-    steps = [step for prefix in ("step-", "healthy-step-") for step in folder.checkpoints_by_step(prefix)]
-    return max(steps, default=-1)
+    return max((step for step, _ in folder.resumable()), default=-1)
 
 
 def read_block(folder: RunFolder, name: str, offset: int) -> bytes | None:
