@@ -4,13 +4,15 @@
     python benchmarks/own_problems.py list
     python benchmarks/own_problems.py run [NAMES] --seeds 0 1 2 --jobs 1 --out runs/own_problems.jsonl \\
         --settings defaults reuse1=replay.max_trained_per_generated=1,replay.on_policy_probability=1
-    python benchmarks/own_problems.py trl [NAMES] --rates default 1e-5 1e-4 1e-3 --seeds 0 --out runs/own_problems.jsonl
+    python benchmarks/own_problems.py trl [NAMES] --rates default 1e-5 1e-4 1e-3 --iterations 1 2 --seeds 0 \\
+        --out runs/own_problems.jsonl
     python benchmarks/own_problems.py table runs/own_problems.jsonl
 
 NAMES are problems or the parts `tuning` and `reported` (nothing = all thirteen; `smollm`, which has to be fetched, only by
 its name). Settings are chosen on the tuning part alone. Which problem is in which part was fixed before the first RL run
-on it, but for `sparse`; the start models and data are made on the spot, the same on every machine of one kind, and kept:
-`make` skips what is there. A setting changes what concerns learning; what a problem needs to be run at all stands in its
+on it, but for `sparse`. Data is made on the spot and kept: `make` skips what is there. The start models of the nine
+problems of docs/results.md come with the bench (`ship` writes them); the others are trained on the spot and differ from
+one kind of CPU to another. A setting changes what concerns learning; what a problem needs to be run at all stands in its
 problem.json.
 """
 
@@ -27,7 +29,7 @@ from typing import Any
 
 import psutil
 from own_bench import added, reported, smollm, tuning
-from own_bench.problem import CannotFetch, Problem, make_problem
+from own_bench.problem import CannotFetch, Problem, make_problem, ship_model
 from own_bench.runs import parse_setting, read_lines, run_all, runs_to_do, table_of
 from own_bench.trl_grpo import run_trl
 
@@ -61,6 +63,11 @@ def make(arguments: argparse.Namespace) -> None:
               f"{problem.metric} {found['start'][problem.metric]:.3f}", flush=True)  # fmt: skip
 
 
+def ship(arguments: argparse.Namespace) -> None:
+    for problem, _ in made(chosen(arguments.names), arguments.folder):
+        print(ship_model(problem, arguments.folder), flush=True)
+
+
 def show_list(arguments: argparse.Namespace) -> None:
     print(f"{'name':<16} {'part':<9} {'parameters':>11} {'metric':<9} {'start':>6} {'true':>6} {'greedy':>6}  kind")
     for problem in PROBLEMS.values():
@@ -88,7 +95,15 @@ def run(arguments: argparse.Namespace) -> None:
 
 def trl(arguments: argparse.Namespace) -> None:
     problems = [problem for problem, _ in made(chosen(arguments.names), arguments.folder)]
-    run_trl(problems, arguments.rates, arguments.seeds, folder=arguments.folder, out=arguments.out, jobs=arguments.jobs)
+    run_trl(
+        problems,
+        arguments.rates,
+        arguments.seeds,
+        iterations=arguments.iterations,
+        folder=arguments.folder,
+        out=arguments.out,
+        jobs=arguments.jobs,
+    )
     print("\n".join(table_of(read_lines(arguments.out))))
 
 
@@ -107,7 +122,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, end_runs)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for name, function in (("make", make), ("list", show_list), ("run", run), ("trl", trl)):
+    for name, function in (("make", make), ("ship", ship), ("list", show_list), ("run", run), ("trl", trl)):
         command = commands.add_parser(name)
         command.set_defaults(function=function)
         command.add_argument("names", nargs="*", help="problems, or tuning or reported; nothing = all")
@@ -122,6 +137,9 @@ def main() -> None:
             command.add_argument("--settings", nargs="+", default=["defaults"], metavar="NAME[=key=value,...]")
         if name == "trl":
             command.add_argument("--rates", nargs="+", default=["default"], help="learning rates; default = TRL's own")
+            command.add_argument(
+                "--iterations", type=int, nargs="+", default=[1], help="updates a batch (TRL's num_iterations)"
+            )
     table = commands.add_parser("table")
     table.set_defaults(function=show_table)
     table.add_argument("files", type=Path, nargs="+")

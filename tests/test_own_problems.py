@@ -11,14 +11,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import yaml
 from commands import Command, become_python
 from problem import wait_for
+from safetensors.torch import load_file
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from own_bench import added, reported, runs, smollm, tuning  # noqa: E402
+from own_bench import problem as bench  # noqa: E402
 from own_bench.problem import Row, demonstrations, fingerprint, prompt_text, splits  # noqa: E402
 
 ORDERS = ["lamp", "bed", "desk"]
@@ -324,10 +327,35 @@ def test_a_bench_that_is_told_to_end_ends_its_runs_and_begins_no_other(tmp_path)
 
 def test_the_table_has_means_and_standard_errors():
     line = {"problem": "p", "setting": "s", "metric": "avg@4", "start": 0.25, "true_final": None, "collapse": None}
-    line |= {"seconds": 10.0, "responses_generated": 100, "lag": {"mean": 2.0}}
+    line |= {"model": "0123456789abcdef", "seconds": 10.0, "responses_generated": 100, "lag": {"mean": 2.0}}
     rows = runs.table_of([line | {"final": 0.5}, line | {"final": 0.7, "collapse": {"step": 3}}])
     # standard deviation .2 / sqrt 2 = .1414, by sqrt 2 again .1
-    assert rows[-1] == "| p | s | 2 | avg@4 | 0.250 | 0.600 ± 0.100 | - | 1 | 10 | 100 | 2.0 |"
+    assert rows[-1] == "| p | 0123456 | s | 2 | avg@4 | 0.250 | 0.600 ± 0.100 | - | 1 | 10 | 100 | 2.0 |"
+
+
+def test_runs_from_two_start_models_are_not_averaged():
+    line = {"problem": "p", "setting": "s", "metric": "avg@4", "start": 0.25, "true_final": None, "collapse": None}
+    line |= {"final": 0.5, "seconds": 10.0, "responses_generated": 100, "lag": {"mean": 2.0}}
+    rows = runs.table_of([line | {"model": "a" * 16}, line | {"model": "b" * 16}, line])
+    assert [row.split(" | ")[1] for row in rows[2:]] == ["a" * 7, "b" * 7, "unknown"]
+
+
+def test_a_start_model_that_was_shipped_is_the_same_on_every_machine(tmp_path, monkeypatch):
+    """Rounded to fp16 once; what is made from it has exactly those weights. Of another recipe it is not used."""
+    monkeypatch.setattr(bench, "START_MODELS", tmp_path / "shipped")
+    problem = tuning.PROBLEMS[3]
+    tiny = replace(problem, start=replace(problem.start, training=replace(problem.start.training, steps=2)))
+    trained = tmp_path / tiny.name / "model"
+    bench.train_model(tiny, tiny.start, trained)
+    before = bench.fingerprint(tiny)
+    path = bench.ship_model(tiny, tmp_path)
+    assert bench.shipped_model(tiny) == path
+    assert bench.shipped_model(problem) is None
+    assert bench.fingerprint(tiny) != before
+    bench.train_model(tiny, tiny.start, tmp_path / "again")
+    first, again = (load_file(folder / "model.safetensors") for folder in (trained, tmp_path / "again"))
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name].half().float(), again[name]) for name in first)
 
 
 def test_the_study_file_has_the_settings_of_the_problems():

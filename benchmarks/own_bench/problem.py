@@ -4,7 +4,10 @@ NAME/model/           a transformers folder with its tokenizer
 NAME/train.jsonl      `prompt` (text or chat messages) and the columns that the rewards read
 NAME/held_out.jsonl   the same, other prompts (one_prompt: the same prompt under another id)
 NAME/rewards.py       plain functions f(completions, **columns) -> list[float]
-NAME/problem.json     the settings that belong to the problem, the model's size, the start scores
+NAME/problem.json     the settings that belong to the problem, the model's size and checksum, the start scores
+
+start_models/NAME.safetensors holds the weights of a start model in fp16. Two kinds of CPU train two different models from
+one recipe (word_sums starts at .283 on ARM and at .321 on x86), and runs compare only where they begin alike.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from tba.config import ModelConfig
@@ -32,6 +37,7 @@ from tba.tasks.start_models import (
     Shape,
     Training,
     as_transformers,
+    make_model,
     one_deterministic_thread,
     train_start_model,
 )
@@ -40,6 +46,7 @@ Part = Literal["tuning", "reported"]
 """Settings may be chosen by looking at tuning problems; the others are only ever reported."""
 
 REWARD_FILES = Path(__file__).parent / "rewards"
+START_MODELS = Path(__file__).parent / "start_models"
 DATA_SEED = 1
 """Of prompts; demonstrations are drawn by the seed of the training, another one."""
 NUM_TRAIN, NUM_HELD_OUT = 3_000, 250
@@ -190,7 +197,13 @@ def make_problem(problem: Problem, folder: Path) -> dict[str, Any]:
 
 
 def fingerprint(problem: Problem) -> str:
-    """Changes with the data, the rewards and the start model: results of two editions are not to be mixed."""
+    """Changes with the recipe and with the shipped start model: results of two editions are not to be mixed."""
+    shipped = shipped_model(problem)
+    return recipe(problem) if shipped is None else _digest(recipe(problem).encode() + shipped.read_bytes())
+
+
+def recipe(problem: Problem) -> str:
+    """Changes with the data, the rewards and the training of the start model."""
     train, held_out = splits(problem)
     parts = [f"{row.prompt} {row.columns}" for row in (*train, *held_out)]
     parts += [(REWARD_FILES / f"{problem.name}.py").read_text(), str(problem.run_settings(Path()))]
@@ -198,20 +211,55 @@ def fingerprint(problem: Problem) -> str:
         start = problem.start
         shown = demonstrations(problem, start, start.tokenizer(), random.Random(start.training.seed))
         parts += [str(start.shape), str(start.training), *map(str, islice(shown, DEMONSTRATIONS_COMPARED))]
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+    return _digest("\n".join(parts).encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def shipped_model(problem: Problem) -> Path | None:
+    """The weights that come with the bench; None = there are none of this recipe, and the model is trained on the spot."""
+    path = START_MODELS / f"{problem.name}.safetensors"
+    if not path.is_file():
+        return None
+    with safe_open(path, framework="pt") as file:
+        return path if file.metadata()["recipe"] == recipe(problem) else None
+
+
+def ship_model(problem: Problem, folder: Path) -> Path:
+    """Keep the start model of a made problem as the one that every machine begins with, rounded to fp16."""
+    weights = load_file(folder / problem.name / "model" / "model.safetensors")
+    path = START_MODELS / f"{problem.name}.safetensors"
+    path.parent.mkdir(exist_ok=True)
+    save_file({name: value.half() for name, value in weights.items()}, path, metadata={"recipe": recipe(problem)})
+    return path
 
 
 def train_model(problem: Problem, start: Supervised, folder: Path) -> int:
-    """Write the folder of a start model made on the spot; returns its number of parameters."""
+    """Write the folder of a start model, shipped or made on the spot; returns its number of parameters."""
     tokenizer = start.tokenizer()
+    shipped = shipped_model(problem)
     with one_deterministic_thread():
-        model = train_start_model(
-            lambda rng: demonstrations(problem, start, tokenizer, rng), tokenizer, start.shape, start.training
-        )
+        if shipped is None:
+            model = train_start_model(
+                lambda rng: demonstrations(problem, start, tokenizer, rng), tokenizer, start.shape, start.training
+            )
+        else:
+            model = with_weights(make_model(tokenizer, start.shape, seed=start.training.seed), shipped)
     disable_progress_bar()  # of writing a file that is there in a moment
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model.num_parameters()
+
+
+def with_weights(model: LlamaForCausalLM, path: Path) -> LlamaForCausalLM:
+    """The model with shipped weights; every one of its own must be among them (the head is the embedding's)."""
+    weights = {name: value.float() for name, value in load_file(path).items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    if unexpected or set(missing) - {"lm_head.weight"}:
+        raise ValueError(f"{path} does not fit: missing {missing}, unexpected {unexpected}.")
+    return model
 
 
 def fetch_model(start: Fetched, folder: Path) -> int:
@@ -238,6 +286,7 @@ def write_description(problem: Problem, folder: Path, *, parameters: int, cpu_se
         "part": problem.part,
         "kind": problem.kind,
         "fingerprint": fingerprint(problem),
+        "model": _digest((folder / problem.name / "model" / "model.safetensors").read_bytes()),
         "parameters": parameters,
         "cpu_seconds_to_make": cpu_seconds,
         "metric": problem.metric,

@@ -60,7 +60,8 @@ class Run:
 
 
 def parse_setting(text: str) -> tuple[str, tuple[str, ...]]:
-    """`reuse1=replay.max_trained_per_generated=1,train.learning_rate=1e-4`; a bare name changes nothing."""
+    """`reuse1=replay.max_trained_per_generated=1,train.learning_rate=1e-4`, or `paper=configs/paper.yaml`, or both; a bare
+    name changes nothing."""
     name, _, overrides = text.partition("=")
     if not re.fullmatch(r"[\w.+-]+", name):
         raise SystemExit(
@@ -116,7 +117,9 @@ def run_all(runs: Sequence[Run], *, folder: Path, out: Path, jobs: int) -> int:
                     f"FAILED {' '.join(map(str, run.key))}: {done.stderr[-FAILED_TAIL:]}", file=sys.stderr, flush=True
                 )
                 return False
-            line = line_of(run, output) | {"commit": commit, "fingerprint": fingerprint(run.problem)}
+            model = json.loads((folder / run.problem.name / "problem.json").read_text())["model"]
+            line = line_of(run, output)
+            line |= {"commit": commit, "fingerprint": fingerprint(run.problem), "model": model}
             with out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             shutil.rmtree(output)
@@ -188,16 +191,19 @@ def shown_scores(line: Mapping[str, Any]) -> str:
 
 
 def table_of(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Mean and standard error over the seeds, a row for each problem and setting."""
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    """Mean and standard error over the seeds, a row for each problem, start model (by its checksum) and setting: only runs
+    that began alike are compared."""
+    groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:
-        groups[line["problem"], line["setting"]].append(line)
-    head = "| problem | setting | seeds | metric | start | final | true | collapses | seconds | generated | lag |"
+        groups[line["problem"], line.get("model", "unknown"), line["setting"]].append(line)
+    head = (
+        "| problem | from | setting | seeds | metric | start | final | true | collapses | seconds | generated | lag |"
+    )
     rows = [head, "|" + "---|" * (head.count("|") - 1)]
-    for (problem, setting), own in sorted(groups.items()):
+    for (problem, model, setting), own in sorted(groups.items()):
         true = [line["true_final"] for line in own if line["true_final"] is not None]
         cells = [
-            *(problem, setting, str(len(own)), own[0]["metric"]),
+            *(problem, model[:7], setting, str(len(own)), own[0]["metric"]),
             f"{statistics.mean(line['start'] for line in own):.3f}",
             mean_and_error([line["final"] for line in own]),
             mean_and_error(true) if true else "-",

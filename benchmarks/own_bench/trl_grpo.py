@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -27,45 +28,63 @@ PROMPTS, SAMPLES = 16, 8
 
 
 def run_trl(
-    problems: Sequence[Problem], rates: Sequence[str], seeds: Sequence[int], *, folder: Path, out: Path, jobs: int
+    problems: Sequence[Problem],
+    rates: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    iterations: Sequence[int] = (1,),
+    folder: Path,
+    out: Path,
+    jobs: int,
 ) -> None:
-    """One line of `out` for each problem, rate and seed that has none yet."""
+    """One line of `out` for each problem, rate, number of updates a batch, and seed that has none yet."""
     out.parent.mkdir(parents=True, exist_ok=True)
     done = {(line["problem"], line["setting"], line["seed"]) for line in read_lines(out)}
-    todo = [(problem, rate, seed) for seed in seeds for rate in rates for problem in problems]
-    todo = [(problem, rate, seed) for problem, rate, seed in todo if (problem.name, f"trl_{rate}", seed) not in done]
+    todo = [
+        job
+        for job in product(seeds, rates, iterations, problems)
+        if (job[3].name, setting_of(job[1], job[2]), job[0]) not in done
+    ]
     commit, lock = commit_of_checkout(), Lock()
 
-    def do(job: tuple[Problem, str, int]) -> None:
-        problem, rate, seed = job
-        line = run_one(problem, rate, seed, folder=folder, output=out.with_suffix(".runs").resolve())
+    def do(job: tuple[int, str, int, Problem]) -> None:
+        seed, rate, updates, problem = job
+        line = run_one(problem, rate, updates, seed, folder=folder, output=out.with_suffix(".runs").resolve())
         with lock:
             with out.open("a") as file:
                 file.write(json.dumps(line | {"commit": commit}) + "\n")
-            print(f"{problem.name} trl_{rate} {seed}: {shown_scores(line)}, {line['seconds']:.0f} s", flush=True)
+            print(f"{problem.name} {line['setting']} {seed}: {shown_scores(line)}, {line['seconds']:.0f} s", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(do, todo))
 
 
-def run_one(problem: Problem, rate: str, seed: int, *, folder: Path, output: Path) -> dict[str, Any]:
-    """Train and evaluate in processes of their own."""
-    output = output / f"{problem.name}-trl_{rate}-seed{seed}"
+def setting_of(rate: str, updates: int) -> str:
+    """trl_3e-4, or trl_3e-4_x2 where each batch is trained twice."""
+    return f"trl_{rate}" if updates == 1 else f"trl_{rate}_x{updates}"
+
+
+def run_one(problem: Problem, rate: str, updates: int, seed: int, *, folder: Path, output: Path) -> dict[str, Any]:
+    """Train and evaluate in processes of their own. A batch is trained `updates` times (TRL's num_iterations); the number
+    of batches is the problem's."""
+    output = output / f"{problem.name}-{setting_of(rate, updates)}-seed{seed}"
     shutil.rmtree(output, ignore_errors=True)
     paths = os.pathsep.join([str(CHECKOUT / "benchmarks"), environment()["PYTHONPATH"]])
     env = {**environment(), "PYTHONPATH": paths}
-    arguments = [str((folder / problem.name).resolve()), str(output), str(seed), str(problem.steps), rate]
+    arguments = [str((folder / problem.name).resolve()), str(output), str(seed), str(problem.steps), rate, str(updates)]
     started = time.perf_counter()
     _run([sys.executable, "-m", "own_bench.trl_grpo", *arguments], env)
     seconds = time.perf_counter() - started
     evaluate = [sys.executable, "-m", "tba", "evaluate", str(output / "model"), *problem.overrides(folder)]
     scores = json.loads(_run(evaluate, env))
     shutil.rmtree(output)
-    start = json.loads((folder / problem.name / "problem.json").read_text())["start"]
+    description = json.loads((folder / problem.name / "problem.json").read_text())
+    start = description["start"]
     names = (("", problem.metric), ("true_", problem.true_metric))
     return {
         "problem": problem.name,
-        "setting": f"trl_{rate}",
+        "setting": setting_of(rate, updates),
+        "model": description["model"],
         "overrides": [],
         "seed": seed,
         "metric": problem.metric,
@@ -76,7 +95,7 @@ def run_one(problem: Problem, rate: str, seed: int, *, folder: Path, output: Pat
         "seconds": seconds,
         "steps": problem.steps,
         "responses_generated": problem.steps * PROMPTS * SAMPLES,
-        "responses_trained": problem.steps * PROMPTS * SAMPLES,
+        "responses_trained": updates * problem.steps * PROMPTS * SAMPLES,
         "lag": {"mean": 0.0, "max": 0},
         "collapse": None,
     }
@@ -89,7 +108,7 @@ def _run(command: Sequence[str], env: dict[str, str]) -> str:
     return done.stdout
 
 
-def train(folder: Path, output: Path, *, seed: int, steps: int, rate: float | None) -> None:
+def train(folder: Path, output: Path, *, seed: int, steps: int, rate: float | None, updates: int) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -105,7 +124,8 @@ def train(folder: Path, output: Path, *, seed: int, steps: int, rate: float | No
     tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
     chosen: dict[str, Any] = {} if rate is None else {"learning_rate": rate}
     config = GRPOConfig(
-        output_dir=str(output / "trl"), seed=seed, max_steps=steps, use_cpu=True, bf16=False,
+        output_dir=str(output / "trl"), seed=seed, max_steps=updates * steps, num_iterations=updates,
+        use_cpu=True, bf16=False,
         per_device_train_batch_size=PROMPTS * SAMPLES, num_generations=SAMPLES,
         max_completion_length=max_new_tokens(problem), reward_weights=list(weights.values()),
         gradient_checkpointing=False, report_to="none", save_strategy="no", logging_steps=1000, disable_tqdm=True, **chosen,
@@ -137,11 +157,12 @@ def load_rewards(path: Path, names: list[str]) -> list[Any]:
 
 
 if __name__ == "__main__":
-    FOLDER, OUTPUT, SEED, STEPS, RATE = sys.argv[1:]
+    FOLDER, OUTPUT, SEED, STEPS, RATE, UPDATES = sys.argv[1:]
     train(
         Path(FOLDER),
         Path(OUTPUT),
         seed=int(SEED),
         steps=int(STEPS),
         rate=None if RATE == "default" else float(RATE),
+        updates=int(UPDATES),
     )
