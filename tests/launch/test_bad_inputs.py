@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from problem import SETTINGS
+from problem import SETTINGS, with_settings
 from transformers import BertConfig, T5Config
 
 from tba.cli import main
@@ -19,6 +19,7 @@ from tba.observe.claim import Claim
 ROW = '{"prompt": "w5 w6", "want": "w7"}\n'
 GOOD = "def f(completions, **columns):\n    return [1.0] * len(completions)\n"
 STUDY = "name: s\nmetric: {}\nrows: {{tb: {{objective.name: tb}}}}\ncolumns: {{sync: {{mode: sync}}}}\nseeds: [0]\n"
+BASE = (*SETTINGS, "mode=sync", "search.max_reward_failures=8", "task.eval_fraction=0")
 PROBLEM = ["--model", "@/model", "--data", "@/data.jsonl", "--reward", "@/rewards.py:sevens"]
 """Arguments of a good run; @ is the folder of the tiny problem."""
 
@@ -316,10 +317,11 @@ def test_a_bad_input_is_told_in_words_and_leaves_nothing(
         (tmp_path / name).write_text(text)
     before = contents(tmp_path)
     monkeypatch.chdir(tmp_path)
-    settings = [*SETTINGS, "mode=sync", "search.max_reward_failures=8", "task.eval_fraction=0"]
     arguments = [argument.replace("@", str(folder)) for argument in arguments]
     command = (
-        arguments if arguments[0] in ("evaluate", "merge", "prepare", "compare") else ["train", *settings, *arguments]
+        arguments
+        if arguments[0] in ("evaluate", "merge", "prepare", "compare")
+        else ["train", *with_settings(*arguments, base=BASE)]
     )
     monkeypatch.setattr(sys, "argv", ["tba", *command])
     with pytest.raises(SystemExit) as ended:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tba.cli.usage import count_option, number_option
+from tba.config import refuse_two_values
 
 
 def evaluate(
@@ -35,7 +36,13 @@ def evaluate(
 
     check_evaluated(target)
     values = list(overrides or [])
-    values += [f"task.name={task}"] if task else []
+    options = {
+        "task.name": ("--task", task),
+        "evaluate.num_prompts": ("--num-prompts", num_prompts),
+        "evaluate.samples_per_prompt": ("--samples", samples),
+    }
+    refuse_two_values(values, options)
+    values += [f"{key}={value}" for key, (_, value) in options.items() if value is not None]
     own_task = task_to_evaluate(target, values)
     if against is not None and responses is None:
         raise typer.BadParameter("--against needs --responses FILE, where the responses of this model are kept.")
@@ -48,8 +55,6 @@ def evaluate(
         typer.echo(f"{target} is evaluated on its own task, {own_task}: --task names another.", err=True)
     if (warning := collapsed_words(target)) is not None:
         typer.echo(warning, err=True)
-    values += [f"evaluate.num_prompts={num_prompts}"] if num_prompts is not None else []
-    values += [f"evaluate.samples_per_prompt={samples}"] if samples is not None else []
     if against is not None:
         read_shares(against)  # says now what is wrong with it
     keep = None if responses is None else ResponsesFile(responses)

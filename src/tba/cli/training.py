@@ -14,7 +14,15 @@ from typing import Annotated, Any
 import typer
 
 from tba.cli.usage import bounded, count_option, exit_status, log_warnings, number_option
-from tba.config import Config, ConfigError, dump_config, is_given, load_config, settings_by_name
+from tba.config import (
+    Config,
+    ConfigError,
+    dump_config,
+    is_given,
+    load_config,
+    refuse_two_values,
+    settings_by_name,
+)
 from tba.launch.checks import run_of
 from tba.observe.streams import lasting_output
 
@@ -39,6 +47,13 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
 ) -> None:
     """Train a policy: tba train CONFIG.yaml key=value ... or tba train --model M --data D --reward R."""
+    options = {
+        "model.path": ("--model", model),
+        "task.data": ("--data", data),
+        "task.rewards": ("--reward", " ".join(reward) if reward else None),
+        "train.max_steps": ("--max-steps", max_steps),
+    }
+    refuse_two_values([argument for argument in arguments or [] if "=" in argument], options)
     config = resolve(
         run_arguments(arguments or []) if resume else arguments or [],
         model=model,
