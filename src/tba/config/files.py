@@ -13,7 +13,6 @@ from pydantic import BaseModel, ValidationError
 
 from tba.config.root import Config
 
-
 OTHER_NAMES = {
     "lr": "train.learning_rate",
     "num_generations": "train.samples_per_prompt",
