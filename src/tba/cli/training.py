@@ -24,6 +24,7 @@ from tba.config import (
     settings_by_name,
 )
 from tba.launch.checks import run_of
+from tba.observe.contents import others_entry
 from tba.observe.streams import lasting_output
 
 
@@ -123,7 +124,7 @@ def run_arguments(arguments: list[str]) -> list[str]:
         path = _run_or_checkpoint(argument, arguments)
         if path is not None and (run := run_of(str(path))) is not None:
             others = [other for other in arguments if other != argument]
-            return [str(run.config), *others, f"output={run.path.parent}", f"name={run.path.name}"]
+            return [_own_config(run.path), *others, f"output={run.path.parent}", f"name={run.path.name}"]
         if not Path(argument).exists() and Path(argument).suffix not in (".yaml", ".yml"):
             refuse_setting_without_value(argument)
             raise ConfigError(
@@ -131,10 +132,20 @@ def run_arguments(arguments: list[str]) -> list[str]:
                 "one of its checkpoints."
             )
     given = _settings(arguments)
-    config = _output(arguments) / given.get("name", "") / "config.yaml"
-    if "name" in given and config.is_file() and all("=" in argument for argument in arguments):
-        return [str(config), *arguments]
+    run_path = _output(arguments) / given.get("name", "")
+    if "name" in given and (run_path / "config.yaml").is_file() and all("=" in argument for argument in arguments):
+        return [_own_config(run_path), *arguments]
     return arguments
+
+
+def _own_config(run: Path) -> str:
+    """The config of a run to resume. Refuses one that another user may have written: it names code that would run here."""
+    if (others := others_entry(run, *run.rglob("*"))) is not None:
+        raise ConfigError(
+            f"{others}: the config.yaml of a run names code to run, its rewards and its model's. Look at it first, then "
+            f"name it yourself: tba train {run}/config.yaml --resume output={run.parent} name={run.name}"
+        )
+    return str(run / "config.yaml")
 
 
 def checkpoint_among(arguments: list[str]) -> Path | None:

@@ -113,6 +113,11 @@ def told(path: str, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        if "custom code" in first_line(error):
+            raise ValueError(
+                f"model.path={path!r} {what} without running Python code that comes with it. If you trust that code: "
+                "model.trust_remote_code=true, or --trust-remote-code for tba replay, runs it."
+            ) from error
         kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
         raise ValueError(
             f"model.path={path!r} {what}: {kind}{first_line(error).rstrip('. ')}. Give a folder with config.json, tokenizer "

@@ -4,8 +4,10 @@ the first, and never a folder with anything of the second."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +40,21 @@ FOLDERS = {
 }
 """Folders that a run writes, with the names of what lies in them."""
 MOST_NAMED = 3
+
+
+def others_entry(*paths: Path, writable: int = stat.S_IWOTH) -> str | None:
+    """Why files or folders may hold what another user has written: `a/config.yaml belongs to user 1005`. None = all of them
+    are this user's or root's, and no other user may write them by the mode bits `writable`."""
+    for entry in paths:
+        try:
+            found = entry.stat()
+        except OSError:  # it was removed meanwhile, or is a link to nothing
+            continue
+        if found.st_uid not in (0, os.geteuid()):
+            return f"{entry} belongs to user {found.st_uid}"
+        if found.st_mode & writable:
+            return f"{entry} can be written by other users (mode {stat.S_IMODE(found.st_mode):o})"
+    return None
 
 
 def is_begun(run: Path) -> bool:
