@@ -67,7 +67,7 @@ def refuse_two_values(overrides: Iterable[str], options: Mapping[str, tuple[str,
         parts, value = _parse_override(override)
         key = ".".join(parts)
         words, before = given.setdefault(key, (override, value))
-        if before != value:
+        if before is not value and before != value:  # NaN differs from itself
             raise ConfigError(
                 f"{key} is given two values on the command line: {words} and {override}. Keep one of them."
             )

@@ -45,6 +45,8 @@ def check_before_loading(config: Config, *, resume: bool = False) -> None:
 def check_inputs(config: Config) -> None:
     """Refuse a config whose model, rewards or data are not there."""
     check_there(f"model.path={config.model.path!r}", config.model.path)
+    if unset := [name for name in config.search.reward_environment if name not in os.environ]:
+        raise ValueError(f"search.reward_environment: {', '.join(unset)} is not set here: export it, or leave it out.")
     reward_weights(config.task.rewards)
     for reward in config.task.rewards:
         check_reward_function(reward.function)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import os
 import resource
 import sys
 import traceback
@@ -22,6 +23,9 @@ LONGEST_TEXT = 500
 """Characters of an error's own text that are passed on: a user's code may put anything there."""
 ENDS_PROGRAM = {"sys.exit", "exit", "quit", "os._exit"}
 """Calls that end the process that imports a file."""
+WITHHELD = "TBA_WITHHELD"
+"""Environment variable of a reward's process with the names of those that it did not get."""
+PASS_ON = "search.reward_environment=[NAME]"
 SCRIPT_HINT = 'put what runs the file as a script under `if __name__ == "__main__":`'
 
 
@@ -68,8 +72,11 @@ def describe(error: BaseException, *, limit: int = LONGEST_TEXT) -> str:
         text = str(error)
     except Exception:  # a user's class: its text may fail too
         text = "(its text cannot be made)"
-    limited = f" ({memory_words()})" if isinstance(error, MemoryError) else ""
-    return (f"{type(error).__name__}: {shortened(text, limit)}" if text else type(error).__name__) + limited
+    hint = f" ({memory_words()})" if isinstance(error, MemoryError) else ""
+    for name in filter(None, os.environ.get(WITHHELD, "").split(",")):
+        if name in text:
+            hint = f" (rewards do not get {name}: {PASS_ON.replace('NAME', name)} passes it on)"
+    return (f"{type(error).__name__}: {shortened(text, limit)}" if text else type(error).__name__) + hint
 
 
 def memory_words() -> str:
