@@ -58,9 +58,10 @@ def others_entry(*paths: Path, writable: int = stat.S_IWOTH) -> str | None:
 
 
 def is_begun(run: Path) -> bool:
-    """Whether a folder holds more than the claim on it and what a script has saved there before its run."""
+    """Whether a folder holds more than the claim on it, what a script has saved there before its run, and the status that
+    the supervisor writes from the moment of the claim."""
     known = {CLAIM, SAVED, *saved_names(run)}
-    return any(entry.name not in known for entry in run.iterdir())
+    return any(entry.name not in known and "status.json" not in entry.name for entry in run.iterdir())
 
 
 def foreign(run: Path) -> list[str]:
@@ -127,4 +128,4 @@ def remove_contents(run: Path) -> None:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         elif entry.name != CLAIM:
-            entry.unlink()
+            entry.unlink(missing_ok=True)  # a status that was being written has its name by now
