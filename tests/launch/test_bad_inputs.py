@@ -11,7 +11,8 @@ import sys
 
 import pytest
 from problem import SETTINGS, with_settings
-from transformers import BertConfig, T5Config
+from safetensors.torch import load_file, save
+from transformers import AutoTokenizer, BertConfig, T5Config
 
 from tba.cli import main
 from tba.observe.claim import Claim
@@ -172,6 +173,28 @@ FILES = {
     "a model with a broken tokenizer": (own(model="./bad_tokenizer"), {}, "cannot be loaded with its tokenizer"),
     "a model that cannot end": (own(model="./endless"), {}, "the model has no EOS"),
     "weights that are noise": (own(model="./noise"), {}, "cannot be loaded with its weights: SafetensorError"),
+    "weights that lack a tensor": (
+        own(model="@/lacking"),
+        {},
+        "its files have no model.layers.0.input_layernorm.weight, which LlamaForCausalLM needs",
+    ),
+    "weights that lack a head": (own(model="@/headless"), {}, "its files have no lm_head.weight, which Llama"),
+    "weights that are no numbers": (
+        own(model="@/broken"),
+        {},
+        "1 of its 11 tensors hold NaN or infinite numbers (model.norm.weight)",
+    ),
+    "another vocabulary than the config's": (
+        own(model="@/vocabulary"),
+        {},
+        "model.embed_tokens.weight has the shape [40, 32] in its files, and [47, 32] by config.json (vocab_size=47)",
+    ),
+    "a tokenizer beyond the embedding": (
+        own(model="@/longer"),
+        {},
+        "tokens that its embedding of 40 rows has none for: 'new0' (id 40), 'new1' (id 41), 'new2' (id 42) and 2 more",
+    ),
+    "a model that is a file": (own(model="./m.gguf"), {"m.gguf": "GGUF"}, "m.gguf': that is a file, not a folder"),
     "a model that is not shipped": (own(model="tba:nothing"), {}, "is not shipped with the package"),
     "a model without a config": (own(model="./m"), {"m/readme.txt": "x"}, "cannot be loaded"),
     "a model with a broken config": (own(model="./m"), {"m/config.json": "{"}, "cannot be loaded"),
@@ -276,6 +299,21 @@ def other_models(folder):
     """Models that are no decoder-only language models: their config is looked at before their weights."""
     BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(folder / "bert")
     T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(folder / "t5")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def damaged_models(folder):
+    weights = load_file(folder / "model" / "model.safetensors")
+    lacking = {name: tensor for name, tensor in weights.items() if "input_layernorm" not in name}
+    broken = {**weights, "model.norm.weight": weights["model.norm.weight"] / 0}
+    for name, tensors in (("lacking", lacking), ("broken", broken)):
+        damaged(folder, folder / name, {"model.safetensors": lambda _, own=tensors: save(own, {"format": "pt"})})
+    damaged(folder, folder / "vocabulary", {"config.json": changed(vocab_size=47)})
+    damaged(folder, folder / "headless", {"config.json": changed(tie_word_embeddings=False)})
+    damaged(folder, folder / "longer", {})
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.add_tokens([f"new{number}" for number in range(5)])
+    tokenizer.save_pretrained(folder / "longer")
 
 
 def prepare(folder, here) -> None:

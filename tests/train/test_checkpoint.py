@@ -50,7 +50,9 @@ def move(optimizer, seed):
 def test_the_files_of_a_checkpoint_are_as_readable_as_the_umask_says(checkpoints):
     checkpoints.save(1)
     path = checkpoints.by_step()[1]
-    assert len({file.stat().st_mode for file in path.iterdir()}) == 1, "safetensors would leave the weights to their owner"
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1, (
+        "safetensors would leave the weights to their owner"
+    )
 
 
 def test_a_checkpoint_holds_what_was_there_when_it_was_saved(checkpoints):
