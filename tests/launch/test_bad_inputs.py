@@ -135,11 +135,19 @@ FILES = {
     "a JSON array": (*data(f"[{ROW.strip()},\n{ROW.strip()}]\n"), "is one JSON array, and JSON Lines are needed"),
     "a JSON array over many lines": (*data(f"[\n{ROW.strip()}\n]\n"), "is one JSON array, and JSON Lines are needed"),
     "a JSON object over many lines": (*data('{\n"prompt": "w5"\n}\n'), "is one JSON object, and JSON Lines are needed"),
+    "a table": (own(data="d.csv"), {"d.csv": "prompt,want\nw5,w7\n"}, 'pandas.read_csv("'),
+    "a table with tabs": (own(data="d.tsv"), {"d.tsv": "prompt\twant\nw5\tw7\n"}, 'pandas.read_table("'),
+    "a Parquet file": (*data("PAR1 and more"), "d.jsonl is a table, and JSON Lines are needed"),
+    "a dataset of the hub": (own(data="openai/gsm8k"), {}, 'load_dataset("openai/gsm8k", split="train")'),
+    "data without the reward's column": (
+        *data('{"prompt": "w5", "answer": "w7"}\n'),
+        "d.jsonl line 1 has no `want` column, which the reward sevens needs; it has prompt, answer.",
+    ),
     "a device that is not there": ([*PROBLEM, "model.device=cuda:77"], {}, "model.device=cuda:77 is not there"),
     "empty data": (*data(""), "d.jsonl is empty"),
     "data that are no JSON": (*data(ROW + '{"prompt"\n'), "d.jsonl line 2 is not valid JSON"),
     "a row without a prompt": (*data(ROW + '{"question": "w5"}\n'), "d.jsonl line 2 has no usable `prompt` column"),
-    "an id twice": (*data('{"prompt": "w5", "id": 1}\n{"prompt": "w6", "id": 1}\n'), "id '1' occurs twice"),
+    "an id twice": (*data(ROW.replace("}", ', "id": 1}') * 2), "id '1' occurs twice"),
     "a prompt that is too long": (*data(json.dumps({"prompt": "w5 " * 500}) + "\n"), "d.jsonl line 1"),
     "a reward file that is not there": (own(reward="no.py:f"), {}, "file no.py does not exist"),
     "a reward without a name": (own(reward="@/rewards.py"), {}, "write file.py:function"),
@@ -148,6 +156,7 @@ FILES = {
         {},
         "has no function 'seven'; it has sevens",
     ),
+    "a reward that is a class": (*rewards("class f:\n    pass\n"), "r.py:1: f is a class: name a function"),
     "a reward file that is no Python": (*rewards("def f(:\n"), "r.py:1 is not valid Python"),
     "a reward file that exits": (*rewards(GOOD + "import sys\nsys.exit(0)\n"), "r.py:4 runs sys.exit(...)"),
     "a reward file that reads arguments": (
@@ -211,6 +220,10 @@ FILES = {
     "a task file that exits": (["task.name=t.py:T"], {"t.py": "import sys\nsys.exit()\n"}, "t.py:2 failed: SystemExit"),
 }
 RUNS = {
+    "a reward that returns nothing": (
+        *rewards("def f(completions): pass\n"),
+        "returned a NoneType: it must return a list, one number per completion",
+    ),
     "a reward of one value": (*rewards("def f(completions): return [1.0]\n"), "tba: f failed ("),
     "a reward that is always None": (
         *rewards("def f(completions): return [None] * len(completions)\n"),
@@ -385,6 +398,7 @@ def test_what_is_wrong_with_the_config_the_output_or_the_reward_is_told_before_t
     """One process for all: torch takes longer to import than all of these together."""
     (tmp_path / "runs" / "there").mkdir(parents=True)
     (tmp_path / "runs" / "there" / "notes.txt").write_text("mine")
+    (folder / "rewards.csv").write_text("prompt,want\nw5,w7\n")
     code = (
         "import json, sys; from tba.cli import main\n"
         "for arguments in json.loads(sys.argv[1]):\n"
@@ -401,6 +415,7 @@ def test_what_is_wrong_with_the_config_the_output_or_the_reward_is_told_before_t
         ["--data", f"{folder}/data.jsonl", "--reward", "no.py:f"],
         ["--data", "no.jsonl", "--reward", f"{folder}/rewards.py:sevens"],
         ["replay.imports=[no.jsonl]"],
+        ["--data", f"{folder}/rewards.csv", "--reward", f"{folder}/rewards.py:sevens"],
     ]
     command = [sys.executable, "-c", code, json.dumps(cases)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)

@@ -15,11 +15,15 @@ from tba.config import Config, ConfigError
 from tba.models.names import SHIPPED, check_there, resolve_path
 from tba.observe.contents import others_entry
 from tba.observe.files import RunFolder, check_sinks, read_summary
-from tba.tasks.data.rows import SUFFIXES
+from tba.tasks.data.rows import SUFFIXES, may_be_hub_name, refuse_other_formats
 from tba.tasks.rewards.files import check_reward_function
 from tba.tasks.rewards.functions import reward_weights
 from tba.tasks.rewards.sources import with_sources
 
+HUB_COMMAND = (
+    "A dataset of the hub is written to one first, with the question as `prompt`: python -c 'from datasets import "
+    """load_dataset; load_dataset("NAME", split="train").rename_column("question", "prompt").to_json("prompts.jsonl")'"""
+)
 TASK_NAMES = ("arithmetic", "gsm8k", "math", "tldr", "red_team", "custom")
 """Names of the registered tasks: the registry itself needs torch."""
 
@@ -52,11 +56,14 @@ def check_inputs(config: Config) -> None:
         check_reward_function(reward.function)
     for key, path in (("task.data", config.task.data), ("task.eval_data", config.task.eval_data)):
         own = config.task.name == "custom"
+        if path is not None and Path(path).expanduser().is_file():
+            refuse_other_formats(Path(path).expanduser())
         if path is None or Path(path).expanduser().is_file():
             continue
         if not Path(path).expanduser().exists() and (own or is_file_name(path)):
+            hub = f" {HUB_COMMAND.replace('NAME', path)}" if may_be_hub_name(path) else ""
             raise ValueError(
-                f"{key}: file {path} does not exist. Give a JSONL file, relative to {Path.cwd()} or in full."
+                f"{key}: file {path} does not exist. Give a JSONL file, relative to {Path.cwd()} or in full.{hub}"
             )
         if own:
             raise ValueError(f"{key}: {path} is a folder: give a JSONL file with a `prompt` column.")

@@ -256,6 +256,12 @@ def evaluate(
                     f"--responses needs a task whose responses are right or wrong, or have rewards of your own: "
                     f"{config.task.name} is judged otherwise. Leave --responses and --against out."
                 )
+            if not evaluator.prompts:
+                logger.warning(
+                    "nothing was measured: %s has no prompts in evaluate.split=%s. Give some, for your own data as "
+                    "task.eval_data=FILE.jsonl.",
+                    *(config.task.label, config.evaluate.split),
+                )
             return evaluator(make_search_engine(config, inputs.loaded))
         finally:
             rewards.close()

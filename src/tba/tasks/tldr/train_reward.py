@@ -198,7 +198,8 @@ def _load_base(path: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
         return AutoTokenizer.from_pretrained(path), load_weights(AutoModel, path, dtype=torch.float32).eval()
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model {path!r} cannot be loaded: {first_line(error).rstrip('. ')}. Give a folder or hub name of a causal language model."
+            f"model {path!r} cannot be loaded: {first_line(error).rstrip('. ')}. Give a folder or hub name of a causal "
+            "language model."
         ) from error
 
 
