@@ -53,7 +53,7 @@ def others_entry(*paths: Path, writable: int = stat.S_IWOTH) -> str | None:
         if found.st_uid not in (0, os.geteuid()):
             return f"{entry} belongs to user {found.st_uid}"
         if found.st_mode & writable:
-            return f"{entry} can be written by other users (mode {stat.S_IMODE(found.st_mode):o})"
+            return f"{entry} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}; chmod go-w ends that)"
     return None
 
 
