@@ -51,6 +51,7 @@ def run(overrides: Sequence[str], seed: int) -> list[dict]:
     """The metrics of every step of one `tba train`."""
     with tempfile.TemporaryDirectory() as folder:
         settings = ["mode=sync", "train.learning_rate=2e-4", "train.max_steps=200", *overrides, f"seed={seed}"]
+        settings = list({setting.partition("=")[0]: setting for setting in settings}.values())
         settings += [f"output={folder}", "name=run", "evaluate.num_prompts=20", "observe.progress=false"]
         command = [sys.executable, "-m", "tba", "train", *settings]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -76,7 +76,8 @@ def newest(run: Path) -> int:
 def exact(arguments: argparse.Namespace) -> None:
     rng = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tba", "train", *EXACT, *arguments.settings, f"output={folder}"]
+        settings = {setting.partition("=")[0]: setting for setting in (*EXACT, *arguments.settings)}
+        command = [sys.executable, "-m", "tba", "train", *settings.values(), f"output={folder}"]
         subprocess.run([*command, "name=whole"], check=True, capture_output=True)
         killed, reached = 0, 0
         while True:

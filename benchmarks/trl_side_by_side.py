@@ -65,6 +65,8 @@ def run_tba(arguments: argparse.Namespace) -> dict[str, Any]:
             *([] if arguments.as_configured else FRESH),
             *arguments.set,
         ]
+        # --set replaces the settings above: a key has one value on a command line.
+        command = list({part.partition("=")[0]: part for part in command}.values())
         try:
             status = subprocess.run(command, check=False, cwd=ROOT, timeout=0.9 * arguments.seconds).returncode
         except subprocess.TimeoutExpired:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.config import ConfigError, Schedule, dump_config, load_config
+from tba.config import ConfigError, Schedule, dump_config, load_config, read_yaml
 from tba.config.files import make_config
 from tba.launch.defaults import with_objective_defaults
 
@@ -55,6 +55,8 @@ def test_there_are_shipped_configs():
     [
         ("train.max_step=3", "unknown key train.max_step: did you mean train.max_steps?"),
         ("max_steps=3", "unknown key max_steps: did you mean train.max_steps?"),
+        ("lr=1e-5", "unknown key lr: it is called train.learning_rate."),
+        ("train.batch_size=8", "unknown key train.batch_size: it is called train.responses_per_step."),
         ("zzz=3", "unknown key zzz: the config takes name, output"),
         ("train.samples_per_prompt=0", "train.samples_per_prompt: Input should be greater than or equal to 1, got 0"),
         ("train.responses_per_step=30", "is not divisible by train.samples_per_prompt=8: use 24 or 32"),
@@ -128,6 +130,25 @@ def test_a_missing_or_broken_file_is_explained(tmp_path):
     broken.write_text("train: [")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_config(broken)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nseed: 7\n", "line 2, column 1: the key seed is given twice, first in line 1"),
+        ("train:\n  max_steps: 1\nseed: 1\ntrain:\n  settle: 0\n", "line 4, column 1: the key train is given twice"),
+        ("objective: {beta: 0.1, name: tb, beta: 0.2}\n", "line 1, column 34: the key beta is given twice"),
+    ],
+)
+def test_a_key_that_a_file_gives_twice_is_refused_with_its_line(tmp_path, text, message):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_a_mapping_may_take_over_another_one_and_change_it():
+    text = "a: &a {x: 1, y: 1}\nb: &b\n  <<: *a\n  x: 2\nc:\n  <<: *b\n  y: 3\n"
+    assert read_yaml(text) == {"a": {"x": 1, "y": 1}, "b": {"x": 2, "y": 1}, "c": {"x": 2, "y": 3}}
 
 
 def test_linear_schedule_by_hand():

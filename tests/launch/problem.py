@@ -6,6 +6,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,12 @@ SETTINGS = (
     "evaluate.num_prompts=4",
     "observe.progress=false",
 )
+
+
+def with_settings(*arguments: str, base: Sequence[str] = SETTINGS) -> list[str]:
+    """Arguments of a command with those of `base`, but for those that the arguments give: a key has one value."""
+    given = {argument.partition("=")[0] for argument in arguments}
+    return [*(setting for setting in base if setting.partition("=")[0] not in given), *arguments]
 
 
 def start_model(layers: int = 1) -> LlamaForCausalLM:
@@ -130,7 +137,7 @@ def command(folder: Path, name: str, *overrides: str, reward: str = "sevens") ->
     """`tba train` on the problem, for a process of its own."""
     options = ["--model", f"{folder}/model", "--data", f"{folder}/data.jsonl"]
     options += ["--reward", f"{folder}/rewards.py:{reward}"]
-    settings = [*SETTINGS, f"output={folder}/runs", f"name={name}", *overrides]
+    settings = with_settings(f"output={folder}/runs", f"name={name}", *overrides)
     return [sys.executable, "-m", "tba", "train", *options, *settings]
 
 

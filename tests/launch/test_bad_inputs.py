@@ -10,8 +10,9 @@ import subprocess
 import sys
 
 import pytest
-from problem import SETTINGS
-from transformers import BertConfig, T5Config
+from problem import SETTINGS, with_settings
+from safetensors.torch import load_file, save
+from transformers import AutoTokenizer, BertConfig, T5Config
 
 from tba.cli import main
 from tba.observe.claim import Claim
@@ -19,6 +20,7 @@ from tba.observe.claim import Claim
 ROW = '{"prompt": "w5 w6", "want": "w7"}\n'
 GOOD = "def f(completions, **columns):\n    return [1.0] * len(completions)\n"
 STUDY = "name: s\nmetric: {}\nrows: {{tb: {{objective.name: tb}}}}\ncolumns: {{sync: {{mode: sync}}}}\nseeds: [0]\n"
+BASE = (*SETTINGS, "mode=sync", "search.max_reward_failures=8", "task.eval_fraction=0")
 PROBLEM = ["--model", "@/model", "--data", "@/data.jsonl", "--reward", "@/rewards.py:sevens"]
 """Arguments of a good run; @ is the folder of the tiny problem."""
 
@@ -133,11 +135,19 @@ FILES = {
     "a JSON array": (*data(f"[{ROW.strip()},\n{ROW.strip()}]\n"), "is one JSON array, and JSON Lines are needed"),
     "a JSON array over many lines": (*data(f"[\n{ROW.strip()}\n]\n"), "is one JSON array, and JSON Lines are needed"),
     "a JSON object over many lines": (*data('{\n"prompt": "w5"\n}\n'), "is one JSON object, and JSON Lines are needed"),
+    "a table": (own(data="d.csv"), {"d.csv": "prompt,want\nw5,w7\n"}, 'pandas.read_csv("'),
+    "a table with tabs": (own(data="d.tsv"), {"d.tsv": "prompt\twant\nw5\tw7\n"}, 'pandas.read_table("'),
+    "a Parquet file": (*data("PAR1 and more"), "d.jsonl is a table, and JSON Lines are needed"),
+    "a dataset of the hub": (own(data="openai/gsm8k"), {}, 'load_dataset("openai/gsm8k", split="train")'),
+    "data without the reward's column": (
+        *data('{"prompt": "w5", "answer": "w7"}\n'),
+        "d.jsonl line 1 has no `want` column, which the reward sevens needs; it has prompt, answer.",
+    ),
     "a device that is not there": ([*PROBLEM, "model.device=cuda:77"], {}, "model.device=cuda:77 is not there"),
     "empty data": (*data(""), "d.jsonl is empty"),
     "data that are no JSON": (*data(ROW + '{"prompt"\n'), "d.jsonl line 2 is not valid JSON"),
     "a row without a prompt": (*data(ROW + '{"question": "w5"}\n'), "d.jsonl line 2 has no usable `prompt` column"),
-    "an id twice": (*data('{"prompt": "w5", "id": 1}\n{"prompt": "w6", "id": 1}\n'), "id '1' occurs twice"),
+    "an id twice": (*data(ROW.replace("}", ', "id": 1}') * 2), "id '1' occurs twice"),
     "a prompt that is too long": (*data(json.dumps({"prompt": "w5 " * 500}) + "\n"), "d.jsonl line 1"),
     "a reward file that is not there": (own(reward="no.py:f"), {}, "file no.py does not exist"),
     "a reward without a name": (own(reward="@/rewards.py"), {}, "write file.py:function"),
@@ -146,6 +156,7 @@ FILES = {
         {},
         "has no function 'seven'; it has sevens",
     ),
+    "a reward that is a class": (*rewards("class f:\n    pass\n"), "r.py:1: f is a class: name a function"),
     "a reward file that is no Python": (*rewards("def f(:\n"), "r.py:1 is not valid Python"),
     "a reward file that exits": (*rewards(GOOD + "import sys\nsys.exit(0)\n"), "r.py:4 runs sys.exit(...)"),
     "a reward file that reads arguments": (
@@ -171,6 +182,28 @@ FILES = {
     "a model with a broken tokenizer": (own(model="./bad_tokenizer"), {}, "cannot be loaded with its tokenizer"),
     "a model that cannot end": (own(model="./endless"), {}, "the model has no EOS"),
     "weights that are noise": (own(model="./noise"), {}, "cannot be loaded with its weights: SafetensorError"),
+    "weights that lack a tensor": (
+        own(model="@/lacking"),
+        {},
+        "its files have no model.layers.0.input_layernorm.weight, which LlamaForCausalLM needs",
+    ),
+    "weights that lack a head": (own(model="@/headless"), {}, "its files have no lm_head.weight, which Llama"),
+    "weights that are no numbers": (
+        own(model="@/broken"),
+        {},
+        "1 of its 11 tensors hold NaN or infinite numbers (model.norm.weight)",
+    ),
+    "another vocabulary than the config's": (
+        own(model="@/vocabulary"),
+        {},
+        "model.embed_tokens.weight has the shape [40, 32] in its files, and [47, 32] by config.json (vocab_size=47)",
+    ),
+    "a tokenizer beyond the embedding": (
+        own(model="@/longer"),
+        {},
+        "tokens that its embedding of 40 rows has none for: 'new0' (id 40), 'new1' (id 41), 'new2' (id 42) and 2 more",
+    ),
+    "a model that is a file": (own(model="./m.gguf"), {"m.gguf": "GGUF"}, "m.gguf': that is a file, not a folder"),
     "a model that is not shipped": (own(model="tba:nothing"), {}, "is not shipped with the package"),
     "a model without a config": (own(model="./m"), {"m/readme.txt": "x"}, "cannot be loaded"),
     "a model with a broken config": (own(model="./m"), {"m/config.json": "{"}, "cannot be loaded"),
@@ -187,6 +220,10 @@ FILES = {
     "a task file that exits": (["task.name=t.py:T"], {"t.py": "import sys\nsys.exit()\n"}, "t.py:2 failed: SystemExit"),
 }
 RUNS = {
+    "a reward that returns nothing": (
+        *rewards("def f(completions): pass\n"),
+        "returned a NoneType: it must return a list, one number per completion",
+    ),
     "a reward of one value": (*rewards("def f(completions): return [1.0]\n"), "tba: f failed ("),
     "a reward that is always None": (
         *rewards("def f(completions): return [None] * len(completions)\n"),
@@ -277,6 +314,21 @@ def other_models(folder):
     T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(folder / "t5")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def damaged_models(folder):
+    weights = load_file(folder / "model" / "model.safetensors")
+    lacking = {name: tensor for name, tensor in weights.items() if "input_layernorm" not in name}
+    broken = {**weights, "model.norm.weight": weights["model.norm.weight"] / 0}
+    for name, tensors in (("lacking", lacking), ("broken", broken)):
+        damaged(folder, folder / name, {"model.safetensors": lambda _, own=tensors: save(own, {"format": "pt"})})
+    damaged(folder, folder / "vocabulary", {"config.json": changed(vocab_size=47)})
+    damaged(folder, folder / "headless", {"config.json": changed(tie_word_embeddings=False)})
+    damaged(folder, folder / "longer", {})
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.add_tokens([f"new{number}" for number in range(5)])
+    tokenizer.save_pretrained(folder / "longer")
+
+
 def prepare(folder, here) -> None:
     """What some of the cases find: a file, a folder of somebody's, one in use, and a model whose weights are cut off."""
     (here / "file.txt").write_text("mine")
@@ -316,10 +368,11 @@ def test_a_bad_input_is_told_in_words_and_leaves_nothing(
         (tmp_path / name).write_text(text)
     before = contents(tmp_path)
     monkeypatch.chdir(tmp_path)
-    settings = [*SETTINGS, "mode=sync", "search.max_reward_failures=8", "task.eval_fraction=0"]
     arguments = [argument.replace("@", str(folder)) for argument in arguments]
     command = (
-        arguments if arguments[0] in ("evaluate", "merge", "prepare", "compare") else ["train", *settings, *arguments]
+        arguments
+        if arguments[0] in ("evaluate", "merge", "prepare", "compare")
+        else ["train", *with_settings(*arguments, base=BASE)]
     )
     monkeypatch.setattr(sys, "argv", ["tba", *command])
     with pytest.raises(SystemExit) as ended:
@@ -345,6 +398,7 @@ def test_what_is_wrong_with_the_config_the_output_or_the_reward_is_told_before_t
     """One process for all: torch takes longer to import than all of these together."""
     (tmp_path / "runs" / "there").mkdir(parents=True)
     (tmp_path / "runs" / "there" / "notes.txt").write_text("mine")
+    (folder / "rewards.csv").write_text("prompt,want\nw5,w7\n")
     code = (
         "import json, sys; from tba.cli import main\n"
         "for arguments in json.loads(sys.argv[1]):\n"
@@ -361,6 +415,7 @@ def test_what_is_wrong_with_the_config_the_output_or_the_reward_is_told_before_t
         ["--data", f"{folder}/data.jsonl", "--reward", "no.py:f"],
         ["--data", "no.jsonl", "--reward", f"{folder}/rewards.py:sevens"],
         ["replay.imports=[no.jsonl]"],
+        ["--data", f"{folder}/rewards.csv", "--reward", f"{folder}/rewards.py:sevens"],
     ]
     command = [sys.executable, "-c", code, json.dumps(cases)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import run_command
-from problem import SETTINGS
+from problem import with_settings
 from typer.testing import CliRunner
 
 import tba as tba_package
@@ -104,6 +104,20 @@ def test_so_are_those_that_come_later(arguments, message, monkeypatch, capfd, tm
         (["--version"], "tba: there is no option --version. Options are --help."),
         (["trian"], "tba: there is no command trian: did you mean train? Commands are train, evaluate, compare"),
         (["frobnicate"], "tba: there is no command frobnicate. Commands are train, evaluate, compare"),
+        (["train", "--max-steps", "1", "--max-steps", "2"], "tba train: --max-steps is given twice: keep one of them."),
+        (
+            ["train", "--max-steps", "1", "train.max_steps=2"],
+            "tba: train.max_steps is given two values on the command line: --max-steps 1 and train.max_steps=2.",
+        ),
+        (
+            ["train", "seed=1", "name=a", "seed=2"],
+            "two values on the command line: seed=1 and seed=2. Keep one of them.",
+        ),
+        (["train", "--model", "a", "model.path=b"], "two values on the command line: --model a and model.path=b."),
+        (
+            ["evaluate", "tba:arithmetic", "--num-prompts", "3", "evaluate.num_prompts=4"],
+            "evaluate.num_prompts is given two values on the command line: --num-prompts 3",
+        ),
         (["train", "--max-steps", "x"], "tba train: --max-steps: 'x' is not a whole number"),
         (["train", "--max-steps"], "Option '--max-steps' requires an argument"),
         (["evaluate", "runs/x", "--samples", "2.5"], "tba evaluate: --samples: '2.5' is not a whole number"),
@@ -173,7 +187,7 @@ def test_train_and_evaluate_from_the_command_line(folder, monkeypatch, capfd):
         "--reward",
         f"{folder}/rewards.py:sevens",
     ]
-    settings = [*SETTINGS, "mode=sync", f"output={folder}/runs", "name=cli", "train.max_steps=2"]
+    settings = with_settings("mode=sync", f"output={folder}/runs", "name=cli", "train.max_steps=2")
     done = run_command([sys.executable, "-m", "tba", "train", *options, *settings])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 2

@@ -10,7 +10,7 @@ import threading
 import psutil
 import pytest
 from commands import Command
-from problem import SETTINGS, children, make_config, records_so_far, wait_for
+from problem import children, make_config, records_so_far, wait_for, with_settings
 
 from tba.launch import train
 from tba.observe.files import RunFolder
@@ -108,7 +108,7 @@ def command(folder, name: str, *overrides: str) -> list[str]:
         "--reward",
         f"{folder}/rewards.py:sevens",
     ]
-    settings = [*SETTINGS, ENDLESS, f"output={folder}/runs", f"name={name}", *overrides]
+    settings = with_settings(ENDLESS, f"output={folder}/runs", f"name={name}", *overrides)
     return [sys.executable, "-m", "tba", "train", *options, *settings]
 
 

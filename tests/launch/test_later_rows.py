@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 
 from commands import Command
-from problem import SETTINGS, make_config, wait_for
+from problem import make_config, wait_for, with_settings
 
 from tba.launch import train
 from tba.observe.files import RunFolder
@@ -91,7 +91,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_and_keep
     settings = ["train.max_steps=30", "observe.healthy_checkpoint_every=100", "name=no-checkpoint"]
     command = [
         *(sys.executable, "-m", "tba", "train", "--model", f"{folder}/model", "--data", f"{folder}/data.jsonl"),
-        *("--reward", f"{folder}/rewards.py:sevens", *SETTINGS, f"output={folder}/runs", *settings),
+        *("--reward", f"{folder}/rewards.py:sevens", *with_settings(f"output={folder}/runs", *settings)),
     ]
     with Command(command) as process:
         # Steps may run ahead of the disk: what counts here is what has been committed.

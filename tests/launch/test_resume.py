@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from commands import Command
-from problem import SETTINGS, make_config, wait_for
+from problem import make_config, wait_for, with_settings
 
 from tba import TBATrainer
 from tba.cli import app
@@ -66,7 +66,8 @@ def run_and_kill(folder: Path, name: str, *overrides: str) -> None:
     run = RunFolder(folder / "runs" / name)
     command = [
         *(sys.executable, "-m", "tba", "train", "--model", f"{folder}/model", "--data", f"{folder}/data.jsonl"),
-        *("--reward", f"{folder}/rewards.py:sevens", *SETTINGS, f"output={folder}/runs", f"name={name}", *overrides),
+        *("--reward", f"{folder}/rewards.py:sevens"),
+        *with_settings(f"output={folder}/runs", f"name={name}", *overrides),
     ]
 
     def newest() -> int:

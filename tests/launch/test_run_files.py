@@ -8,7 +8,7 @@ import pytest
 from problem import SETTINGS, make_config, scores_of
 
 from tba.config import load_config
-from tba.launch import train
+from tba.launch import evaluate_model, train
 from tba.observe.contents import foreign
 from tba.observe.files import RunFolder
 
@@ -96,3 +96,15 @@ def test_rewards_that_fail_now_and_then_are_told_and_counted(folder, caplog):
     told = [record.message for record in caplog.records if "responses have no reward" in record.message]
     assert "ValueError: not this one" in told[0]
     assert len(told) <= 4
+
+
+def test_an_evaluation_on_no_prompts_says_so_and_measures_nothing(folder, caplog, capfd):
+    config = make_config(
+        folder, "name=unmeasured", "mode=sync", "train.max_steps=1", "task.eval_fraction=0", "observe.progress=true"
+    )
+    train(config)
+    shown = "".join(capfd.readouterr())
+    assert "trains on 30 prompts and is not evaluated: none is held out (task.eval_fraction=0.0)." in shown
+    assert "custom, tb, seed 0: not evaluated" in shown
+    assert evaluate_model(str(config.run_folder), ["evaluate.samples_per_prompt=2"]) == {"num_prompts": 0.0}
+    assert "nothing was measured: custom has no prompts in evaluate.split=held_out" in caplog.text

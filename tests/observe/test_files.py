@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from tba.config import load_config
 from tba.launch.checks import check_before_loading
 from tba.observe.files import JsonlSink, OutputLost, RunFolder, WriteFailures, keep_lines, write_json
+from tba.replay.database import open_database
+from tba.tasks.rewards.worker import open_log
 
 
 def test_jsonl_lines_are_valid_json_also_for_nan(tmp_path):
@@ -143,3 +146,26 @@ def test_an_output_that_cannot_be_written_is_refused_and_left_as_it_was(tmp_path
         RunFolder.check(Path("/proc/run"), overwrite=False)
     RunFolder.check(tmp_path / "new" / "run", overwrite=False)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_status_that_the_supervisor_writes_at_once_does_not_make_a_new_folder_an_old_run(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "status.json").write_text("{}")
+    (tmp_path / "run" / ".status.json.4711").write_text("{")
+    assert RunFolder.create(tmp_path / "run", overwrite=False).logs.is_dir()
+
+
+@pytest.mark.parametrize(("mask", "folders", "files"), [(0o077, 0o700, 0o600), (0o022, 0o755, 0o644)])
+def test_a_run_folder_is_as_readable_as_the_umask_says(tmp_path, mask, folders, files):
+    before = os.umask(mask)
+    try:
+        folder = RunFolder.create(tmp_path / "run", overwrite=False)
+        write_json(folder.status, {})
+        JsonlSink(folder.metrics).write(1, {"reward": 0.5})
+        open_database(folder.replay, "process").close()
+        open_log(folder.logs / "rewards.log").close()
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in (folder.path, *folder.path.rglob("*"))}
+    assert len(modes) >= 7
+    assert modes == {path: folders if path.is_dir() else files for path in modes}

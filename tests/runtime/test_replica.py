@@ -1,6 +1,7 @@
 """The second copy of groups, with the supervisor: it is there before a searcher is told, survives a kill, and has no group
 twice. Searchers are real processes here."""
 
+import os
 import queue
 import subprocess
 import sys
@@ -147,3 +148,23 @@ def test_a_trainer_says_when_all_groups_of_the_replica_are_stored(tmp_path):
 def test_a_replica_that_cannot_be_written_says_where_and_what_to_do(tmp_path):
     with pytest.raises(ReplicaFailed, match=r"nowhere/groups\.sqlite could not be opened.*output="):
         reopened(tmp_path / "nowhere" / "groups.sqlite")
+
+
+@pytest.mark.parametrize("change", ["owner", "mode", "write-ahead log", "folder"])
+def test_rows_that_another_user_may_have_written_are_refused(tmp_path, change):
+    """A trainer unpickles them, which would run what another user wants."""
+    path = tmp_path / "replica" / "groups.sqlite"
+    path.parent.mkdir()
+    reopened(path).close()
+    if change == "mode":
+        path.chmod(0o620)
+    elif change == "folder":
+        path.parent.chmod(0o777)
+    elif os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    else:
+        changed = path if change == "owner" else path.with_name("groups.sqlite-wal")
+        changed.touch()
+        os.chown(changed, 12345, 12345)
+    with pytest.raises(ReplicaFailed, match=r"replica.*(belongs to user 12345|can be written by other users)"):
+        reopened(path)

@@ -152,7 +152,7 @@ def test_a_validation_split_is_refused_before_there_is_a_run_folder(write, tmp_p
 
 
 def test_the_id_column_names_the_prompt(tokenizer, write):
-    rows = [{"prompt": "Mia has 3 pens.", "id": 17}]
+    rows = [{"prompt": "Mia has 3 pens.", "id": 17, "answer": "3"}]
     task = custom(tokenizer, write("data.jsonl", rows), write("rewards.py", SCORE) + ":score", eval_fraction=0.0)
     assert task.prompts("train")[0].id == "17"
 
@@ -332,8 +332,52 @@ def test_a_failed_sample_is_not_solved(tokenizer, write):
     ],
 )
 def test_bad_data_is_named_by_line(tokenizer, write, content, message):
+    reward = write("rewards.py", SCORE.replace("answer,", "answer=(),")) + ":score"
     with pytest.raises(ValueError, match=message.replace("`", "[`]")):
-        custom(tokenizer, write("data.jsonl", content), write("rewards.py", SCORE) + ":score", max_prompt_tokens=10)
+        custom(tokenizer, write("data.jsonl", content), reward, max_prompt_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "needed"),
+    [
+        ("completions, **columns", []),
+        ("prompts, completions, completion_ids, trainer_state, log_extra, log_metric", []),
+        ("completions, want, answer='x', *more, other=None, **columns", ["want"]),
+        ("completions, *, want, answer=None", ["want"]),
+        ("data_source, solution_str, ground_truth, extra_info=None", ["ground_truth"]),
+        ("data_source, solution_str, ground_truth=None", []),
+    ],
+)
+def test_the_columns_that_a_reward_needs_are_those_without_a_default(write, parameters, needed):
+    text = f"def f({parameters}): ...\nasync def g({parameters}): ...\n@wraps\ndef h({parameters}): ...\n"
+    file = write("rewards.py", text)
+    assert check_reward_function(f"{file}:f") == check_reward_function(f"{file}:g") == needed
+    assert check_reward_function(f"{file}:h") == [], "a decorator may give it other parameters"
+    names: dict = {}
+    exec(f"def f({parameters}): ...", names)
+    assert check_reward_function(names["f"]) == needed
+
+
+def test_a_column_that_a_reward_needs_and_the_data_lacks_is_named_with_those_that_are_there(tokenizer, write):
+    rows, reward = [{"prompt": f"Mia has {i} pens.", "solution": str(i)} for i in range(3)], write("rewards.py", SCORE)
+    message = r"line 1 has no `answer` column, which the reward score needs; it has prompt, solution\. And 2 more"
+    with pytest.raises(ValueError, match=message):
+        custom(tokenizer, write("data.jsonl", rows), f"{reward}:score")
+    # One row that lacks it is a bad row like any other.
+    data = write("data.jsonl", [*ROWS, rows[0]])
+    assert len(custom(tokenizer, data, f"{reward}:score", eval_fraction=0.0, on_bad_row="skip").prompts("train")) == 59
+    verl = write("verl.py", "def compute_score(data_source, solution_str, ground_truth): ...\n")
+    good = [{"prompt": "Mia has 3 pens.", "reward_model": {"ground_truth": "3"}}]
+    assert custom(tokenizer, write("verl.jsonl", good), f"{verl}:compute_score").prompts("train")
+    with pytest.raises(ValueError, match=r"no `ground_truth` column, which the reward compute_score needs"):
+        custom(tokenizer, data, f"{verl}:compute_score")
+
+
+def test_a_class_is_no_reward(write):
+    file = write("rewards.py", "class Judge:\n    def __call__(self, completions): ...\n\nscore = Judge()\n")
+    check_reward_function(f"{file}:score")
+    with pytest.raises(ValueError, match=r"rewards.py:1: Judge is a class: name a function, or an object that can be"):
+        check_reward_function(f"{file}:Judge")
 
 
 def test_a_missing_data_file_is_named(tokenizer, write, tmp_path):
@@ -376,7 +420,7 @@ def test_names_that_a_file_defines_imports_or_assigns_are_accepted_without_impor
     """
     file = write("rewards.py", lines)
     known = ["paths", "json", "imported", "other", "first", "second", "third", "annotated", "torch", "conditional"]
-    for name in [*known, "fallback", "looped", "opened", "waits", "Judge", "outer"]:
+    for name in [*known, "fallback", "looped", "opened", "waits", "outer"]:
         check_reward_function(f"{file}:{name}")
     for name in ("inner", "local", "graded", "make"):
         with pytest.raises(ValueError, match=f"has no function '{name}'; it has"):

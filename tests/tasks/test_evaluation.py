@@ -123,7 +123,9 @@ def test_an_evaluation_leaves_out_and_counts_the_responses_to_which_no_reward_ap
     write_problem(tmp_path)
     rewards = tmp_path / "partly.py"
     # Applies to every other prompt only; where it does, the reward is 1.
-    rewards.write_text("def partly(completions, use, **columns):\n    return [1.0 if own else None for own in use]\n")
+    rewards.write_text(
+        "def partly(completions, use=(), **columns):\n    return [1.0 if own else None for own in use]\n"
+    )
     rows = [{"prompt": f"w{i} w5", "use": i % 2} for i in range(3, 9)]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = (f"task.eval_data={tmp_path}/eval.jsonl", f"task.rewards=[{{function: '{rewards}:partly'}}]")

@@ -125,7 +125,23 @@ def test_a_task_of_one_prompt_is_evaluated_on_it(write, tmp_path, caplog):
     settings = {"name": "custom", "rewards": [{"function": f"{tmp_path}/rewards.py:score"}]}
     task = make_task(TaskConfig(**settings, data=data, eval_data=data), make_tokenizer(), max_prompt_tokens=200)
     assert len(task.prompts("train")) == len(task.prompts("held_out")) == 1
-    assert not warnings(caplog)
+    (warning,) = warnings(caplog)
+    assert warning.endswith(
+        "in 1 rows: all that is learned is how to answer this one, and that is what evaluations ask too."
+    )
+
+
+def test_a_file_of_one_prompt_is_not_split_however_often_it_stands_there(write, tmp_path, caplog):
+    (tmp_path / "rewards.py").write_text("def score(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
+    data = write("one.jsonl", [{"prompt": "Make 24."}] * 40)
+    config = TaskConfig(name="custom", rewards=[{"function": f"{tmp_path}/rewards.py:score"}], data=data)
+    task = make_task(config, make_tokenizer(), max_prompt_tokens=200)
+    assert len(task.prompts("train")) == len(task.prompts("held_out")) == 40
+    assert (
+        "trains and is evaluated on the same 40 prompts: fewer than 20 different ones are not split" in task.split_words
+    )
+    (warning,) = warnings(caplog)
+    assert "has one prompt, in 40 rows" in warning
 
 
 def test_own_data_split_by_a_share_has_no_question_on_both_sides(write, tmp_path):

@@ -343,5 +343,5 @@ def save_attacker(folder):
 
 
 def test_a_judge_that_was_never_trained_is_refused(models):
-    with pytest.raises(ValueError, match="was not trained as AutoModelForSequenceClassification"):
+    with pytest.raises(ValueError, match=r"its files have no .*, which LlamaForSequenceClassification needs"):
         ClassifierJudge(models["victim"], label="LABEL_0", device="cpu")

@@ -56,6 +56,12 @@ def prints(completions, **columns):
 def heavy(completions, **columns):
     return [float(name in sys.modules) for name in completions]
 
+def sees(completions, **columns):
+    return [float(name in os.environ) for name in completions]
+
+def needs_key(completions, **columns):
+    return [float(os.environ["JUDGE_API_KEY"])] * len(completions)
+
 def dies(completions, **columns):
     os._exit(7)
 
@@ -254,3 +260,29 @@ def test_a_reward_that_computes_is_called_by_one_worker_unless_told_otherwise(re
 def test_a_worker_is_light_because_many_are_started(rewards):
     [found] = score_all(rewards("heavy"), [group("torch", "numpy", "pydantic", "asyncio")])
     assert [outcome["heavy"] for outcome in found] == [0.0] * 4
+
+
+def test_a_reward_gets_no_secrets_but_those_that_are_passed_on(rewards, tmp_path, monkeypatch):
+    secrets = ["HF_TOKEN", "JUDGE_API_KEY", "PGPASSWORD", "AWS_REGION", "my_secret", "SSH_AUTH_SOCK", "AZURE_X"]
+    others = ["TOKENIZERS_PARALLELISM", "PATH", "JUDGE_MAX_TOKENS", "KEYBOARD", "AUTHOR"]
+    for name in [*secrets, *others[1:]]:
+        monkeypatch.setenv(name, os.environ.get(name, "7"))
+    (outcomes,) = score_all(rewards("sees"), [group(*secrets, *others)])
+    assert [outcome["sees"] for outcome in outcomes] == [0.0] * len(secrets) + [1.0] * len(others)
+    (told,) = (tmp_path / "logs" / "rewards.log").read_text().splitlines()
+    assert all(name in told for name in secrets)
+    assert told.endswith("search.reward_environment=[NAME] passes one on.")
+    (outcomes,) = score_all(rewards("sees", passed_on=["HF_TOKEN"]), [group("HF_TOKEN", "JUDGE_API_KEY")])
+    assert [outcome["sees"] for outcome in outcomes] == [1.0, 0.0]
+    (outcomes,) = score_all(rewards("needs_key", passed_on=["JUDGE_API_KEY"]), [group("a")])
+    assert outcomes == [{"needs_key": 7.0}]
+
+
+def test_a_reward_that_fails_for_want_of_a_secret_says_what_to_set(rewards, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "7")
+    ((failed,),) = score_all(rewards("needs_key"), [group("a")])
+    assert isinstance(failed, RewardFailed)
+    assert (
+        "KeyError: 'JUDGE_API_KEY' (rewards do not get JUDGE_API_KEY: search.reward_environment=[JUDGE_API_KEY]"
+        in str(failed)
+    )

@@ -47,6 +47,14 @@ def move(optimizer, seed):
     optimizer.step(0.01)
 
 
+def test_the_files_of_a_checkpoint_are_as_readable_as_the_umask_says(checkpoints):
+    checkpoints.save(1)
+    path = checkpoints.by_step()[1]
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1, (
+        "safetensors would leave the weights to their owner"
+    )
+
+
 def test_a_checkpoint_holds_what_was_there_when_it_was_saved(checkpoints):
     move(checkpoints.optimizer, 1)
     before = [parameter.detach().clone() for parameter in checkpoints.model.parameters()]

@@ -93,9 +93,11 @@ def _with_tokenizer(model: str, tokenizer: Any, path: Path) -> str:
     """A model by name with another tokenizer than its own: a folder with both."""
     from transformers import AutoModelForCausalLM
 
+    from tba.models.load import load_weights
+
     if isinstance(tokenizer, (str, Path)) and str(tokenizer) == model:
         return model
-    AutoModelForCausalLM.from_pretrained(model, dtype="auto").save_pretrained(path)
+    load_weights(AutoModelForCausalLM, model, dtype="auto").save_pretrained(path)
     _loaded(tokenizer).save_pretrained(path)
     return str(path)
 
@@ -218,9 +220,10 @@ class ModelReward:
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
             from tba.models.cpu import use_cpu
+            from tba.models.load import load_weights
 
             use_cpu()  # a worker imports torch for this reward only, and nobody has told it how to compute
-            model = AutoModelForSequenceClassification.from_pretrained(self.path, num_labels=1, dtype="auto").eval()
+            model = load_weights(AutoModelForSequenceClassification, self.path, num_labels=1, dtype="auto").eval()
             tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
             if tokenizer.pad_token is None:
                 tokenizer.pad_token = tokenizer.eos_token

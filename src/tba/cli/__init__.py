@@ -19,13 +19,13 @@ import typer
 from tba.cli.preparing import config, doctor, prepare
 from tba.cli.runs import evaluate, merge, replay, searchers, status, stop
 from tba.cli.training import compare, train
-from tba.cli.usage import Commands, exit_status, log_warnings
+from tba.cli.usage import Command, Commands, exit_status, log_warnings
 from tba.observe.streams import lasting_output
 
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 # In the order of `tba --help`. What a command needs it imports itself: torch takes seconds, and most need none.
 for command in (train, evaluate, compare, prepare, replay, status, stop, searchers, merge, config, doctor):
-    app.command()(command)
+    app.command(cls=Command)(command)
 
 
 @app.callback(invoke_without_command=True)

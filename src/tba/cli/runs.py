@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tba.cli.usage import count_option, number_option
+from tba.config import refuse_two_values
 
 
 def evaluate(
@@ -35,7 +36,13 @@ def evaluate(
 
     check_evaluated(target)
     values = list(overrides or [])
-    values += [f"task.name={task}"] if task else []
+    options = {
+        "task.name": ("--task", task),
+        "evaluate.num_prompts": ("--num-prompts", num_prompts),
+        "evaluate.samples_per_prompt": ("--samples", samples),
+    }
+    refuse_two_values(values, options)
+    values += [f"{key}={value}" for key, (_, value) in options.items() if value is not None]
     own_task = task_to_evaluate(target, values)
     if against is not None and responses is None:
         raise typer.BadParameter("--against needs --responses FILE, where the responses of this model are kept.")
@@ -48,8 +55,6 @@ def evaluate(
         typer.echo(f"{target} is evaluated on its own task, {own_task}: --task names another.", err=True)
     if (warning := collapsed_words(target)) is not None:
         typer.echo(warning, err=True)
-    values += [f"evaluate.num_prompts={num_prompts}"] if num_prompts is not None else []
-    values += [f"evaluate.samples_per_prompt={samples}"] if samples is not None else []
     if against is not None:
         read_shares(against)  # says now what is wrong with it
     keep = None if responses is None else ResponsesFile(responses)
@@ -77,6 +82,10 @@ def replay(
     until: Annotated[str | None, typer.Option(help="Only groups until then.")] = None,
     limit: Annotated[int | None, count_option("Only the newest so many groups; a listing shows 20.", least=0)] = None,
     export: Annotated[Path | None, typer.Option(help="FILE.jsonl (for replay.imports) or FILE.parquet.")] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="For --export: run Python code that comes with the run's tokenizer."),
+    ] = False,
 ) -> None:
     """List the groups that a run has stored, or export their responses."""
     from tba.replay import export as exporting
@@ -103,13 +112,14 @@ def replay(
         for line in exporting.table(path, wanted):
             typer.echo(line)
         return
-    count = exporting.export(path, export, wanted, decode=_decoder(run))
+    count = exporting.export(path, export, wanted, decode=_decoder(run, trust_remote_code=trust_remote_code))
     typer.echo(json.dumps({"responses": count, "file": str(export)}))
 
 
-def _decoder(run: Path) -> Callable[[list[int]], str] | None:
+def _decoder(run: Path, *, trust_remote_code: bool) -> Callable[[list[int]], str] | None:
     """Makes text of a run's token ids. None, with a warning, where its tokenizer is not to be had: of a snapshot that lies
-    elsewhere, or of a model that is gone."""
+    elsewhere, of a model that is gone, or one that is code. The run's own setting does not count: its folder may be a
+    stranger's."""
     from transformers import AutoTokenizer
 
     from tba.config import load_config
@@ -124,7 +134,7 @@ def _decoder(run: Path) -> Callable[[list[int]], str] | None:
         model, saved = load_config(folder.config).model, folder.checkpoints_by_step()
         path = str(saved[max(saved)]) if saved else resolve_path(model.path)
         with told(path, "has no tokenizer that can be loaded"):
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         typer.echo(f"the file has token ids without their text: {one_line(error)}", err=True)
         return None

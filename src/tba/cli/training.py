@@ -14,8 +14,17 @@ from typing import Annotated, Any
 import typer
 
 from tba.cli.usage import bounded, count_option, exit_status, log_warnings, number_option
-from tba.config import Config, ConfigError, dump_config, is_given, load_config, settings_by_name
+from tba.config import (
+    Config,
+    ConfigError,
+    dump_config,
+    is_given,
+    load_config,
+    refuse_two_values,
+    settings_by_name,
+)
 from tba.launch.checks import run_of
+from tba.observe.contents import others_entry
 from tba.observe.streams import lasting_output
 
 
@@ -39,6 +48,13 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
 ) -> None:
     """Train a policy: tba train CONFIG.yaml key=value ... or tba train --model M --data D --reward R."""
+    options = {
+        "model.path": ("--model", model),
+        "task.data": ("--data", data),
+        "task.rewards": ("--reward", " ".join(reward) if reward else None),
+        "train.max_steps": ("--max-steps", max_steps),
+    }
+    refuse_two_values([argument for argument in arguments or [] if "=" in argument], options)
     config = resolve(
         run_arguments(arguments or []) if resume else arguments or [],
         model=model,
@@ -108,7 +124,7 @@ def run_arguments(arguments: list[str]) -> list[str]:
         path = _run_or_checkpoint(argument, arguments)
         if path is not None and (run := run_of(str(path))) is not None:
             others = [other for other in arguments if other != argument]
-            return [str(run.config), *others, f"output={run.path.parent}", f"name={run.path.name}"]
+            return [_own_config(run.path), *others, f"output={run.path.parent}", f"name={run.path.name}"]
         if not Path(argument).exists() and Path(argument).suffix not in (".yaml", ".yml"):
             refuse_setting_without_value(argument)
             raise ConfigError(
@@ -116,10 +132,20 @@ def run_arguments(arguments: list[str]) -> list[str]:
                 "one of its checkpoints."
             )
     given = _settings(arguments)
-    config = _output(arguments) / given.get("name", "") / "config.yaml"
-    if "name" in given and config.is_file() and all("=" in argument for argument in arguments):
-        return [str(config), *arguments]
+    run_path = _output(arguments) / given.get("name", "")
+    if "name" in given and (run_path / "config.yaml").is_file() and all("=" in argument for argument in arguments):
+        return [_own_config(run_path), *arguments]
     return arguments
+
+
+def _own_config(run: Path) -> str:
+    """The config of a run to resume. Refuses one that another user may have written: it names code that would run here."""
+    if (others := others_entry(run, *run.rglob("*"))) is not None:
+        raise ConfigError(
+            f"{others}: the config.yaml of a run names code to run, its rewards and its model's. Look at it first, then "
+            f"name it yourself: tba train {run}/config.yaml --resume output={run.parent} name={run.name}"
+        )
+    return str(run / "config.yaml")
 
 
 def checkpoint_among(arguments: list[str]) -> Path | None:

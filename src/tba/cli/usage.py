@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from tba.config import settings_by_name
 from tba.runtime.fork_server import INTERRUPTED
@@ -58,6 +58,17 @@ def count_option(text: str, *, least: int | None = None) -> Any:
 def number_option(text: str) -> Any:
     """An option with a number."""
     return typer.Option(parser=number, metavar="NUMBER", help=text)
+
+
+class Command(TyperCommand):
+    """A command that refuses an option which is given twice, where click would take the last one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = self.make_parser(ctx).parse_args(list(args))[2]
+        for option in dict.fromkeys(given):
+            if given.count(option) > 1 and not option.multiple and option.nargs == 1:
+                raise typer.BadParameter(f"{option.opts[0]} is given twice: keep one of them.", ctx)
+        return super().parse_args(ctx, args)
 
 
 class Commands(TyperGroup):

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from tba.config import ConfigError
+from tba.config import ConfigError, read_yaml, yaml_words
 from tba.config.base import Section
 
 Label = Annotated[str, BeforeValidator(str)]
@@ -159,9 +159,9 @@ def load_study(path: Path, *, quick: bool = False) -> Study:
     if not path.is_file():
         raise ConfigError(f"study file {path} does not exist: give a YAML file with name, rows, columns and seeds.")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = read_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"study file {path} is not valid YAML: {error}") from None
+        raise ConfigError(f"study file {path} is not valid YAML: {yaml_words(error)}") from None
     study = make_study(data, where=f"study file {path}")
     return quick_study(study) if quick else study
 

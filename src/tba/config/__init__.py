@@ -1,7 +1,17 @@
 """Settings: pydantic models, YAML files, dotted overrides."""
 
 from tba.config.base import Schedule, Section
-from tba.config.files import ConfigError, dump_config, is_given, load_config, merge, settings_by_name
+from tba.config.files import (
+    ConfigError,
+    dump_config,
+    is_given,
+    load_config,
+    merge,
+    read_yaml,
+    refuse_two_values,
+    settings_by_name,
+    yaml_words,
+)
 from tba.config.root import Config
 from tba.config.runtime import PlacementConfig, RuntimeConfig
 from tba.config.search import ExploreConfig, KindConfig, SearchConfig
@@ -45,5 +55,8 @@ __all__ = [
     "is_given",
     "load_config",
     "merge",
+    "read_yaml",
+    "refuse_two_values",
     "settings_by_name",
+    "yaml_words",
 ]

@@ -13,9 +13,39 @@ from pydantic import BaseModel, ValidationError
 
 from tba.config.root import Config
 
+OTHER_NAMES = {
+    "lr": "train.learning_rate",
+    "num_generations": "train.samples_per_prompt",
+    "batch_size": "train.responses_per_step",
+    "max_completion_length": "generate.max_new_tokens",
+    "output_dir": "output",
+    "run_name": "name",
+}
+"""Settings by names that other trainers have for them and that resemble none of ours."""
+
 
 class ConfigError(ValueError):
     """The config cannot be used; the message says what, the value, what is allowed and what to change."""
+
+
+class OneValueLoader(yaml.SafeLoader):
+    """YAML's safe loader; a key that stands twice in a mapping is an error, where YAML's own keeps the last silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        # `<<` puts the keys of a mapping further up in front, and those may be given again.
+        own = [key for key, _ in node.value if key.start_mark.index >= node.start_mark.index]
+        lines: dict[Any, int] = {}
+        for key in own:
+            if key.value in lines and isinstance(key, yaml.ScalarNode):
+                problem = f"the key {key.value} is given twice, first in line {lines[key.value]}: keep one of them"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            lines[str(key.value)] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str) -> Any:
+    """The value that a YAML text holds."""
+    return yaml.load(text, OneValueLoader)
 
 
 def load_config(path: Path | str | None = None, overrides: Iterable[str] = (), **values: Any) -> Config:
@@ -27,6 +57,20 @@ def load_config(path: Path | str | None = None, overrides: Iterable[str] = (), *
         key, value = _parse_override(override)
         _set(data, key, value)
     return make_config(data)
+
+
+def refuse_two_values(overrides: Iterable[str], options: Mapping[str, tuple[str, Any]]) -> None:
+    """Refuse a setting to which a command line gives two values; `options` has name and value of a command's options by the
+    setting that they stand for, None = not given."""
+    given = {key: (f"{name} {value}", value) for key, (name, value) in options.items() if value is not None}
+    for override in overrides:
+        parts, value = _parse_override(override)
+        key = ".".join(parts)
+        words, before = given.setdefault(key, (override, value))
+        if before is not value and before != value:  # NaN differs from itself
+            raise ConfigError(
+                f"{key} is given two values on the command line: {words} and {override}. Keep one of them."
+            )
 
 
 def is_given(key: str, path: Path | str | None, overrides: Iterable[str] = (), **values: Any) -> bool:
@@ -59,9 +103,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"config file {path} does not exist: give a YAML file, for example configs/arithmetic.yaml.")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = read_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {_yaml_words(error)}") from None
+        raise ConfigError(f"config file {path} is not valid YAML: {yaml_words(error)}") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -69,7 +113,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def _yaml_words(error: Exception) -> str:
+def yaml_words(error: Exception) -> str:
     """An error of the YAML reader in one line: line 2, column 7: expected ',' or ']', but got '<stream end>'."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     words = problem or " ".join(str(error).split())
@@ -94,9 +138,9 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
             f"override {override!r} has no value: write section.key=value, for example train.max_steps=100."
         )
     try:
-        value = yaml.safe_load(text) if text else None
+        value = read_yaml(text) if text else None
     except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {_yaml_words(error)}") from None
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {yaml_words(error)}") from None
     if isinstance(value, str):
         value = _scientific(value)
     return key.split("."), value
@@ -138,6 +182,8 @@ def _unknown_key(location: list[str]) -> str:
     known = list(section.model_fields) if section is not None else []
     prefix = ".".join(location[:-1])
     settings = settings_by_name()
+    if location[-1] in OTHER_NAMES:
+        return f"unknown key {'.'.join(location)}: it is called {OTHER_NAMES[location[-1]]}."
     elsewhere = difflib.get_close_matches(location[-1], settings, n=1, cutoff=0.7)
     close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
     if close and location[-1] not in elsewhere:

@@ -98,6 +98,10 @@ class SearchConfig(Section):
     reward_memory_gb: float | None = Field(default=None, gt=0.0)
     """Memory in GiB that the process of a reward may use (private writable memory, its own processes each the same); None =
     half of the machine's or the container's. A call that needs more fails, and the process is started anew."""
+    reward_environment: tuple[str, ...] = ()
+    """Names of environment variables that rewards get although they look like secrets, such as [OPENAI_API_KEY]. All others
+    that do (TOKEN, KEY, SECRET, PASSWORD, CREDENTIAL, AUTH in the name, AWS_*, AZURE_*) are kept from the processes of
+    rewards."""
     max_reward_failures: int = Field(default=100, ge=1)
     """Number of samples in a row without a reward that stops the run: because it failed, or because every reward was
     None."""

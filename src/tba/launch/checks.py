@@ -4,18 +4,26 @@ files."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tba.config import Config, ConfigError
 from tba.models.names import SHIPPED, check_there, resolve_path
+from tba.observe.contents import others_entry
 from tba.observe.files import RunFolder, check_sinks, read_summary
-from tba.tasks.data.rows import SUFFIXES
+from tba.tasks.data.rows import SUFFIXES, may_be_hub_name, refuse_other_formats
 from tba.tasks.rewards.files import check_reward_function
 from tba.tasks.rewards.functions import reward_weights
+from tba.tasks.rewards.sources import with_sources
 
+HUB_COMMAND = (
+    "A dataset of the hub is written to one first, with the question as `prompt`: python -c 'from datasets import "
+    """load_dataset; load_dataset("NAME", split="train").rename_column("question", "prompt").to_json("prompts.jsonl")'"""
+)
 TASK_NAMES = ("arithmetic", "gsm8k", "math", "tldr", "red_team", "custom")
 """Names of the registered tasks: the registry itself needs torch."""
 
@@ -41,19 +49,49 @@ def check_before_loading(config: Config, *, resume: bool = False) -> None:
 def check_inputs(config: Config) -> None:
     """Refuse a config whose model, rewards or data are not there."""
     check_there(f"model.path={config.model.path!r}", config.model.path)
+    if unset := [name for name in config.search.reward_environment if name not in os.environ]:
+        raise ValueError(f"search.reward_environment: {', '.join(unset)} is not set here: export it, or leave it out.")
     reward_weights(config.task.rewards)
     for reward in config.task.rewards:
         check_reward_function(reward.function)
     for key, path in (("task.data", config.task.data), ("task.eval_data", config.task.eval_data)):
         own = config.task.name == "custom"
+        if path is not None and Path(path).expanduser().is_file():
+            refuse_other_formats(Path(path).expanduser())
         if path is None or Path(path).expanduser().is_file():
             continue
         if not Path(path).expanduser().exists() and (own or is_file_name(path)):
+            hub = f" {HUB_COMMAND.replace('NAME', path)}" if may_be_hub_name(path) else ""
             raise ValueError(
-                f"{key}: file {path} does not exist. Give a JSONL file, relative to {Path.cwd()} or in full."
+                f"{key}: file {path} does not exist. Give a JSONL file, relative to {Path.cwd()} or in full.{hub}"
             )
         if own:
             raise ValueError(f"{key}: {path} is a folder: give a JSONL file with a `prompt` column.")
+
+
+def with_trusted_code(config: Config, folder: RunFolder, overrides: Sequence[str]) -> Config:
+    """The config of a run that is to be evaluated, with the copies of files that are gone. Where another user may have
+    written the run folder, code that its config names is refused unless the command names it too."""
+    found = with_sources(config, folder)
+    others = others_entry(folder.path, *folder.path.rglob("*"))
+    if others is None:
+        return found
+    given = {override.partition("=")[0] for override in overrides}
+    code = {}
+    if found.model.trust_remote_code:
+        code["model.trust_remote_code"] = "true"
+    if ":" in found.task.name:
+        code["task.name"] = found.task.name
+    if found.task.rewards:
+        rewards = [reward.model_dump(mode="json", exclude_defaults=True) for reward in found.task.rewards]
+        code["task.rewards"] = json.dumps(rewards)
+    unnamed = [f"{key}={value}" for key, value in code.items() if not {key, key.partition(".")[0]} & given]
+    if unnamed:
+        raise ConfigError(
+            f"{others}, and config.yaml of this run names code to run here. Look at that code first; what you name on the "
+            f"command is run: tba evaluate ... {shlex.join(unnamed)}"
+        )
+    return config
 
 
 def check_evaluated(target: str) -> None:

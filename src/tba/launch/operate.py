@@ -132,6 +132,11 @@ def stop_run(run: Path) -> dict[str, Any]:
         raise ValueError(f"{run} runs on {status['host']}: stop it there.")
     if not status["alive"]:
         raise ValueError(f"{run} does not run: it ended at step {status['step']}.")
+    owner, user = RunFolder(run).status.stat().st_uid, psutil.Process(status["pid"]).uids().real
+    if owner != user:  # a status.json of somebody else may name any process of this user
+        raise ValueError(
+            f"{run} belongs to user {owner} and names process {status['pid']} of user {user}: not stopped."
+        )
     os.kill(status["pid"], signal.SIGTERM)
     return status
 

@@ -15,7 +15,7 @@ import torch
 from tba.config import Config, ConfigError, ModelConfig, dump_config, load_config
 from tba.generate.engine import Scorer, make_scorer
 from tba.launch.async_run import AsyncRun
-from tba.launch.checks import check_before_loading, check_inputs, run_of, task_to_evaluate
+from tba.launch.checks import check_before_loading, check_inputs, run_of, task_to_evaluate, with_trusted_code
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.devices import check_devices
 from tba.launch.imports import import_groups
@@ -40,7 +40,7 @@ from tba.runtime.threads import threads_alone, threads_of
 from tba.search.make import make_search_engine
 from tba.tasks.evaluation import AnswerEvaluator, KeepResponses, make_evaluator
 from tba.tasks.rewards.pool import make_rewards
-from tba.tasks.rewards.sources import copy_sources, with_sources
+from tba.tasks.rewards.sources import copy_sources
 from tba.train.health import Collapsed
 from tba.train.ranks import RankLost, Ranks
 from tba.types import TrajectoryGroup
@@ -227,7 +227,7 @@ def evaluate_model(target: str, overrides: Sequence[str], *, keep: KeepResponses
     if folder is not None:
         weights = folder.newest_checkpoint() if folder.path == path else path
         config = load_config(folder.config, [*overrides, f"model.path={weights}"])
-        config = with_sources(config, folder)
+        config = with_trusted_code(config, folder, overrides)
         start = partial(load_scorer, load_config(folder.config, overrides).trainer_model)
     else:
         own = [] if task is None else [f"task.name={task}"]
@@ -255,6 +255,12 @@ def evaluate(
                 raise ConfigError(
                     f"--responses needs a task whose responses are right or wrong, or have rewards of your own: "
                     f"{config.task.name} is judged otherwise. Leave --responses and --against out."
+                )
+            if not evaluator.prompts:
+                logger.warning(
+                    "nothing was measured: %s has no prompts in evaluate.split=%s. Give some, for your own data as "
+                    "task.eval_data=FILE.jsonl.",
+                    *(config.task.label, config.evaluate.split),
                 )
             return evaluator(make_search_engine(config, inputs.loaded))
         finally:

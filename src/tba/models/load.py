@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,11 +101,70 @@ def load_model(config: ModelConfig) -> LoadedModel:
     with told(config.path, "cannot be loaded with its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     with told(config.path, "cannot be loaded with its weights"):
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=resolve_dtype(config.dtype, device), **options)
-    if adapter is not None:
-        model = with_adapter(model, adapter)
+        model = load_weights(AutoModelForCausalLM, base, dtype=resolve_dtype(config.dtype, device), **options)
+        if adapter is not None:
+            model = with_adapter(model, adapter)
+        _check_vocabulary(model, tokenizer)
+        model = model.to(device).eval()
+        _check_finite(model)
     freeze_beside_text(model)
-    return LoadedModel(model=model.to(device).eval(), tokenizer=tokenizer, context=context_length(model.config))
+    return LoadedModel(model=model, tokenizer=tokenizer, context=context_length(model.config))
+
+
+def load_weights(auto_class: Any, path: str, *, may_be_missing: frozenset[str] = frozenset(), **options: Any) -> Any:
+    """A model of which every tensor comes from its files. transformers gives those that are missing, or have another shape,
+    random numbers, different ones in every process."""
+    reports = logging.getLogger("transformers.modeling_utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not any(word in record.getMessage() for word in ("MISSING", "MISMATCH"))  # its tables: said here instead
+
+    reports.addFilter(is_other)
+    try:
+        model, found = auto_class.from_pretrained(
+            path, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    finally:
+        reports.removeFilter(is_other)
+    if missing := sorted(found["missing_keys"] - may_be_missing):
+        raise ValueError(f"its files have no {some_of(missing)}, which {type(model).__name__} needs")
+    for name, stored, expected in sorted(found["mismatched_keys"]):
+        size = getattr(model.config, "vocab_size", None)
+        vocabulary = f" (vocab_size={size})" if size in expected and size not in stored else ""
+        raise ValueError(
+            f"{name} has the shape {list(stored)} in its files, and {list(expected)} by config.json{vocabulary}"
+        )
+    return model
+
+
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """`a, b, c and 7 more`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _check_finite(model: PreTrainedModel) -> None:
+    """Refuse weights with NaN or infinity: no token can be chosen, and every loss would be NaN."""
+    own = [(name, p.detach()) for name, p in model.named_parameters() if p.is_floating_point() and p.element_size() > 1]
+    finite = torch.stack([p.sum(dtype=torch.float32) for _, p in own]).isfinite().tolist()  # one wait for the GPU
+    if broken := [name for (name, _), is_finite in zip(own, finite) if not is_finite]:
+        raise ValueError(f"{len(broken)} of its {len(own)} tensors hold NaN or infinite numbers ({some_of(broken)})")
+
+
+def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer with tokens beyond the embedding, which fail where one first occurs. A special token that nothing
+    here writes may lie beyond: Gemma 3's for images does."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) <= rows:
+        return
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    written = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token}
+    idle = {token for token in special - written if token not in str(tokenizer.chat_template)}
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if beyond := [f"{token!r} (id {id})" for token, id in vocabulary if id >= rows and token not in idle]:
+        raise ValueError(
+            f"its tokenizer has tokens that its embedding of {rows} rows has none for: {some_of(beyond)}. Use the tokenizer "
+            f"that the model was trained with, or model.resize_token_embeddings({len(tokenizer)}) and save both"
+        )
 
 
 @contextmanager
@@ -113,6 +173,11 @@ def told(path: str, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        if "custom code" in first_line(error):
+            raise ValueError(
+                f"model.path={path!r} {what} without running Python code that comes with it. If you trust that code: "
+                "model.trust_remote_code=true, or --trust-remote-code for tba replay, runs it."
+            ) from error
         kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
         raise ValueError(
             f"model.path={path!r} {what}: {kind}{first_line(error).rstrip('. ')}. Give a folder with config.json, tokenizer "
@@ -293,7 +358,12 @@ def base_of(path: Path) -> str:
 
 def with_adapter(model: PreTrainedModel, path: Path) -> PreTrainedModel:
     """The base model with a saved adapter merged into its weights: a plain model."""
-    return _peft().PeftModel.from_pretrained(model, str(path)).merge_and_unload()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT would make up random ones
+        try:
+            return _peft().PeftModel.from_pretrained(model, str(path)).merge_and_unload()
+        except UserWarning as warning:
+            raise ValueError(f"{path}: {first_line(warning)}") from None
 
 
 def _peft() -> Any:

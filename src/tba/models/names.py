@@ -26,7 +26,8 @@ def resolve_path(path: str) -> str:
     if path.startswith("tba:"):
         raise ValueError(f"model.path={path!r} is not shipped with the package: it has {', '.join(SHIPPED)}.")
     if looks_like_folder(path) and not Path(path).is_dir():
-        raise ValueError(f"model.path={path!r}: there is no such folder. Give a folder with config.json or a hub name.")
+        found = "that is a file, not a folder" if Path(path).is_file() else "there is no such folder"
+        raise ValueError(f"model.path={path!r}: {found}. Give a folder with config.json or a hub name.")
     return path
 
 

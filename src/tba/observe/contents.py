@@ -4,8 +4,10 @@ the first, and never a folder with anything of the second."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,10 +42,26 @@ FOLDERS = {
 MOST_NAMED = 3
 
 
+def others_entry(*paths: Path, writable: int = stat.S_IWOTH) -> str | None:
+    """Why files or folders may hold what another user has written: `a/config.yaml belongs to user 1005`. None = all of them
+    are this user's or root's, and no other user may write them by the mode bits `writable`."""
+    for entry in paths:
+        try:
+            found = entry.stat()
+        except OSError:  # it was removed meanwhile, or is a link to nothing
+            continue
+        if found.st_uid not in (0, os.geteuid()):
+            return f"{entry} belongs to user {found.st_uid}"
+        if found.st_mode & writable:
+            return f"{entry} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}; chmod go-w ends that)"
+    return None
+
+
 def is_begun(run: Path) -> bool:
-    """Whether a folder holds more than the claim on it and what a script has saved there before its run."""
+    """Whether a folder holds more than the claim on it, what a script has saved there before its run, and the status that
+    the supervisor writes from the moment of the claim."""
     known = {CLAIM, SAVED, *saved_names(run)}
-    return any(entry.name not in known for entry in run.iterdir())
+    return any(entry.name not in known and "status.json" not in entry.name for entry in run.iterdir())
 
 
 def foreign(run: Path) -> list[str]:
@@ -110,4 +128,4 @@ def remove_contents(run: Path) -> None:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         elif entry.name != CLAIM:
-            entry.unlink()
+            entry.unlink(missing_ok=True)  # a status that was being written has its name by now

@@ -155,7 +155,7 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
     for name in table_names(summary["start"], summary["final"]):
         before = shown(name, summary["start"].get(name, float("nan")), summary["start_standard_error"].get(name))
         table.add_row(name, before, shown(name, summary["final"][name], summary["final_standard_error"].get(name)))
-    console.print(table)
+    console.print(table if table.row_count else f"{table.title}: not evaluated", highlight=False)
     if summary["evaluated"]:
         counted = {name.removeprefix("num_").replace("_", " "): count for name, count in summary["evaluated"].items()}
         counts = ", ".join(f"{count} {name}" for name, count in counted.items())

@@ -203,7 +203,9 @@ def mean_metrics(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, own in values.items():
         numbers = [float(value) for value in own]
-        found[name] = sum(numbers) / max(1, len(numbers))
+        if not numbers:
+            continue  # nothing was measured, which is not 0
+        found[name] = sum(numbers) / len(numbers)
         error = standard_error(numbers)
         if error is not None:
             found[name + STANDARD_ERROR] = error

@@ -3,16 +3,19 @@ group passes. With replay.durability=node a searcher is told that a group is sto
 whose disk is gone gets the groups from here.
 
 The supervisor does not read what passes it, so a row is a group as its searcher sent it: pickled, in a file that only its
-owner can open. Nothing here imports torch.
+owner can open; another one is refused. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import os
 import sqlite3
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+
+from tba.observe.contents import others_entry
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (
@@ -45,7 +48,10 @@ class Replica:
         self._capacity = capacity
         self._pending: list[tuple[str, int, int, bytes]] = []
         try:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # pickles: nobody else may write them
+            self._refuse_others()
+            os.close(
+                os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            )  # pickles: nobody else may write them
             self._database = sqlite3.connect(path, isolation_level=None, timeout=30.0, check_same_thread=False)
             self._database.execute("PRAGMA journal_mode = WAL")
             # What is committed survives every process. It is lost with the machine, but the first copy is on another one.
@@ -115,6 +121,13 @@ class Replica:
         with suppress(ReplicaFailed):  # what is left was not acknowledged
             self.commit()
         self._database.close()
+
+    def _refuse_others(self) -> None:
+        """Refuse rows that another user may have written: a trainer unpickles them, which runs what they name."""
+        files = self.path.parent.glob(f"{self.path.name}*")  # the write-ahead log holds rows too
+        others = others_entry(self.path.parent) or others_entry(*files, writable=stat.S_IWGRP | stat.S_IWOTH)
+        if others is not None:
+            raise PermissionError(f"{others}, and it is read as this user's own")
 
     def _remove_oldest(self) -> None:
         last, excess = None, self._num_responses - self._capacity

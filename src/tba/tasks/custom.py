@@ -8,6 +8,7 @@ data/prompt_file.py reads the file; `tasks/rewards` calls the functions.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +23,11 @@ from tba.tasks.rewards.files import check_reward_function
 from tba.tasks.rewards.functions import RewardSet, reward_weights
 from tba.types import Completion, Prompt, combined_reward
 
+logger = logging.getLogger("tba.tasks")
+
 LEAST_TO_SPLIT = 20
-"""Number of rows from which on some are held out: of fewer a tenth says nothing, and each is missed in training."""
+"""Number of different prompts from which on some are held out: of fewer a tenth says nothing, and each is missed in
+training."""
 
 
 class CustomTask:
@@ -32,10 +36,9 @@ class CustomTask:
 
     def __init__(self, inputs: TaskInputs) -> None:
         config = inputs.config
-        for reward in config.rewards:
-            check_reward_function(reward.function)
+        needed = {name: reward.label for reward in config.rewards for name in check_reward_function(reward.function)}
         self.reward_weights: Mapping[str, float] = reward_weights(config.rewards)
-        reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens, config.chat_template_kwargs)
+        reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens, config.chat_template_kwargs, needed)
         train, held_out = read_sides(config, reader, trains=inputs.trains)
         self.split_words = _split_words(
             len(train.prompts), len(held_out.prompts), _held_out_words(config), held_out is train
@@ -81,9 +84,11 @@ class CustomTask:
 def _split_words(num_train: int, num_held_out: int, words: str, is_same: bool) -> str:
     if is_same:
         return (
-            f"trains and is evaluated on the same {num_train} prompts: fewer than {LEAST_TO_SPLIT} are not split. Give "
-            "others as task.eval_data (eval_dataset)."
+            f"trains and is evaluated on the same {num_train} prompts: fewer than {LEAST_TO_SPLIT} different ones are not "
+            "split. Give others as task.eval_data (eval_dataset)."
         )
+    if not num_held_out:
+        return f"trains on {num_train} prompts and is not evaluated: none is held out ({words}). task.eval_data gives some."
     return f"trains on {num_train} prompts and is evaluated on {num_held_out} others ({words})."
 
 
@@ -114,14 +119,18 @@ def read_sides(config: TaskConfig, reader: Reader, *, trains: bool = True, tells
     assert config.data is not None
     fraction = config.eval_fraction if config.eval_data is None else 0.0
     train, held_out = read_prompts(config, Path(config.data), reader, fraction, tells=tells)
-    if fraction > 0.0 and len(train.prompts) + len(held_out.prompts) < LEAST_TO_SPLIT:
+    data, different = _given_as("task.data", config.data), len({*train.keys, *held_out.keys})
+    if fraction > 0.0 and different < LEAST_TO_SPLIT:
         train, _ = read_prompts(config, Path(config.data), reader, 0.0, tells=tells)
-        return train, train
-    if not train.prompts:
+        held_out = train
+    elif not train.prompts:
         raise ValueError(f"task.eval_fraction={fraction} leaves no prompt to train on: lower it or add data.")
-    if config.eval_data is not None:
+    elif config.eval_data is not None:
         held_out, _ = read_prompts(config, Path(config.eval_data), reader, 0.0, tells=tells)
-    train.leave_out(
-        held_out, data=_given_as("task.data", config.data), held_out_words=_held_out_words(config), trains=trains
-    )
+    if trains and different == 1:
+        also = ", and that is what evaluations ask too" if set(train.keys) <= set(held_out.keys) else ""
+        words = "%s has one prompt, in %d rows: all that is learned is how to answer this one%s."
+        logger.warning(words, data, len(train.prompts), also)
+    if held_out is not train:
+        train.leave_out(held_out, data=data, held_out_words=_held_out_words(config), trains=trains)
     return train, held_out

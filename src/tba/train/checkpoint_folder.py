@@ -45,6 +45,10 @@ def write_manifest(path: Path) -> None:
         sync(file)
     manifest = path / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n", encoding="utf-8")
+    for name in files:
+        (path / name).chmod(
+            manifest.stat().st_mode
+        )  # as the umask says: safetensors leaves its files to the owner alone
     sync(manifest)
     sync(path)
 

@@ -93,10 +93,20 @@ class PromptReader:
     max_tokens: int
     template: Mapping[str, Any] = field(default_factory=dict)
     """What the chat template gets besides the messages."""
+    needed: Mapping[str, str] = field(default_factory=dict)
+    """Columns that every row must have, each with the name of the reward that needs it."""
 
     def __call__(self, row: DataRow, path: Path) -> Prompt:
+        text = _prompt_text(row)
+        for column, reward in self.needed.items():
+            # verl keeps its ground truth in a column of several values.
+            if column not in row.value and not (column == "ground_truth" and "reward_model" in row.value):
+                raise BadRow(
+                    "missing column",
+                    f"{row.place} has no `{column}` column, which the reward {reward} needs; it has {', '.join(row.value)}.",
+                )
         return make_prompt(
-            text=_prompt_text(row),
+            text=text,
             id=_id(row, path),
             columns={name: value for name, value in row.value.items() if name != "prompt"},
             tokenizer=self.tokenizer,

@@ -161,14 +161,13 @@ def jsonl_rows(path: Path, bad: BadRows) -> Iterator[DataRow]:
     """Every line that is not blank, one at a time; lines that are no JSON are counted as bad."""
     if not path.is_file():
         raise ValueError(f"task.data: file {path} does not exist.")
+    refuse_other_formats(path)
     try:
         with _open(path) as file:
             seekable = path.suffix != ".gz"
             for line, (offset, raw) in enumerate(_lines(file), start=1):
                 try:
                     if raw.strip():
-                        if line == 1:
-                            _refuse_array(path, raw)
                         row = parsed_row(raw, bad.names.place(path, line), line)
                         yield row._replace(offset=offset) if seekable else row
                 except BadRow as error:
@@ -182,7 +181,7 @@ def split_rows(data: str, split: str, bad: BadRows, *, hub_subset: str) -> Itera
     folder = Path(data).expanduser()
     if folder.is_dir():
         return jsonl_rows(_split_file(folder, split), bad)
-    if not _may_be_hub_name(data):
+    if not may_be_hub_name(data):
         raise ValueError(f"task.data={data!r}: there is no such file or folder, and it is no hub name (owner/name).")
     rows = _load_from_hub(data, hub_subset, split)
     return (DataRow(f"{data} {split} row {number}", number, dict(row)) for number, row in enumerate(rows, start=1))
@@ -214,9 +213,22 @@ def prompt_column(row: DataRow, column: str) -> str:
     return text
 
 
-def _refuse_array(path: Path, first_line: bytes) -> None:
-    """Refuse a file that is one JSON value over all its lines; `first_line` tells whether it may be one."""
-    start = first_line.removeprefix(codecs.BOM_UTF8).strip()
+def refuse_other_formats(path: Path) -> None:
+    """Refuse a file whose first line tells that it holds no JSON Lines, with the command that makes them."""
+    try:
+        with _open(path) as file:
+            start = file.readline(LONGEST_LINE).removeprefix(codecs.BOM_UTF8).strip()
+    except (OSError, EOFError, zlib.error):
+        return  # told when its lines are read
+    readers = {b"PAR1": "read_parquet", b".csv": "read_csv", b".tsv": "read_table"}
+    reader = readers.get(start[:4]) or (None if start[:1] == b"{" else readers.get(path.suffix.encode()))
+    if reader is not None:
+        raise ValueError(
+            f"{path} is a table, and JSON Lines are needed, one object on each line: python -c 'import pandas; "
+            f"""pandas.{reader}("{path}").to_json("rows.jsonl", orient="records", lines=True)' writes them."""
+        )
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(f"{path} is UTF-16, and UTF-8 is needed: iconv -f UTF-16 -t UTF-8 {path} > rows.jsonl")
     if not start.startswith(b"[") and start != b"{":
         return
     with _open(path) as file:
@@ -277,7 +289,7 @@ def _split_file(folder: Path, split: str) -> Path:
     raise ValueError(f"task.data: folder {folder} has no {' or '.join(split + suffix for suffix in SUFFIXES)}.")
 
 
-def _may_be_hub_name(data: str) -> bool:
+def may_be_hub_name(data: str) -> bool:
     return data.count("/") == 1 and not data.startswith((".", "/", "~")) and not data.endswith(SUFFIXES)
 
 

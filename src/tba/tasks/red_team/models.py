@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tba.config import GenerateConfig, ModelConfig
 from tba.generate.engine import make_engine
-from tba.models.load import context_length, first_line, load_model, resolve_device
+from tba.models.load import context_length, first_line, load_model, load_weights, resolve_device
 from tba.tasks.data.prompts import encode
 from tba.tasks.evaluation import respond
 from tba.tasks.red_team.world import WORDS, mode_of
@@ -240,14 +240,10 @@ def load_encoder(auto_class: Any, path: str, *, key: str, device: str = "auto") 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         # Never bfloat16: these models are small, and rewards may be logarithms of small probabilities.
-        model, found = auto_class.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-        if found["missing_keys"] - MAY_BE_MISSING:
-            # Such weights are random, and different ones in every process.
-            missing = ", ".join(sorted(found["missing_keys"]))
-            raise ValueError(f"its files have no {missing}: it was not trained as {auto_class.__name__}.")
+        model = load_weights(auto_class, path, may_be_missing=MAY_BE_MISSING, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{key}={path!r} cannot be loaded: {first_line(error)} Give a folder with config.json, weights "
+            f"{key}={path!r} cannot be loaded: {first_line(error).rstrip('. ')}. Give a folder with config.json, weights "
             "and tokenizer, or a hub name that can be reached (HF_HUB_OFFLINE=1 forbids downloads)."
         ) from error
     if tokenizer.pad_token is None:  # decoders have none, and texts of a batch need one

@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import inspect
+import os
 import resource
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +24,28 @@ LONGEST_TEXT = 500
 """Characters of an error's own text that are passed on: a user's code may put anything there."""
 ENDS_PROGRAM = {"sys.exit", "exit", "quit", "os._exit"}
 """Calls that end the process that imports a file."""
+VERL_ARGUMENTS = frozenset(("data_source", "solution_str", "ground_truth"))
+"""Parameters by which a reward with verl's signature is known."""
+GIVEN_ARGUMENTS = frozenset(("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"))
+"""Arguments of a reward with TRL's signature that do not come from the data."""
+WITHHELD = "TBA_WITHHELD"
+"""Environment variable of a reward's process with the names of those that it did not get."""
+PASS_ON = "search.reward_environment=[NAME]"
 SCRIPT_HINT = 'put what runs the file as a script under `if __name__ == "__main__":`'
 
 
-def check_reward_function(specification: str | Callable[..., Any]) -> None:
-    """Refuse a reward that cannot be used, without importing its file. Names that the file defines, imports or assigns at
-    its top level are accepted; whether an imported or assigned one is a function shows when a worker imports it."""
+def check_reward_function(specification: str | Callable[..., Any]) -> list[str]:
+    """Refuse a reward that cannot be used, without importing its file; returns the columns of the data that it needs. Names
+    that the file defines, imports or assigns at its top level are accepted; whether an imported or assigned one is a
+    function, and what it needs, shows when a worker imports it."""
     if not isinstance(specification, str):
         _check_picklable(specification)
-        return
+        try:
+            parameters = inspect.signature(specification).parameters.values()
+        except (TypeError, ValueError):  # of a function in C
+            return []
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return _columns({own.name: own.default is not own.empty for own in parameters if own.kind not in variable})
     what = f"reward {specification!r}"
     file, name = _split(specification, what=what, kind="function")
     tree = _parse(file, what)
@@ -38,9 +53,31 @@ def check_reward_function(specification: str | Callable[..., Any]) -> None:
         if (call := _ending_call(statement)) is not None:
             raise ValueError(f"{what}: {file}:{statement.lineno} runs {call} when it is imported: {SCRIPT_HINT}.")
     _refuse_missing_imports(tree, file, what)
-    bound = dict(_bindings(tree.body))
+    bindings = list(_bindings(tree.body))
+    bound = dict(bindings)
     if name not in bound and "*" not in bound and "__getattr__" not in bound:
         raise ValueError(_no_such(what, file, "function", name, [key for key, own in bound.items() if own]))
+    found = next((statement for statement in tree.body if getattr(statement, "name", None) == name), None)
+    if found is None or [key for key, _ in bindings].count(name) > 1:
+        return []
+    if isinstance(found, ast.ClassDef):
+        raise ValueError(
+            f"{what}: {file}:{found.lineno}: {name} is a class: name a function, or an object that can be called, such as "
+            f"score = {name}()."
+        )
+    if not isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)) or found.decorator_list:
+        return []  # a decorator may give it other parameters
+    positional, named = [*found.args.posonlyargs, *found.args.args], zip(found.args.kwonlyargs, found.args.kw_defaults)
+    first_default = len(positional) - len(found.args.defaults)
+    has_default = {own.arg: index >= first_default for index, own in enumerate(positional)}
+    return _columns(has_default | {own.arg: default is not None for own, default in named})
+
+
+def _columns(has_default: Mapping[str, bool]) -> list[str]:
+    """Columns of the data without which a reward cannot be called: its parameters without a default, but for those that it
+    is always given."""
+    given = VERL_ARGUMENTS - {"ground_truth"} if set(has_default) >= VERL_ARGUMENTS else GIVEN_ARGUMENTS
+    return [name for name, has in has_default.items() if not has and name not in given]
 
 
 def load_reward_function(specification: str | Callable[..., Any]) -> Callable[..., Any]:
@@ -68,8 +105,11 @@ def describe(error: BaseException, *, limit: int = LONGEST_TEXT) -> str:
         text = str(error)
     except Exception:  # a user's class: its text may fail too
         text = "(its text cannot be made)"
-    limited = f" ({memory_words()})" if isinstance(error, MemoryError) else ""
-    return (f"{type(error).__name__}: {shortened(text, limit)}" if text else type(error).__name__) + limited
+    hint = f" ({memory_words()})" if isinstance(error, MemoryError) else ""
+    for name in filter(None, os.environ.get(WITHHELD, "").split(",")):
+        if name in text:
+            hint = f" (rewards do not get {name}: {PASS_ON.replace('NAME', name)} passes it on)"
+    return (f"{type(error).__name__}: {shortened(text, limit)}" if text else type(error).__name__) + hint
 
 
 def memory_words() -> str:

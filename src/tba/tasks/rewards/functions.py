@@ -24,20 +24,19 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tba.tasks.base import Outcome, RewardBroken, RewardFailed
-from tba.tasks.rewards.files import describe, line_in, load_reward_function, shortened
+from tba.tasks.rewards.files import VERL_ARGUMENTS, describe, line_in, load_reward_function, shortened
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
 PromptText = str | list[dict[str, str]]
 Columns = Mapping[str, Any]
-VERL_ARGUMENTS = {"data_source", "solution_str", "ground_truth"}
 LARGEST = 3.4e38
 """Largest reward: beyond it the 32-bit numbers that rewards are stored as are infinite."""
 
 
 class WrongNumber(ValueError):
-    """A reward returned more or fewer values than it was given completions."""
+    """A reward returned no list, or one with more or fewer values than it was given completions."""
 
 
 class Reward(Protocol):
@@ -206,7 +205,7 @@ class RewardFunction:
             arguments = {name: value for name, value in arguments.items() if name in self._parameters}
         result = _awaited(self.function(**arguments))
         if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
-            raise TypeError(f"returned a {type(result).__name__}: it must return a list, one number per completion")
+            raise WrongNumber(f"returned a {type(result).__name__}: it must return a list, one number per completion")
         return list(result)
 
     def _extras(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -83,6 +83,7 @@ def make_rewards(task: Task, config: Config, *, log: Path) -> Rewards:
         timeout_seconds=search.reward_timeout_seconds,
         memory_gb=search.reward_memory_gb,
         num_workers=search.reward_workers,
+        passed_on=search.reward_environment,
         log=log,
     )
 
@@ -186,6 +187,7 @@ class WorkerRewards:
         log: Path,
         memory_gb: float | None = None,
         num_workers: int | None = None,
+        passed_on: Collection[str] = (),
         first_answer_seconds: float = FIRST_ANSWER_SECONDS,
     ) -> None:
         """`first_answer_seconds` is the time in hanging calls after which a reward that never answered is given up;
@@ -193,6 +195,7 @@ class WorkerRewards:
         self._configs = tuple(configs)
         self._timeout_seconds = timeout_seconds
         self._memory_gb = memory_gb
+        self._passed_on = passed_on
         self._log = log
         self._num_workers = num_workers
         self._seats: list[_Seat] = [_Seat()]
@@ -331,7 +334,9 @@ class WorkerRewards:
     def _start(self, seat: _Seat, job: _Job) -> None:
         loaded = seat.process is not None
         if seat.process is None:
-            seat.process = RewardProcess(self._configs, memory_gb=self._memory_gb, log=self._log)
+            seat.process = RewardProcess(
+                self._configs, memory_gb=self._memory_gb, log=self._log, passed_on=self._passed_on
+            )
         # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
         samples = job.next_samples()
         ids = [completion.token_ids.tolist() for completion in job.group.completions[samples]]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -35,7 +36,7 @@ import cloudpickle
 from tba.runtime.links import Failed, Link
 from tba.runtime.processes import popen, role_environment
 from tba.tasks.base import Outcome
-from tba.tasks.rewards.files import describe
+from tba.tasks.rewards.files import PASS_ON, WITHHELD, describe
 from tba.tasks.rewards.functions import PlainReward, RewardSet
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ LOG_BYTES = 1_000_000
 STOP_SECONDS = 5.0
 """Time for a guard to end what its worker has started, before it is killed itself."""
 GIB = 2**30
+SECRET = re.compile(
+    r"(^|_)(TOKEN|KEYS?|AUTH|PAT)(_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|^(AWS|AZURE)_", re.IGNORECASE
+)
+"""Names of environment variables that a reward gets only where search.reward_environment names them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +77,21 @@ class Scored:
 class RewardProcess:
     """A worker and its guard, seen from the process that has rewards computed. It ends when this process is gone."""
 
-    def __init__(self, configs: Sequence[RewardConfig], *, memory_gb: float | None, log: Path) -> None:
-        """`memory_gb` limits the worker's memory; None = half of the machine's."""
+    def __init__(
+        self, configs: Sequence[RewardConfig], *, memory_gb: float | None, log: Path, passed_on: Collection[str] = ()
+    ) -> None:
+        """`memory_gb` limits the worker's memory; None = half of the machine's. `passed_on` are the variables with secrets
+        that the worker gets."""
         ours, theirs = Pipe()
+        environment = role_environment(threads=1)
+        withheld = sorted(name for name in environment if SECRET.search(name) and name not in passed_on)
+        environment = {name: value for name, value in environment.items() if name not in withheld}
+        environment[WITHHELD] = ",".join(withheld)
         with open_log(log) as stream:
-            self._process = popen("tba.tasks.rewards.worker", theirs.fileno(), (), stream, role_environment(threads=1))
+            if withheld and not os.fstat(stream.fileno()).st_size:
+                stream.write(f"rewards do not get {', '.join(withheld)}; {PASS_ON} passes one on.\n".encode())
+                stream.flush()
+            self._process = popen("tba.tasks.rewards.worker", theirs.fileno(), (), stream, environment)
         theirs.close()
         with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by `alive`
             ours.send_bytes(json.dumps(sys.path).encode())

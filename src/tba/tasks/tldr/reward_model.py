@@ -36,7 +36,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from tba.models.load import context_length, first_line, resolve_device, resolve_dtype
+from tba.models.load import context_length, first_line, load_weights, resolve_device, resolve_dtype
 from tba.tasks.data.prompts import encode
 
 Pooling = Literal["sum", "last"]
@@ -59,7 +59,7 @@ def load_scorer(path: str, *, device: str = "auto", scores_per_pass: int = 32, d
             model = Classifier.load(path, dtype=as_dtype)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"reward model {path!r} cannot be loaded: {first_line(error)} Give a folder that `tba prepare "
+            f"reward model {path!r} cannot be loaded: {first_line(error).rstrip('. ')}. Give a folder that `tba prepare "
             "tldr` wrote, or a folder or hub name of a sequence classifier with one label."
         ) from error
     return ModelScorer(model.to(on), tokenizer, scores_per_pass=scores_per_pass, context=_context(model))
@@ -148,7 +148,7 @@ class RewardModel(nn.Module):
         """`dtype` is the body's; the head is float32."""
         numbers = _read_numbers(folder / REWARD_FILE)
         model = RewardModel(
-            AutoModel.from_pretrained(folder, dtype=dtype),
+            load_weights(AutoModel, str(folder), dtype=dtype),
             pooling=cast(Pooling, numbers["pooling"]),
             mean=float(numbers["mean"]),
             std=float(numbers["std"]),
@@ -194,13 +194,7 @@ class Classifier(nn.Module):
     @staticmethod
     def load(path: str, *, dtype: torch.dtype) -> Classifier:
         """Loads a classifier from a folder or a hub name."""
-        model, found = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, output_loading_info=True)
-        if found["missing_keys"]:
-            # Such weights are random, and so would be the scores.
-            raise ValueError(
-                f"its files have no {', '.join(sorted(found['missing_keys']))}: it is no trained classifier."
-            )
-        return Classifier(model.eval())
+        return Classifier(load_weights(AutoModelForSequenceClassification, path, dtype=dtype).eval())
 
 
 class Sequenced(NamedTuple):

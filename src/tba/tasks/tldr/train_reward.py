@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from tba.models.load import context_length, first_line, resolve_device
+from tba.models.load import context_length, first_line, load_weights, resolve_device
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, jsonl_rows, prompt_column, require_object, text_column
 from tba.tasks.tldr.reward_model import Pooling, RewardModel, Sequenced, make_sequence, pad_right
 
@@ -195,10 +195,11 @@ def _sequenced(
 
 def _load_base(path: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     try:
-        return AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+        return AutoTokenizer.from_pretrained(path), load_weights(AutoModel, path, dtype=torch.float32).eval()
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model {path!r} cannot be loaded: {first_line(error)} Give a folder or hub name of a causal language model."
+            f"model {path!r} cannot be loaded: {first_line(error).rstrip('. ')}. Give a folder or hub name of a causal "
+            "language model."
         ) from error
 
 
