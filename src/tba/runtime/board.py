@@ -151,9 +151,9 @@ MAX_SEARCHERS = 64
 """Searchers that there is room for on the board of a run."""
 SUPERVISOR_FIELDS = ("beats", "replaced", "trainer_restarts")
 """`beats` rises while the supervisor looks after the others."""
-TRAINER_FIELDS = ("wait", "wait_seconds", "beats", "step", "lost", "pid", "started_at")
+TRAINER_FIELDS = ("wait", "wait_seconds", "beats", "step", "lost", "pid", "seconds")
 """`beats` rises whenever the trainer looks for groups or publishes weights, 0 = it is not that far yet. `lost` is the
-number of visits so far that brought nothing to train on."""
+number of visits so far that brought nothing to train on, `seconds` the time from the trainer's start to its last beat."""
 SEARCHER_FIELDS = (
     "heartbeat",
     "version",
@@ -278,7 +278,7 @@ class Board:
     def statuses(self, kind_of: KindOf = no_kind) -> list[RoleStatus]:
         """Who does what, for people."""
         trainer = self.trainer
-        seconds = max(1e-9, time.time() - trainer["started_at"]) if trainer["started_at"] else math.inf
+        seconds = trainer["seconds"] or math.inf
         doing = WAITS_FOR[trainer.wait] if trainer["beats"] else "starts"
         found = [_status("trainer", doing, trainer, seconds)]
         for index, place in self.places().items():

@@ -128,12 +128,16 @@ class Supervisor:
                 while True:
                     self._pass_on(*self._events.get_nowait())
             self.board.supervisor["beats"] += 1
-            self._searchers.look_after(may_fill=self._trainer_process is None or self._trainer_process.alive)
+            replaced = self.board.supervisor["replaced"]
+            trainer_lives = self._trainer_process is None or self._trainer_process.alive
+            self._searchers.look_after(may_fill=trainer_lives and not self.requests)
             self._pass_on_requests()
             status = self._look_after_trainer()
             if status is not None:
                 return status
-            if time.monotonic() - self._looked_outside > OUTSIDE_SECONDS:
+            # Before a searcher that is gone is replaced, which may take seconds: its end must not be seen only then.
+            gone = self.board.supervisor["replaced"] > replaced
+            if gone or time.monotonic() - self._looked_outside > OUTSIDE_SECONDS:
                 self._looked_outside = time.monotonic()
                 self._look_outside(self)
 
