@@ -273,14 +273,13 @@ class Supervisor:
         if process is None:
             return 0 if self._trainer_hung_up or self._ends else None
         if self._searchers.orders is not None:
-            limit = self.config.wait_seconds
+            setting = "wait_seconds" if self.board.trainer["made"] else "start_seconds"  # the first step may compile
+            limit = getattr(self.config, setting)
             if self._trainer_idleness.look(self.board.trainer["beats"]) > limit:
                 logger.error(
-                    "the trainer (process %d) has not looked for groups for runtime.wait_seconds=%g s: it is killed; the "
-                    "stacks of all roles are in %s.",
-                    process.pid,
-                    limit,
-                    self._logs,
+                    "the trainer (process %d) has not looked for groups for runtime.%s=%g s: it is killed; the stacks of "
+                    "all roles are in %s.",
+                    *(process.pid, setting, limit, self._logs),
                 )
                 self.show_stacks()
                 process.kill()
