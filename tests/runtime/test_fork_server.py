@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -83,6 +84,22 @@ def test_a_server_that_hangs_is_replaced_and_its_roles_go_on_until_they_end(tmp_
     assert later.link.receive(timeout_seconds=60.0) == "alive"
     later.kill()
     assert later.status == -signal.SIGKILL
+
+
+def test_roles_are_forked_where_few_files_may_be_open():
+    program = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+import targets
+from tba.runtime import forked_roles, processes
+forked_roles.PRELOADED, processes.ROLE_MODULES = (), ()  # these roles need no torch
+role = processes.RoleProcess("role", targets.echo, {"prefix": "is "}, log=None, forked=True)
+role.link.send("alive")
+print(role.link.receive(timeout_seconds=60.0))
+"""
+    folder = Path(targets.__file__).parent
+    found = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False)
+    assert (found.stdout, found.stderr) == ("is alive\n", "")
 
 
 def test_one_server_serves_all_runs_of_a_process(tmp_path):

@@ -36,8 +36,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-FIRST_SPARE_DESCRIPTOR = 512
-"""Descriptors are parked from here on while a fork gives them their numbers."""
 MAX_DESCRIPTORS = 64
 HEADER_BYTES = 4
 """Length of a message, before it."""
@@ -132,14 +130,14 @@ def serve(connection: socket.socket) -> None:
         message = receive_body(connection, header if len(header) == HEADER_BYTES else None)
         if message is None:
             return
-        pid = os.fork() if time.monotonic() < message.until else None
-        if pid == 0:
+        forked = os.fork() if time.monotonic() < message.until else None
+        if forked == 0:
             _become_role(message, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        if pid is not None:
-            running.add(pid)
-            connection.sendall(packed(Started(pid=pid)))
+        if forked is not None:
+            running.add(forked)
+            connection.sendall(packed(Started(pid=forked)))
 
 
 def _ended(running: set[int]) -> list[tuple[int, int]]:
@@ -160,7 +158,8 @@ def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        spare = max(FIRST_SPARE_DESCRIPTOR, *start.descriptors) + 1
+        # Descriptors are parked above all that are open or wanted while they are given their numbers.
+        spare = max(*map(int, os.listdir("/proc/self/fd")), *start.descriptors) + 1
         parked = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, spare) for descriptor in descriptors]
         os.chdir(start.folder)  # which need not be the server's: the log's path may be relative
         if start.log is not None:

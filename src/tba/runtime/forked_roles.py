@@ -37,6 +37,8 @@ START_SECONDS = 5
 """Time for a server to fork a role later on, which takes milliseconds."""
 KILL_SECONDS = 10
 """Time for a server to end that was killed."""
+TELL_SECONDS = 1.0
+"""Time for a server to tell how a role has ended, before the system is asked."""
 LOOK_SECONDS = 0.05
 """Longest time between two looks at a role whose end is waited for."""
 
@@ -82,6 +84,8 @@ class ForkServer:
         self._changed = threading.Condition()
         self._started: list[int] = []
         self._statuses: dict[int, int] = {}
+        self._ended: dict[int, float] = {}
+        """By process: when a role was first seen to have ended of which the server has not told yet."""
         self._alive = True
         threading.Thread(target=self._read, daemon=True, name="fork-server-reader").start()
 
@@ -198,7 +202,11 @@ class ForkServer:
         """Exit status of a role, None while it runs."""
         with self._changed:
             told = self._statuses.get(pid, None if self._alive else -signal.SIGKILL)
-        return status_of_zombie(pid) if told is None else told
+        found = status_of_zombie(pid) if told is None else None
+        if found is None:
+            return told
+        waited = time.monotonic() - self._ended.setdefault(pid, time.monotonic())
+        return found if waited > TELL_SECONDS else None
 
     def wait(self, pid: int, timeout: float | None) -> int:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -220,7 +228,8 @@ class ForkServer:
         while (message := receive(self._socket)) is not None:
             with self._changed:
                 if isinstance(message, Started):
-                    self._statuses.pop(message.pid, None)  # an earlier role may have had this number
+                    for known in (self._statuses, self._ended):
+                        known.pop(message.pid, None)  # an earlier role may have had this number
                     self._started.append(message.pid)
                 else:
                     self._statuses[message.pid] = message.status
