@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -27,7 +29,9 @@ from gpu_bench.whole_run import run_rows
 from gpu_bench.workloads import SHAPES, WORKLOADS, Row, print_table
 
 PARTS = ("roles", "publish", "run", "check", "decode", "experts", "check_train", "train", "lora", "offload", "score")
-"""`roles`, `publish` and `run` first: they must run before this process touches the GPU."""
+OWN_PROCESS = ("roles", "publish", "run")
+"""Parts in a process of their own, and first: they must run before it touches the GPU, and `roles` kills clients of its MPS
+daemon in the middle of their work, after which that daemon serves no others."""
 
 
 def main() -> None:
@@ -47,8 +51,6 @@ def main() -> None:
     shapes: list[str] = arguments.shapes
     trained = [shape for shape in shapes if shape != "7B"]  # with fp32 masters and moments it does not fit
     makers: dict[str, Callable[[], Iterator[Row]]] = {
-        "roles": role_rows,
-        "run": lambda: run_rows("7B", ["train.offload_optimizer=true"]),
         "check": lambda: check_rows(shapes),
         "decode": lambda: decode_rows(shapes, arguments.workloads),
         "experts": expert_rows,
@@ -57,16 +59,41 @@ def main() -> None:
         "lora": lambda: lora_rows("7B"),
         "offload": lambda: offload_rows("7B"),
         "score": lambda: score_rows(trained),
-        "publish": publish_rows,
     }
     rows: list[Row] = []
     for part in PARTS:
         if part in chosen:
-            for row in makers[part]():
+            for row in rows_of_process(part) if part in OWN_PROCESS else makers[part]():
                 rows.append(row)
                 if arguments.json:  # at once: a run that is cut off has written what it measured
                     arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     print_table(rows, f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+
+
+def rows_of_process(part: str) -> Iterator[Row]:
+    """The rows of a part, from a process of its own; its MPS daemon ends with it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=send_rows, args=(part, theirs))
+    process.start()
+    theirs.close()  # so that its end is seen here
+    try:
+        while True:
+            yield ours.recv()
+    except EOFError:
+        process.join()
+    if process.exitcode:
+        raise SystemExit(f"{part} ended with exit status {process.exitcode}; its error is above.")
+
+
+def send_rows(part: str, rows: Connection) -> None:
+    makers: dict[str, Callable[[], Iterator[Row]]] = {
+        "roles": role_rows,
+        "publish": publish_rows,
+        "run": lambda: run_rows("7B", ["train.offload_optimizer=true"]),
+    }
+    for row in makers[part]():
+        rows.send(row)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import tba as tba_package
 from tba.cli import app, main
 from tba.cli.training import resolve
 from tba.config import ConfigError, load_config
-from tba.launch import evaluate_model
+from tba.launch import doctor, evaluate_model
 from tba.launch.checks import TASK_NAMES, collapsed_words, run_of
 from tba.launch.doctor import EXTRAS
 from tba.tasks.registry import TASKS
@@ -302,6 +302,14 @@ def test_doctor_names_what_the_machine_has():
     assert result.exit_code == 0
     for word in ("python", "torch", "transformers", "cores", "memory", "disk", "gpu", "wandb"):
         assert word in result.stdout
+
+
+def test_doctor_asks_about_mps_before_it_uses_the_gpu(monkeypatch):
+    asked = []
+    monkeypatch.setattr(doctor, "_gpus", lambda: asked.append("gpu") or "one")
+    monkeypatch.setattr(doctor, "_mps", lambda: asked.append("mps") or "used")
+    found = dict(doctor.examine())
+    assert (asked, found["gpu"], found["mps"]) == (["mps", "gpu"], "one", "used")
 
 
 def test_doctor_names_only_packages_that_the_program_can_use():

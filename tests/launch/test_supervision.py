@@ -6,13 +6,19 @@ import signal
 import sqlite3
 import sys
 
+import psutil
 import pytest
 from commands import Command
 from problem import command, make_config, steps_of, wait_for
+from test_failures import when
 
 from tba.launch import train
+from tba.launch.operate import describe, read_status, stop_run
 from tba.launch.supervise import supervise
 from tba.observe.files import RunFolder
+from tba.runtime import forked_roles, processes
+from tba.runtime.forked_roles import ForkServer
+from tba.runtime.processes import prepare_roles
 
 
 def role(run: RunFolder, name: str) -> dict:
@@ -93,6 +99,36 @@ def test_a_run_saves_when_every_process_of_it_is_asked_to_end(folder):
             os.kill(pid, signal.SIGTERM)
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
+    summary = json.loads(run.summary.read_text())
+    assert summary["outcome"] == "interrupted"
+    assert run.newest_checkpoint().name == f"step-{summary['steps']}"
+
+
+def test_a_run_whose_fork_server_hangs_tells_that_a_searcher_is_gone_and_ends_when_it_is_asked(folder, monkeypatch):
+    """The searcher is replaced by one that another server forks, and the trainer, whose end nobody tells, saves and ends."""
+    config = make_config(folder, "name=hangs", "train.max_steps=1000000")
+    run, found = RunFolder(config.run_folder), {}
+    monkeypatch.setattr(forked_roles, "START_SECONDS", 1)
+    prepare_roles()
+    monkeypatch.setattr(ForkServer, "_shared", ForkServer._shared)  # it is the shared one again in the end
+    monkeypatch.setattr(forked_roles, "PRELOADED", ())  # the run ends before another searcher has imported torch
+    monkeypatch.setattr(processes, "ROLE_MODULES", ("tba.runtime.processes",))
+
+    def attack() -> None:
+        found["server"] = psutil.Process(role(run, "trainer")["pid"]).parent()
+        found["server"].suspend()
+        os.kill(role(run, "searcher-0")["pid"], signal.SIGKILL)
+        found["told"] = wait_for(lambda: "searcher-0   starts again" in describe(read_status(run.path)))
+        stop_run(run.path)
+
+    attacker = when(lambda: steps_of(config) and role(run, "searcher-0"), attack)
+    try:
+        assert supervise(config, resume=False, target="tba.cli.training:run_trainer") == 130
+    finally:
+        attacker.join(60.0)
+        if "server" in found:
+            found["server"].resume()
+    assert found["told"]
     summary = json.loads(run.summary.read_text())
     assert summary["outcome"] == "interrupted"
     assert run.newest_checkpoint().name == f"step-{summary['steps']}"

@@ -1,6 +1,7 @@
 """Adding, replacing, evicting, sampling: worked out by hand."""
 
 import dataclasses
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -286,6 +287,18 @@ def test_the_oldest_groups_leave_a_queue_in_which_too_many_wait():
     assert trained[:2] == ["p0", "p2"]  # step 1 has p1 to p5: five wait, p1 leaves
     assert trained[-1] == "p26"  # step 9 has p26 to p29
     assert buffer.stats()["expired"] == 30 * 2 - 2 * 10 - 2 * 3
+
+
+def test_a_queue_takes_no_more_memory_with_the_steps():
+    buffer, groups, used = replay(max_uses=1, capacity=100), Groups(), []
+    tracemalloc.start()
+    for step in range(1, 2001):
+        buffer.add(groups(f"p{step % 7}", [[step], [step + 1]]), step=step)
+        buffer.sample(1, 2, step=step)
+        if step in (1000, 2000):
+            used.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert used[1] - used[0] < 50_000, "of 1,000 steps"
 
 
 def test_a_queue_trains_nothing_on_what_a_draw_left_over():

@@ -102,3 +102,15 @@ def test_waits_are_shown_for_the_searchers_that_are_wanted():
     assert board.waits().all_at_work
     board.searcher(1)["place"] = PLACES.index("empty")
     assert not board.waits().all_at_work
+
+
+def test_a_trainer_in_its_first_step_moves_and_the_status_says_so():
+    board = Board.create()
+    board.supervisor["beats"] = board.trainer["beats"] = 1.0
+    assert board.trainer_progress() != board.trainer_progress()
+    assert [role.doing for role in board.statuses()] == ["makes its first step, which compiles kernels on a GPU"]
+    board.trainer["made"] = 1.0
+    assert board.trainer_progress() == board.trainer_progress() == 1.0
+    assert [role.doing for role in board.statuses()] == ["works"]
+    board.trainer.clear()
+    assert [role.doing for role in board.statuses()] == ["starts"]

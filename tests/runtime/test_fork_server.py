@@ -1,13 +1,17 @@
 """Roles as forks of one process that has imported everything."""
 
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 import targets
+from problem import wait_for
 
+from tba.runtime import forked_roles, processes
 from tba.runtime.forked_roles import ForkServer
 from tba.runtime.processes import RoleProcess
 
@@ -51,6 +55,51 @@ def test_roles_end_with_their_server_and_a_new_one_takes_its_place(tmp_path):
     assert second.link.receive(timeout_seconds=60.0) == "alive"
     second.kill()
     assert not second.alive
+
+
+def test_a_server_that_hangs_is_replaced_and_its_roles_go_on_until_they_end(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(forked_roles, "START_SECONDS", 1)
+    killed, ends = (
+        RoleProcess(name, targets.echo, {"prefix": ""}, log=tmp_path / name, forked=True) for name in ("killed", "ends")
+    )
+    server = psutil.Process(killed.pid).parent()
+    monkeypatch.setattr(ForkServer, "_shared", ForkServer._shared)  # it is the shared one again in the end
+    monkeypatch.setattr(forked_roles, "PRELOADED", ())  # these roles need no torch
+    monkeypatch.setattr(processes, "ROLE_MODULES", ("tba.runtime.processes",))
+    server.suspend()
+    try:
+        later = RoleProcess("later", targets.echo, {"prefix": ""}, log=tmp_path / "later", forked=True)
+        assert f"(process {server.pid}) has not answered for 1 s. Another one takes its place." in caplog.text
+        for role in (killed, ends, later):
+            role.link.send("alive")
+            assert role.link.receive(timeout_seconds=60.0) == "alive"
+        killed.kill()
+        ends.link.send("end")
+        assert ends.wait(60.0)
+        assert (killed.status, ends.status, later.status) == (-signal.SIGKILL, 0, None)
+    finally:
+        server.resume()
+    assert wait_for(lambda: not server.children()), "the role that was asked for in vain is not forked any more"
+    later.link.send("alive")
+    assert later.link.receive(timeout_seconds=60.0) == "alive"
+    later.kill()
+    assert later.status == -signal.SIGKILL
+
+
+def test_roles_are_forked_where_few_files_may_be_open():
+    program = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+import targets
+from tba.runtime import forked_roles, processes
+forked_roles.PRELOADED, processes.ROLE_MODULES = (), ()  # these roles need no torch
+role = processes.RoleProcess("role", targets.echo, {"prefix": "is "}, log=None, forked=True)
+role.link.send("alive")
+print(role.link.receive(timeout_seconds=60.0))
+"""
+    folder = Path(targets.__file__).parent
+    found = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False)
+    assert (found.stdout, found.stderr) == ("is alive\n", "")
 
 
 def test_one_server_serves_all_runs_of_a_process(tmp_path):

@@ -169,6 +169,13 @@ def test_unsolved_prompts_are_skipped_only_when_asked():
     assert not difficulty.skips(0)
 
 
+def test_prompts_that_are_never_skipped_are_not_counted():
+    difficulty = Difficulty()
+    for prompt in range(1000):
+        difficulty.record(prompt, [True, True])
+    assert difficulty.state() == {"streaks": [], "rested": [], "skipped": {}}
+
+
 def test_the_order_depends_on_the_seed_alone():
     whole = ledger().lease("a", 25)
     assert ledger().lease("b", 25) == whole

@@ -51,8 +51,8 @@ class RuntimeConfig(Section):
     channel_groups: int = Field(default=64, ge=1)
     """Number of groups that a searcher may have sent and the trainer not yet stored before the searcher waits."""
     start_seconds: float = Field(default=300.0, gt=0.0)
-    """Deadline for a searcher's first sign of life, after its model is loaded, and for the buffer's first fill; it counts
-    only while no searcher works."""
+    """Deadline for a searcher's first sign of life, after its model is loaded, for the buffer's first fill, which counts
+    only while no searcher works, and for the trainer's first step, which may compile kernels."""
     wait_seconds: float = Field(default=300.0, gt=0.0)
     """Deadline of every other wait, which counts only while the awaited role does nothing, and for a sign of life: a
     searcher that shows none is replaced, a trainer is killed and resumed."""

@@ -337,7 +337,8 @@ class ObserveConfig(Section):
     """What a run shows and writes about itself, and the collapse guard."""
 
     log_every: int = Field(default=1, ge=1)
-    """Number of optimizer steps between two lines of metrics.jsonl, each of which is the mean over them."""
+    """Number of optimizer steps between two lines of metrics.jsonl, each of which is the mean over them; from step 10,000 on
+    ten times as many, from 100,000 on a hundred times, and so on."""
     label: str | None = None
     """Name of the run in W&B; None = that of the run folder."""
     samples_every: int = Field(default=20, ge=1)

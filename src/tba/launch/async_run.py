@@ -150,7 +150,7 @@ class AsyncRun:
         self.listener.step_begins(self.trainer.step_index)
         self.trainer.step()
         step = self.trainer.step_index
-        self.runtime.row["step"] = step
+        self.runtime.row["step"], self.runtime.row["made"] = step, self.runtime.row["made"] + 1
         self.listener.step_ends(step)
         if self.listener.save:
             self.trainer.save()

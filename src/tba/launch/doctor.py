@@ -28,7 +28,8 @@ def examine() -> list[tuple[str, str]]:
     """Findings about this machine with their names, in reading order."""
     findings = [("python", platform.python_version())]
     findings += [(name, importlib.metadata.version(name)) for name in ("torch", "transformers")]
-    findings += [("cores", _cores()), ("memory", _memory()), ("disk here", _disk()), ("gpu", _gpus()), ("mps", _mps())]
+    mps = _mps()  # first: to name the GPUs, this process uses them
+    findings += [("cores", _cores()), ("memory", _memory()), ("disk here", _disk()), ("gpu", _gpus()), ("mps", mps)]
     findings += [(name, _extra(name, purpose)) for name, purpose in EXTRAS.items()]
     return findings
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tba.config import load_config
+from tba.observe.claim import start_of
 from tba.observe.files import RunFolder, WriteFailures, read_summary, write_json
 from tba.runtime.board import MAX_SEARCHERS, Board, KindOf, no_kind
 
@@ -35,24 +34,24 @@ class StatusWriter:
         self._kind_of = kind_of
         self._failures = WriteFailures()
         self._since: dict[str, tuple[str, float]] = {}
-        """What each role does, and since when."""
+        """What each role does, and since when, by a clock that is never set."""
 
     def write(self, *, ended: bool = False) -> None:
-        now, own = time.time(), psutil.Process()
+        now, clock = time.time(), time.monotonic()
         outcome = (read_summary(self._folder) or {}) if ended else {}
         roles = []
         for role in self._board.statuses(self._kind_of):
-            doing, since = self._since.get(role.name, ("", now))
+            doing, since = self._since.get(role.name, ("", clock))
             if role.doing != doing:
-                since = now
+                since = clock
                 self._since[role.name] = (role.doing, since)
-            roles.append({**vars(role), "since": since})
+            roles.append({**vars(role), "since": now - (clock - since)})
         status = {
             "step": int(self._board.trainer["step"]),
             "time": now,
             "host": socket.gethostname(),
-            "pid": own.pid,
-            "pid_started": own.create_time(),
+            "pid": os.getpid(),
+            "pid_started": start_of(os.getpid()),
             "ended": ended,
             "outcome": outcome.get("outcome"),
             "error": outcome.get("error"),
@@ -89,7 +88,8 @@ def read_status(run: Path) -> dict[str, Any]:
     alive, summary = _is_alive(status), read_summary(folder) or {}
     # While it lives, a summary says only that the last evaluation is still to come.
     ended = {name: None if alive else summary.get(name) for name in ("outcome", "error")}
-    return {**status, "alive": alive, "age": time.time() - status["time"], **ended}
+    age = max(0.0, time.time() - status["time"])  # the clock may have been set back
+    return {**status, "alive": alive, "age": age, **ended}
 
 
 def _is_alive(status: dict[str, Any]) -> bool | None:
@@ -98,10 +98,7 @@ def _is_alive(status: dict[str, Any]) -> bool | None:
         return False
     if status["host"] != socket.gethostname():
         return None
-    try:
-        return abs(psutil.Process(status["pid"]).create_time() - status["pid_started"]) < 1.0
-    except psutil.NoSuchProcess:
-        return False
+    return start_of(status["pid"]) == status["pid_started"]
 
 
 def describe(status: dict[str, Any]) -> str:
@@ -117,8 +114,8 @@ def describe(status: dict[str, Any]) -> str:
     else:
         head = f"at step {status['step']} ({where})"
     lines = [head]
-    for role in status["roles"]:
-        seconds = status["time"] - role["since"]
+    for role in status["roles"] if alive is not False else ():
+        seconds = status["time"] - role["since"] + age
         rate = f", {role['responses_per_second']:.1f} responses/s" if role["responses_per_second"] else ""
         name = f"{role['name']} ({role['kind']})" if role.get("kind") else role["name"]
         lines.append(f"  {name:<12} {role['doing']}, for {seconds:.0f} s{rate}")

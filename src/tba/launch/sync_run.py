@@ -127,7 +127,7 @@ class SyncRun:
             while not self.trainer.done and not self.interrupt.asked and not self.listener.stop:
                 self.listener.step_begins(self.trainer.step_index)
                 self.step()
-                self.row["step"] = self.trainer.step_index
+                self.row["step"], self.row["made"] = self.trainer.step_index, self.row["made"] + 1
                 self.listener.step_ends(self.trainer.step_index)
                 if self.listener.save or (self.listener.stop and not self.trainer.done):
                     self.trainer.save()

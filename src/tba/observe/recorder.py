@@ -36,6 +36,8 @@ COUNTED = (
     *("_unlogged", "_lost", "_beta"),
 )
 """Attributes of the recorder that a checkpoint holds."""
+KEPT_TIMES = 10_000
+"""Number of steps whose time is remembered."""
 
 
 class Recorder:
@@ -76,7 +78,7 @@ class Recorder:
         self._seconds_before = 0.0
         """Seconds of the processes that this one resumes."""
         self._seconds_at: dict[int, float] = {0: 0.0}
-        """Time at which each step was done: an evaluation arrives later than the weights that it is of."""
+        """Time at which each of the last steps was done: an evaluation arrives later than the weights that it is of."""
         self._lag_sum, self._lag_max = 0.0, 0.0
         self._stability = Stability()
         self._mismatch = MismatchWatch()
@@ -117,6 +119,8 @@ class Recorder:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._last_step_at = time.perf_counter()
         self._seconds_at[step] = self.seconds
+        if len(self._seconds_at) > KEPT_TIMES:
+            del self._seconds_at[next(iter(self._seconds_at))]
         self.steps = step
         self.empty_steps += metrics.get("empty_step", 0.0) > 0
         self._stability.step(metrics)
@@ -129,7 +133,7 @@ class Recorder:
         metrics = {"seconds": self.seconds, **metrics, "perf/responses_per_second": rate, **self._more_metrics()}
         self._mismatch.step(step, metrics)
         self._unlogged.append(metrics)
-        if step % self.config.observe.log_every == 0 or step >= self.config.train.max_steps:
+        if step % (self.config.observe.log_every * thinning(step)) == 0 or step >= self.config.train.max_steps:
             unlogged, self._unlogged = self._unlogged, []
             line = metrics if len(unlogged) == 1 else mean_over_steps(unlogged)
             self._write(step, line)
@@ -268,3 +272,9 @@ class Recorder:
             self._closed = True
             self._progress.close()
             self._sinks.close()
+
+
+def thinning(step: int) -> int:
+    """Times as many steps to a line of metrics.jsonl as observe.log_every says, so that long runs do not fill the disk: 1
+    below step 10,000, 10 below 100,000, then 100."""
+    return 10 ** max(0, len(str(step)) - 4)

@@ -359,6 +359,7 @@ class ReplayBuffer:
         self._register(entry)
         if not self._first_arrivals or self._first_arrivals[-1][0] < step:
             self._first_arrivals.append((step, self._next_arrival))
+            self._window_start(step)  # forgets steps that are no longer fresh: a queue never asks
         first_arrival, self._next_arrival = self._next_arrival, self._next_arrival + len(rows)
         if self._queue is not None:
             for group in self._queue.append(entry.index, first_arrival, self._next_arrival):

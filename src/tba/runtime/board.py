@@ -151,9 +151,10 @@ MAX_SEARCHERS = 64
 """Searchers that there is room for on the board of a run."""
 SUPERVISOR_FIELDS = ("beats", "replaced", "trainer_restarts")
 """`beats` rises while the supervisor looks after the others."""
-TRAINER_FIELDS = ("wait", "wait_seconds", "beats", "step", "lost", "pid", "started_at")
+TRAINER_FIELDS = ("wait", "wait_seconds", "beats", "step", "lost", "pid", "seconds", "made")
 """`beats` rises whenever the trainer looks for groups or publishes weights, 0 = it is not that far yet. `lost` is the
-number of visits so far that brought nothing to train on."""
+number of visits so far that brought nothing to train on, `seconds` the time from the trainer's start to its last beat,
+`made` the number of steps that this process has made."""
 SEARCHER_FIELDS = (
     "heartbeat",
     "version",
@@ -251,8 +252,10 @@ class Board:
         return 1e9 * self.supervisor["replaced"] + sum(row["work"] for row in rows)
 
     def trainer_progress(self) -> float:
-        """A number that changes while the trainer works, and while another one starts."""
-        return time.monotonic() if self._is_suspended() else self.trainer["beats"] or time.monotonic()
+        """A number that changes while the trainer works, and while another one starts or makes its first step, in which
+        kernels are compiled: a trainer that hangs there is the supervisor's business."""
+        moves = self._is_suspended() or not self.trainer["made"]
+        return time.monotonic() if moves else self.trainer["beats"]
 
     def _is_suspended(self) -> bool:
         """Whether the supervisor does nothing: somebody has suspended it (kill -STOP). Then nothing is passed on, and nobody
@@ -278,8 +281,10 @@ class Board:
     def statuses(self, kind_of: KindOf = no_kind) -> list[RoleStatus]:
         """Who does what, for people."""
         trainer = self.trainer
-        seconds = max(1e-9, time.time() - trainer["started_at"]) if trainer["started_at"] else math.inf
+        seconds = trainer["seconds"] or math.inf
         doing = WAITS_FOR[trainer.wait] if trainer["beats"] else "starts"
+        if doing == WAITS_FOR["none"] and not trainer["made"]:
+            doing = "makes its first step, which compiles kernels on a GPU"
         found = [_status("trainer", doing, trainer, seconds)]
         for index, place in self.places().items():
             row = self._searchers[index]

@@ -5,7 +5,7 @@ imported. The server runs no threads, so a fork of it is a process as good as ne
 working folder and file descriptors (under the caller's numbers) with its request. The server never touches a GPU, which
 does not survive a fork: a role that uses one sets it up for itself.
 
-    caller -> server   Start, with the descriptors as SCM_RIGHTS; Kill
+    caller -> server   Start, with the descriptors as SCM_RIGHTS
     server -> caller   Started, Ended
 
 The caller's side is forked_roles.py. The server ends when the caller's end of the socket closes, and its forks with it,
@@ -29,14 +29,13 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-FIRST_SPARE_DESCRIPTOR = 512
-"""Descriptors are parked from here on while a fork gives them their numbers."""
 MAX_DESCRIPTORS = 64
 HEADER_BYTES = 4
 """Length of a message, before it."""
@@ -62,18 +61,13 @@ class Start:
     folder: str
     starts_roles: bool
     """Whether the role gets a server of its own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kill:
-    """Caller to server: kill this role, unless it has ended: the server knows which process numbers are still its own."""
-
-    pid: int
+    until: float
+    """Time (time.monotonic) after which nobody wants the role any more: another server has started it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """Server to caller, one for each Start, in their order."""
+    """Server to caller, one for each Start that is not too late, in their order."""
 
     pid: int
 
@@ -136,17 +130,14 @@ def serve(connection: socket.socket) -> None:
         message = receive_body(connection, header if len(header) == HEADER_BYTES else None)
         if message is None:
             return
-        if isinstance(message, Kill):
-            if message.pid in running:
-                os.kill(message.pid, signal.SIGKILL)
-            continue
-        pid = os.fork()
-        if pid == 0:
+        forked = os.fork() if time.monotonic() < message.until else None
+        if forked == 0:
             _become_role(message, descriptors)
-        running.add(pid)
         for descriptor in descriptors:
             os.close(descriptor)
-        connection.sendall(packed(Started(pid=pid)))
+        if forked is not None:
+            running.add(forked)
+            connection.sendall(packed(Started(pid=forked)))
 
 
 def _ended(running: set[int]) -> list[tuple[int, int]]:
@@ -167,7 +158,8 @@ def _become_role(start: Start, descriptors: list[int]) -> NoReturn:
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        spare = max(FIRST_SPARE_DESCRIPTOR, *start.descriptors) + 1
+        # Descriptors are parked above all that are open or wanted while they are given their numbers.
+        spare = max(*map(int, os.listdir("/proc/self/fd")), *start.descriptors) + 1
         parked = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, spare) for descriptor in descriptors]
         os.chdir(start.folder)  # which need not be the server's: the log's path may be relative
         if start.log is not None:

@@ -8,21 +8,39 @@ starts them sees them.
 from __future__ import annotations
 
 import atexit
+import logging
+import math
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
-from tba.runtime.fork_server import HEADER_BYTES, OWN_SERVER, Kill, Start, Started, packed, receive
+import psutil
+
+from tba.runtime.fork_server import HEADER_BYTES, OWN_SERVER, Start, Started, packed, receive
+
+logger = logging.getLogger("tba")
 
 PRELOADED = ("torch", "transformers", "transformers.models.auto.modeling_auto")
 """What every role needs; those who start roles name what theirs need besides."""
+IMPORT_SECONDS = 300
+"""Time for a new server to import what roles need and to fork the first one."""
+START_SECONDS = 5
+"""Time for a server to fork a role later on, which takes milliseconds."""
+KILL_SECONDS = 10
+"""Time for a server to end that was killed."""
+TELL_SECONDS = 1.0
+"""Time for a server to tell how a role has ended, before the system is asked."""
+LOOK_SECONDS = 0.05
+"""Longest time between two looks at a role whose end is waited for."""
 
 
 class ForkedProcess:
@@ -39,35 +57,13 @@ class ForkedProcess:
         return self._server.wait(self.pid, timeout)
 
     def kill(self) -> None:
-        self._server.kill(self.pid)
-
-
-class ServerProcess(Protocol):
-    """What its caller needs of a server's process."""
-
-    def kill(self) -> None: ...
-
-    def wait(self) -> int: ...
-
-
-class OwnServerProcess:
-    """A server that is a child of this process, but was not started by it."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-
-    def wait(self) -> int:
-        with suppress(ChildProcessError):  # somebody has waited for it already
-            return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        return 0
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class ServerGone(RuntimeError):
-    """The server has ended."""
+    """The server has ended, or hangs."""
 
 
 class ForkServer:
@@ -80,13 +76,16 @@ class ForkServer:
     """And its environment."""
     _shared_lock = threading.Lock()
 
-    def __init__(self, connection: socket.socket, process: ServerProcess) -> None:
+    def __init__(self, connection: socket.socket, process: psutil.Process) -> None:
         self._socket = connection
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", START_SECONDS, 0))
         self._process = process
         self._lock = threading.Lock()
         self._changed = threading.Condition()
         self._started: list[int] = []
         self._statuses: dict[int, int] = {}
+        self._ended: dict[int, float] = {}
+        """By process: when a role was first seen to have ended of which the server has not told yet."""
         self._alive = True
         threading.Thread(target=self._read, daemon=True, name="fork-server-reader").start()
 
@@ -94,7 +93,7 @@ class ForkServer:
     def begin(cls, environment: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
         """A new server, in a process that imports what its roles need."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        process = subprocess.Popen(
+        process = psutil.Popen(
             [sys.executable, "-m", "tba.runtime.fork_server", str(theirs.fileno()), *PRELOADED, *preload],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -114,7 +113,7 @@ class ForkServer:
         descriptor, pid = map(int, found.split())
         connection = socket.socket(fileno=descriptor)
         connection.set_inheritable(False)
-        return cls(connection, OwnServerProcess(pid))
+        return cls(connection, psutil.Process(pid))
 
     @classmethod
     def shared(cls, environment: Mapping[str, str] | None = None, preload: Sequence[str] = ()) -> ForkServer:
@@ -141,7 +140,8 @@ class ForkServer:
         environment: Mapping[str, str],
         starts_roles: bool = False,
     ) -> ForkedProcess:
-        """Fork a role from the shared server; from a new one if that has just died."""
+        """Fork a role from the shared server; from a new one if that has died or hangs. The roles of one that hangs go
+        on: it is their parent until it is closed."""
         for attempt in range(2):
             server = cls.shared()
             try:
@@ -153,10 +153,13 @@ class ForkServer:
                     environment=environment,
                     starts_roles=starts_roles,
                 )
-            except (OSError, ServerGone):
-                server._lost()
+            except (OSError, ServerGone) as error:
+                with cls._shared_lock:
+                    if cls._shared is server:
+                        cls._shared = None
                 if attempt:
                     raise
+                logger.warning("%s Another one takes its place.", error)
         raise AssertionError
 
     def start(
@@ -170,7 +173,7 @@ class ForkServer:
         starts_roles: bool,
     ) -> ForkedProcess:
         """Fork a role; returns as soon as it runs."""
-        numbers = (link, *descriptors)
+        numbers, seconds = (link, *descriptors), START_SECONDS if self._started else IMPORT_SECONDS
         message = packed(
             Start(
                 name=name,
@@ -180,6 +183,7 @@ class ForkServer:
                 environment=dict(environment),
                 folder=os.getcwd(),
                 starts_roles=starts_roles,
+                until=time.monotonic() + seconds,
             )
         )
         with self._lock:
@@ -187,46 +191,45 @@ class ForkServer:
             socket.send_fds(self._socket, [message[:HEADER_BYTES]], list(numbers))
             self._socket.sendall(message[HEADER_BYTES:])
             with self._changed:
-                self._changed.wait_for(lambda: len(self._started) > seen or not self._alive)
+                # A second more: an answer that is given just in time must not be missed.
+                self._changed.wait_for(lambda: len(self._started) > seen or not self._alive, seconds + 1.0)
             if len(self._started) == seen:
-                raise ServerGone("the process that roles are forked from has ended; its last words are on stderr.")
+                how = f"has not answered for {seconds} s" if self._alive else "has ended; its last lines are on stderr"
+                raise ServerGone(f"the process that roles are forked from (process {self._process.pid}) {how}.")
             return ForkedProcess(self, self._started[seen])
 
     def status(self, pid: int) -> int | None:
         """Exit status of a role, None while it runs."""
         with self._changed:
-            return self._statuses.get(pid, None if self._alive else -signal.SIGKILL)
+            told = self._statuses.get(pid, None if self._alive else -signal.SIGKILL)
+        found = status_of_zombie(pid) if told is None else None
+        if found is None:
+            return told
+        waited = time.monotonic() - self._ended.setdefault(pid, time.monotonic())
+        return found if waited > TELL_SECONDS else None
 
     def wait(self, pid: int, timeout: float | None) -> int:
-        with self._changed:
-            if not self._changed.wait_for(lambda: pid in self._statuses or not self._alive, timeout):
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while (status := self.status(pid)) is None:
+            if time.monotonic() >= deadline:
                 raise subprocess.TimeoutExpired(f"role {pid}", timeout or 0.0)
-        status = self.status(pid)
-        assert status is not None
+            with self._changed:
+                self._changed.wait(min(LOOK_SECONDS, deadline - time.monotonic()))  # a server that hangs tells nothing
         return status
-
-    def kill(self, pid: int) -> None:
-        if self.status(pid) is None:
-            self._send(Kill(pid=pid))
 
     def close(self) -> None:
         """End the server and, with it, every role that still runs."""
         self._socket.close()
-        self._process.kill()
-        self._process.wait()
-
-    def _send(self, message: Any) -> None:
-        try:
-            with self._lock:
-                self._socket.sendall(packed(message))
-        except OSError:
-            self._lost()  # its roles die with it
+        with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+            self._process.kill()
+            self._process.wait(KILL_SECONDS)
 
     def _read(self) -> None:
         while (message := receive(self._socket)) is not None:
             with self._changed:
                 if isinstance(message, Started):
-                    self._statuses.pop(message.pid, None)  # an earlier role may have had this number
+                    for known in (self._statuses, self._ended):
+                        known.pop(message.pid, None)  # an earlier role may have had this number
                     self._started.append(message.pid)
                 else:
                     self._statuses[message.pid] = message.status
@@ -237,3 +240,13 @@ class ForkServer:
         with self._changed:
             self._alive = False
             self._changed.notify_all()
+
+
+def status_of_zombie(pid: int) -> int | None:
+    """Exit status of a process that has ended and that its parent has not asked about, because it hangs; None = it runs, or
+    its parent knows."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else None

@@ -251,6 +251,8 @@ class Difficulty:
         """By reason: `solved`, `unsolved`."""
 
     def record(self, prompt: int, solved: Iterable[bool]) -> None:
+        if not any(self._limits.values()):
+            return  # nobody asks, and there may be millions of prompts
         found = list(solved)
         if not found or any(found) != all(found):
             self._streaks.pop(prompt, None)

@@ -113,7 +113,7 @@ class LocalRuntime:
         self._failure: str | None = None
         """Why there are no searchers any more."""
         self._stopped = False
-        self.row["pid"], self.row["started_at"] = os.getpid(), time.time()
+        self.row["pid"], self._began = os.getpid(), time.monotonic()
 
     def start_searchers(self, target: Callable[..., None], arguments: Mapping[str, Any]) -> None:
         """Have searchers run `target(link, index=i, incarnation=..., ends=..., **arguments)`, in processes of their own.
@@ -142,9 +142,12 @@ class LocalRuntime:
             self._forget(holder)
         self._senders, self._evaluations, self._wanted_evaluations = {}, [], []
 
+    def _beat(self) -> None:
+        self.row["beats"], self.row["seconds"] = self.row["beats"] + 1, time.monotonic() - self._began
+
     def drain(self) -> list[TrajectoryGroup]:
         """All groups that have arrived. Raises when there are no searchers any more and new ones would be of no use."""
-        self.row["beats"] += 1
+        self._beat()
         self.row["lost"] = self.ledger.num_lost
         if self._failure is not None:  # not before the groups that came with it were stored
             raise RoleDied(self._failure)
@@ -269,7 +272,7 @@ class LocalRuntime:
 
     def publish(self, weights: Weights) -> None:
         """Let searchers see the weights, then evaluate the canary on what lies in the slot: they check it when it comes."""
-        self.row["beats"] += 1
+        self._beat()
         self._published = weights.version
         self._publish(self._slots, weights)
 

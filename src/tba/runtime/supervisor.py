@@ -128,12 +128,16 @@ class Supervisor:
                 while True:
                     self._pass_on(*self._events.get_nowait())
             self.board.supervisor["beats"] += 1
-            self._searchers.look_after(may_fill=self._trainer_process is None or self._trainer_process.alive)
+            replaced = self.board.supervisor["replaced"]
+            trainer_lives = self._trainer_process is None or self._trainer_process.alive
+            self._searchers.look_after(may_fill=trainer_lives and not self.requests)
             self._pass_on_requests()
             status = self._look_after_trainer()
             if status is not None:
                 return status
-            if time.monotonic() - self._looked_outside > OUTSIDE_SECONDS:
+            # Before a searcher that is gone is replaced, which may take seconds: its end must not be seen only then.
+            gone = self.board.supervisor["replaced"] > replaced
+            if gone or time.monotonic() - self._looked_outside > OUTSIDE_SECONDS:
                 self._looked_outside = time.monotonic()
                 self._look_outside(self)
 
@@ -269,14 +273,13 @@ class Supervisor:
         if process is None:
             return 0 if self._trainer_hung_up or self._ends else None
         if self._searchers.orders is not None:
-            limit = self.config.wait_seconds
+            setting = "wait_seconds" if self.board.trainer["made"] else "start_seconds"  # the first step may compile
+            limit = getattr(self.config, setting)
             if self._trainer_idleness.look(self.board.trainer["beats"]) > limit:
                 logger.error(
-                    "the trainer (process %d) has not looked for groups for runtime.wait_seconds=%g s: it is killed; the "
-                    "stacks of all roles are in %s.",
-                    process.pid,
-                    limit,
-                    self._logs,
+                    "the trainer (process %d) has not looked for groups for runtime.%s=%g s: it is killed; the stacks of "
+                    "all roles are in %s.",
+                    *(process.pid, setting, limit, self._logs),
                 )
                 self.show_stacks()
                 process.kill()

@@ -137,7 +137,7 @@ class NativeEngine:
         if self.device.type != "cuda":
             return None
         if not isinstance(self.cache, PagedCache):
-            reason = why_not_fused(self.decoder.spec) or "its fused pass failed the check"
+            reason = why_not_fused(self.decoder.spec) or "its decoder has no fused pass"
             logger.warning("decoding without fused kernels and CUDA graphs, slower: %s.", reason)
             return None
         return FusedDecode(self.decoder, self.cache, self.state, self._is_stop)
