@@ -49,13 +49,15 @@ def importer(tmp_path):
 
     def run(*rows):
         path = tmp_path / "responses.jsonl"
-        path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+        lines = [json.dumps(row) if isinstance(row, (dict, list)) else row for row in rows]
+        path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines))
         return import_responses(
             path,
             prompts=PROMPTS,
             tokenizer=LetterTokenizer(),
             eos_id=EOS,
             stop_ids={EOS},
+            context=20,
             score_rewards=score_rewards,
             score_reference=score_reference,
         )
@@ -133,6 +135,17 @@ def test_a_null_reward_is_not_applicable(importer):
         ({"id": "p0", "completion_ids": [27]}, "integers from 0 to 26"),
         ({"id": "p0", "completion": "a", "finish": "done"}, 'line 2 `finish` is \'done\': write "stop" or "length"'),
         ({"id": "p0", "completion": "a", "rewards": {"r": "x"}}, "line 2 `rewards` must be an object of numbers"),
+        ({"id": "p0", "completion": "a", "rewards": [1]}, "line 2 `rewards` is a list, not an object of numbers"),
+        ({"id": "p0", "completion": "a", "rewards": {"r": 10**400}}, "of at most 1e+30, or null"),
+        ({"id": "p0", "completion": "a", "rewards": {"r": float("inf")}}, "of at most 1e+30, or null"),
+        ({"id": "p0", "completion": "a", "rewards": {"r": float("nan")}}, "of at most 1e+30, or null"),
+        (
+            {"id": "p1", "completion_ids": [1] * 19},
+            "19 tokens, which with the 2 of its prompt exceed the model's context",
+        ),
+        ({"id": "p0", "completion": "\ud800"}, "line 2 'utf-8' codec can't encode"),
+        (b'{"id": "p0", "completion": "\xe9"}', "line 2 'utf-8' codec can't decode byte 0xe9"),
+        ("[" * 100_000, "line 2 is not JSON: maximum recursion depth exceeded"),
     ],
 )
 def test_a_bad_line_is_named_and_nothing_is_imported(importer, row, message):
@@ -160,6 +173,7 @@ def test_an_empty_or_missing_file_is_an_error(importer, tmp_path):
             tokenizer=LetterTokenizer(),
             eos_id=EOS,
             stop_ids={EOS},
+            context=20,
             score_rewards=lambda groups: [],
             score_reference=lambda prompts, ids: [],
         )

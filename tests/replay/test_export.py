@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import random
+import sqlite3
 import sys
 from datetime import datetime
 
@@ -211,3 +213,37 @@ def test_versions_and_times_are_read():
     assert parse_versions(":20") == (None, 20)
     assert parse_time("1970-01-02T00:00:00+00:00") == 86400.0
     assert parse_time("1h") == pytest.approx(parse_time("0s") - 3600.0, abs=60.0)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("rewards", 2.5), ("rewards", "[1]"), ("time", 1e300), ("payload", 7), ("reward", b"\xff")]
+)
+def test_a_damaged_row_is_told_and_the_others_are_listed_and_exported(run, tmp_path, caplog, column, value):
+    path = run / "replay.sqlite"
+    with sqlite3.connect(path) as database:
+        database.execute(f"UPDATE groups SET {column} = ? WHERE arrival = 2", (value,))
+    lines = list(table(path, GroupFilter()))
+    assert [line.split()[0] for line in lines[1:-1]] == ["1", "2", "3", "4"]
+    assert ("corrupt: " in lines[2]) == (column != "payload"), "of which a listing reads nothing"
+    assert export(path, tmp_path / "out.jsonl", GroupFilter()) == 4, "the responses of groups 1 and 3"
+    assert "row 2 is corrupt and left out" in caplog.text
+
+
+def test_random_damage_to_the_file_is_an_error_that_names_it_or_costs_some_rows(run, tmp_path):
+    content, rng, path = (run / "replay.sqlite").read_bytes(), random.Random(0), tmp_path / "damaged.sqlite"
+    errors = []
+    for _ in range(100):
+        damaged = bytearray(content)
+        for _ in range(rng.choice((1, 5, 50))):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        path.write_bytes(damaged)
+        for read in (
+            lambda: list(table(path, GroupFilter())),
+            lambda: export(path, tmp_path / "o.jsonl", GroupFilter()),
+        ):
+            try:
+                read()
+            except DurableReplayError as error:  # any other one fails this test
+                errors.append(str(error))
+    assert 0 < len(errors) < 200
+    assert all(str(path) in error for error in errors)

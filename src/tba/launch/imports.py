@@ -39,6 +39,8 @@ ReferenceScorer = Callable[[list[np.ndarray], list[np.ndarray]], Sequence[np.nda
 """Prompt ids and response ids, one for one -> log-probs of the response tokens at the training temperature."""
 SHOWN_PROBLEMS = 5
 """Number of bad lines that an error names; of the others it gives the count."""
+LARGEST_REWARD = 1e30
+"""Rewards are stored as float32."""
 START_VERSION = 0
 """Version of the weights, and of the reference, that imported responses are stored with: those that the run starts from."""
 
@@ -72,6 +74,7 @@ def _import_groups(config: Config, inputs: RunInputs, *, log: Path) -> list[Traj
                 tokenizer=loaded.tokenizer,
                 eos_id=stop_ids[0] if eos_id is None else eos_id,
                 stop_ids=stop_ids,
+                context=loaded.context,
                 score_rewards=score_rewards,
                 score_reference=lambda prompts, responses: reference.score(
                     prompts, responses, config.generate.temperature
@@ -132,12 +135,14 @@ def import_responses(
     tokenizer: Tokenizer,
     eos_id: int,
     stop_ids: Collection[int],
+    context: int,
     score_rewards: RewardScorer,
     score_reference: ReferenceScorer,
 ) -> list[TrajectoryGroup]:
     """The responses of one file, one group per prompt, in the order of the file. Bad lines are an error that lists them;
-    nothing is half imported. `eos_id` closes texts; a response that ends with one of `stop_ids` is finished."""
-    reader = LineReader(PromptFinder(prompts), tokenizer, eos_id, frozenset(stop_ids))
+    nothing is half imported. `eos_id` closes texts; a response that ends with one of `stop_ids` is finished. Prompt and
+    response have at most `context` tokens."""
+    reader = LineReader(PromptFinder(prompts), tokenizer, eos_id, frozenset(stop_ids), context)
     responses = _read(path, reader)
     rewards = _complete_rewards(responses, score_rewards)
     log_refs = score_reference([r.prompt.token_ids for r in responses], [r.token_ids for r in responses])
@@ -189,11 +194,11 @@ def _read(path: Path, reader: LineReader) -> list[ImportedResponse]:
         raise ValueError(f"replay.imports: {path} does not exist.")
     responses: list[ImportedResponse] = []
     problems: list[str] = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:  # of bytes: one that is not UTF-8 is an error of its line
         for number, line in enumerate(lines, start=1):
             try:
                 if line.strip():
-                    responses.append(reader.parse(line))
+                    responses.append(reader.parse(line.decode()))
             except ValueError as error:
                 problems.append(f"line {number} {error}")
     if problems:
@@ -208,17 +213,18 @@ def _read(path: Path, reader: LineReader) -> list[ImportedResponse]:
 
 @dataclass(frozen=True)
 class LineReader:
-    """LineReader(PromptFinder(prompts), tokenizer, eos_id=2, stop_ids={2, 5}).parse('{"id": "p0", "completion": " 4"}')"""
+    """LineReader(PromptFinder(prompts), tokenizer, eos_id=2, stop_ids={2, 5}, context=512).parse('{"id": "p0", ...}')"""
 
     finder: PromptFinder
     tokenizer: Tokenizer
     eos_id: int
     stop_ids: frozenset[int]
+    context: int
 
     def parse(self, text: str) -> ImportedResponse:
         try:
             line = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"is not JSON: {error}") from None
         if not isinstance(line, dict):
             raise ValueError(f"is a {type(line).__name__}, not an object")
@@ -226,6 +232,11 @@ class LineReader:
             raise ValueError("needs `completion` or `completion_ids`")
         prompt = self.finder.find(line)
         ids = self._tokens(line)
+        if len(prompt.token_ids) + len(ids) > self.context:
+            raise ValueError(
+                f"has {len(ids)} tokens, which with the {len(prompt.token_ids)} of its prompt exceed the model's context of "
+                f"{self.context}"
+            )
         return ImportedResponse(
             prompt=prompt,
             text=self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -240,6 +251,7 @@ class LineReader:
         if "completion_ids" not in line:
             if not isinstance(line["completion"], str):
                 raise ValueError(f"`completion` is a {type(line['completion']).__name__}, not text")
+            line["completion"].encode()  # half a surrogate pair is no text
             ids = self.tokenizer.encode(line["completion"], add_special_tokens=False)
             return ids if ids and ids[-1] in self.stop_ids else [*ids, self.eos_id]
         ids, largest = line["completion_ids"], len(self.tokenizer) - 1
@@ -262,11 +274,11 @@ def _given_rewards(line: Mapping[str, Any]) -> Mapping[str, float] | None:
     if given is None:
         return None
     if not isinstance(given, dict):
-        raise ValueError("`rewards` must be an object of numbers by name")
-    rewards = {name: math.nan if value is None else value for name, value in given.items()}
-    if not all(isinstance(value, (int, float)) for value in rewards.values()):
-        raise ValueError("`rewards` must be an object of numbers by name")
-    return {name: float(value) for name, value in rewards.items()}
+        raise ValueError(f"`rewards` is a {type(given).__name__}, not an object of numbers by name")
+    numbers = [value for value in given.values() if value is not None]
+    if not all(isinstance(value, (int, float)) and abs(value) <= LARGEST_REWARD for value in numbers):
+        raise ValueError(f"`rewards` must be an object of numbers by name, of at most {LARGEST_REWARD:g}, or null")
+    return {name: math.nan if value is None else float(value) for name, value in given.items()}
 
 
 def _complete_rewards(responses: list[ImportedResponse], score_rewards: RewardScorer) -> list[Mapping[str, float]]:

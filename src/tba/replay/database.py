@@ -26,6 +26,8 @@ from tba.types import TrajectoryGroup
 
 logger = logging.getLogger("tba.replay")
 
+DAMAGED = (sqlite3.Error, UnicodeDecodeError)
+"""Errors of a damaged file; the latter where SQLite names in its message what it could not read."""
 SCHEMA_VERSION = 1
 """Number in PRAGMA user_version."""
 SCHEMA = """
@@ -84,7 +86,7 @@ def load_groups(path: Path, *, after: int = 0, arrivals: list[int] | None = None
         for arrival in arrivals:
             try:
                 stored = read_row(database, arrival)
-            except (ValueError, sqlite3.DatabaseError) as error:
+            except Exception as error:  # damage shows in as many ways as a row has columns
                 corrupt += 1
                 logger.warning("%s: row %d is corrupt and left out: %s", path, arrival, error)
                 continue
@@ -139,7 +141,7 @@ def connect(path: Path) -> sqlite3.Connection:
     try:
         database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
         check_schema(database, path)
-    except sqlite3.Error as error:
+    except DAMAGED as error:
         raise unreadable(path, error) from None
     return database
 
@@ -150,13 +152,13 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     database = connect(path)
     try:
         yield database
-    except sqlite3.Error as error:
+    except DAMAGED as error:
         raise unreadable(path, error) from None
     finally:
         database.close()
 
 
-def unreadable(path: Path, error: sqlite3.Error) -> DurableReplayError:
+def unreadable(path: Path, error: Exception) -> DurableReplayError:
     return DurableReplayError(
         f"durable replay: {path} could not be read ({type(error).__name__}: {error}). If it is damaged, "
         "`sqlite3 FILE .recover` may save what is left."

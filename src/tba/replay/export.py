@@ -93,15 +93,19 @@ def table(path: Path, wanted: GroupFilter) -> Iterator[str]:
     lines: list[tuple[str, ...]] = [header]
     with reading(path) as database:
         for arrival in wanted.arrivals(path):
-            row = database.execute(
-                "SELECT time, incarnation || '/' || number, prompt_id, step, version, responses, lost, reward, rewards "
-                "FROM groups WHERE arrival = ?",
-                (arrival,),
-            ).fetchone()
-            if row is not None:  # it may have left meanwhile
-                lines.append((str(arrival), *_cells(*row)))
+            try:
+                row = database.execute(
+                    "SELECT time, incarnation || '/' || number, prompt_id, step, version, responses, lost, reward, "
+                    "rewards FROM groups WHERE arrival = ?",
+                    (arrival,),
+                ).fetchone()
+                if row is not None:  # it may have left meanwhile
+                    lines.append((str(arrival), *_cells(*row)))
+            except Exception as error:  # damage shows in as many ways as a row has columns
+                lines.append((str(arrival), f"corrupt: {error}"))
         groups, responses = database.execute("SELECT COUNT(*), TOTAL(responses) FROM groups").fetchone()
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    whole = [line for line in lines if len(line) == len(header)]
+    widths = [max(len(line[column]) for line in whole) for column in range(len(header))]
     for line in lines:
         yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
     yield f"{len(lines) - 1} of {groups} groups ({responses:.0f} responses) in {path}"
