@@ -100,12 +100,12 @@ def test_an_epoch_is_of_the_rows_that_are_trained_on(folder, tmp_path):
     ("rows", "message"),
     [
         (
-            [{"prompt": "w3"}, {"question": "w4"}, {"prompt": ""}, {"prompt": 5}, {"question": "w5"}],
+            [{"prompt": "w3", "want": "w7"}, {"question": "w4"}, {"prompt": ""}, {"prompt": 5}, {"question": "w5"}],
             r"^row 1 of train_dataset \(.*train\.jsonl line 2\) has no usable `prompt` column.* And 3 more: in all 4 bad "
             r"rows: 2 x missing column \(rows 1, 4\), 1 x empty prompt \(row 2\), 1 x wrong type \(row 3\)\..*"
             r"leave such rows out by TBAConfig\(task=\{\"on_bad_row\": \"skip\"\}\)\.$",
         ),
-        ([{"prompt": "w3 " * 900}], r"^row 0 of train_dataset \(.*train\.jsonl line 1\)"),
+        ([{"prompt": "w3 " * 900, "want": "w7"}], r"^row 0 of train_dataset \(.*train\.jsonl line 1\)"),
         ([], r"^train_dataset is empty: it needs at least one row"),
     ],
 )
@@ -117,7 +117,7 @@ def test_bad_rows_of_a_script_are_named_by_its_dataset(folder, tmp_path, rows, m
 
 def test_bad_rows_of_a_script_are_left_out_as_the_message_says(folder, tmp_path, caplog):
     args = TBAConfig(output_dir=tmp_path / "a", mode="sync", max_completion_length=8, task={"on_bad_row": "skip"})
-    trainer = TBATrainer(str(folder / "model"), sevens, args, [{"prompt": "w3"}, {"question": "w4"}])
+    trainer = TBATrainer(str(folder / "model"), sevens, args, [{"prompt": "w3", "want": "w7"}, {"question": "w4"}])
     load_inputs(trainer.config)
     assert (
         'TBAConfig(task={"on_bad_row": "skip"}) left out 1 bad row: 1 x missing column (row 1). The first: row 1 of'
