@@ -97,7 +97,9 @@ def test_so_are_those_that_come_later(arguments, message, monkeypatch, capfd, tm
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--run-name", "x"], "tba train: there is no option --run-name: did you mean name=...?"),
+        (["train", "--run-name", "x"], "tba train: there is no option --run-name: run_name is TRL's name: use name."),
+        (["train", "--lr", "1"], "no option --lr: learning_rate is TRL's name: use train.learning_rate."),
+        (["evaluate", "x", "--num-generations", "2"], "num_generations is TRL's name: use train.samples_per_prompt."),
         (["train", "--max-step", "3"], "tba train: there is no option --max-step: did you mean --max-steps?"),
         (["train", "--learning-rate", "1"], "no option --learning-rate: did you mean train.learning_rate=...?"),
         (["doctor", "--verbose"], "tba doctor: there is no option --verbose. Options are --help."),

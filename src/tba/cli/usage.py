@@ -6,6 +6,7 @@ import difflib
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from tba.config import settings_by_name
+from tba.config import Config, ConfigError, abbreviates, settings_by_name
 from tba.runtime.fork_server import INTERRUPTED
 
 MOST_LINES, LONGEST_LINE = 9, 2000
@@ -84,7 +85,19 @@ class Commands(TyperGroup):
 
 def log_warnings() -> None:
     form = "%(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.WARNING, format=form, stream=sys.stderr, force=True)
+    logging.basicConfig(level=logging.WARNING, format=form, handlers=[CurrentStderr()], force=True)
+
+
+class CurrentStderr(logging.StreamHandler):
+    """Writes to sys.stderr as it is at the time: while a live display is on, that is a stream which prints above it. A line
+    that is written past it is lost under the display."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
 
 
 def exit_status(action: Callable[[], Any]) -> int:
@@ -94,7 +107,8 @@ def exit_status(action: Callable[[], Any]) -> int:
     except UsageError as error:
         typer.echo(usage_message(error), err=True)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
+        typer.echo(f"tba: {stopped or 'stopped.'}", err=True)
         return INTERRUPTED
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if os.environ.get("TBA_TRACEBACK"):
@@ -125,6 +139,35 @@ def usage_message(error: Any) -> str:
     return f"{command}: {error.message.rstrip('.')}. See `{command} --help`."
 
 
+def trl_words(name: str) -> str | None:
+    """What to write for a name of TRL's, or one that resembles it: `num_generations is TRL's name: use
+    train.samples_per_prompt`; None = TRL has none, or we have it too."""
+    from tba.api.names import FIELDS
+
+    close = [known for known, found in FIELDS.items() if found.kind == "setting" and abbreviates(name, known)]
+    known = name if name in FIELDS else next(iter(close), None)
+    if known is None or name in settings_by_name():
+        return None
+    words = FIELDS[known].words
+    if FIELDS[known].kind == "setting" and re.split(r"\W", words)[0] in Config.model_fields:
+        words = f"use {re.split('[;:,]', words)[0]}"  # how a script's value becomes the setting's follows
+    return f"{known} is TRL's name: {words}."
+
+
+def with_trl_names(error: ConfigError) -> ConfigError:
+    """An error about unknown keys, told by TRL's names where no setting of ours resembles them."""
+    lines = str(error).split("\n")
+    for key in error.unknown:
+        name, begin = key.rpartition(".")[2], f"unknown key {key}: "
+        words = trl_words(name)
+        exact = words is not None and words.startswith(f"{name} ")
+        lines = [
+            f"{begin}{words}" if words and line.startswith(begin) and (exact or "did you mean" not in line) else line
+            for line in lines
+        ]
+    return ConfigError("\n".join(lines))
+
+
 def unknown_option(option: str, context: Any) -> str:
     """What to write instead of an option that does not exist: the nearest option or setting, then all that is allowed."""
     options = option_names(context)
@@ -132,7 +175,10 @@ def unknown_option(option: str, context: Any) -> str:
     if any(parameter.name in ("arguments", "overrides") for parameter in context.command.params):
         settings = {f"--{name.replace('_', '-')}": f"{key}=..." for name, key in settings_by_name().items()}
         choices, also = settings | choices, "; settings are written section.key=value"
-    return f"there is no option {option}{nearest(option, choices)} Options are {', '.join(options)}{also}."
+    hint, name = nearest(option, choices), option.lstrip("-").replace("-", "_")
+    if also and (words := trl_words(name)) is not None and (hint == "." or words.startswith(f"{name} ")):
+        hint = f": {words}"
+    return f"there is no option {option}{hint} Options are {', '.join(options)}{also}."
 
 
 def argument_words(parameter: Any) -> str:

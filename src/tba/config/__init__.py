@@ -3,6 +3,7 @@
 from tba.config.base import Schedule, Section
 from tba.config.files import (
     ConfigError,
+    abbreviates,
     dump_config,
     is_given,
     load_config,
@@ -51,6 +52,7 @@ __all__ = [
     "TLDRConfig",
     "TaskConfig",
     "TrainConfig",
+    "abbreviates",
     "dump_config",
     "is_given",
     "load_config",
