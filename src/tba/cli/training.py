@@ -230,7 +230,7 @@ def resolve(
     try:
         config = load_config(file, overrides, **values)
     except ConfigError as error:
-        raise with_trl_names(error) from None
+        raise ConfigError(with_trl_names(str(error), error.unknown)) from None
     if not is_given("model.path", file, overrides, **values) or is_given("task.name", file, overrides, **values):
         return config
     from tba.launch.checks import task_to_train

@@ -8,20 +8,21 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from tba.config import Config, ConfigError, abbreviates, settings_by_name
+from tba.config import Config, abbreviates, settings_by_name, unknown_key
 from tba.runtime.fork_server import INTERRUPTED
 
 MOST_LINES, LONGEST_LINE = 9, 2000
 """What is shown of an error message."""
 LARGEST = 2**63 - 1
 """Largest number of an option that counts: SQLite compares with none beyond."""
+MEANT, TRL = "did you mean", "is TRL's name"
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Base class of all errors in how a command was called. Typer exports none but BadParameter, and whether its base class is
 click's or typer's own copy of it depends on typer's version; an error of the other one would go by uncaught."""
@@ -151,33 +152,32 @@ def trl_words(name: str) -> str | None:
     words = FIELDS[known].words
     if FIELDS[known].kind == "setting" and re.split(r"\W", words)[0] in Config.model_fields:
         words = f"use {re.split('[;:,]', words)[0]}"  # how a script's value becomes the setting's follows
-    return f"{known} is TRL's name: {words}."
+    return f"{known} {TRL}: {words}."
 
 
-def with_trl_names(error: ConfigError) -> ConfigError:
-    """An error about unknown keys, told by TRL's names where no setting of ours resembles them."""
-    lines = str(error).split("\n")
-    for key in error.unknown:
+def with_trl_names(message: str, unknown: Sequence[str]) -> str:
+    """A message about unknown keys, by TRL's names where the key is one, or resembles one and no setting of ours."""
+    lines = message.split("\n")
+    for key in unknown:
         name, begin = key.rpartition(".")[2], f"unknown key {key}: "
         words = trl_words(name)
         exact = words is not None and words.startswith(f"{name} ")
         lines = [
-            f"{begin}{words}" if words and line.startswith(begin) and (exact or "did you mean" not in line) else line
+            f"{begin}{words}" if words and line.startswith(begin) and (exact or MEANT not in line) else line
             for line in lines
         ]
-    return ConfigError("\n".join(lines))
+    return "\n".join(lines)
 
 
 def unknown_option(option: str, context: Any) -> str:
     """What to write instead of an option that does not exist: the nearest option or setting, then all that is allowed."""
-    options = option_names(context)
-    choices, also = {name: name for name in options}, ""
+    options, name = option_names(context), option.lstrip("-").replace("-", "_")
+    hint, also = nearest(name, {known.lstrip("-").replace("-", "_"): known for known in options}), ""
     if any(parameter.name in ("arguments", "overrides") for parameter in context.command.params):
-        settings = {f"--{name.replace('_', '-')}": f"{key}=..." for name, key in settings_by_name().items()}
-        choices, also = settings | choices, "; settings are written section.key=value"
-    hint, name = nearest(option, choices), option.lstrip("-").replace("-", "_")
-    if also and (words := trl_words(name)) is not None and (hint == "." or words.startswith(f"{name} ")):
-        hint = f": {words}"
+        also = "; settings are written section.key=value"
+        words = with_trl_names(unknown_key([name]), [name]).removeprefix(f"unknown key {name}").replace("?", "=...?")
+        exact = name in settings_by_name() or words.startswith(f": {name} {TRL}")
+        hint = words if exact or (hint == "." and (MEANT in words or TRL in words)) else hint
     return f"there is no option {option}{hint} Options are {', '.join(options)}{also}."
 
 
@@ -195,4 +195,4 @@ def option_names(context: Any) -> list[str]:
 def nearest(word: str, known: Mapping[str, str]) -> str:
     """`: did you mean train?`, or a full stop where no known word resembles it; `known` maps words to what to write."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f": did you mean {known[close[0]]}?" if close else "."
+    return f": {MEANT} {known[close[0]]}?" if close else "."

@@ -11,6 +11,7 @@ from tba.config.files import (
     read_yaml,
     refuse_two_values,
     settings_by_name,
+    unknown_key,
     yaml_words,
 )
 from tba.config.root import Config
@@ -60,5 +61,6 @@ __all__ = [
     "read_yaml",
     "refuse_two_values",
     "settings_by_name",
+    "unknown_key",
     "yaml_words",
 ]

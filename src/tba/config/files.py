@@ -173,7 +173,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":
-        return _unknown_key(location)
+        return unknown_key(location)
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "value_error":
         names_its_key = f"{location[0]}." in message if location else True
@@ -183,7 +183,8 @@ def _explain(problem: Mapping[str, Any]) -> str:
     return f"{key}: {message}, got {problem['input']!r}."
 
 
-def _unknown_key(location: list[str]) -> str:
+def unknown_key(location: list[str]) -> str:
+    """What is said about a key that there is not: the settings that may be meant, or those that there are."""
     section = _section_at(location[:-1])
     known = list(section.model_fields) if section is not None else []
     prefix = ".".join(location[:-1])

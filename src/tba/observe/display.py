@@ -130,7 +130,7 @@ class Progress:
         elapsed, left = self._clock()
         parts = [f"step {self._step} of {self._config.train.max_steps}", f"{duration(elapsed)} elapsed"]
         if self.stopping:
-            parts.append("saves and stops after this step (once more: at once, unsaved)")
+            parts.append("stops after this step")
         elif left is not None:
             parts.append(f"about {duration(left)} left")
         return ", ".join(parts)

@@ -49,9 +49,10 @@ class RewardSignal:
             self._by_prompt, self.samples = {}, []
             return
         if len(self.samples) < SAMPLES:
-            cut_off = group.trajectories[0].completion.finish == "length"
-            shown = {"prompt": group.prompt.text[-LONGEST_SAMPLE:], "response": texts()[0][:LONGEST_SAMPLE]}
-            self.samples.append({**shown, "reward": known[0], "cut_off": cut_off})
+            index = next(i for i, reward in enumerate(rewards) if not math.isnan(reward))
+            cut_off = group.trajectories[index].completion.finish == "length"
+            shown = {"prompt": group.prompt.text[-LONGEST_SAMPLE:], "response": texts()[index][:LONGEST_SAMPLE]}
+            self.samples.append({**shown, "reward": own, "cut_off": cut_off})
         if self.responses >= self._told_at:
             self._told_at = TOLD_TIMES * self.responses
             logger.warning("so far %s. Look at samples.jsonl and at the reward function.", self.words)
