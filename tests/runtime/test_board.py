@@ -128,4 +128,4 @@ def test_a_status_says_how_much_of_a_batch_or_an_evaluation_is_there():
         "evaluates the start model: 40 of 100 responses",
     ]
     trainer["step"], trainer["wait"], trainer["done"], trainer["of"], row["of"] = 5.0, 0.0, 2.0, 8.0, 0.0
-    assert [role.doing for role in board.statuses()] == ["evaluates step 5: 2 of 8 responses", "works"]
+    assert [role.doing for role in board.statuses()] == ["evaluates step 5: 2 of 8 responses", "generates"]

@@ -28,6 +28,7 @@ from tba.observe.streams import lasting
 REFRESH_PER_SECOND = 4
 LINE_SECONDS, LINE_SHARE = 10.0, 0.02
 """Time between two lines where there is no terminal: at least so long, and this share of the time that has passed."""
+TABLE_WIDTH = 100
 PLOT_WIDTH, PLOT_HEIGHT = 60, 10
 SHARES = ("accuracy", "solved", "pass@", "avg@", "win_rate", "success", "cut_off", "distinct")
 """Beginnings of the names of metrics that are shares, which are shown in percent."""
@@ -150,7 +151,9 @@ class Progress:
         return [(name, figure) for name, figure in found if "nan" not in figure]
 
     def _table(self) -> Table:
-        table = Table(title=f"tba {self._config.run_name}", title_justify="left", show_header=False, min_width=60)
+        # One width: a table that follows its longest line jumps about.
+        width = min(TABLE_WIDTH, self._console.width)
+        table = Table(title=f"tba {self._config.run_name}", title_justify="left", show_header=False, width=width)
         for row in self._rows():
             table.add_row(*row)
         return table
@@ -165,7 +168,7 @@ class Progress:
         for role in self._roles():
             name = role.name if role.kind is None else f"{role.name} ({role.kind})"
             rate = role.responses_per_second
-            waited = f"; waited {role.waited_share:.0%} of its time" if self._metrics else ""
+            waited = f"; waited {role.waited_share:.0%}" if self._metrics else ""
             rows.append((name, f"{role.doing}{waited}{f'; {rate:.3g} responses/s' if rate else ''}"))
         return rows
 
@@ -271,7 +274,8 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
 def metrics_table(summary: Mapping[str, Any]) -> Table:
     """A row per metric: its value with its standard error at the start, at the best step and at the end."""
     best = summary["best"] or {"step": 0}
-    columns = {"start": "start", "final": f"final (step {summary['final_step']})"}
+    is_best = ", the best" if best["step"] == summary["final_step"] else ""
+    columns = {"start": "start", "final": f"final (step {summary['final_step']}{is_best})"}
     if 0 < best["step"] < summary["final_step"]:
         columns = {"start": "start", "best_values": f"best (step {best['step']})", "final": columns["final"]}
     errors = {"start": "start_standard_error", "best_values": "best_standard_error", "final": "final_standard_error"}

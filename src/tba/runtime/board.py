@@ -199,7 +199,7 @@ WAITS_FOR: dict[Wait, str] = {
     "none": "works",
     "first_fill": "waits for groups that fill a batch",
     "replay_ratio": "waits for new responses from the searchers",
-    "pace": "is ahead: waits for newer weights from the trainer, or for rewards",
+    "pace": "waits for newer weights, or for rewards",
     "channel_full": "waits for the trainer to take in groups",
     "durable_replay": "waits for groups to be written to the durable replay",
 }
@@ -292,6 +292,8 @@ class Board:
         doing = WAITS_FOR[trainer.wait] if trainer["beats"] else "starts"
         if doing == WAITS_FOR["none"] and not trainer["made"]:
             doing = "makes its first step, which compiles kernels on a GPU"
+        elif doing == WAITS_FOR["none"] and self.places():  # without searchers it generates too
+            doing = "trains"
         if trainer["of"]:
             doing = _evaluates(trainer, trainer["step"])
         elif trainer.wait == "first_fill" and trainer["prompts_wanted"]:
@@ -302,6 +304,7 @@ class Board:
             row = self._searchers[index]
             if place == "filled":
                 doing = WAITS_FOR[row.wait] if row["heartbeat"] else "loads the model"
+                doing = "generates" if row.wait == "none" and row["heartbeat"] else doing
                 doing = _evaluates(row, row["version"]) if row["of"] else doing
             else:
                 doing = "has been given up" if place == "given_up" else "starts again"
