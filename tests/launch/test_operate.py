@@ -4,7 +4,6 @@ import json
 import os
 import time
 
-import psutil
 import pytest
 from problem import make_config, wait_for
 from test_failures import ENDLESS, steps_done, when
@@ -12,6 +11,7 @@ from test_failures import ENDLESS, steps_done, when
 from tba.cli import app
 from tba.launch import train
 from tba.launch.operate import Control, ask_for_searchers, describe, read_status
+from tba.observe.claim import start_of
 from tba.observe.files import RunFolder
 
 
@@ -75,8 +75,8 @@ def test_a_status_has_the_time_that_has_passed_the_time_left_and_the_reward():
 def test_the_time_left_is_by_the_pace_so_far(tmp_path):
     folder = RunFolder(tmp_path)
     folder.config.write_text("train: {max_steps: 60}")
-    own = psutil.Process()
-    told = {"step": 12, "time": 100.0, "host": os.uname().nodename, "pid": own.pid, "pid_started": own.create_time()}
+    own = os.getpid()
+    told = {"step": 12, "time": 100.0, "host": os.uname().nodename, "pid": own, "pid_started": start_of(own)}
     folder.status.write_text(json.dumps({**told, "roles": []}))
     assert read_status(tmp_path)["seconds_left"] is read_status(tmp_path)["reward"] is None, "no step was made yet"
     lines = [{"step": step, "loss": 0.1, "seconds": 2.0 * step, "reward": step / 100} for step in (11, 12)]

@@ -1,5 +1,5 @@
-"""What a run writes about itself stays small, however many steps it makes; its clock says how long it has taken, and how long
-its steps will still take."""
+"""What a run writes about itself stays small, however many steps it makes; its clock says how long it has taken, and how
+long its steps will still take."""
 
 import json
 import pickle

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tba.config import load_config
 from tba.observe.claim import start_of
 from tba.observe.display import duration
@@ -34,7 +36,7 @@ class StatusWriter:
         self._board = board
         self._kind_of = kind_of
         self._failures = WriteFailures()
-        self._started = time.time()
+        self._started = time.monotonic()
         self._since: dict[str, tuple[str, float]] = {}
         """What each role does, and since when, by a clock that is never set."""
 
@@ -52,7 +54,7 @@ class StatusWriter:
         status = {
             "step": int(self._board.trainer["step"]),
             "time": now,
-            "started": self._started,
+            "started": now - (clock - self._started),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "pid_started": start_of(os.getpid()),

@@ -210,10 +210,11 @@ class Recorder:
     @property
     def seconds_left(self) -> float | None:
         """Time that the steps to come take at the pace of the later half of those before; None = it is not known yet."""
-        half, to_come = self.steps // 2, max(0, self.config.train.max_steps - self.steps)
-        if self.steps < 2 or half not in self._seconds_at:
+        to_come = max(0, self.config.train.max_steps - self.steps)
+        first = max(self.steps // 2, min(self._seconds_at))
+        if self.steps < 2 or first not in self._seconds_at or first >= self.steps:
             return None
-        pace = (self.seconds - self._seconds_at[half]) / (self.steps - half)
+        pace = (self.seconds - self._seconds_at[first]) / (self.steps - first)
         in_step = min(pace, time.perf_counter() - self._last_step_at) if self._first_step_at is not None else 0.0
         return max(0.0, pace * to_come - in_step)
 
