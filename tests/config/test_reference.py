@@ -7,7 +7,7 @@ from pydantic import Field
 from typer.testing import CliRunner
 
 from tba.cli import app
-from tba.config import Config, Schedule
+from tba.config import Config, ConfigError, Schedule, TrainConfig
 from tba.config.base import Section
 from tba.config.reference import ObjectiveEntry, default_text, inner_section, is_by_name, reference, type_text
 
@@ -78,3 +78,18 @@ def test_an_objectives_own_settings_and_defaults_are_listed():
     assert "`objective.beta` is 0.25, or 16 / `generate.max_new_tokens` where that is above 64, and the" in text
     text = reference([ObjectiveEntry(name="example", settings=Example, beta=0.25, max_kl_penalty=0.5, reset_every=0)])
     assert "`objective.beta` is 0.25, `objective.max_kl_penalty` 0.5 and the reference is never reset." in text
+
+
+def found_by(word: str) -> list[str]:
+    result = CliRunner().invoke(app, ["config", word], catch_exceptions=False)
+    return [line.partition("=")[0] for line in result.stdout.splitlines() if not line.startswith(" ")]
+
+
+def test_settings_are_found_by_their_section_or_by_a_word():
+    assert found_by("train") == [f"train.{name}" for name in TrainConfig.model_fields]
+    assert found_by("max_steps")[0] == "train.max_steps"
+    assert {"generate.max_new_tokens", "objective.normal_length"} <= set(found_by("Length"))
+    sapo = CliRunner().invoke(app, ["config", "sapo_temperature_pos"]).stdout.splitlines()
+    assert sapo[0] == "objective.sapo_temperature_pos=1.0  (float > 0; grpo, dr_grpo)"
+    with pytest.raises(ConfigError, match="no setting has 'frobnicate' in its name or text"):
+        found_by("frobnicate")

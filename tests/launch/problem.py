@@ -36,6 +36,12 @@ hangs_on_w9.per_sample = True
 def always_one(completions, **columns):
     return [1.0] * len(completions)
 
+def always_zero(completions, **columns):
+    return [0.0] * len(completions)
+
+def of_the_prompt(prompts, completions, **columns):
+    return [float(len(prompt.split()) % 3) for prompt in prompts]
+
 def always_raises(completions, **columns):
     raise KeyError("answer")
 

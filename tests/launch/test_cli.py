@@ -57,6 +57,34 @@ def test_other_data_for_a_config_file_keeps_its_rewards(tmp_path):
         resolve([], model=None, data="b.jsonl", reward=[], max_steps=None)
 
 
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("num_generations=8", "num_generations is TRL's name: use train.samples_per_prompt."),
+        ("train.num_generations=8", "num_generations is TRL's name: use train.samples_per_prompt."),
+        ("max_completion_length=8", "max_completion_length is TRL's name: use generate.max_new_tokens."),
+        ("batch_size=8", "per_device_train_batch_size is TRL's name: use train.responses_per_step."),
+        ("train.batch_size=8", "per_device_train_batch_size is TRL's name: use train.responses_per_step."),
+        ("eval_steps=8", "eval_steps is TRL's name: use evaluate.every."),
+        ("min_p=0.1", "min_p is TRL's name: use top_p or top_k."),
+        ("lr=1e-5", "did you mean train.learning_rate?"),
+        ("max_tokens=8", "did you mean generate.max_new_tokens?"),
+        ("top_p=0.9", "did you mean generate.top_p?"),
+        ("frobnicate=8", "the config takes name, output"),
+    ],
+)
+def test_names_of_trl_and_near_misses_find_our_settings(setting, words):
+    with pytest.raises(ConfigError) as error:
+        resolve([setting, "seed=1"], model=None, data=None, reward=[], max_steps=None)
+    assert str(error.value).startswith(f"unknown key {setting.partition('=')[0]}: {words}")
+
+
+def test_a_wrong_key_is_told_without_torch():
+    program = "import sys; from tba.cli.usage import trl_words; trl_words('lr'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 def test_two_config_files_are_refused():
     with pytest.raises(ConfigError, match="one config file at a time"):
         resolve(["a.yaml", "b.yaml"], model=None, data=None, reward=[], max_steps=None)
@@ -97,7 +125,9 @@ def test_so_are_those_that_come_later(arguments, message, monkeypatch, capfd, tm
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--run-name", "x"], "tba train: there is no option --run-name: did you mean name=...?"),
+        (["train", "--run-name", "x"], "tba train: there is no option --run-name: run_name is TRL's name: use name."),
+        (["train", "--lr", "1"], "no option --lr: did you mean train.learning_rate=...?"),
+        (["evaluate", "x", "--num-generations", "2"], "num_generations is TRL's name: use train.samples_per_prompt."),
         (["train", "--max-step", "3"], "tba train: there is no option --max-step: did you mean --max-steps?"),
         (["train", "--learning-rate", "1"], "no option --learning-rate: did you mean train.learning_rate=...?"),
         (["doctor", "--verbose"], "tba doctor: there is no option --verbose. Options are --help."),

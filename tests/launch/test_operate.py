@@ -11,6 +11,7 @@ from test_failures import ENDLESS, steps_done, when
 from tba.cli import app
 from tba.launch import train
 from tba.launch.operate import Control, ask_for_searchers, describe, read_status
+from tba.observe.claim import start_of
 from tba.observe.files import RunFolder
 
 
@@ -53,21 +54,44 @@ def test_a_run_tells_what_it_does_changes_its_searchers_and_stops_when_asked(fol
 def status(**changes) -> dict:
     role = {"name": "trainer", "doing": "works", "since": 90.0, "responses_per_second": 0.0, "waited_share": 0.0}
     found = {"step": 7, "time": 100.0, "host": "here", "pid": 1, "pid_started": 0.0, "roles": [role]}
-    return {**found, "alive": True, "age": 0.5, **changes}
+    of_metrics = {"max_steps": 60, "reward": None, "seconds_left": None}
+    return {**found, **of_metrics, "alive": True, "age": 0.5, **changes}
 
 
 def test_a_status_says_since_when_and_whether_anybody_still_writes_it():
-    assert describe(status()) == "at step 7 (process 1 on here)\n  trainer      works, for 10 s"
-    assert describe(status(alive=False, age=60.0)).startswith("died (process 1 on here is gone) 60 s ago at step 7")
-    assert describe(status(alive=False, age=60.0, ended=True)).startswith("ended 60 s ago at step 7")
-    assert describe(status(age=60.0)).startswith("silent for 60 s at step 7")
+    assert describe(status()) == "at step 7 of 60 (process 1 on here)\n  trainer      works, for 10 s"
+    assert describe(status(alive=False, age=50.0)).startswith(
+        "died (process 1 on here is gone) 50 s ago at step 7 of 60"
+    )
+    assert describe(status(alive=False, age=50.0, ended=True)).startswith("ended 50 s ago at step 7 of 60")
+    assert describe(status(age=50.0)).startswith("silent for 50 s at step 7 of 60")
+
+
+def test_a_status_has_the_time_that_has_passed_the_time_left_and_the_reward():
+    lines = describe(status(started=10.0, seconds_left=610.0, reward=0.25)).splitlines()
+    assert lines[1] == "  1 min 30 s elapsed, about 10 min left, reward 0.250"
+
+
+def test_the_time_left_is_by_the_pace_so_far(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("train: {max_steps: 60}")
+    own = os.getpid()
+    told = {"step": 12, "time": 100.0, "host": os.uname().nodename, "pid": own, "pid_started": start_of(own)}
+    folder.status.write_text(json.dumps({**told, "roles": []}))
+    assert read_status(tmp_path)["seconds_left"] is read_status(tmp_path)["reward"] is None, "no step was made yet"
+    lines = [{"step": step, "loss": 0.1, "seconds": 2.0 * step, "reward": step / 100} for step in (11, 12)]
+    evaluation = {"step": 10, "seconds": 20.0, "eval/custom/reward": 0.9}
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in [*lines, evaluation]) + '{"step": 13, "lo')
+    found = read_status(tmp_path)
+    # 2 s a step, 48 to come
+    assert (found["max_steps"], found["reward"], found["seconds_left"]) == (60, 0.12, 96.0)
 
 
 def test_a_status_says_how_a_run_ended():
     ended = status(alive=False, age=60.0, ended=True, roles=[])
-    assert describe({**ended, "outcome": "finished", "error": None}) == "finished 60 s ago at step 7"
+    assert describe({**ended, "outcome": "finished", "error": None}) == "finished 1 min 00 s ago at step 7 of 60"
     failed = describe({**ended, "outcome": "failed", "error": "RoleDied: searcher-0 ended"})
-    assert failed == "failed 60 s ago at step 7: RoleDied: searcher-0 ended"
+    assert failed == "failed 1 min 00 s ago at step 7 of 60: RoleDied: searcher-0 ended"
 
 
 def test_a_run_that_is_gone_is_not_stopped_and_gets_no_searchers(tmp_path, capfd):

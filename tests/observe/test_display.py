@@ -1,11 +1,25 @@
-"""What a finished run shows: the line on stability and the advice, from hand-made summaries; the curve in characters."""
+"""What a run shows: its table and lines; at its end the line on stability and the advice, from hand-made summaries; the
+curve in characters and as a picture."""
+
+import io
+import re
 
 import pytest
+from matplotlib.axes import Axes
+from problem import wait_for
+from rich.console import Console
 
+from tba.config import load_config
+from tba.observe import display
 from tba.observe.display import (
     Curve,
+    Progress,
+    RoleStatus,
     Stability,
     advice,
+    duration,
+    pace_words,
+    save_plot,
     shown,
     stability_line,
     table_names,
@@ -118,3 +132,89 @@ def test_a_share_that_is_an_accuracy_is_shown_once():
     dense = {"reward": 0.5, "solved": 0.1}
     assert table_names(binary, dense) == table_names(dense, binary) == ["reward", "solved"]
     assert table_names({"accuracy": 0.1}, {"accuracy": 0.2}) == ["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (2580, "43 min"), (7830, "2 h 10 min")],
+)
+def test_durations_are_as_a_person_says_them(seconds, words):
+    assert duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("settings", "waited", "words"),
+    [
+        ([], 0.1, "60 steps take 43 min; the trainer is the bottleneck."),
+        ([], 0.6, "60 steps take 43 min; generating is the bottleneck, the trainer waits 60% of its time."),
+        (["mode=sync"], 0.0, "60 steps take 43 min; searching and training take turns."),
+    ],
+)
+def test_a_run_that_is_far_from_done_is_told_how_long_it_takes_and_what_takes_the_time(settings, waited, words):
+    config = load_config(None, ["train.max_steps=60", *settings])
+    assert f"at this pace {words}" in pace_words(config, seconds=2580.0, waited=waited)
+
+
+def shown_by(progress: Progress) -> str:
+    console = Console(width=80, file=io.StringIO())
+    console.print(progress._table())
+    return console.file.getvalue()
+
+
+def test_the_table_shows_what_is_done_before_the_first_step_and_no_numbers_that_nobody_measured():
+    doing = RoleStatus(
+        name="searcher-0",
+        doing="evaluates the start model: 40 of 100 responses",
+        waited_share=0.0,
+        responses_per_second=0,
+    )
+    clock = [21.0, None]
+    progress = Progress(
+        load_config(None, ["train.max_steps=60", "observe.progress=false"]), lambda: [doing], lambda: clock
+    )
+    before = shown_by(progress)
+    assert "step 0 of 60, 21 s elapsed " in before
+    assert "evaluates the start model: 40 of 100 responses" in before
+    assert not re.search(r"reward|KL|lag|evaluation |0\.0|0%|nan", before)
+    clock[:] = [95.0, 600.0]
+    progress.evaluation(0, {"reward": 0.25, "reward_standard_error": 0.1})
+    progress.step(3, {"reward": 0.5, "kl": 0.125, "off_policy/lag_mean": 1.0, "perf/responses_per_second": 2.0})
+    after = shown_by(progress)
+    assert "step 3 of 60, 1 min 35 s elapsed, about 10 min left " in after
+    assert "reward  0.25 (step 0)" in after
+    assert "length" not in after, "it was not measured"
+    progress.stopping = True
+    assert "1 min 35 s elapsed, stops after this step " in shown_by(progress)
+    progress.close()
+
+
+def test_lines_where_there_is_no_terminal_have_the_time_and_what_is_done(capsys, monkeypatch):
+    monkeypatch.setattr(display, "LINE_SECONDS", 0.001)
+    waits = "waits for the first batch: 13 of 16 prompts"
+    doing = RoleStatus(name="trainer", doing=waits, waited_share=1.0, responses_per_second=0)
+    config = load_config(None, ["name=named", "train.max_steps=60", "observe.progress=false"])
+    progress = Progress(config, lambda: [doing], lambda: (20.0, 61.0))
+    printed = ""
+
+    def comes(words: str) -> bool:
+        nonlocal printed
+        printed += capsys.readouterr().err
+        return words in printed
+
+    assert wait_for(lambda: comes(f"named: step 0 of 60, 20 s elapsed, about 1 min 01 s left; trainer {waits}\n"))
+    progress.step(3, {"reward": 0.5, "perf/responses_per_second": 2.0})
+    assert wait_for(
+        lambda: comes("step 3 of 60, 20 s elapsed, about 1 min 01 s left; reward 0.500; trained 2 responses/s")
+    )
+    progress.close()
+
+
+def test_the_picture_of_a_curve_has_its_standard_errors(monkeypatch, tmp_path):
+    drawn = {}
+    real = Axes.errorbar
+    monkeypatch.setattr(
+        Axes, "errorbar", lambda self, *given, **named: drawn.update(named) or real(self, *given, **named)
+    )
+    save_plot(Curve("reward", [(0, 0.25), (4, 0.5)], [0.1, 0.2]), tmp_path / "evaluations.png", title="a run")
+    assert drawn["yerr"] == [0.1, 0.2]
+    assert (tmp_path / "evaluations.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,5 @@
-"""What a run writes about itself stays small, however many steps it makes."""
+"""What a run writes about itself stays small, however many steps it makes; its clock says how long it has taken, and how
+long its steps will still take."""
 
 import json
 import pickle
@@ -63,3 +64,56 @@ def test_the_state_does_not_grow_with_the_steps(recorder, monkeypatch):
     recorder.evaluation(950, {"accuracy": 0.5})
     found = lines(recorder)
     assert found[-1]["seconds"] == next(line["seconds"] for line in found if line["step"] == 950)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time, which a test sets."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def make(folder, *settings: str) -> Recorder:
+    config = load_config(None, ["train.max_steps=60", "observe.progress=false", *settings])
+    return Recorder(config, folder, decode=lambda group: [], reward_weights={}, counts=ResponseCounts())
+
+
+def steps(recorder: Recorder, clock, *seconds: float) -> None:
+    for own in seconds:
+        recorder.training_starts()
+        clock[0] += own
+        recorder.step(recorder.steps + 1, {"reward": 0.5})
+
+
+def test_the_time_left_is_by_the_pace_of_the_later_half_of_the_steps(tmp_path, clock):
+    recorder = make(RunFolder.create(tmp_path / "run", overwrite=False))
+    clock[0] += 30.0  # the model loads
+    steps(recorder, clock, 50.0)
+    assert recorder.seconds_left is None, "one step has no pace yet"
+    steps(recorder, clock, 6.0, 4.0, 2.0)
+    # of steps 3 and 4: 3 s a step, 56 to come
+    assert recorder.seconds_left == pytest.approx(168.0)
+    clock[0] += 2.0
+    assert recorder.seconds_left == pytest.approx(166.0)
+    clock[0] += 20.0  # a step that takes longer than it should
+    assert recorder.seconds_left == pytest.approx(165.0)
+    assert (recorder.seconds, recorder.elapsed) == (62.0, 114.0)
+
+    later = make(RunFolder(tmp_path / "run"))
+    clock[0] += 1000.0  # nobody trains
+    later.began = clock[0]
+    later.load_state(recorder.state() | {"elapsed": 114.0})
+    assert (later.seconds, later.elapsed) == (62.0, 114.0)
+    assert later.seconds_left == pytest.approx(168.0)
+    for each in (recorder, later):
+        each.close()
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(30.0, True), (1.0, False)])
+def test_a_run_that_is_far_from_done_is_told_once_how_long_it_takes(tmp_path, clock, capfd, seconds, told):
+    recorder = make(RunFolder.create(tmp_path / "run", overwrite=False), "observe.progress=true")
+    steps(recorder, clock, *[seconds] * 8)
+    recorder.close()
+    printed = capfd.readouterr().err
+    assert printed.count("at this pace 60 steps take 30 min; the trainer is the bottleneck.") == int(told)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tba.runtime.board import PLACES, Board, SharedMemory
+from tba.runtime.channels import WAITS
 from tba.runtime.searcher_rule import Waits
 
 MEBIBYTE = 2**20
@@ -114,3 +115,17 @@ def test_a_trainer_in_its_first_step_moves_and_the_status_says_so():
     assert [role.doing for role in board.statuses()] == ["works"]
     board.trainer.clear()
     assert [role.doing for role in board.statuses()] == ["starts"]
+
+
+def test_a_status_says_how_much_of_a_batch_or_an_evaluation_is_there():
+    board = Board.create()
+    trainer, row = board.trainer, board.searcher(0)
+    trainer["beats"], trainer["wait"] = 1.0, WAITS.index("first_fill")
+    trainer["batch_prompts"], trainer["prompts_wanted"] = 13.0, 16.0
+    row["place"], row["heartbeat"], row["done"], row["of"] = PLACES.index("filled"), 1.0, 40.0, 100.0
+    assert [role.doing for role in board.statuses()] == [
+        "waits for the first batch: 13 of 16 prompts",
+        "evaluates the start model: 40 of 100 responses",
+    ]
+    trainer["step"], trainer["wait"], trainer["done"], trainer["of"], row["of"] = 5.0, 0.0, 2.0, 8.0, 0.0
+    assert [role.doing for role in board.statuses()] == ["evaluates step 5: 2 of 8 responses", "generates"]

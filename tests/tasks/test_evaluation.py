@@ -9,9 +9,11 @@ from problem import make_config, write_problem
 
 from tba.launch.defaults import with_defaults
 from tba.launch.run import load_inputs
+from tba.runtime.board import Board
 from tba.search.make import make_search_engine
 from tba.tasks.base import RewardFailed
 from tba.tasks.evaluation import (
+    CountedEngine,
     kl_per_response,
     make_evaluator,
     pass_at_k,
@@ -90,7 +92,12 @@ def test_an_evaluation_of_own_data_has_the_mean_of_a_dense_reward(tmp_path):
     config = with_defaults(config, inputs.loaded)
     evaluator = make_evaluator(config, inputs.loaded, inputs.task, DirectRewards(inputs.task))
     engine = make_search_engine(config, inputs.loaded)
-    found = evaluator(engine)
+    row, seen = Board.create().trainer, []
+    found = evaluator(CountedEngine(engine, row), lambda: seen.append((row["done"], row["of"])))
+    seen, prompts = [part for part in seen if part[1]], len(evaluator.prompts)
+    assert {of for _, of in seen} == {prompts, 3 * prompts}, "who looks sees how much of it is done"
+    assert seen == sorted(seen, key=lambda part: part[::-1])
+    assert row["of"] == 0
     values = [name for name in found if not name.endswith("_standard_error")]
     assert values == ["reward", "solved", "pass@3", "avg@3", "reward@3", "num_prompts"]
     texts = [

@@ -55,5 +55,12 @@ def test_seconds_in_which_groups_are_taken_in_are_not_waiting():
     assert waited + feed.receive_seconds <= time.perf_counter() - started
 
 
+def test_who_looks_sees_how_many_prompts_of_the_batch_are_there():
+    waiting, feed = gate(), BusyFeed(looks=3, busy_seconds=0.0)
+    feed.replay.num_prompts = 3
+    waiting.wait(feed)
+    assert (waiting.row["batch_prompts"], waiting.row["prompts_wanted"]) == (3, waiting.config.train.prompts_per_step)
+
+
 def test_a_batch_that_is_full_at_the_first_look_was_not_waited_for():
     assert gate().wait(BusyFeed(looks=1, busy_seconds=0.0)) == 0.0

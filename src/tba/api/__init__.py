@@ -16,7 +16,23 @@ trainer.train()
 `GRPOConfig` and `GRPOTrainer` are the same two under TRL's names: a script changes its import and nothing else.
 """
 
-from tba.api.config import TBAConfig
-from tba.api.trainer import TBATrainer
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tba.api.config import TBAConfig
+    from tba.api.trainer import TBATrainer
 
 __all__ = ["TBAConfig", "TBATrainer"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the two when they are asked for: the command line looks up TRL's names (names.py) without torch."""
+    if name == "TBAConfig":
+        from tba.api.config import TBAConfig
+
+        return TBAConfig
+    if name == "TBATrainer":
+        from tba.api.trainer import TBATrainer
+
+        return TBATrainer
+    raise AttributeError(f"module 'tba.api' has no attribute {name!r}")

@@ -41,7 +41,7 @@ FIELDS: dict[str, Name] = {
         "setting",
         """
         output_dir                      output and name: the run folder itself, as in TRL
-        run_name                        observe.label with output_dir, otherwise name
+        run_name                        name, or observe.label where output_dir is given
         overwrite_output_dir            overwrite
         seed                            seed
         max_steps                       train.max_steps; -1 = by num_train_epochs

@@ -72,6 +72,7 @@ class TBATrainer:
         }
         rows = num_train_prompts(TaskConfig(**task))
         settings = self.args.resolved(num_rows=rows).model_dump(mode="json")
+        settings["output"], settings["name"] = str(folder.parent), folder.name
         settings["task"], settings["model"]["path"] = task, model_folder(model, processing_class, inputs / "model")
         settings["model"]["lora"] = lora_config(peft_config) or settings["model"]["lora"]
         self.config: Config = load_config(None, (), **settings)

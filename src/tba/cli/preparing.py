@@ -52,9 +52,11 @@ def prepare(
     typer.echo(json.dumps(train_reward_model(model, pairs, output, settings, held_out=held_out)))
 
 
-def config() -> None:
-    """Print every setting with its type, default and meaning, as Markdown."""
-    from tba.config.reference import ObjectiveEntry, reference
+def config(
+    word: Annotated[str | None, typer.Argument(help="A section (train) or a word to look for (length).")] = None,
+) -> None:
+    """Print every setting with its type, default and meaning, as Markdown; with a WORD those of a section, or about it."""
+    from tba.config.reference import ObjectiveEntry, reference, search
     from tba.objectives.registry import OBJECTIVES
 
     entries = [
@@ -68,7 +70,12 @@ def config() -> None:
         )
         for name, kind in OBJECTIVES.items()
     ]
-    typer.echo(reference(entries), nl=False)
+    if word is None:
+        typer.echo(reference(entries), nl=False)
+    elif found := search(entries, word):
+        typer.echo("\n".join(found))
+    else:
+        raise ConfigError(f"no setting has {word!r} in its name or text: `tba config` prints all of them.")
 
 
 def doctor(

@@ -7,13 +7,15 @@ import faulthandler
 import json
 import logging
 import os
+import re
+import shlex
 import signal
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tba.cli.usage import bounded, count_option, exit_status, log_warnings, number_option
+from tba.cli.usage import bounded, count_option, exit_status, log_warnings, number_option, with_trl_names
 from tba.config import (
     Config,
     ConfigError,
@@ -82,7 +84,11 @@ def train(
     from tba.launch.checks import check_before_loading
     from tba.launch.supervise import supervise
 
+    if config.name is None and not config.overwrite:
+        config = config.model_copy(update={"name": name_to_resume(config) if resume else free_name(config)})
     check_before_loading(config, resume=resume)
+    if config.observe.progress:
+        typer.echo(f"{config.run_folder} {'goes on' if resume else 'starts'}", err=True)
     origin = checkpoint_among(arguments or []) if resume else None
     raise typer.Exit(supervise(config, resume=origin or resume, target="tba.cli.training:run_trainer"))
 
@@ -95,6 +101,8 @@ def run_trainer(link: Any, *, config: Config, resume: bool | Path, host: Any) ->
     def run() -> int:
         try:
             summary = train(config, resume=resume, host=host.open(link))
+        except KeyboardInterrupt as stopped:
+            raise KeyboardInterrupt(*(stopped.args or ["stopped before the first step: nothing was saved."])) from None
         except RuntimeError as error:
             if worth_another_try(error):
                 logging.getLogger("tba").error("%s", bounded(str(error)))
@@ -148,6 +156,34 @@ def _own_config(run: Path) -> str:
     return str(run / "config.yaml")
 
 
+def free_name(config: Config) -> str | None:
+    """The name of a new run where none was given: NAME or, where there are such runs, NAME-2, NAME-3, which is said. None =
+    NAME is free."""
+    taken = numbered_runs(config)
+    if not taken:
+        return None
+    name = f"{config.run_name}-{max(taken) + 1}"
+    typer.echo(f"{taken[max(taken)]} is there already: this run is {config.output / name}.", err=True)
+    return name
+
+
+def name_to_resume(config: Config) -> str | None:
+    """The name of the run to go on with where none was given. Of several the user has to name one: the newest need not be
+    the one that was meant."""
+    found = numbered_runs(config)
+    if len(found) > 1:
+        choices = " or ".join(f"`tba train {shlex.quote(str(path))} --resume`" for _, path in sorted(found.items()))
+        raise ConfigError(f"{len(found)} runs have the name {config.run_name}: write {choices}.")
+    return next((path.name for path in found.values()), None)
+
+
+def numbered_runs(config: Config) -> dict[int, Path]:
+    """Folders that are not empty, and files, under the name of a config's run, by their number; the first has none."""
+    name = re.compile(re.escape(config.run_name) + r"(?:-(\d+))?")
+    found = ((name.fullmatch(path.name), path) for path in config.output.glob("*"))
+    return {int(m[1] or 1): path for m, path in found if m is not None and (path.is_file() or any(path.iterdir()))}
+
+
 def checkpoint_among(arguments: list[str]) -> Path | None:
     """The argument that is a checkpoint of a run: `--resume` goes on from there."""
     for argument in arguments:
@@ -191,7 +227,10 @@ def resolve(
     if max_steps is not None:
         values["train"] = {"max_steps": max_steps}
     file, overrides = Path(files[0]) if files else None, [argument for argument in arguments if "=" in argument]
-    config = load_config(file, overrides, **values)
+    try:
+        config = load_config(file, overrides, **values)
+    except ConfigError as error:
+        raise ConfigError(with_trl_names(str(error), error.unknown)) from None
     if not is_given("model.path", file, overrides, **values) or is_given("task.name", file, overrides, **values):
         return config
     from tba.launch.checks import task_to_train

@@ -6,21 +6,23 @@ import difflib
 import logging
 import math
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from tba.config import settings_by_name
+from tba.config import Config, abbreviates, settings_by_name, unknown_key
 from tba.runtime.fork_server import INTERRUPTED
 
 MOST_LINES, LONGEST_LINE = 9, 2000
 """What is shown of an error message."""
 LARGEST = 2**63 - 1
 """Largest number of an option that counts: SQLite compares with none beyond."""
+MEANT, TRL = "did you mean", "is TRL's name"
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Base class of all errors in how a command was called. Typer exports none but BadParameter, and whether its base class is
 click's or typer's own copy of it depends on typer's version; an error of the other one would go by uncaught."""
@@ -84,7 +86,19 @@ class Commands(TyperGroup):
 
 def log_warnings() -> None:
     form = "%(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.WARNING, format=form, stream=sys.stderr, force=True)
+    logging.basicConfig(level=logging.WARNING, format=form, handlers=[CurrentStderr()], force=True)
+
+
+class CurrentStderr(logging.StreamHandler):
+    """Writes to sys.stderr as it is at the time: while a live display is on, that is a stream which prints above it. A line
+    that is written past it is lost under the display."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
 
 
 def exit_status(action: Callable[[], Any]) -> int:
@@ -94,7 +108,8 @@ def exit_status(action: Callable[[], Any]) -> int:
     except UsageError as error:
         typer.echo(usage_message(error), err=True)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
+        typer.echo(f"tba: {stopped or 'stopped.'}", err=True)
         return INTERRUPTED
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if os.environ.get("TBA_TRACEBACK"):
@@ -125,14 +140,45 @@ def usage_message(error: Any) -> str:
     return f"{command}: {error.message.rstrip('.')}. See `{command} --help`."
 
 
+def trl_words(name: str) -> str | None:
+    """What to write for a name of TRL's, or one that resembles it: `num_generations is TRL's name: use
+    train.samples_per_prompt`; None = TRL has none, or we have it too."""
+    from tba.api.names import FIELDS
+
+    close = [known for known, found in FIELDS.items() if found.kind == "setting" and abbreviates(name, known)]
+    known = name if name in FIELDS else next(iter(close), None)
+    if known is None or name in settings_by_name():
+        return None
+    words = FIELDS[known].words
+    if FIELDS[known].kind == "setting" and re.split(r"\W", words)[0] in Config.model_fields:
+        words = f"use {re.split('[;:,]', words)[0]}"  # how a script's value becomes the setting's follows
+    return f"{known} {TRL}: {words}."
+
+
+def with_trl_names(message: str, unknown: Sequence[str]) -> str:
+    """A message about unknown keys, by TRL's names where the key is one, or resembles one and no setting of ours."""
+    lines = message.split("\n")
+    for key in unknown:
+        name, begin = key.rpartition(".")[2], f"unknown key {key}: "
+        words = trl_words(name)
+        exact = words is not None and words.startswith(f"{name} ")
+        lines = [
+            f"{begin}{words}" if words and line.startswith(begin) and (exact or MEANT not in line) else line
+            for line in lines
+        ]
+    return "\n".join(lines)
+
+
 def unknown_option(option: str, context: Any) -> str:
     """What to write instead of an option that does not exist: the nearest option or setting, then all that is allowed."""
-    options = option_names(context)
-    choices, also = {name: name for name in options}, ""
+    options, name = option_names(context), option.lstrip("-").replace("-", "_")
+    hint, also = nearest(name, {known.lstrip("-").replace("-", "_"): known for known in options}), ""
     if any(parameter.name in ("arguments", "overrides") for parameter in context.command.params):
-        settings = {f"--{name.replace('_', '-')}": f"{key}=..." for name, key in settings_by_name().items()}
-        choices, also = settings | choices, "; settings are written section.key=value"
-    return f"there is no option {option}{nearest(option, choices)} Options are {', '.join(options)}{also}."
+        also = "; settings are written section.key=value"
+        words = with_trl_names(unknown_key([name]), [name]).removeprefix(f"unknown key {name}").replace("?", "=...?")
+        exact = name in settings_by_name() or words.startswith(f": {name} {TRL}")
+        hint = words if exact or (hint == "." and (MEANT in words or TRL in words)) else hint
+    return f"there is no option {option}{hint} Options are {', '.join(options)}{also}."
 
 
 def argument_words(parameter: Any) -> str:
@@ -149,4 +195,4 @@ def option_names(context: Any) -> list[str]:
 def nearest(word: str, known: Mapping[str, str]) -> str:
     """`: did you mean train?`, or a full stop where no known word resembles it; `known` maps words to what to write."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f": did you mean {known[close[0]]}?" if close else "."
+    return f": {MEANT} {known[close[0]]}?" if close else "."

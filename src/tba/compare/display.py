@@ -4,7 +4,6 @@ a terminal, a line per finished run elsewhere.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -18,7 +17,7 @@ from rich.text import Text
 
 from tba.compare.results import CellResult, Estimate, Results, gather
 from tba.compare.runs import Cell, Plan, read_holder
-from tba.observe.display import SHARES
+from tba.observe.display import SHARES, duration
 from tba.observe.files import RunFolder
 
 TITLES = {
@@ -33,8 +32,6 @@ TITLES = {
 
 Grid = list[list[str]]
 """A table as text: the header, then the rows."""
-TAIL_BYTES = 65_536
-"""Number of bytes read from the end of metrics.jsonl, enough for its last lines."""
 
 
 class Display:
@@ -100,10 +97,10 @@ class Display:
         return Group(Text(title), table, Text(doing), Text(self._time_text()))
 
     def _time_text(self) -> str:
-        elapsed = f"{clock(time.monotonic() - self._started_at)} so far, {len(self._left)} runs left"
+        elapsed = f"{duration(time.monotonic() - self._started_at)} so far, {len(self._left)} runs left"
         others = {read_holder(cell.claim) for cell in self._left} - {None, os.getpid()}
         left = self._speed.seconds_for(self._left)
-        return elapsed if left is None else f"{elapsed}, about {clock(left / (1 + len(others)))} to go"
+        return elapsed if left is None else f"{elapsed}, about {duration(left / (1 + len(others)))} to go"
 
 
 class Speed:
@@ -143,33 +140,9 @@ def running_text(cell: Cell | None) -> str:
     """How far a run is: `runs/tb/0/seed-1: step 120/500, reward 0.731`."""
     if cell is None:
         return ""
-    step, reward = last_step(cell)
-    shown = f", reward {reward:.3f}" if reward is not None else ""
-    return f"{cell.label}: step {step}/{cell.config.train.max_steps}{shown}"
-
-
-def last_step(cell: Cell) -> tuple[int, float | None]:
-    """Step and mean reward at the end of metrics.jsonl."""
-    try:
-        with RunFolder(cell.folder).metrics.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            lines = file.read().decode("utf-8", errors="replace").splitlines()
-    except OSError:
-        return 0, None
-    for line in reversed(lines):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:  # cut off at either end
-            continue
-        if "loss" in record:
-            return record["step"], record.get("reward")
-    return 0, None
-
-
-def clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes}:{rest:02d} min"
+    record = RunFolder(cell.folder).last_step()
+    shown = f", reward {record['reward']:.3f}" if record.get("reward") is not None else ""
+    return f"{cell.label}: step {record['step']}/{cell.config.train.max_steps}{shown}"
 
 
 def tables_of(results: Results, *, measures: bool) -> list[tuple[str, Grid]]:

@@ -3,6 +3,7 @@
 from tba.config.base import Schedule, Section
 from tba.config.files import (
     ConfigError,
+    abbreviates,
     dump_config,
     is_given,
     load_config,
@@ -10,6 +11,7 @@ from tba.config.files import (
     read_yaml,
     refuse_two_values,
     settings_by_name,
+    unknown_key,
     yaml_words,
 )
 from tba.config.root import Config
@@ -51,6 +53,7 @@ __all__ = [
     "TLDRConfig",
     "TaskConfig",
     "TrainConfig",
+    "abbreviates",
     "dump_config",
     "is_given",
     "load_config",
@@ -58,5 +61,6 @@ __all__ = [
     "read_yaml",
     "refuse_two_values",
     "settings_by_name",
+    "unknown_key",
     "yaml_words",
 ]

@@ -25,7 +25,10 @@ OTHER_NAMES = {
 
 
 class ConfigError(ValueError):
-    """The config cannot be used; the message says what, the value, what is allowed and what to change."""
+    """The config cannot be used; the message says what, the value, what is allowed and what to change, a line a problem."""
+
+    unknown: tuple[str, ...] = ()
+    """Keys that there are not; their lines begin with `unknown key KEY:`."""
 
 
 class OneValueLoader(yaml.SafeLoader):
@@ -86,7 +89,10 @@ def make_config(data: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
+        found = ConfigError("\n".join(_explain(problem) for problem in error.errors()))
+        extra = [problem["loc"] for problem in error.errors() if problem["type"] == "extra_forbidden"]
+        found.unknown = tuple(".".join(map(str, location)) for location in extra)
+        raise found from None
 
 
 def dump_config(config: Config) -> str:
@@ -167,7 +173,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":
-        return _unknown_key(location)
+        return unknown_key(location)
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "value_error":
         names_its_key = f"{location[0]}." in message if location else True
@@ -177,7 +183,8 @@ def _explain(problem: Mapping[str, Any]) -> str:
     return f"{key}: {message}, got {problem['input']!r}."
 
 
-def _unknown_key(location: list[str]) -> str:
+def unknown_key(location: list[str]) -> str:
+    """What is said about a key that there is not: the settings that may be meant, or those that there are."""
     section = _section_at(location[:-1])
     known = list(section.model_fields) if section is not None else []
     prefix = ".".join(location[:-1])
@@ -185,12 +192,24 @@ def _unknown_key(location: list[str]) -> str:
     if location[-1] in OTHER_NAMES:
         return f"unknown key {'.'.join(location)}: it is called {OTHER_NAMES[location[-1]]}."
     elsewhere = difflib.get_close_matches(location[-1], settings, n=1, cutoff=0.7)
-    close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.6)
     if close and location[-1] not in elsewhere:
         return f"unknown key {'.'.join(location)}: did you mean {'.'.join([*location[:-1], close[0]])}?"
-    if elsewhere:  # `max_steps` at the top level means train.max_steps
-        return f"unknown key {'.'.join(location)}: did you mean {settings[elsewhere[0]]}?"
-    return f"unknown key {'.'.join(location)}: {prefix or 'the config'} takes {', '.join(known)}."
+    meant = elsewhere or [name for name in settings if abbreviates(location[-1], name)][:3]
+    if meant:  # `max_steps` at the top level means train.max_steps
+        return f"unknown key {'.'.join(location)}: did you mean {' or '.join(settings[name] for name in meant)}?"
+    return (
+        f"unknown key {'.'.join(location)}: {prefix or 'the config'} takes {', '.join(known)}. `tba config WORD` finds "
+        "settings by a word."
+    )
+
+
+def abbreviates(short: str, name: str) -> bool:
+    """Whether a name is shortened to this: lr, learning_rate; temp, temperature; batch_size, per_device_batch_size."""
+    parts, rest = name.split("_"), iter(name.split("_"))
+    return (len(parts) > 1 and short == "".join(part[:1] for part in parts)) or all(
+        any(part == word or (len(word) > 2 and part.startswith(word)) for part in rest) for word in short.split("_")
+    )
 
 
 def _section_at(location: list[str]) -> type[BaseModel] | None:

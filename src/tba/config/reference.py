@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill, indent
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -65,6 +67,28 @@ def reference(objectives: Sequence[ObjectiveEntry]) -> str:
     for entry in objectives:
         parts += list(_objective(entry))
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def search(objectives: Sequence[ObjectiveEntry], word: str) -> list[str]:
+    """A paragraph for each setting of a section, or with a word in its name or text, those with it in their name first."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    """The objectives that have a setting, by its row; [""] = it is none of theirs."""
+    heading = ""
+    for line in reference(objectives).splitlines():
+        if line.startswith("#"):
+            heading = line.removeprefix("### ") if line.startswith("### ") else ""
+        elif line.startswith("| `"):
+            cells = (cell.replace("\\|", "|").strip("` ") for cell in re.split(r"(?<!\\)\|", line)[1:-1])
+            rows.setdefault(tuple(cells), []).append(heading)
+    inside = [row for row in rows if row[0].startswith(f"{word}.")]
+    named, told = ([row for row in rows if word.lower() in row[column].lower()] for column in (0, 3))
+    paragraphs = []
+    for row in inside or dict.fromkeys([*named, *told]):
+        key, kind, default, text = row
+        kind = kind.replace("`", "").replace("[schedule](#schedules)", "schedule")
+        of = f"; {', '.join(rows[row])}" if any(rows[row]) else ""
+        paragraphs.append(f"{key}={default}  ({kind}{of})\n{indent(fill(text, 96), '    ')}")
+    return paragraphs
 
 
 def _section(key: str, section: type[BaseModel]) -> Iterator[str]:

@@ -29,7 +29,8 @@ class Config(Section):
     """The whole config of a run. `tba train CONFIG.yaml key.sub=value ... --dry-run` prints it resolved."""
 
     name: str | None = None
-    """Name of the run folder; None = it is made of task, objective and seed."""
+    """Name of the run folder; None = it is made of task (custom: data and rewards), objective and seed, and `tba train`
+    adds a number where a run has that name."""
     output: Path = Path("runs")
     """Folder that run folders are made in."""
     overwrite: bool = False
@@ -71,7 +72,7 @@ class Config(Section):
 
     @property
     def run_name(self) -> str:
-        return self.name or f"{self.task.label}-{self.objective.name}-seed{self.seed}"
+        return self.name or f"{self.task.folder_label}-{self.objective.name}-seed{self.seed}"
 
     @property
     def run_folder(self) -> Path:

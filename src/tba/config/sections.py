@@ -344,8 +344,8 @@ class ObserveConfig(Section):
     samples_every: int = Field(default=20, ge=1)
     """Number of optimizer steps between two entries of samples.jsonl."""
     progress: bool = True
-    """Whether there is a live display on the terminal, and a table and a picture of the evaluations (RUN/accuracy.png) at
-    the end."""
+    """Whether there is a live display on the terminal, and at the end the results and a picture of the evaluations
+    (RUN/evaluations.png); false = a line now and then, as where there is no terminal, and the summary as JSON."""
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl; wandb needs no account with WANDB_MODE=offline."""
     on_collapse: Annotated[Literal["warn", "stop", "rollback", "off"], OnOff] = "warn"

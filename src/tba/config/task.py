@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -108,6 +109,8 @@ class RedTeamConfig(Section):
         return self
 
 
+LONGEST_LABEL = 60
+"""Characters of the data's and rewards' names in that of a run folder."""
 HUB_NAMES = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval"}
 """Hub names of the data of tasks that come without it."""
 
@@ -161,8 +164,16 @@ class TaskConfig(Section):
 
     @property
     def label(self) -> str:
-        """Name of the task in run folders, metrics and summaries: of a task from a file, the name of its class."""
+        """Name of the task in metrics and summaries: of a task from a file, the name of its class."""
         return self.name.rpartition(":")[2]
+
+    @property
+    def folder_label(self) -> str:
+        """Beginning of the name of a run folder: of custom its data and rewards (prompts-score), else the task's name."""
+        if self.name != "custom" or self.data is None:
+            return self.label
+        parts = [Path(self.data).name.partition(".")[0], *(reward.label for reward in self.rewards)]
+        return re.sub(r"\W+", "-", "-".join(parts)).strip("-")[:LONGEST_LABEL] or self.label
 
     def __hash__(self) -> int:
         # Pydantic's own hash fails on the dict of `settings`.

@@ -126,6 +126,7 @@ class AsyncRun:
 
     def run(self) -> None:
         """Train to the end, or until Ctrl-C."""
+        self.interrupt.tell = self.recorder.stops
         with self.interrupt:
             self.listener.begins(self.trainer.step_index, self.recorder.past)
             if self.recorder.lacks_evaluation(self.trainer.step_index):

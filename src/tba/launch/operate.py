@@ -19,6 +19,7 @@ import psutil
 
 from tba.config import load_config
 from tba.observe.claim import start_of
+from tba.observe.display import duration
 from tba.observe.files import RunFolder, WriteFailures, read_summary, write_json
 from tba.runtime.board import MAX_SEARCHERS, Board, KindOf, no_kind
 
@@ -35,6 +36,7 @@ class StatusWriter:
         self._board = board
         self._kind_of = kind_of
         self._failures = WriteFailures()
+        self._started = time.monotonic()
         self._since: dict[str, tuple[str, float]] = {}
         """What each role does, and since when, by a clock that is never set."""
 
@@ -44,13 +46,15 @@ class StatusWriter:
         roles = []
         for role in self._board.statuses(self._kind_of):
             doing, since = self._since.get(role.name, ("", clock))
-            if role.doing != doing:
+            kind = role.doing.partition(":")[0]  # without how much of it is done
+            if kind != doing:
                 since = clock
-                self._since[role.name] = (role.doing, since)
+                self._since[role.name] = (kind, since)
             roles.append({**vars(role), "since": now - (clock - since)})
         status = {
             "step": int(self._board.trainer["step"]),
             "time": now,
+            "started": now - (clock - self._started),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "pid_started": start_of(os.getpid()),
@@ -81,7 +85,8 @@ class Control:
 
 
 def read_status(run: Path) -> dict[str, Any]:
-    """What a run last said of itself, with `alive`, `age` in seconds, and of one that has ended `outcome` and `error`."""
+    """What a run last said of itself, with `alive`, `age` in seconds, `max_steps`, the last `reward`, `seconds_left` at the
+    pace so far (None = not known), and of one that has ended `outcome` and `error`."""
     folder = RunFolder(run)
     if not folder.status.is_file():
         what = "has no status.json yet" if folder.config.is_file() else "is not a run folder (it has no config.yaml)"
@@ -91,7 +96,11 @@ def read_status(run: Path) -> dict[str, Any]:
     # While it lives, a summary says only that the last evaluation is still to come.
     ended = {name: None if alive else summary.get(name) for name in ("outcome", "error")}
     age = max(0.0, time.time() - status["time"])  # the clock may have been set back
-    return {**status, "alive": alive, "age": age, **ended}
+    last, max_steps = folder.last_step(), load_config(folder.config).train.max_steps
+    to_come = max_steps - last["step"]
+    left = last["seconds"] / last["step"] * to_come if alive and last["step"] > 1 and to_come > 0 else None
+    found = {"max_steps": max_steps, "reward": last.get("reward"), "seconds_left": left}
+    return {**status, **found, "alive": alive, "age": age, **ended}
 
 
 def _is_alive(status: dict[str, Any]) -> bool | None:
@@ -107,20 +116,24 @@ def describe(status: dict[str, Any]) -> str:
     """A status in lines for people."""
     alive, age = status["alive"], status["age"]
     where = f"process {status['pid']} on {status['host']}"
+    step = f"step {status['step']} of {status['max_steps']}"
     if alive is False:
         how = status.get("outcome") or ("ended" if status.get("ended") else f"died ({where} is gone)")
         why = f": {status['error']}" if status.get("error") else ""
-        head = f"{how} {age:.0f} s ago at step {status['step']}{why}"
+        head = f"{how} {duration(age)} ago at {step}{why}"
     elif age > LATE_SECONDS:
-        head = f"silent for {age:.0f} s at step {status['step']} ({where}): suspended, or its disk is full"
+        head = f"silent for {duration(age)} at {step} ({where}): suspended, or its disk is full"
     else:
-        head = f"at step {status['step']} ({where})"
-    lines = [head]
+        head = f"at {step} ({where})"
+    times = [f"{duration(status['time'] - status['started'])} elapsed"] if "started" in status else []
+    times += [f"about {duration(status['seconds_left'])} left"] if status["seconds_left"] is not None else []
+    times += [f"reward {status['reward']:.3f}"] if status["reward"] is not None else []
+    lines = [head, f"  {', '.join(times)}"] if times else [head]
     for role in status["roles"] if alive is not False else ():
         seconds = status["time"] - role["since"] + age
         rate = f", {role['responses_per_second']:.1f} responses/s" if role["responses_per_second"] else ""
         name = f"{role['name']} ({role['kind']})" if role.get("kind") else role["name"]
-        lines.append(f"  {name:<12} {role['doing']}, for {seconds:.0f} s{rate}")
+        lines.append(f"  {name:<12} {role['doing']}, for {duration(seconds)}{rate}")
     return "\n".join(lines)
 
 

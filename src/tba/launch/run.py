@@ -96,6 +96,8 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.asked = False
+        self.tell: Callable[[], None] = lambda: None
+        """Called once, when the run is asked to end, in the middle of anything: it must not wait or write."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
@@ -113,3 +115,4 @@ class Interrupt:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        self.tell()

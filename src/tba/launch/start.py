@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -27,8 +29,8 @@ from tba.launch.sync_run import SyncRun
 from tba.models.cpu import use_cpu
 from tba.models.load import base_of, is_adapter, load_model
 from tba.observe.claim import holder_of, refuse
-from tba.observe.display import show_line, show_summary
-from tba.observe.files import RunFolder, WriteFailures, tell_failure, write_atomic
+from tba.observe.display import duration, show_line, show_summary
+from tba.observe.files import RunFolder, WriteFailures, read_summary, tell_failure, write_atomic
 from tba.observe.listener import RunListener
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import stacks_to
@@ -61,7 +63,7 @@ def train(
     `resume` continues the run of this config from its newest whole checkpoint, or from the one that is named. `host` is
     where the trainer runs under a supervisor; None = this process gets one. `listener` hears what happens.
     """
-    owner = None if host is None else host.owner
+    began, owner = time.perf_counter(), None if host is None else host.owner
     if host is None and config.replay.durability == "node":
         raise ConfigError(
             "replay.durability=node needs a trainer on another node, and here it is in this process: start the run with "
@@ -86,6 +88,8 @@ def train(
     if host is None and not config.takes_turns:
         prepare_roles()
     check_devices(config)
+    if inputs is None and config.observe.progress:
+        show_line(f"loading {config.model.path} and the data")
     inputs = inputs or load_inputs(config)
     # Bad train rows show here, before a run folder exists.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))
@@ -106,7 +110,9 @@ def train(
             ranks_of(config, folder.logs) as ranks,
             hosted(config, folder) if host is None else nullcontext(host) as found,
         ):
-            return _train(config, folder, inputs, imported, checkpoint, found, ranks, listener)
+            return _train(config, folder, inputs, imported, checkpoint, found, ranks, listener, began)
+    except KeyboardInterrupt as stopped:
+        raise KeyboardInterrupt(stopped_words(config, folder, by_command=host is not None)) from stopped
     except Exception as error:
         tell_failure(folder, error)
         raise
@@ -125,6 +131,7 @@ def _train(
     host: Host,
     ranks: Ranks,
     listener: RunListener,
+    began: float,
 ) -> dict[str, Any]:
     """Train in a folder that is claimed, with a config in which everything is filled in."""
     folder.summary.unlink(missing_ok=True)
@@ -139,6 +146,9 @@ def _train(
         run = SyncRun.make(config, folder, inputs, host.board, checkpoint, listener)
     else:
         run = AsyncRun.make(config, folder, inputs, host, checkpoint, ranks, listener)
+    run.recorder.began = began
+    if checkpoint is not None:
+        run.recorder.note(f"{folder.path} goes on from step {run.trainer.step_index} of {config.train.max_steps}.")
     try:
         for group in imported:
             run.trainer.add(group)
@@ -150,7 +160,6 @@ def _train(
             save_and_tell(run, error)
             raise
         if run.interrupt.asked:
-            logger.warning("interrupted after step %d: saving and stopping.", run.trainer.step_index)
             run.trainer.checkpoints.save(run.trainer.step_index)
         with run.recorder.failures.tolerated("checkpoints to drop in", folder.checkpoints):
             run.trainer.checkpoints.drop_outdone()
@@ -170,6 +179,19 @@ def _train(
         show_summary(summary, run.recorder.curve(), folder.path, config=config)
     run.recorder.failures.raise_lost()
     return summary
+
+
+def stopped_words(config: Config, folder: RunFolder, *, by_command: bool) -> str:
+    """What is said after Ctrl-C: where the run stopped, what was saved, and how to go on."""
+    summary, newest = read_summary(folder) or {}, max(folder.resumable(), default=None)
+    step, total = summary.get("steps", 0), config.train.max_steps
+    where = f"stopped at step {step} of {total}, after {duration(summary.get('elapsed_seconds', 0.0))}"
+    if newest is None:
+        saved = "Nothing was saved: the run would begin again."
+    else:
+        saved = f"Saved: {newest[1]}" + ("." if newest[0] >= step else f", of step {newest[0]}; later steps are lost.")
+    how = f"tba train {shlex.quote(str(folder.path))} --resume" if by_command else "train(resume_from_checkpoint=True)"
+    return f"{where}. {saved}\nGo on: {how}"
 
 
 def _evaluated_words(config: Config, inputs: RunInputs) -> str:

@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tba.config import Config
 from tba.generate.engine import Engine
@@ -30,7 +31,7 @@ from tba.search.make import (
     make_start_scorer,
     make_step_values,
 )
-from tba.tasks.evaluation import Evaluator, make_evaluator
+from tba.tasks.evaluation import CountedEngine, Evaluator, make_evaluator
 from tba.tasks.rewards.pool import make_rewards
 from tba.train.loop import Trainer
 from tba.train.make import make_learner, make_trainer
@@ -85,7 +86,7 @@ class SyncRun:
         evaluator = make_evaluator(config, loaded, task, searcher.rewards, start=start)
         counts = ResponseCounts()
         listener = listener or RunListener()
-        recorder = make_recorder(config, folder, inputs, counts, listener=listener)
+        recorder = make_recorder(config, folder, inputs, counts, roles=board.statuses, listener=listener)
         lagged = LaggedWeights(engine.load, lag=config.lag_steps) if lags else None
         trainer = make_trainer(
             config,
@@ -120,6 +121,7 @@ class SyncRun:
 
     def run(self) -> None:
         """Train to the end, or until Ctrl-C."""
+        self.interrupt.tell = self.recorder.stops
         with self.interrupt:
             self.listener.begins(self.trainer.step_index, self.recorder.past)
             if self.recorder.lacks_evaluation(self.trainer.step_index):
@@ -165,7 +167,8 @@ class SyncRun:
             self.evaluation_engine.load(make_weights(policy.model, version=self.trainer.step_index))
         if self.trainer.step_index > 0:
             self.trainer.checkpoints.save_evaluated(self.trainer.step_index)
-        self.trainer.evaluated(self.trainer.step_index, self.evaluator(self.evaluation_engine))
+        engine: Any = CountedEngine(self.evaluation_engine, self.row)
+        self.trainer.evaluated(self.trainer.step_index, self.evaluator(engine))
 
     def evaluate_last(self) -> None:
         """The run is finished, whatever becomes of its last evaluation."""

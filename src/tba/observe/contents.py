@@ -22,6 +22,8 @@ SAVED = ".saved-model.json"
 folder itself."""
 CARD = "README.md"
 """The model's card, which is added to a checkpoint when the run is over."""
+PLOT = "evaluations.png"
+"""The picture of a run's evaluations."""
 FILES = (
     re.escape(SAVED),
     re.escape(CLAIM),
@@ -29,8 +31,9 @@ FILES = (
     r"(metrics|samples)\.jsonl",
     r"\.?(replay|groups)\.(sqlite|location)[\w.-]*",
     r"failed-batch-step-\d+\.safetensors",
+    re.escape(PLOT),
 )
-"""Names of the files that a run writes; the picture of its curve is named by a metric."""
+"""Names of the files that a run writes."""
 FOLDERS = {
     "checkpoints": r"\.?([a-z]+-)*step-\d+(\.\w+)*",
     "logs": r".+\.log",
@@ -77,7 +80,7 @@ def _foreign(run: Path) -> Iterator[Path]:
         if entry.name in FOLDERS and entry.is_dir():
             if not entry.is_symlink():  # of a link only the link is removed
                 yield from _foreign_in(entry, FOLDERS[entry.name])
-        elif not any(re.fullmatch(name, entry.name) for name in FILES) and entry.name not in _pictures(run):
+        elif not any(re.fullmatch(name, entry.name) for name in FILES):
             yield entry
 
 
@@ -99,15 +102,6 @@ def saved_names(run: Path) -> set[str]:
         return set(json.loads((run / SAVED).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return set()
-
-
-def _pictures(run: Path) -> set[str]:
-    """Names of the pictures of a run, by the metrics of its summary."""
-    try:
-        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-        return {f"{name}.png" for part in ("start", "final") for name in summary.get(part, {})}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {"accuracy.png"}
 
 
 def refuse_foreign(run: Path) -> None:

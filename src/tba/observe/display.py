@@ -4,8 +4,10 @@ table, how steady it was, what to change first if it went badly, its curve.
 
 from __future__ import annotations
 
+import math
+import shlex
 import sys
-import time
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,16 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.table import Table
 
 from tba.config import Config
+from tba.observe.contents import PLOT
 from tba.observe.metrics import Evaluation
+from tba.observe.reward_signal import no_signal_lines
 from tba.observe.streams import lasting
 
 REFRESH_PER_SECOND = 4
-LINE_SECONDS = 10.0
-"""Time between two lines where there is no terminal."""
+LINE_SECONDS, LINE_SHARE = 10.0, 0.02
+"""Time between two lines where there is no terminal: at least so long, and this share of the time that has passed."""
+TABLE_WIDTH = 100
 PLOT_WIDTH, PLOT_HEIGHT = 60, 10
 SHARES = ("accuracy", "solved", "pass@", "avg@", "win_rate", "success", "cut_off", "distinct")
 """Beginnings of the names of metrics that are shares, which are shown in percent."""
@@ -57,39 +63,46 @@ class RoleStatus:
 
 
 class Progress:
-    """The live display: a table on a terminal, a line now and then elsewhere, nothing with observe.progress=false."""
+    """What is shown while a run goes on: a table on a terminal; elsewhere, and with observe.progress=false, a line now and
+    then. A thread of its own draws them, so that they also show a trainer that waits."""
 
-    def __init__(self, config: Config, roles: Callable[[], Sequence[RoleStatus]] = list) -> None:
+    def __init__(
+        self,
+        config: Config,
+        roles: Callable[[], Sequence[RoleStatus]] = list,
+        clock: Callable[[], tuple[float, float | None]] = lambda: (0.0, None),
+    ) -> None:
+        """`clock` gives the seconds since the run began, and those that its steps will still take, None = not known yet."""
         self._config = config
         self._roles = roles
+        self._clock = clock
         self._console = Console(file=lasting(sys.stderr))
         self._enabled = config.observe.progress
         self._metrics: Mapping[str, float] = {}
         self._step = 0
         self._evaluations: list[tuple[int, Mapping[str, float]]] = []
-        self._shown_at = time.monotonic()
+        self.stopping = False
+        """Whether the run was asked to end."""
+        self._closed = threading.Event()
         self._live: Live | None = None
-        if self._enabled and sys.stderr.isatty():
-            # Its own thread draws it, so that it also shows a trainer that waits.
+        if self._enabled and sys.stderr.isatty() and not self._console.is_dumb_terminal:
             self._live = Live(
                 get_renderable=self._table, console=self._console, refresh_per_second=REFRESH_PER_SECOND, transient=True
             )
             self._live.start()
+        elif not isinstance(sys.stderr, FileProxy):  # a study has a live display of its own
+            threading.Thread(target=self._print_lines, daemon=True, name="progress").start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step, self._metrics = step, metrics
-        now = time.monotonic()
-        if self._live is None and self._enabled and now - self._shown_at > LINE_SECONDS:
-            self._shown_at = now
-            self._console.print(self._line(), highlight=False)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._evaluations.append((step, metrics))
-        if self._enabled and self._live is None:
-            found = Evaluation.of(metrics)
-            names = table_names(found.values, found.values)
-            figures = "  ".join(f"{name} {shown(name, found.values[name], found.errors.get(name))}" for name in names)
-            self._console.print(f"evaluation at step {step}: {figures}", highlight=False)
+        found = Evaluation.of(metrics)
+        names = table_names(found.values, found.values)
+        figures = ", ".join(f"{name} {shown(name, found.values[name], found.errors.get(name))}" for name in names)
+        if self._live is None and figures:
+            self.note(f"evaluation of {weights_of(step)}: {figures}")
 
     def note(self, words: str) -> None:
         """A line that stays on the screen."""
@@ -101,44 +114,100 @@ class Progress:
         self._step, self._evaluations = step, list(evaluations)
 
     def close(self) -> None:
+        self._closed.set()
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def _line(self) -> str:
-        return f"step {self._step}/{self._config.train.max_steps}  " + "  ".join(f"{k} {v}" for k, v in self._figures())
+    def _print_lines(self) -> None:
+        while not self._closed.wait(max(LINE_SECONDS, LINE_SHARE * self._clock()[0])):
+            doing = [f"{role.name} {role.doing}" for role in self._roles()]
+            figures = [f"{name} {figure}" for name, figure in self._figures()]
+            words = "; ".join([self._time(), *(figures if 0 < self._step < self._config.train.max_steps else doing)])
+            self._console.print(f"{self._config.run_name}: {words}", markup=False, highlight=False, soft_wrap=True)
+
+    def _time(self) -> str:
+        """step 3 of 60, 1 min 05 s elapsed, about 20 min left"""
+        elapsed, left = self._clock()
+        parts = [f"step {self._step} of {self._config.train.max_steps}", f"{duration(elapsed)} elapsed"]
+        if self.stopping:
+            parts.append("stops after this step")
+        elif left is not None:
+            parts.append(f"about {duration(left)} left")
+        return ", ".join(parts)
 
     def _figures(self) -> list[tuple[str, str]]:
+        """What the last step has measured; nothing before the first."""
+        if not self._metrics:
+            return []
         value = self._metrics.get
-        return [
-            ("reward", f"{value('reward', 0):.3f}"),
-            ("KL", f"{value('kl', 0):.2f}"),
-            ("length", f"{value('completions/mean_length', 0):.1f}"),
-            ("lag", f"{value('off_policy/lag_mean', 0):.1f} (max {value('off_policy/lag_max', 0):.0f})"),
-            ("trained/s", f"{value('perf/responses_per_second', 0):.0f}"),
+        found = [
+            ("reward", f"{value('reward', math.nan):.3f}"),
+            ("KL", f"{value('kl', math.nan):.2f} nats"),
+            ("length", f"{value('completions/mean_length', math.nan):.1f} tokens"),
+            ("lag", f"{value('off_policy/lag_mean', math.nan):.1f} steps (max {value('off_policy/lag_max', 0):.0f})"),
+            ("trained", f"{value('perf/responses_per_second', 0):.3g} responses/s"),
         ]
+        return [(name, figure) for name, figure in found if "nan" not in figure]
 
     def _table(self) -> Table:
-        table = Table(title=f"tba {self._config.run_name}", title_justify="left", show_header=False, min_width=60)
-        table.add_row("step", f"{self._step} / {self._config.train.max_steps}")
-        table.add_row(*self._headline())
-        for name, figure in self._figures():
-            table.add_row(name, figure)
-        if self._metrics.get("guard/alarm"):
-            table.add_row("guard", "the run is collapsing: see the warning")
-        for role in self._roles():
-            name = role.name if role.kind is None else f"{role.name} ({role.kind})"
-            table.add_row(
-                name, f"{role.doing}; waited {role.waited_share:.0%}; {role.responses_per_second:.0f} responses/s"
-            )
+        # One width: a table that follows its longest line jumps about.
+        width = min(TABLE_WIDTH, self._console.width)
+        table = Table(title=f"tba {self._config.run_name}", title_justify="left", show_header=False, width=width)
+        for row in self._rows():
+            table.add_row(*row)
         return table
 
-    def _headline(self) -> tuple[str, str]:
-        """Name of the evaluations' first metric, and its values at the start and in the last three."""
-        name = next(iter(self._evaluations[0][1]), "evaluation") if self._evaluations else "evaluation"
+    def _rows(self) -> list[tuple[str, str]]:
+        rows = [("progress", self._time())]
+        if self._evaluations:
+            rows.append(("evaluation", self._headline()))
+        rows += self._figures()
+        if self._metrics.get("guard/alarm"):
+            rows.append(("guard", "the run is collapsing: see the warning"))
+        for role in self._roles():
+            name = role.name if role.kind is None else f"{role.name} ({role.kind})"
+            rate = role.responses_per_second
+            waited = f"; waited {role.waited_share:.0%}" if self._metrics else ""
+            rows.append((name, f"{role.doing}{waited}{f'; {rate:.3g} responses/s' if rate else ''}"))
+        return rows
+
+    def _headline(self) -> str:
+        """The evaluations' first metric, at the start and in the last three: reward 0.25 (step 0)  0.28 (step 4)"""
+        name = next(iter(self._evaluations[0][1]), "")
         found = [(step, metrics[name]) for step, metrics in self._evaluations if name in metrics]
-        words = [f"{shown(name, value)} (step {step})" for step, value in [*found[:1], *found[1:][-3:]]]
-        return name, "  ".join(words) or "..."
+        return "  ".join(
+            [name, *(f"{shown(name, value)} (step {step})" for step, value in [*found[:1], *found[1:][-3:]])]
+        )
+
+
+def weights_of(step: int) -> str:
+    """the start model, or: step 20"""
+    return f"step {step}" if step else "the start model"
+
+
+def duration(seconds: float) -> str:
+    """42 s, 3 min 05 s, 2 h 10 min"""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s" if whole < 600 else f"{round(whole / 60)} min"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def pace_words(config: Config, *, seconds: float, waited: float) -> str:
+    """How long a run will take that is far from done, and what its time goes into; `waited` is the share of its time that
+    the trainer waited for responses."""
+    total = f"at this pace {config.train.max_steps} steps take {duration(seconds)}"
+    less = "train.max_steps, train.responses_per_step or generate.max_new_tokens"
+    if config.takes_turns:
+        return f"{total}; searching and training take turns. Less {less} makes it shorter, and so may mode=async."
+    if waited > MUCH_WAITED:
+        return (
+            f"{total}; generating is the bottleneck, the trainer waits {waited:.0%} of its time. Less {less} is faster."
+        )
+    return f"{total}; the trainer is the bottleneck. Less {less} makes it shorter."
 
 
 def show_line(words: str) -> None:
@@ -147,63 +216,90 @@ def show_line(words: str) -> None:
 
 
 def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, config: Config) -> None:
-    """Print the results of a finished run, and save the curve as a picture in its folder."""
+    """Print the results of a finished run, and save the curve as a picture in its folder: where the run is, the metrics at
+    its start, its best step and its end, the time, what to be warned of, the best weights and the picture."""
     console = Console(file=lasting(sys.stdout))
-    table = Table(title=f"{summary['task']}, {summary['objective']}, seed {summary['seed']}", title_justify="left")
-    for column in ("", "before", "after"):
-        table.add_column(column)
-    for name in table_names(summary["start"], summary["final"]):
-        before = shown(name, summary["start"].get(name, float("nan")), summary["start_standard_error"].get(name))
-        table.add_row(name, before, shown(name, summary["final"][name], summary["final_standard_error"].get(name)))
-    console.print(table if table.row_count else f"{table.title}: not evaluated", highlight=False)
-    if summary["evaluated"]:
+
+    def say(words: str, style: str | None = None, *, whole: bool = not console.is_terminal) -> None:
+        """`whole` lines are not broken: in a log they are searched for, and paths and commands are copied."""
+        console.print(words, style=style, markup=False, highlight=False, soft_wrap=whole)
+
+    say(f"{folder} has finished: {summary['task']}, {summary['objective']}, seed {summary['seed']}", style="bold")
+    if summary["final"]:
+        console.print(metrics_table(summary))
         counted = {name.removeprefix("num_").replace("_", " "): count for name, count in summary["evaluated"].items()}
-        counts = ", ".join(f"{count} {name}" for name, count in counted.items())
-        console.print(f"means over {counts}, with their standard errors", highlight=False)
-    console.print(
-        f"{summary['steps']} steps in {summary['seconds']:.0f} s; {summary['responses_trained']} responses trained of "
-        f"{summary['responses_generated']} generated; lag mean {summary['lag']['mean']:.1f}, max {summary['lag']['max']}",
-        highlight=False,
+        say(f"means over {', '.join(f'{count} {name}' for name, count in counted.items())}, with their standard errors")
+    else:
+        say("nothing was evaluated: there are no held-out prompts.")
+    say(
+        f"{summary['steps']} steps in {duration(summary['seconds'])} from the first to the last, "
+        f"{duration(summary['elapsed_seconds'])} with loading and evaluations; {summary['responses_trained']} responses "
+        f"trained of {summary['responses_generated']} generated; lag mean {summary['lag']['mean']:.1f}, max "
+        f"{summary['lag']['max']}"
     )
     if summary["empty_steps"]:
-        console.print(
+        say(
             f"{summary['empty_steps']} steps moved no weights: train.truncated or train.equal_reward_groups left nothing of "
             "their batches",
             style="bold red",
-            highlight=False,
         )
     if summary["lost"] is not None:
-        console.print(
+        say(
             f"{summary['lost']['responses']} responses ({summary['lost']['share']:.0%}) had no reward and were not trained "
             f"on; the last: {summary['lost']['last']}",
             style="bold red",
-            markup=False,
         )
     if summary["collapse"] is not None:
-        console.print(
-            f"step {summary['collapse']['step']}: {summary['collapse']['words']}", style="bold red", markup=False
-        )
-    console.print(stability_line(summary), highlight=False)
+        say(f"step {summary['collapse']['step']}: {summary['collapse']['words']}", style="bold red")
+    say(stability_line(summary))
+    if summary["no_signal"] is not None:
+        for line in no_signal_lines(summary["no_signal"], max_new_tokens=config.generate.max_new_tokens):
+            say(line, style="bold red")
     if summary["target"] is not None and summary["target"]["words"] is not None:
-        console.print(f"beta: {summary['target']['words']}", style="bold", highlight=False)
+        say(f"beta: {summary['target']['words']}", style="bold")
     if went_badly(summary):
-        words = advice(summary, auto_rate=config.train.learning_rate is None, movement=config.train.movement)
-        console.print(words, style="bold", highlight=False)
+        say(advice(summary, auto_rate=config.train.learning_rate is None, movement=config.train.movement), style="bold")
     elif config.mode == "async" and (spare_time := waiting_advice(summary)) is not None:
-        console.print(spare_time, highlight=False)
-    if summary["best"] is not None and 0 < summary["best"]["step"] < summary["steps"]:
-        best, name = summary["best"], next(iter(summary["final"]))
-        kept = (folder / "checkpoints" / f"best-step-{best['step']}").is_dir()
-        where = f"kept in checkpoints/best-step-{best['step']}" if kept else "whose weights were not kept"
-        console.print(
-            f"best {name}: {shown(name, best['score'])} at step {best['step']}, {where} (the table is of the last weights)",
-            highlight=False,
-        )
+        say(spare_time)
+    by_command = all(isinstance(reward.function, str) for reward in config.task.rewards)
+    say(weights_line(summary, folder, by_command=by_command), whole=True)
     if len(curve.points) > 2:
-        console.print(text_plot(curve), highlight=False)
+        if len({value for _, value in curve.points}) > 1:
+            console.print(text_plot(curve), markup=False, highlight=False)
         with suppress(OSError):  # a full disk must not hide the figures, which are also in summary.json
-            save_plot(curve, folder / f"{curve.name}.png", title=f"{summary['task']}: {curve.name}")
-    console.print(f"run folder: {folder}", highlight=False)
+            save_plot(curve, folder / PLOT, title=f"{folder.name}: {curve.name}")
+            say(f"plot: {folder / PLOT}", whole=True)
+
+
+def metrics_table(summary: Mapping[str, Any]) -> Table:
+    """A row per metric: its value with its standard error at the start, at the best step and at the end."""
+    best = summary["best"] or {"step": 0}
+    is_best = ", the best" if best["step"] == summary["final_step"] else ""
+    columns = {"start": "start", "final": f"final (step {summary['final_step']}{is_best})"}
+    if 0 < best["step"] < summary["final_step"]:
+        columns = {"start": "start", "best_values": f"best (step {best['step']})", "final": columns["final"]}
+    errors = {"start": "start_standard_error", "best_values": "best_standard_error", "final": "final_standard_error"}
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    for heading in ("", *columns.values()):
+        table.add_column(heading)
+    for name in table_names(summary["start"], summary["final"]):
+        values = [(summary[key].get(name), summary[errors[key]].get(name)) for key in columns]
+        table.add_row(name, *("-" if value is None else shown(name, value, error) for value, error in values))
+    return table
+
+
+def weights_line(summary: Mapping[str, Any], folder: Path, *, by_command: bool) -> str:
+    """Where the best weights are, or the last ones where none were evaluated, and how to use them; `by_command` says that
+    the rewards are in files, so that a command can evaluate them."""
+    best = (summary["best"] or {"step": summary["steps"]})["step"]
+    names = {f"best-step-{best}": "best", f"step-{best}": "best", f"step-{summary['steps']}": "last"}
+    found = next((name for name in names if (folder / "checkpoints" / name).is_dir()), None)
+    if found is None:
+        return "no weights were kept (train.keep_checkpoints)."
+    path = folder / "checkpoints" / found
+    if not by_command:
+        return f"{names[found]} weights: from_pretrained({str(path)!r})"
+    return f"{names[found]} weights: tba evaluate {shlex.quote(str(path))}  (in Python: from_pretrained of that folder)"
 
 
 def table_names(start: Mapping[str, float], final: Mapping[str, float]) -> list[str]:
@@ -260,7 +356,7 @@ def stability_line(summary: Mapping[str, Any]) -> str:
     if collapse is not None:
         recovered = f", recovered by step {collapse['recovered']}" if collapse.get("recovered") else ""
         parts.append(f"collapse alarm at step {collapse['step']}{recovered}")
-    parts = parts or ["no alarm"]
+    parts = parts or ["nothing could be learned" if summary.get("no_signal") else "no alarm"]
     if "drift_nats" in found:
         parts.append(f"the policy moved {found['drift_nats']:.2g} nats between generating and training a response")
     if "held_back" in found:
@@ -314,10 +410,12 @@ def waiting_advice(summary: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Curve:
-    """An evaluation metric over steps: Curve("accuracy", [(0, 0.37), (50, 0.61)])"""
+    """An evaluation metric over steps, with standard errors: Curve("accuracy", [(0, 0.37), (50, 0.61)], [0.02, 0.02])"""
 
     name: str
     points: Sequence[tuple[int, float]]
+    errors: Sequence[float] = ()
+    """One for each point; empty = there are none."""
 
 
 def text_plot(curve: Curve) -> str:
@@ -336,13 +434,13 @@ def text_plot(curve: Curve) -> str:
 
 
 def save_plot(curve: Curve, path: Path, *, title: str) -> None:
-    """Write the curve as a PNG."""
+    """Write the curve as a PNG, with its standard errors."""
     from matplotlib.figure import Figure  # slow to import, needed once, at the end
 
     figure = Figure(figsize=(6, 3.5))
     axes = figure.subplots()
     steps, values = zip(*curve.points)
-    axes.plot(steps, values, marker="o", markersize=3)
+    axes.errorbar(steps, values, yerr=curve.errors or None, marker="o", markersize=3, capsize=2)
     axes.set(xlabel="optimizer steps", ylabel=curve.name, title=title)
     axes.grid(alpha=0.3)
     figure.tight_layout()

@@ -26,6 +26,8 @@ from tba.observe.metrics import metric
 logger = logging.getLogger("tba")
 LONGEST_ERROR = 500
 """Characters of an error in summary.json, which is one line."""
+TAIL_BYTES = 65_536
+"""Bytes read from the end of metrics.jsonl, enough for its last lines."""
 PROBE_BYTES = 2**20
 """Bytes that must fit into the output folder before a run starts."""
 
@@ -129,6 +131,23 @@ class RunFolder:
         if not self.config.exists():
             raise FileExistsError(f"{self.path} is not a run folder (it has no config.yaml) and is not replaced.")
         refuse_foreign(self.path)
+
+    def last_step(self) -> dict[str, Any]:
+        """The last line of metrics.jsonl that is of an optimizer step; {"step": 0} where there is none."""
+        try:
+            with self.metrics.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+                lines = file.read().decode("utf-8", errors="replace").splitlines()
+        except OSError:
+            return {"step": 0}
+        for line in reversed(lines):
+            try:
+                record = json.loads(line)
+            except ValueError:  # cut off at either end
+                continue
+            if "loss" in record:
+                return dict(record)
+        return {"step": 0}
 
     def newest_checkpoint(self) -> Path:
         """The checkpoint of the highest step, or the guard's healthy one where a collapse stopped the run before any other

@@ -11,7 +11,7 @@ from typing import Any
 
 from tba.config import Config
 from tba.observe.beta import BetaWatch
-from tba.observe.display import Curve, Progress, RoleStatus, Stability
+from tba.observe.display import Curve, Progress, RoleStatus, Stability, pace_words
 from tba.observe.files import (
     RunFolder,
     RunOutcome,
@@ -23,8 +23,9 @@ from tba.observe.files import (
 )
 from tba.observe.listener import PastLine, RunListener
 from tba.observe.lost import LostResponses
-from tba.observe.metrics import Evaluation, mean_over_steps, moving_metric
+from tba.observe.metrics import STANDARD_ERROR, Evaluation, mean_over_steps, moving_metric
 from tba.observe.mismatch import MismatchWatch
+from tba.observe.reward_signal import RewardSignal
 from tba.observe.samples import SampleLog
 from tba.types import ResponseCounts, TrajectoryGroup
 
@@ -33,11 +34,15 @@ logger = logging.getLogger("tba")
 COUNTED = (
     *("steps", "empty_steps", "evaluations", "best", "collapse", "rollbacks"),
     *("_last_sample", "_num_samples", "_num_lines", "_seconds_at", "_lag_sum", "_lag_max", "_stability", "_mismatch"),
-    *("_unlogged", "_lost", "_beta"),
+    *("_unlogged", "_lost", "_signal", "_beta", "_told_pace"),
 )
 """Attributes of the recorder that a checkpoint holds."""
 KEPT_TIMES = 10_000
 """Number of steps whose time is remembered."""
+PACE_STEP = 4
+"""Step at which a run that is far from done is told how long it will take."""
+FAR_SECONDS = 600.0
+"""Time left from which on it is far from done."""
 
 
 class Recorder:
@@ -69,9 +74,12 @@ class Recorder:
         self._samples = SampleLog(
             path=folder.samples, reward_weights=reward_weights, cut_off_reward=config.train.cut_off_reward
         )
-        self._progress = Progress(config, roles)
         self._closed = False
         self._last_sample: int | None = None
+        self.began = time.perf_counter()
+        """Time at which this process began the run."""
+        self._elapsed_before = 0.0
+        """Seconds of the processes that this one resumes, with loading and evaluations."""
         self._first_step_at: float | None = None
         """Time of the first step of this process."""
         self._last_step_at = 0.0
@@ -83,6 +91,8 @@ class Recorder:
         self._stability = Stability()
         self._mismatch = MismatchWatch()
         self._lost = LostResponses()
+        self._signal = RewardSignal()
+        self._told_pace = False
         self._beta = BetaWatch()
         self._num_lines, self._num_samples = 0, 0
         self._unlogged: list[Mapping[str, float]] = []
@@ -99,6 +109,7 @@ class Recorder:
         """The collapse guard's last alarm; None = there was none."""
         self.rollbacks: list[Mapping[str, Any]] = []
         """The alarms after which the run went back, each with the step that it went back `to`."""
+        self._progress = Progress(config, roles, lambda: (self.elapsed, self.seconds_left))
 
     def training_starts(self) -> None:
         """Start the clock of `seconds`; only the first call does."""
@@ -107,6 +118,9 @@ class Recorder:
 
     def group_received(self, step: int, group: TrajectoryGroup) -> None:
         self._lost.count(generated=group.num_generated, lost=group.num_lost, why=group.why_lost)
+        if not self._signal.differs and not self.config.replay.imports:  # what is imported may differ
+            rewards = [self._samples.reward(trajectory) for trajectory in group.trajectories]
+            self._signal.count(group, rewards, lambda: self._decode(group))
         due = bool(group.trajectories) and (
             self._last_sample is None or step - self._last_sample >= self.config.observe.samples_every
         )
@@ -126,7 +140,7 @@ class Recorder:
         self._stability.step(metrics)
         note = self._beta.step(step, metrics)
         if note is not None:
-            self._progress.note(note)
+            self.note(note)
         self._lag_sum += metrics.get("off_policy/lag_mean", 0.0)
         self._lag_max = max(self._lag_max, metrics.get("off_policy/lag_max", 0.0))
         rate = self._counts.trained / max(self.seconds, 1e-9)
@@ -139,6 +153,25 @@ class Recorder:
             self._write(step, line)
             self._listener.logged(step, line)
         self._progress.step(step, metrics)
+        self._tell_pace()
+
+    def _tell_pace(self) -> None:
+        """Say once, early, how long a run will take that is far from done."""
+        left = self.seconds_left
+        if self._told_pace or self.steps < PACE_STEP or left is None:
+            return
+        self._told_pace = True
+        if left > FAR_SECONDS:
+            waited = self._stability.summary().get("waited", 0.0)
+            self.note(pace_words(self.config, seconds=self.seconds + left, waited=waited))
+
+    def note(self, words: str) -> None:
+        """A line that stays on the screen."""
+        self._progress.note(words)
+
+    def stops(self) -> None:
+        """The run was asked to end."""
+        self._progress.stopping = True
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._add_evaluation(step, metrics)
@@ -169,10 +202,26 @@ class Recorder:
         own = 0.0 if self._first_step_at is None else self._last_step_at - self._first_step_at
         return self._seconds_before + own
 
+    @property
+    def elapsed(self) -> float:
+        """Time since the run began, with loading and evaluations; of a run that was resumed, without the time in between."""
+        return self._elapsed_before + time.perf_counter() - self.began
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time that the steps to come take at the pace of the later half of those before; None = it is not known yet."""
+        to_come = max(0, self.config.train.max_steps - self.steps)
+        first = max(self.steps // 2, min(self._seconds_at))
+        if self.steps < 2 or first not in self._seconds_at or first >= self.steps:
+            return None
+        pace = (self.seconds - self._seconds_at[first]) / (self.steps - first)
+        in_step = min(pace, time.perf_counter() - self._last_step_at) if self._first_step_at is not None else 0.0
+        return max(0.0, pace * to_come - in_step)
+
     def state(self) -> dict[str, Any]:
         """What the summary counts, and how far the files are."""
         counted = {name: getattr(self, name) for name in COUNTED}
-        return {**counted, "seconds": self.seconds}
+        return {**counted, "seconds": self.seconds, "elapsed": self.elapsed}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on counting. Of what was written after the state was saved, evaluations that nobody will ask for again are
@@ -180,6 +229,8 @@ class Recorder:
         for name in COUNTED:
             if name in state:  # what an older version saved lacks some
                 setattr(self, name, state[name])
+        if self._first_step_at is None:  # otherwise this process goes back, and has counted its time
+            self._elapsed_before = state.get("elapsed", 0.0)
         self._seconds_before, self._first_step_at, self._last_step_at = state["seconds"], None, 0.0
         newest = self.steps - 1 if self.lacks_evaluation(self.steps) else self.steps
         after = self._lines(first=self._num_lines)
@@ -218,6 +269,8 @@ class Recorder:
 
     def summary(self, outcome: RunOutcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
         first, last = (Evaluation.of(self.evaluations[i][1] if self.evaluations else {}) for i in (0, -1))
+        best_step = None if self.best is None else self.best[0]
+        best = Evaluation.of(next((metrics for step, metrics in self.evaluations if step == best_step), {}))
         return {
             "outcome": outcome,
             "error": None if error is None else one_line(error),
@@ -226,6 +279,7 @@ class Recorder:
             "seed": self.config.seed,
             "steps": self.steps,
             "seconds": round(self.seconds, 2),
+            "elapsed_seconds": round(self.elapsed, 2),
             "responses_generated": self._counts.generated,
             "responses_trained": self._counts.trained,
             "start": dict(first.values),
@@ -242,7 +296,10 @@ class Recorder:
             "final_standard_error": dict(last.errors),
             "evaluated": {name: int(count) for name, count in last.counts.items()},
             "best": None if self.best is None else {"step": self.best[0], "score": self.best[1]},
+            "best_values": dict(best.values),
+            "best_standard_error": dict(best.errors),
             "stability": self._stability.summary(),
+            "no_signal": self._signal.summary(),
             "lost": self._lost.summary(),
             "target": self._beta.summary(),
         }
@@ -250,7 +307,9 @@ class Recorder:
     def curve(self) -> Curve:
         """The metric that moved over the steps: the evaluations' first one, unless only another did."""
         name = moving_metric([metrics for _, metrics in self.evaluations])
-        return Curve(name, [(step, metrics[name]) for step, metrics in self.evaluations if name in metrics])
+        found = [(step, metrics) for step, metrics in self.evaluations if name in metrics]
+        errors = [metrics.get(name + STANDARD_ERROR, 0.0) for _, metrics in found]
+        return Curve(name, [(step, metrics[name]) for step, metrics in found], errors)
 
     def finish(self, outcome: RunOutcome = "finished", error: BaseException | None = None) -> dict[str, Any]:
         """Write summary.json, close everything and return the summary."""

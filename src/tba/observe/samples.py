@@ -24,7 +24,7 @@ class SampleLog:
     """Reward that training gives a response that was cut off; None = the one that it got."""
 
     def write(self, step: int, group: TrajectoryGroup, texts: list[str]) -> None:
-        rewards = [self._reward(trajectory) for trajectory in group.trajectories]
+        rewards = [self.reward(trajectory) for trajectory in group.trajectories]
         chosen = sorted({rewards.index(max(rewards)), rewards.index(min(rewards))})
         record = {
             "step": step,
@@ -44,7 +44,8 @@ class SampleLog:
         }
         append_line(self.path, json.dumps(record, ensure_ascii=False))
 
-    def _reward(self, trajectory: Trajectory) -> float:
+    def reward(self, trajectory: Trajectory) -> float:
+        """The reward that is trained on."""
         if self.cut_off_reward is not None and trajectory.completion.finish == "length":
             return self.cut_off_reward
         names, values = list(trajectory.rewards), list(trajectory.rewards.values())

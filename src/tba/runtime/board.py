@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from tba.observe.display import RoleStatus
+from tba.observe.display import RoleStatus, weights_of
 from tba.runtime.channels import WAITS, Wait
 from tba.runtime.deadlines import Idleness
 from tba.runtime.searcher_rule import Waits
@@ -151,10 +151,14 @@ MAX_SEARCHERS = 64
 """Searchers that there is room for on the board of a run."""
 SUPERVISOR_FIELDS = ("beats", "replaced", "trainer_restarts")
 """`beats` rises while the supervisor looks after the others."""
-TRAINER_FIELDS = ("wait", "wait_seconds", "beats", "step", "lost", "pid", "seconds", "made")
+TRAINER_FIELDS = (
+    *("wait", "wait_seconds", "beats", "step", "lost", "pid", "seconds", "made"),
+    *("batch_prompts", "prompts_wanted", "done", "of"),
+)
 """`beats` rises whenever the trainer looks for groups or publishes weights, 0 = it is not that far yet. `lost` is the
 number of visits so far that brought nothing to train on, `seconds` the time from the trainer's start to its last beat,
-`made` the number of steps that this process has made."""
+`made` the number of steps that this process has made. `batch_prompts` and `prompts_wanted` are those of the batch that is
+waited for. `done` and `of` count the responses of an evaluation where the roles take turns, `of` = 0: none goes on."""
 SEARCHER_FIELDS = (
     "heartbeat",
     "version",
@@ -166,12 +170,15 @@ SEARCHER_FIELDS = (
     "failures",
     "work",
     "mismatch_kl",
+    "done",
+    "of",
     "pid",
     "place",
 )
 """`heartbeat` rises while the process lives, `work` only while it decodes or evaluates, not while it waits. `mismatch_kl`
-is how far engine and trainer were apart on the canary of the version that was compared last, NaN before the first. The
-supervisor writes `pid` and `place`, the searcher the others."""
+is how far engine and trainer were apart on the canary of the version that was compared last, NaN before the first. `done`
+and `of` count the responses of an evaluation, `of` = 0: none goes on. The supervisor writes `pid` and `place`, the searcher
+the others."""
 SUPERVISORS_OF_SEARCHER = ("pid", "place")
 """Those of SEARCHER_FIELDS that the supervisor writes; they come last."""
 UNKNOWN_AT_FIRST = ("mismatch_kl",)
@@ -192,7 +199,7 @@ WAITS_FOR: dict[Wait, str] = {
     "none": "works",
     "first_fill": "waits for groups that fill a batch",
     "replay_ratio": "waits for new responses from the searchers",
-    "pace": "is ahead: waits for newer weights from the trainer, or for rewards",
+    "pace": "waits for newer weights, or for rewards",
     "channel_full": "waits for the trainer to take in groups",
     "durable_replay": "waits for groups to be written to the durable replay",
 }
@@ -285,11 +292,20 @@ class Board:
         doing = WAITS_FOR[trainer.wait] if trainer["beats"] else "starts"
         if doing == WAITS_FOR["none"] and not trainer["made"]:
             doing = "makes its first step, which compiles kernels on a GPU"
+        elif doing == WAITS_FOR["none"] and self.places():  # without searchers it generates too
+            doing = "trains"
+        if trainer["of"]:
+            doing = _evaluates(trainer, trainer["step"])
+        elif trainer.wait == "first_fill" and trainer["prompts_wanted"]:
+            batch = "a batch" if trainer["step"] else "the first batch"
+            doing = f"waits for {batch}: {trainer['batch_prompts']:.0f} of {trainer['prompts_wanted']:.0f} prompts"
         found = [_status("trainer", doing, trainer, seconds)]
         for index, place in self.places().items():
             row = self._searchers[index]
             if place == "filled":
                 doing = WAITS_FOR[row.wait] if row["heartbeat"] else "loads the model"
+                doing = "generates" if row.wait == "none" and row["heartbeat"] else doing
+                doing = _evaluates(row, row["version"]) if row["of"] else doing
             else:
                 doing = "has been given up" if place == "given_up" else "starts again"
             status = _status(f"searcher-{index}", doing, row, seconds, responses=row["responses"])
@@ -310,6 +326,10 @@ class Board:
                 for name in ("version", "groups", "responses", "tokens", "wait_seconds", "failures", "mismatch_kl")
             },
         }
+
+
+def _evaluates(row: Row, step: float) -> str:
+    return f"evaluates {weights_of(int(step))}: {row['done']:.0f} of {row['of']:.0f} responses"
 
 
 def _status(name: str, doing: str, row: Row, seconds: float, *, responses: float = 0.0) -> RoleStatus:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ from tba.search.make import (
 from tba.search.new_weights import ReferenceLoader, WeightLoader
 from tba.search.prompts import PacedVisits
 from tba.tasks.checked import WrongOutcomes
-from tba.tasks.evaluation import Evaluator, make_evaluator
+from tba.tasks.evaluation import CountedEngine, Evaluator, make_evaluator
 from tba.tasks.registry import make_task_for
 from tba.tasks.rewards.pool import RewardUnusable, make_rewards
 
@@ -94,7 +95,8 @@ class Evaluations:
         if self._may_evaluate() and self._ends.take_asked(self._engine.version):
             if self._evaluator is None:
                 self._evaluator = self._make()
-            metrics = self._evaluator(self._engine.sibling(), self._between_steps)
+            engine: Any = CountedEngine(self._engine.sibling(), self._ends.row)
+            metrics = self._evaluator(engine, self._between_steps)
             self._ends.evaluated(self._engine.version, metrics)
 
     def _between_steps(self) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import comb, exp
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +23,7 @@ from tba.generate.engine import Engine, Scorer
 from tba.generate.sampling import training_sampling
 from tba.models.load import LoadedModel
 from tba.observe.metrics import mean_metrics
+from tba.runtime.board import Row
 from tba.tasks.base import Outcome, Task, components_of, why_no_reward
 from tba.tasks.checked import CheckedEvaluator, user_code
 from tba.tasks.rewards.pool import FinishedGroup, Rewards, outcomes_of, texts_of
@@ -249,6 +250,29 @@ def _prompt_means(scored: Sequence[Sequence[Components]], value: Callable[[Compo
     """The mean over each prompt's samples; a prompt without a value is left out."""
     by_prompt = [[found for found in map(value, own) if found is not None] for own in scored]
     return [sum(own) / len(own) for own in by_prompt if own]
+
+
+class CountedEngine:
+    """An engine that shows how many of the responses it was asked for are `done`; the rest is the engine's own."""
+
+    def __init__(self, engine: Engine, row: Row) -> None:
+        self._engine = engine
+        self._row = row
+
+    def generate(
+        self, requests: Iterable[Request | None], *, samples_per_prompt: int, **options: Any
+    ) -> Iterator[Completion]:
+        asked = list(requests)
+        self._row["done"], self._row["of"] = 0, len(asked) * samples_per_prompt
+        try:
+            for completion in self._engine.generate(asked, samples_per_prompt=samples_per_prompt, **options):
+                self._row["done"] += 1
+                yield completion
+        finally:
+            self._row["of"] = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
 def respond(

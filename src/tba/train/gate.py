@@ -80,6 +80,8 @@ class Gate:
         feed.expire()
         if self.asked_to_stop():
             raise Interrupted
+        wanted = min(self.config.train.prompts_per_step, self.num_train_prompts)
+        self.row["batch_prompts"], self.row["prompts_wanted"] = min(feed.replay.num_prompts, wanted), wanted
         return self._within_ratio(feed) and self._full_batch(feed) and self._first_fill(feed)
 
     def _within_ratio(self, feed: Feed) -> bool:

@@ -25,6 +25,7 @@ from tba.observe.display import Stability
 from tba.observe.guards import Alarm, CollapseGuard, Streak
 from tba.observe.lost import LostResponses
 from tba.observe.mismatch import MismatchWatch
+from tba.observe.reward_signal import RewardSignal
 from tba.replay import prompts, sampling, storage
 from tba.replay.sum_trees import SumTrees
 from tba.types import Batch, HighWaterMarks, Totals, Weights
@@ -40,7 +41,7 @@ SAVED: tuple[type, ...] = (
     ),
     *(sampling.MixedSelector, sampling.FreshSelector, sampling.UniformSelector, sampling.SoftmaxSelector, SumTrees),
     *(Batch, Totals, Weights, HighWaterMarks),
-    *(CollapseGuard, Streak, Alarm, Stability, MismatchWatch, LostResponses, BetaWatch),
+    *(CollapseGuard, Streak, Alarm, Stability, MismatchWatch, LostResponses, BetaWatch, RewardSignal),
 )
 """Classes whose objects may be part of a state. Nothing else is built when a state is read."""
 CLASSES = {kind.__name__: kind for kind in SAVED}
