@@ -22,6 +22,7 @@ from tba.launch import train
 from tba.launch.operate import read_status
 from tba.launch.resume import checkpoint_to_resume
 from tba.launch.supervise import later_checkpoints, supervise
+from tba.observe.claim import Claim, FolderInUse
 from tba.observe.files import RunFolder, keep_lines
 from tba.observe.listener import PastLine, RunListener
 from tba.train.checkpoint_folder import drop_folder
@@ -317,6 +318,20 @@ def test_the_command_goes_back_to_a_checkpoint_that_is_named(copied):
     (run.checkpoints / "step-5").mkdir()
     with pytest.raises(FileNotFoundError, match=r"step-5 is no whole checkpoint .* it has"):
         train(copied, resume=checkpoint_among([str(run.checkpoints / "step-5")]))
+
+
+def test_a_folder_is_locked_before_a_resume_changes_it(copied, monkeypatch):
+    """Two at once would both set damaged checkpoints aside."""
+    run = RunFolder(copied.run_folder)
+
+    def locked(folder: RunFolder, *arguments):
+        with pytest.raises(FolderInUse):
+            Claim.take(folder.path)
+        return checkpoint_to_resume(folder, *arguments)
+
+    monkeypatch.setattr("tba.launch.start.checkpoint_to_resume", locked)
+    train(copied, resume=True)
+    assert steps(run) == list(range(1, 9))
 
 
 def test_what_a_run_gives_up_is_told_from_what_it_makes_again(copied):

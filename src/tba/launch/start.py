@@ -26,7 +26,6 @@ from tba.launch.supervise import hosted
 from tba.launch.sync_run import SyncRun
 from tba.models.cpu import use_cpu
 from tba.models.load import base_of, is_adapter, load_model
-from tba.observe.claim import holder_of, refuse
 from tba.observe.display import show_line, show_summary
 from tba.observe.files import RunFolder, WriteFailures, tell_failure, write_atomic
 from tba.observe.listener import RunListener
@@ -61,22 +60,37 @@ def train(
     `resume` continues the run of this config from its newest whole checkpoint, or from the one that is named. `host` is
     where the trainer runs under a supervisor; None = this process gets one. `listener` hears what happens.
     """
-    owner = None if host is None else host.owner
     if host is None and config.replay.durability == "node":
         raise ConfigError(
             "replay.durability=node needs a trainer on another node, and here it is in this process: start the run with "
             "`tba train`, or use replay.durability=power."
         )
     check_before_loading(config, resume=bool(resume))
+    folder = RunFolder(config.run_folder)
+    folder.claim(holder=None if host is None else host.owner)  # before anything in there is looked at or changed
+    try:
+        return _load_and_train(config, folder, inputs, resume, host, listener or RunListener())
+    finally:
+        if host is None:  # otherwise the supervisor has the folder, until the run is over for good
+            folder.release()
+
+
+def _load_and_train(
+    config: Config,
+    folder: RunFolder,
+    inputs: RunInputs | None,
+    resume: bool | str | Path,
+    host: Host | None,
+    listener: RunListener,
+) -> dict[str, Any]:
+    """Train in a folder that is claimed."""
     use_cpu(threads_of(config).trainer)
     config = with_objective_defaults(
         with_stored_defaults(config) if resume else config
     )  # refuses senseless combinations before a model loads
     checkpoint = None
     if resume:
-        folder = RunFolder.reopen(config.run_folder)
-        # Before anything is looked at that a run may be changing.
-        refuse(folder.path, holder_of(folder.path), unless=owner)
+        folder.reopen()
         config = resumed_config(config, folder)
         checkpoint = checkpoint_to_resume(folder, config, resume)
     if host is None:
@@ -87,7 +101,7 @@ def train(
         prepare_roles()
     check_devices(config)
     inputs = inputs or load_inputs(config)
-    # Bad train rows show here, before a run folder exists.
+    # Bad train rows show here, before anything is written.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))
     config = with_defaults(
         config, inputs.loaded, longest_prompt=partial(inputs.longest_prompt, "train", config.evaluate.split)
@@ -95,10 +109,7 @@ def train(
     # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
     imported = import_groups(config, inputs) if checkpoint is None else []
     if not resume:
-        folder = RunFolder.create(config.run_folder, overwrite=config.overwrite, holder=owner)
-    else:
-        folder.claim(holder=owner)
-    listener = listener or RunListener()
+        folder.clear(overwrite=config.overwrite)
     listener.model, listener.tokenizer = inputs.loaded.model, inputs.loaded.tokenizer
     try:
         with (
@@ -112,8 +123,6 @@ def train(
         raise
     finally:
         listener.model = listener.tokenizer = None
-        if host is None:  # otherwise the supervisor has the folder, until the run is over for good
-            folder.release()
 
 
 def _train(
@@ -126,7 +135,7 @@ def _train(
     ranks: Ranks,
     listener: RunListener,
 ) -> dict[str, Any]:
-    """Train in a folder that is claimed, with a config in which everything is filled in."""
+    """Train in a folder that is ready, with a config in which everything is filled in."""
     folder.summary.unlink(missing_ok=True)
     write_atomic(folder.config, dump_config(config))
     with WriteFailures().tolerated("copies of the rewards' files in", folder.sources):

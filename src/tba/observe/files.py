@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, get_args
 from safetensors import SafetensorError
 
 from tba.config import Config
-from tba.observe.claim import Claim, Holder, holder_of, refuse
+from tba.observe.claim import Claim, Holder
 from tba.observe.contents import MANIFEST as MANIFEST
 from tba.observe.contents import SOURCES, is_begun, refuse_foreign, remove_contents
 from tba.observe.metrics import metric
@@ -62,7 +62,6 @@ class RunFolder:
         if not existing.is_dir():
             raise FileExistsError(f"{existing} is a file, not a folder: choose another output=... or name=...")
         if existing == path:
-            refuse(path, holder_of(path))
             folder._refuse_replacing(overwrite)
         cls.check_writable(path, existing)
 
@@ -80,38 +79,37 @@ class RunFolder:
             ) from None
 
     @classmethod
-    def create(cls, path: Path, *, overwrite: bool, holder: Holder | None = None) -> RunFolder:
-        """Make an empty run folder and claim it for a process, None = this one. An earlier run of the same name is only
-        replaced when asked for, one that still goes on never."""
+    def create(cls, path: Path, *, overwrite: bool) -> RunFolder:
+        """Claim a run folder and make it empty, see `clear`."""
         folder = cls(path)
-        path.mkdir(parents=True, exist_ok=True)
-        folder.claim(holder=holder)
+        folder.claim()
         try:
-            folder._refuse_replacing(overwrite)
-            if is_begun(path):
-                remove_contents(path)
-            folder.logs.mkdir()
-            folder.checkpoints.mkdir()
+            folder.clear(overwrite=overwrite)
         except BaseException:
             folder.release()
             raise
         return folder
 
-    @classmethod
-    def reopen(cls, path: Path) -> RunFolder:
-        """The folder of a run that is to be resumed."""
-        folder = cls(path)
-        if not folder.config.is_file():
+    def clear(self, *, overwrite: bool) -> None:
+        """Make a claimed folder that of a new run. An earlier run of the same name is only replaced when asked for."""
+        self._refuse_replacing(overwrite)
+        if is_begun(self.path):
+            remove_contents(self.path)
+        self.logs.mkdir()
+        self.checkpoints.mkdir()
+
+    def reopen(self) -> None:
+        """Go on in a claimed folder whose run is to be resumed."""
+        if not self.config.is_file():
             raise FileNotFoundError(
-                f"there is no run to resume in {path} (it has no config.yaml): give the config or the name of a run that "
-                "was started before, or start it without --resume."
+                f"there is no run to resume in {self.path} (it has no config.yaml): give the config or the name of a run "
+                "that was started before, or start it without --resume."
             )
-        folder.logs.mkdir(exist_ok=True)
-        folder.checkpoints.mkdir(exist_ok=True)
-        return folder
+        self.logs.mkdir(exist_ok=True)
+        self.checkpoints.mkdir(exist_ok=True)
 
     def claim(self, *, holder: Holder | None = None) -> None:
-        """Claim the folder for a process, None = this one, until `release`; FolderInUse names the process that has it."""
+        """Lock the folder for this process, or for its supervisor, until `release`; see `Claim.take`."""
         self._claim = Claim.take(self.path, holder=holder)
 
     def release(self) -> None:
