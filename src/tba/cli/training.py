@@ -45,6 +45,9 @@ def train(
             help="Continue this run (config, run folder or name=...) from its last checkpoint, or from the one given.",
         ),
     ] = False,
+    accept_lost_replay: Annotated[
+        bool, typer.Option("--accept-lost-replay", help="With --resume: go on also where stored groups are lost.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
 ) -> None:
     """Train a policy: tba train CONFIG.yaml key=value ... or tba train --model M --data D --reward R."""
@@ -55,6 +58,8 @@ def train(
         "train.max_steps": ("--max-steps", max_steps),
     }
     refuse_two_values([argument for argument in arguments or [] if "=" in argument], options)
+    if accept_lost_replay and not resume:
+        raise ConfigError("--accept-lost-replay is for a run that goes on: write --resume too, or leave it out.")
     config = resolve(
         run_arguments(arguments or []) if resume else arguments or [],
         model=model,
@@ -84,17 +89,18 @@ def train(
 
     check_before_loading(config, resume=resume)
     origin = checkpoint_among(arguments or []) if resume else None
-    raise typer.Exit(supervise(config, resume=origin or resume, target="tba.cli.training:run_trainer"))
+    target = "tba.cli.training:run_trainer"
+    raise typer.Exit(supervise(config, resume=origin or resume, target=target, accept_lost_replay=accept_lost_replay))
 
 
-def run_trainer(link: Any, *, config: Config, resume: bool | Path, host: Any) -> int:
+def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_replay: bool, host: Any) -> int:
     """The target of the trainer's process under `tba train`; returns its exit status. It writes where the command does."""
     from tba.launch.start import train, worth_another_try
     from tba.runtime.supervisor import TRY_AGAIN
 
     def run() -> int:
         try:
-            summary = train(config, resume=resume, host=host.open(link))
+            summary = train(config, resume=resume, accept_lost_replay=accept_lost_replay, host=host.open(link))
         except RuntimeError as error:
             if worth_another_try(error):
                 logging.getLogger("tba").error("%s", bounded(str(error)))

@@ -20,7 +20,7 @@ from tba.launch.defaults import with_defaults, with_objective_defaults, with_roo
 from tba.launch.devices import check_devices
 from tba.launch.imports import import_groups
 from tba.launch.ranks import ranks_of
-from tba.launch.resume import checkpoint_to_resume, resumed_config, with_stored_defaults
+from tba.launch.resume import check_replay, checkpoint_to_resume, resumed_config, with_stored_defaults
 from tba.launch.run import RunInputs, load_inputs
 from tba.launch.supervise import hosted
 from tba.launch.sync_run import SyncRun
@@ -52,13 +52,15 @@ def train(
     *,
     inputs: RunInputs | None = None,
     resume: bool | str | Path = False,
+    accept_lost_replay: bool = False,
     host: Host | None = None,
     listener: RunListener | None = None,
 ) -> dict[str, Any]:
     """Run a training and return what summary.json holds. After Ctrl-C it is saved as far as it came, then raised again.
 
-    `resume` continues the run of this config from its newest whole checkpoint, or from the one that is named. `host` is
-    where the trainer runs under a supervisor; None = this process gets one. `listener` hears what happens.
+    `resume` continues the run of this config from its newest whole checkpoint, or from the one that is named, with
+    `accept_lost_replay` also where its durable replay has lost groups. `host` is where the trainer runs under a supervisor;
+    None = this process gets one. `listener` hears what happens.
     """
     if host is None and config.replay.durability == "node":
         raise ConfigError(
@@ -69,7 +71,7 @@ def train(
     folder = RunFolder(config.run_folder)
     folder.claim(holder=None if host is None else host.owner)  # before anything in there is looked at or changed
     try:
-        return _load_and_train(config, folder, inputs, resume, host, listener or RunListener())
+        return _load_and_train(config, folder, inputs, resume, accept_lost_replay, host, listener or RunListener())
     finally:
         if host is None:  # otherwise the supervisor has the folder, until the run is over for good
             folder.release()
@@ -80,6 +82,7 @@ def _load_and_train(
     folder: RunFolder,
     inputs: RunInputs | None,
     resume: bool | str | Path,
+    accept_lost_replay: bool,
     host: Host | None,
     listener: RunListener,
 ) -> dict[str, Any]:
@@ -93,6 +96,7 @@ def _load_and_train(
         folder.reopen()
         config = resumed_config(config, folder)
         checkpoint = checkpoint_to_resume(folder, config, resume)
+        check_replay(config, folder, checkpoint, accept_lost=accept_lost_replay)
     if host is None:
         start_mps(config)  # before anything touches the GPU
     else:

@@ -93,9 +93,9 @@ class Outside:
         self._status.write(ended=True)
 
 
-def supervise(config: Config, *, resume: bool | Path, target: str) -> int:
-    """Run a training whose trainer is a child process, `target(link, config=..., resume=..., host=...)`; returns its exit
-    status, 130 after Ctrl-C."""
+def supervise(config: Config, *, resume: bool | Path, target: str, accept_lost_replay: bool = False) -> int:
+    """Run a training whose trainer is a child process, `target(link, config=..., resume=..., accept_lost_replay=...,
+    host=...)`; returns its exit status, 130 after Ctrl-C."""
     if isinstance(resume, Path) and config.replay.durability == "node":
         raise ConfigError(
             f"{resume} cannot be gone back to with replay.durability=node: the run folder is on the trainer's node. Name "
@@ -106,7 +106,7 @@ def supervise(config: Config, *, resume: bool | Path, target: str) -> int:
     if replica is None:  # otherwise the trainer's process locks the folder, on its node
         folder.claim(holder=owner)
     try:
-        return _supervise(config, folder, replica, owner, resume=resume, target=target)
+        return _supervise(config, folder, replica, owner, resume, target, accept_lost_replay)
     finally:
         if replica is not None:
             replica.groups.close()
@@ -119,9 +119,9 @@ def _supervise(
     folder: RunFolder,
     replica: OpenReplica | None,
     owner: Holder,
-    *,
     resume: bool | Path,
     target: str,
+    accept_lost_replay: bool,
 ) -> int:
     """Run a training in a folder that is claimed."""
     if config.runtime.kind == "local":
@@ -136,7 +136,12 @@ def _supervise(
         begun = replica is None and outside.begun  # otherwise the trainer's node knows
         # The first trainer goes back to the checkpoint that was named. Once it has, the next goes on from the newest.
         came_back = isinstance(resume, Path) and begun and not given_up & later_checkpoints(folder, resume)
-        return {"config": config, "resume": came_back or resume or begun, "host": host}
+        return {
+            "config": config,
+            "resume": came_back or resume or begun,
+            "accept_lost_replay": accept_lost_replay and not outside.begun,  # of what was lost before
+            "host": host,
+        }
 
     with starters(config, board, folder.logs, None if replica is None else replica.folder) as start:
         supervisor = Supervisor(

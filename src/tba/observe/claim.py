@@ -86,6 +86,7 @@ class Claim:
             text = json.dumps(asdict(holder or Holder.of_this_process())) + "\n"
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, text.encode(), 0)
+            os.fsync(descriptor)  # or a trainer on another node would see an empty file on a network disk
         except BaseException:
             claim.release()
             raise

@@ -163,13 +163,13 @@ def keep_lines(path: Path, count: int) -> None:
 
 
 class WriteFailures:
-    """What a run could not write, because the disk is full or the folder is gone: each kind is told once, and training goes
-    on. What must not be lost is named again in the end, with a non-zero exit status, unless a later one of its kind was
-    written: a checkpoint makes up for those before it."""
+    """What a run could not write, because the disk is full or the folder is gone: each kind is told once, and that alone
+    does not end the run. What must not be lost is named again in the end, with a non-zero exit status, unless it was written
+    later."""
 
     def __init__(self) -> None:
-        self._lost: dict[str, dict[Path, None]] = {}
-        """By kind, files and folders that must not be lost and could not be written since the last one that was."""
+        self.lost: dict[Path, None] = {}
+        """Files and folders that must not be lost and could not be written, in their order."""
         self._told: set[str] = set()
 
     @contextmanager
@@ -177,17 +177,16 @@ class WriteFailures:
         """Go on where writing `path` fails; `what` is its kind, of which the first failure is told."""
         try:
             yield
-            if must_not_be_lost:
-                self._lost.pop(what, None)
+            self.lost.pop(path, None)
         except (OSError, SafetensorError) as error:
             # What a checkpoint has come to before the disk was full: it would keep the next one from being written.
             shutil.rmtree(path.with_name(f".{path.name}.partial"), ignore_errors=True)
             if must_not_be_lost:
-                self._lost.setdefault(what, {})[path] = None
+                self.lost[path] = None
             if what not in self._told:
                 self._told.add(what)
                 level = logging.ERROR if must_not_be_lost else logging.WARNING
-                words = "%s %s cannot be written (%s): training goes on, and this is not said again."
+                words = "%s %s cannot be written (%s). This alone does not end the run, and is not said again."
                 logger.log(level, words, what, path, error)
 
     def raise_lost(self) -> None:
@@ -207,7 +206,7 @@ class WriteFailures:
 
     def _lost_words(self) -> str:
         """2 of its files could not be written: runs/a/step-10, runs/a/step-20. Empty = nothing is lost."""
-        lost = [str(path) for paths in self._lost.values() for path in paths]
+        lost = [str(path) for path in self.lost]
         names = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
         return f"{len(lost)} of its files could not be written: {names}." if lost else ""
 
