@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 import yaml
 from problem import make_config
@@ -16,7 +15,7 @@ from tba.cli import app
 from tba.cli.training import run_arguments
 from tba.config import ConfigError
 from tba.launch import evaluate_model, train
-from tba.launch.operate import stop_run
+from tba.launch.operate import start_of, stop_run
 from tba.observe.files import RunFolder
 from tba.replay.database import open_database
 
@@ -123,7 +122,7 @@ def test_a_folder_of_this_user_is_resumed_by_its_name(folder):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_a_strangers_status_stops_no_process_of_this_user(tmp_path):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        started = psutil.Process(process.pid).create_time()
+        started = start_of(process.pid)
         status = {"step": 3, "time": time.time(), "host": os.uname().nodename, "pid": process.pid}
         (tmp_path / "status.json").write_text(json.dumps({**status, "pid_started": started, "roles": []}))
         os.chown(tmp_path / "status.json", 12345, 12345)
