@@ -4,7 +4,7 @@ from tba.cli import training
 from tba.train.loop import Trainer
 
 
-def run_trainer(link, *, config, resume: bool, host) -> int:
+def run_trainer(link, *, resume: bool, **arguments) -> int:
     step = Trainer.step
 
     def fails(trainer):
@@ -14,4 +14,4 @@ def run_trainer(link, *, config, resume: bool, host) -> int:
 
     if not resume:
         Trainer.step = fails
-    return training.run_trainer(link, config=config, resume=resume, host=host)
+    return training.run_trainer(link, resume=resume, **arguments)

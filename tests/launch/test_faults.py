@@ -13,6 +13,7 @@ from commands import Command
 from problem import children, command, make_config, steps_of, wait_for
 
 from tba.launch import train
+from tba.launch.supervise import supervise
 from tba.observe.claim import NAME, FolderInUse
 from tba.observe.files import OutputLost, RunFolder
 
@@ -42,10 +43,12 @@ def test_closed_output_does_not_end_a_run(folder):
     assert json.loads((folder / "runs" / "closed" / "summary.json").read_text())["steps"] == 6
 
 
-def test_a_hang_up_saves_and_ends_the_run(folder):
+def test_a_hang_up_saves_and_ends_the_run_that_no_other_process_may_resume(folder):
     config = make_config(folder, "name=hang-up")
     with Command(command(folder, "hang-up", ENDLESS, "mode=sync")) as process:
         assert wait_for(lambda: steps_of(config))
+        with pytest.raises(FolderInUse, match=f"in use by process {process.pid} on this host"):
+            supervise(config, resume=True, target="never")
         process.send_signal(signal.SIGHUP)
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors

@@ -22,8 +22,11 @@ from tba.launch import train
 from tba.launch.operate import read_status
 from tba.launch.resume import checkpoint_to_resume
 from tba.launch.supervise import later_checkpoints, supervise
+from tba.observe.claim import NAME as CLAIM
+from tba.observe.claim import Claim, FolderInUse
 from tba.observe.files import RunFolder, keep_lines
 from tba.observe.listener import PastLine, RunListener
+from tba.replay.database import DurableReplayError
 from tba.train.checkpoint_folder import drop_folder
 from tba.train.state import Snapshot, restore
 
@@ -317,6 +320,38 @@ def test_the_command_goes_back_to_a_checkpoint_that_is_named(copied):
     (run.checkpoints / "step-5").mkdir()
     with pytest.raises(FileNotFoundError, match=r"step-5 is no whole checkpoint .* it has"):
         train(copied, resume=checkpoint_among([str(run.checkpoints / "step-5")]))
+
+
+def test_a_folder_is_locked_before_a_resume_changes_it(copied, monkeypatch):
+    """Two at once would both set damaged checkpoints aside."""
+    run = RunFolder(copied.run_folder)
+
+    def locked(folder: RunFolder, *arguments):
+        with pytest.raises(FolderInUse):
+            Claim.take(folder.path)
+        return checkpoint_to_resume(folder, *arguments)
+
+    monkeypatch.setattr("tba.launch.start.checkpoint_to_resume", locked)
+    train(copied, resume=True)
+    assert steps(run) == list(range(1, 9))
+
+
+def test_a_run_whose_stored_groups_are_lost_goes_on_only_where_that_is_accepted(copied, capfd):
+    run = RunFolder(copied.run_folder)
+    before = names(run)
+    run.replay.unlink()
+    with pytest.raises(DurableReplayError, match=rf"{run.replay} does not exist on .*: `tba train {run.path} --resume"):
+        train(copied, resume=True)
+    command = ["train", str(run.path), "--resume", "train.max_steps=8"]
+    assert app(command, standalone_mode=False) == 2
+    assert "24 of 24 stored groups are lost" in capfd.readouterr().err
+    assert names(run) == before
+    assert not (run.path / CLAIM).exists()
+    with pytest.raises(ConfigError, match="--accept-lost-replay is for a run that goes on: write --resume too"):
+        app(["train", "--accept-lost-replay"], standalone_mode=False)
+    assert app([*command, "--accept-lost-replay"], standalone_mode=False) == 0
+    assert "24 of 24 stored groups are lost, and the run goes on without them" in capfd.readouterr().err
+    assert steps(run) == list(range(1, 9))
 
 
 def test_what_a_run_gives_up_is_told_from_what_it_makes_again(copied):

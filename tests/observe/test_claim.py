@@ -1,67 +1,105 @@
 """A run folder belongs to one living process at a time."""
 
+import errno
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
-from tba.observe.claim import NAME, Claim, FolderInUse, holder_of
+from tba.observe.claim import NAME, Claim, FolderInUse, Holder, holder_of
 from tba.observe.files import RunFolder
 
+TAKE = "import os, pathlib, sys, time; from tba.observe.claim import Claim; Claim.take(pathlib.Path(sys.argv[1]));"
 
-def write_claim(folder, **changes) -> None:
-    """A claim of this process, with some of its values changed, in a file of its own number."""
-    Claim.take(folder)
-    path = folder / NAME
-    claim = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps(claim))
+
+@contextmanager
+def claimed(folder, then: str = "print(flush=True); sys.stdin.read()"):
+    """Another process that has the folder, and has written a line."""
+    command = [sys.executable, "-c", TAKE + then, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.line = other.stdout.readline()
+        yield other
+        other.kill()
 
 
 def test_a_folder_that_a_living_process_has_is_refused_with_its_pid_and_host(tmp_path):
-    code = (
-        "import sys, pathlib; from tba.observe.claim import Claim; Claim.take(pathlib.Path(sys.argv[1]));"
-        "print(flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
+    with claimed(tmp_path) as other:
         words = f"in use by process {other.pid} on this host \\({socket.gethostname()}\\)"
         with pytest.raises(FolderInUse, match=words):
-            RunFolder.check(tmp_path, overwrite=True)
-        with pytest.raises(FolderInUse, match=words):
             RunFolder.create(tmp_path, overwrite=True)
-        assert holder_of(tmp_path)["pid"] == other.pid
-        other.stdin.close()
-    assert RunFolder.create(tmp_path, overwrite=False).path == tmp_path  # it is gone: its claim is taken over
-    assert holder_of(tmp_path)["pid"] == os.getpid()
+        assert holder_of(tmp_path).pid == other.pid
+    assert RunFolder.create(tmp_path, overwrite=False).path == tmp_path  # it was killed: the kernel has freed the lock
+    assert holder_of(tmp_path).pid == os.getpid()
 
 
-def test_a_process_id_that_is_used_again_does_not_hold_the_folder(tmp_path):
-    write_claim(tmp_path, started="another boot:1234")
+@pytest.mark.parametrize(
+    ("text", "who"),
+    [
+        # From another pid namespace, of a container with this host's name: there is no such process here.
+        (
+            json.dumps({"pid": 2**22 + 1, "host": socket.gethostname(), "time": 0.0}),
+            f"process {2**22 + 1} on this host",
+        ),
+        (json.dumps({"pid": 7, "host": "elsewhere", "time": 0.0}), "process 7 on host elsewhere"),
+        ("{", "another process"),
+    ],
+)
+def test_the_lock_counts_and_not_the_process_that_the_file_names(tmp_path, text, who):
+    with claimed(tmp_path):
+        (tmp_path / NAME).write_text(text)
+        with pytest.raises(FolderInUse, match=f"in use by {who}"):
+            Claim.take(tmp_path)
     Claim.take(tmp_path)
 
 
-def test_a_claim_of_another_host_holds_and_says_what_to_delete(tmp_path):
-    write_claim(tmp_path, host="elsewhere")
-    with pytest.raises(FolderInUse, match=rf"process {os.getpid()} on host elsewhere.* gone, delete .*{NAME}"):
+def test_a_child_that_outlives_the_process_does_not_keep_the_folder(tmp_path):
+    forks = "child = os.fork(); print(child, flush=True) if child else time.sleep(600)"
+    with claimed(tmp_path, f"{forks}; sys.stdin.read()") as other, pytest.raises(FolderInUse):
         Claim.take(tmp_path)
+    os.kill(int(other.line), 0)
+    Claim.take(tmp_path)
+    os.kill(int(other.line), 9)
 
 
-def test_a_copied_folder_is_not_claimed(tmp_path):
+def test_a_process_goes_on_under_the_lock_of_its_supervisor_alone(tmp_path):
+    owner = Holder.of_this_process()
+    held = Claim.take(tmp_path, holder=owner)
+    under = Claim.take(tmp_path, holder=owner)
+    under.release()
+    with pytest.raises(FolderInUse):
+        Claim.take(tmp_path, holder=replace(owner, time=0.0))  # another supervisor, of the same process id
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_claim_that_a_process_of_another_host_left_is_taken_with_a_warning(tmp_path, caplog):
+    (tmp_path / NAME).write_text(json.dumps({"pid": 7, "host": "elsewhere", "time": 0.0}))
+    Claim.take(tmp_path)
+    assert "was in use by process 7 on host elsewhere" in caplog.text
+
+
+def test_a_copied_folder_is_free(tmp_path):
     (tmp_path / "a").mkdir()
-    write_claim(tmp_path / "a", host="elsewhere")
+    Claim.take(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     Claim.take(tmp_path / "b")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": null}'])
-def test_a_claim_that_is_none_does_not_hold_the_folder(tmp_path, text):
-    (tmp_path / NAME).write_text(text)
-    Claim.take(tmp_path)
+def test_a_file_system_without_locks_is_told_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    def no_locks(*arguments) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    claim = Claim.take(tmp_path)
+    assert f"{tmp_path}: the file system has no locks" in caplog.text
+    claim.release()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_released_folder_can_be_claimed_again_and_holds_nothing(tmp_path):
@@ -69,9 +107,22 @@ def test_a_released_folder_can_be_claimed_again_and_holds_nothing(tmp_path):
     with pytest.raises(FolderInUse):
         Claim.take(tmp_path)  # also by the same process: two runs in two threads are two runs
     claim.release()
+    second = Claim.take(tmp_path)
+    claim.release()  # once more, which is not the second's
+    with pytest.raises(FolderInUse):
+        Claim.take(tmp_path)
+    second.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_never_began_leaves_no_folder(tmp_path):
+    claim = Claim.take(tmp_path / "runs" / "a")
     claim.release()
     assert list(tmp_path.iterdir()) == []
-    Claim.take(tmp_path)
+    begun = Claim.take(tmp_path / "runs" / "b")
+    (tmp_path / "runs" / "b" / "config.yaml").write_text("seed: 0")
+    begun.release()
+    assert (tmp_path / "runs" / "b" / "config.yaml").is_file()
 
 
 def test_an_earlier_run_is_replaced_as_a_whole(tmp_path):

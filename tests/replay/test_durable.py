@@ -245,7 +245,7 @@ def test_a_snapshot_is_one_file_with_everything_appended_before(tmp_path):
     assert ids_in(tmp_path / "copy.sqlite") == [f"searcher-3.aa/{number}" for number in range(3)]
     assert len(ids_in(tmp_path / "later.sqlite")) == 4
     store.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.sqlite", "later.sqlite", "r.sqlite"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.sqlite", "later.sqlite", "r.sqlite", "r.stored"]
 
 
 def test_a_snapshot_can_be_taken_while_another_thread_appends(tmp_path):
@@ -462,7 +462,7 @@ def test_on_a_network_filesystem_the_file_is_made_elsewhere_and_copied_back(tmp_
     assert place_database(run / "replay.sqlite") == path  # by a trainer that goes on after a crash
     assert len(ids_in(path)) == 1
     store.close()
-    assert [file.name for file in run.iterdir()] == ["replay.sqlite"]
+    assert sorted(file.name for file in run.iterdir()) == ["replay.sqlite", "replay.stored"]
     assert len(ids_in(find_database(run / "replay.sqlite"))) == 1
     assert not list(path.parent.iterdir())
 

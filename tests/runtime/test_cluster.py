@@ -73,7 +73,9 @@ OWNER = Holder.of_this_process()
 @pytest.fixture
 def here(tmp_path):
     """The run folder on the trainer's node."""
-    folder = RunFolder.create(tmp_path / "here" / "run", overwrite=False, holder=OWNER)
+    folder = RunFolder(tmp_path / "here" / "run")
+    folder.claim(holder=OWNER)
+    folder.clear(overwrite=False)
     folder.config.write_text("seed: 0\n")
     return folder
 
@@ -158,7 +160,7 @@ def test_a_checkpoint_that_arrives_damaged_does_not_count(here, copy, caplog):
 def test_a_run_folder_of_another_run_is_put_aside_and_that_of_a_living_one_is_refused(here):
     from tba.runtime.cluster.copies import begun_at, make_room
 
-    stranger = replace(OWNER, pid=1, started="gone")
+    stranger = replace(OWNER, time=0.0)
     assert begun_at(here, OWNER, resume=False) == -1
     assert begun_at(here, stranger, resume=False) is None
     with pytest.raises(FolderInUse):

@@ -93,15 +93,18 @@ class TBATrainer:
 
     # Training
 
-    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
+    def train(
+        self, resume_from_checkpoint: bool | str | Path | None = None, *, accept_lost_replay: bool = False
+    ) -> TrainOutput:
         """Run to the end; returns what summary.json holds. `resume_from_checkpoint` continues this run from its newest
-        checkpoint (True) or from the one that is named."""
+        checkpoint (True) or from the one that is named, with `accept_lost_replay` also where stored groups are lost."""
         from tba.launch import train
 
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.get("resume_from_checkpoint")
         self._model = None
-        summary = train(self.config, resume=resume_from_checkpoint or False, listener=self._handler)
+        resume = resume_from_checkpoint or False
+        summary = train(self.config, resume=resume, accept_lost_replay=accept_lost_replay, listener=self._handler)
         self._has_trained = True
         best = RunFolder(self.run_folder).checkpoints_by_step("best-step-")
         self.state.best_model_checkpoint = str(best[max(best)]) if best else None

@@ -47,6 +47,9 @@ def train(
             help="Continue this run (config, run folder or name=...) from its last checkpoint, or from the one given.",
         ),
     ] = False,
+    accept_lost_replay: Annotated[
+        bool, typer.Option("--accept-lost-replay", help="With --resume: go on also where stored groups are lost.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
 ) -> None:
     """Train a policy: tba train CONFIG.yaml key=value ... or tba train --model M --data D --reward R."""
@@ -57,6 +60,8 @@ def train(
         "train.max_steps": ("--max-steps", max_steps),
     }
     refuse_two_values([argument for argument in arguments or [] if "=" in argument], options)
+    if accept_lost_replay and not resume:
+        raise ConfigError("--accept-lost-replay is for a run that goes on: write --resume too, or leave it out.")
     config = resolve(
         run_arguments(arguments or []) if resume else arguments or [],
         model=model,
@@ -90,17 +95,18 @@ def train(
     if config.observe.progress:
         typer.echo(f"{config.run_folder} {'goes on' if resume else 'starts'}", err=True)
     origin = checkpoint_among(arguments or []) if resume else None
-    raise typer.Exit(supervise(config, resume=origin or resume, target="tba.cli.training:run_trainer"))
+    target = "tba.cli.training:run_trainer"
+    raise typer.Exit(supervise(config, resume=origin or resume, target=target, accept_lost_replay=accept_lost_replay))
 
 
-def run_trainer(link: Any, *, config: Config, resume: bool | Path, host: Any) -> int:
+def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_replay: bool, host: Any) -> int:
     """The target of the trainer's process under `tba train`; returns its exit status. It writes where the command does."""
     from tba.launch.start import train, worth_another_try
     from tba.runtime.supervisor import TRY_AGAIN
 
     def run() -> int:
         try:
-            summary = train(config, resume=resume, host=host.open(link))
+            summary = train(config, resume=resume, accept_lost_replay=accept_lost_replay, host=host.open(link))
         except KeyboardInterrupt as stopped:
             raise KeyboardInterrupt(*(stopped.args or ["stopped before the first step: nothing was saved."])) from None
         except RuntimeError as error:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from tba.compare.study import Study, flatten, folder_name
 from tba.config import Config, ConfigError, load_config
 from tba.launch.defaults import with_objective_defaults
+from tba.observe.claim import Claim
 from tba.observe.contents import remove_contents
 from tba.observe.files import RunFolder, write_json
 from tba.observe.files import read_summary as recorded_summary
@@ -221,9 +222,13 @@ def write_failed(cell: Cell, error: BaseException) -> None:
 
 
 def clear(cell: Cell) -> None:
-    """Remove the folder of an earlier run."""
+    """Remove the folder of an earlier run, which must have come to its end."""
     if cell.folder.exists():
-        remove_contents(cell.folder)
+        claim = Claim.take(cell.folder)
+        try:
+            remove_contents(cell.folder)
+        finally:
+            claim.release()
         shutil.rmtree(cell.folder)
 
 

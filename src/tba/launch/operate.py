@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 
 from tba.config import load_config
-from tba.observe.claim import start_of
 from tba.observe.display import duration
 from tba.observe.files import RunFolder, WriteFailures, read_summary, write_json
 from tba.runtime.board import MAX_SEARCHERS, Board, KindOf, no_kind
@@ -110,6 +109,24 @@ def _is_alive(status: dict[str, Any]) -> bool | None:
     if status["host"] != socket.gethostname():
         return None
     return start_of(status["pid"]) == status["pid_started"]
+
+
+def start_of(pid: Any) -> str | None:
+    """Which start of a process id this is: the machine's boot and the clock tick; None = there is no such process."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # The command's name stands in brackets and may hold anything; the start is the 20th field after it.
+        fields = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] == "Z" else f"{boot}:{fields[19]}"
+    except (OSError, ValueError, TypeError, IndexError):
+        pass
+    if Path("/proc/self/stat").exists():
+        return None
+    try:  # no Linux: that the id is in use must do
+        os.kill(int(pid), 0)
+    except (OSError, ValueError, TypeError):
+        return None
+    return "unknown"
 
 
 def describe(status: dict[str, Any]) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 from tba.config import Config, ConfigError, KindConfig, load_config
 from tba.launch.checks import before_collapse
 from tba.observe.files import RunFolder, read_summary
-from tba.train.checkpoint import TRAINER
+from tba.replay.recover import check_stored
+from tba.train.checkpoint import TRAINER, last_row_of
 from tba.train.checkpoint_folder import check_manifest, find_checkpoint
 
 logger = logging.getLogger("tba")
@@ -92,7 +93,7 @@ def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str |
     if path is None:
         _warn_of_beginning_again(folder, config)
         return None
-    step = json.loads((path / TRAINER).read_text(encoding="utf-8"))["step"]
+    step = _step_of(path)
     if resume is True and (kept := before_collapse(folder, path)) is not None:
         logger.warning(
             "%s collapsed, since about step %d, and goes on from its newest checkpoint, of step %d. To go on from before "
@@ -106,6 +107,21 @@ def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str |
             "Raise train.max_steps to train on."
         )
     return path
+
+
+def check_replay(config: Config, folder: RunFolder, checkpoint: Path | None, *, accept_lost: bool) -> None:
+    """Refuse to go on from a checkpoint where the durable replay has lost groups, unless that is accepted."""
+    if config.replay.durability == "off":
+        return
+    step, last_row = (0, 0) if checkpoint is None else (_step_of(checkpoint), last_row_of(checkpoint) or 0)
+    gives_up = config.takes_turns or any(later > step for later, _ in folder.resumable())
+    if config.replay.durability == "node":
+        last_row = 0  # a trainer on another disk gets its groups from the replica
+    check_stored(folder.replay, last_row=last_row, gives_up=gives_up, accept_lost=accept_lost)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))["step"]
 
 
 def _warn_of_beginning_again(folder: RunFolder, config: Config) -> None:

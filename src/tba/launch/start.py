@@ -22,13 +22,12 @@ from tba.launch.defaults import with_defaults, with_objective_defaults, with_roo
 from tba.launch.devices import check_devices
 from tba.launch.imports import import_groups
 from tba.launch.ranks import ranks_of
-from tba.launch.resume import checkpoint_to_resume, resumed_config, with_stored_defaults
+from tba.launch.resume import check_replay, checkpoint_to_resume, resumed_config, with_stored_defaults
 from tba.launch.run import RunInputs, load_inputs
 from tba.launch.supervise import hosted
 from tba.launch.sync_run import SyncRun
 from tba.models.cpu import use_cpu
 from tba.models.load import base_of, is_adapter, load_model
-from tba.observe.claim import holder_of, refuse
 from tba.observe.display import duration, show_line, show_summary
 from tba.observe.files import RunFolder, WriteFailures, read_summary, tell_failure, write_atomic
 from tba.observe.listener import RunListener
@@ -55,32 +54,52 @@ def train(
     *,
     inputs: RunInputs | None = None,
     resume: bool | str | Path = False,
+    accept_lost_replay: bool = False,
     host: Host | None = None,
     listener: RunListener | None = None,
 ) -> dict[str, Any]:
     """Run a training and return what summary.json holds. After Ctrl-C it is saved as far as it came, then raised again.
 
-    `resume` continues the run of this config from its newest whole checkpoint, or from the one that is named. `host` is
-    where the trainer runs under a supervisor; None = this process gets one. `listener` hears what happens.
+    `resume` continues the run of this config from its newest whole checkpoint, or from the one that is named, with
+    `accept_lost_replay` also where its durable replay has lost groups. `host` is where the trainer runs under a supervisor;
+    None = this process gets one. `listener` hears what happens.
     """
-    began, owner = time.perf_counter(), None if host is None else host.owner
     if host is None and config.replay.durability == "node":
         raise ConfigError(
             "replay.durability=node needs a trainer on another node, and here it is in this process: start the run with "
             "`tba train`, or use replay.durability=power."
         )
     check_before_loading(config, resume=bool(resume))
+    folder = RunFolder(config.run_folder)
+    folder.claim(holder=None if host is None else host.owner)  # before anything in there is looked at or changed
+    try:
+        return _load_and_train(config, folder, inputs, resume, accept_lost_replay, host, listener or RunListener())
+    finally:
+        if host is None:  # otherwise the supervisor has the folder, until the run is over for good
+            folder.release()
+
+
+def _load_and_train(
+    config: Config,
+    folder: RunFolder,
+    inputs: RunInputs | None,
+    resume: bool | str | Path,
+    accept_lost_replay: bool,
+    host: Host | None,
+    listener: RunListener,
+) -> dict[str, Any]:
+    """Train in a folder that is claimed."""
+    began = time.perf_counter()
     use_cpu(threads_of(config).trainer)
     config = with_objective_defaults(
         with_stored_defaults(config) if resume else config
     )  # refuses senseless combinations before a model loads
     checkpoint = None
     if resume:
-        folder = RunFolder.reopen(config.run_folder)
-        # Before anything is looked at that a run may be changing.
-        refuse(folder.path, holder_of(folder.path), unless=owner)
+        folder.reopen()
         config = resumed_config(config, folder)
         checkpoint = checkpoint_to_resume(folder, config, resume)
+        check_replay(config, folder, checkpoint, accept_lost=accept_lost_replay)
     if host is None:
         start_mps(config)  # before anything touches the GPU
     else:
@@ -91,7 +110,7 @@ def train(
     if inputs is None and config.observe.progress:
         show_line(f"loading {config.model.path} and the data")
     inputs = inputs or load_inputs(config)
-    # Bad train rows show here, before a run folder exists.
+    # Bad train rows show here, before anything is written.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))
     config = with_defaults(
         config, inputs.loaded, longest_prompt=partial(inputs.longest_prompt, "train", config.evaluate.split)
@@ -99,10 +118,7 @@ def train(
     # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
     imported = import_groups(config, inputs) if checkpoint is None else []
     if not resume:
-        folder = RunFolder.create(config.run_folder, overwrite=config.overwrite, holder=owner)
-    else:
-        folder.claim(holder=owner)
-    listener = listener or RunListener()
+        folder.clear(overwrite=config.overwrite)
     listener.model, listener.tokenizer = inputs.loaded.model, inputs.loaded.tokenizer
     try:
         with (
@@ -118,8 +134,6 @@ def train(
         raise
     finally:
         listener.model = listener.tokenizer = None
-        if host is None:  # otherwise the supervisor has the folder, until the run is over for good
-            folder.release()
 
 
 def _train(
@@ -133,7 +147,7 @@ def _train(
     listener: RunListener,
     began: float,
 ) -> dict[str, Any]:
-    """Train in a folder that is claimed, with a config in which everything is filled in."""
+    """Train in a folder that is ready, with a config in which everything is filled in."""
     folder.summary.unlink(missing_ok=True)
     write_atomic(folder.config, dump_config(config))
     with WriteFailures().tolerated("copies of the rewards' files in", folder.sources):

@@ -22,8 +22,7 @@ from typing import Any
 
 from tba.config import Config, ConfigError, SearchConfig
 from tba.launch.operate import Control, StatusWriter
-from tba.observe.claim import NAME as CLAIM
-from tba.observe.claim import Claim, Holder, holder_of
+from tba.observe.claim import Holder
 from tba.observe.files import MANIFEST, RunFolder, read_summary, tell_failure
 from tba.runtime.board import Board
 from tba.runtime.links import Link
@@ -46,6 +45,7 @@ class Outside:
 
     def __init__(self, folder: RunFolder, search: SearchConfig, board: Board) -> None:
         self._folder = folder
+        self._config_before = _state_of(folder.config)
         self._board = board
         self._search = search
         most = search.max_searchers
@@ -58,9 +58,14 @@ class Outside:
         self.exit_status: int | None = None
         """How the trainer's process has ended; None = it is this process, or has not."""
 
+    @property
+    def begun(self) -> bool:
+        """Whether a trainer has begun the run since this was made: then config.yaml was written anew."""
+        return _state_of(self._folder.config) not in (None, self._config_before)
+
     def look(self, supervisor: Supervisor) -> None:
-        if not Holder.of_this_process().has(holder_of(self._folder.path)):
-            return  # the trainer has not made the folder yet
+        if not self.begun:
+            return
         if self._status is None:
             self._status = StatusWriter(self._folder, self._board, self._search.kind_at)
         self._status.write()
@@ -76,8 +81,8 @@ class Outside:
 
     def close(self) -> None:
         """Say how the run has ended; its process may go on with something else."""
-        if not Holder.of_this_process().has(holder_of(self._folder.path)) or not self._folder.config.is_file():
-            return  # it never began
+        if not self.begun:
+            return
         if self.exit_status and read_summary(self._folder) is None:
             words = (
                 f"the trainer ended with exit status {self.exit_status} and did not say why; see {self._folder.logs}."
@@ -88,28 +93,55 @@ class Outside:
         self._status.write(ended=True)
 
 
-def supervise(config: Config, *, resume: bool | Path, target: str) -> int:
-    """Run a training whose trainer is a child process, `target(link, config=..., resume=..., host=...)`; returns its exit
-    status, 130 after Ctrl-C."""
+def supervise(config: Config, *, resume: bool | Path, target: str, accept_lost_replay: bool = False) -> int:
+    """Run a training whose trainer is a child process, `target(link, config=..., resume=..., accept_lost_replay=...,
+    host=...)`; returns its exit status, 130 after Ctrl-C."""
     if isinstance(resume, Path) and config.replay.durability == "node":
         raise ConfigError(
             f"{resume} cannot be gone back to with replay.durability=node: the run folder is on the trainer's node. Name "
             "the run to go on from its newest checkpoint."
         )
+    folder, owner = RunFolder(config.run_folder), Holder.of_this_process()
+    replica = open_replica(config, resume=bool(resume))
+    if replica is None:  # otherwise the trainer's process locks the folder, on its node
+        folder.claim(holder=owner)
+    try:
+        return _supervise(config, folder, replica, owner, resume, target, accept_lost_replay)
+    finally:
+        if replica is not None:
+            replica.groups.close()
+            replica.folder.release()
+        folder.release()
+
+
+def _supervise(
+    config: Config,
+    folder: RunFolder,
+    replica: OpenReplica | None,
+    owner: Holder,
+    resume: bool | Path,
+    target: str,
+    accept_lost_replay: bool,
+) -> int:
+    """Run a training in a folder that is claimed."""
     if config.runtime.kind == "local":
         start_mps(config)  # before anything touches the GPU
         prepare_roles()
-    folder, board = RunFolder(config.run_folder), Board.create()
-    replica = open_replica(config, resume=bool(resume))
+    board = Board.create()
     given_up = later_checkpoints(folder, resume) if isinstance(resume, Path) else set()
     outside = Outside(folder if replica is None else replica.folder, config.search, board)
-    host = HostHandle(board=board.memory.handle(), owner=Holder.of_this_process())
+    host = HostHandle(board=board.memory.handle(), owner=owner)
 
     def trainer_arguments() -> dict[str, Any]:
-        begun = replica is None and has_begun(folder)  # otherwise the trainer's node knows
+        begun = replica is None and outside.begun  # otherwise the trainer's node knows
         # The first trainer goes back to the checkpoint that was named. Once it has, the next goes on from the newest.
         came_back = isinstance(resume, Path) and begun and not given_up & later_checkpoints(folder, resume)
-        return {"config": config, "resume": came_back or resume or begun, "host": host}
+        return {
+            "config": config,
+            "resume": came_back or resume or begun,
+            "accept_lost_replay": accept_lost_replay and not outside.begun,  # of what was lost before
+            "host": host,
+        }
 
     with starters(config, board, folder.logs, None if replica is None else replica.folder) as start:
         supervisor = Supervisor(
@@ -129,10 +161,6 @@ def supervise(config: Config, *, resume: bool | Path, target: str) -> int:
         finally:
             supervisor.close()
             outside.close()
-            Claim(folder.path / CLAIM, host.owner).release()
-            if replica is not None:
-                replica.groups.close()
-                replica.folder.release()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +178,6 @@ def open_replica(config: Config, *, resume: bool) -> OpenReplica | None:
         return None
     path = replica_folder(config.run_folder)
     if resume:
-        path.mkdir(parents=True, exist_ok=True)
         folder = RunFolder(path)
         folder.claim()
     else:
@@ -214,9 +241,13 @@ def starters(config: Config, board: Board, logs: Path, replica: RunFolder | None
             yield roles
 
 
-def has_begun(folder: RunFolder) -> bool:
-    """Whether a trainer of this process has begun the run, so that the next one resumes it."""
-    return folder.config.is_file() and Holder.of_this_process().has(holder_of(folder.path))
+def _state_of(path: Path) -> tuple[int, int] | None:
+    """Which file this is, and when it was written; None = there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def later_checkpoints(folder: RunFolder, path: Path) -> set[tuple[Path, int]]:

@@ -1,24 +1,29 @@
-"""The claim on a run folder: a file in it that says which process writes there, so that no two runs share a folder.
+"""The claim on a run folder: a lock on a file in it, so that no two runs share a folder.
 
-    {"pid": 4711, "started": "8c1e...:1203344", "host": "node7", "inode": 9922}
+    {"pid": 4711, "host": "node7", "time": 1790000000.0}
 
-A claim holds while its process lives. It says when the process was started too, because process ids are used again; and the
-number of its own file, because a folder that was copied is not the one that was claimed.
+The process that owns the run (`tba train`, or the Python process of a script) holds the lock for the length of the run, and
+the kernel frees it when that process is gone. The content of the file is for messages, and tells a trainer that the folder
+is its own supervisor's.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import socket
-from collections.abc import Mapping
+import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+
+logger = logging.getLogger("tba")
 
 NAME = ".claim.json"
+_held: set[int] = set()
+"""Descriptors of the locks of this process."""
 
 
 class FolderInUse(FileExistsError):
@@ -27,117 +32,123 @@ class FolderInUse(FileExistsError):
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """A process that may have a claim, on this host or another one.
-
-    Holder(pid=4711, started="8c1e...:1203344", host="node7")
-    """
+    """The process that owns a run: Holder(pid=4711, host="node7", time=1790000000.0)"""
 
     pid: int
-    started: str | None
     host: str
+    time: float
+    """Seconds since 1970 when this was made: two containers may have one host name and the same process ids."""
 
     @classmethod
     def of_this_process(cls) -> Holder:
-        return cls(pid=os.getpid(), started=start_of(os.getpid()), host=socket.gethostname())
-
-    def has(self, claim: Mapping[str, Any]) -> bool:
-        """Whether a claim is this process's."""
-        return {**claim, "inode": None} == {**asdict(self), "inode": None}
+        return cls(pid=os.getpid(), host=socket.gethostname(), time=time.time())
 
 
-@dataclass(frozen=True)
+@dataclass
 class Claim:
-    """The right to write in a folder, from `take` to `release`."""
+    """The right to write in a folder, from `take` to `release` or the end of the process."""
 
     path: Path
-    holder: Holder
+    descriptor: int | None
+    """Open file with the lock; None = the supervisor of this process has it, or it was released."""
+    made: list[Path] = field(default_factory=list)
+    """Folders that did not exist before, the innermost first."""
 
     @classmethod
     def take(cls, folder: Path, *, holder: Holder | None = None) -> Claim:
-        """Claim an existing folder for this process, or for another one, which may have it already; FolderInUse names the
-        process that has it. A claim whose process is gone is taken over."""
-        path, unless = folder / NAME, holder
-        holder = holder or Holder.of_this_process()
+        """Lock a folder, which is made where it does not exist, for this process, or for a supervisor that may have it
+        already. FolderInUse names the process that has it."""
+        path, made = folder / NAME, [parent for parent in (folder, *folder.parents) if not parent.exists()]
         while True:
+            folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                with suppress(OSError):  # a file system without locks: two runs that start at once are not told apart
-                    fcntl.flock(descriptor, fcntl.LOCK_EX)
-                if not _is_at(path, descriptor):
-                    continue  # released between the two calls: the file is no longer the one in the folder
-                refuse(folder, _read(descriptor), unless=unless)
-                text = json.dumps({**asdict(holder), "inode": os.fstat(descriptor).st_ino}) + "\n"
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, text.encode(), 0)
-                return cls(path, holder)
-            finally:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 os.close(descriptor)
+                found = holder_of(folder)
+                if found is not None and found == holder:
+                    return cls(path, None)
+                raise _in_use(folder, found) from None
+            except OSError as error:
+                logger.warning(
+                    "%s: the file system has no locks (%s), so nothing keeps a second run out of this folder.",
+                    folder,
+                    error,
+                )
+            if _is_at(path, descriptor):
+                break
+            os.close(descriptor)  # released between the two calls: the file is no longer the one in the folder
+        _held.add(descriptor)
+        claim = cls(path, descriptor, made)
+        try:
+            _tell_of_another_host(folder)
+            text = json.dumps(asdict(holder or Holder.of_this_process())) + "\n"
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, text.encode(), 0)
+            os.fsync(descriptor)  # or a trainer on another node would see an empty file on a network disk
+        except BaseException:
+            claim.release()
+            raise
+        return claim
 
     def release(self) -> None:
-        """Give the folder up, whatever has become of it; a claim that is no longer the process's own stays."""
-        with suppress(OSError):
-            if self.holder.has(holder_of(self.path.parent)):
+        """Give the folder up; where nothing was written in it, it is as it was before. May be called more than once."""
+        descriptor, self.descriptor = self.descriptor, None
+        if descriptor is None:
+            return
+        with suppress(OSError):  # whatever has become of the folder
+            if _is_at(self.path, descriptor):
                 self.path.unlink()
-
-
-def holder_of(folder: Path) -> Mapping[str, Any]:
-    """What the claim on a folder says; empty where there is none."""
-    try:
-        descriptor = os.open(folder / NAME, os.O_RDONLY)
-    except OSError:
-        return {}
-    try:
-        return _read(descriptor)
-    finally:
+        _held.remove(descriptor)
         os.close(descriptor)
+        with suppress(OSError):  # something is in there
+            for folder in self.made:
+                folder.rmdir()
 
 
-def refuse(folder: Path, claim: Mapping[str, Any], *, unless: Holder | None = None) -> None:
-    """Raise FolderInUse where a claim holds, unless it is that of the process `unless`."""
-    if not claim or (unless is not None and unless.has(claim)):
-        return
-    host = claim.get("host")
-    if host != socket.gethostname():
-        raise FolderInUse(
-            f"run folder {folder} is in use by process {claim.get('pid')} on host {host}: choose another name (name=...). "
-            f"If that process is gone, delete {folder / NAME}."
-        )
-    if claim.get("started") == start_of(claim.get("pid")):
-        raise FolderInUse(
-            f"run folder {folder} is in use by process {claim.get('pid')} on this host ({host}): choose another name "
-            f"(name=...), or end that run (tba stop {folder})."
-        )
-
-
-def start_of(pid: Any) -> str | None:
-    """Which start of a process id this is: the machine's boot and the clock tick; None = there is no such process."""
+def holder_of(folder: Path) -> Holder | None:
+    """The process that took the claim on a folder last; None = the folder has no claim that can be read."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # The command's name stands in brackets and may hold anything; the start is the 20th field after it.
-        fields = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] == "Z" else f"{boot}:{fields[19]}"
-    except (OSError, ValueError, TypeError, IndexError):
-        pass
-    if Path("/proc/self/stat").exists():
-        return None
-    try:  # no Linux: that the id is in use must do
-        os.kill(int(pid), 0)
+        return Holder(**json.loads((folder / NAME).read_text()))
     except (OSError, ValueError, TypeError):
         return None
-    return "unknown"
+
+
+def _in_use(folder: Path, holder: Holder | None) -> FolderInUse:
+    host = socket.gethostname()
+    if holder is None:
+        who = "another process"
+    else:
+        who = f"process {holder.pid} on " + (f"this host ({host})" if holder.host == host else f"host {holder.host}")
+    return FolderInUse(
+        f"run folder {folder} is in use by {who}: choose another name (name=...), or end that run (tba stop {folder})."
+    )
+
+
+def _tell_of_another_host(folder: Path) -> None:
+    """A run that was killed on another host leaves its claim, without the lock."""
+    last = holder_of(folder)
+    if last is not None and last.host != socket.gethostname():
+        logger.warning(
+            "%s was in use by process %d on host %s, which did not release it and has no lock on it now. If that process "
+            "still runs, the file system does not share its locks between hosts: end one of the two runs.",
+            *(folder, last.pid, last.host),
+        )
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
     try:
-        return os.stat(path).st_ino == os.fstat(descriptor).st_ino
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 
 
-def _read(descriptor: int) -> Mapping[str, Any]:
-    """The claim in an open file; empty where it is none, is half written, or was copied with its folder."""
-    try:
-        claim = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:
-        return {}
-    return claim if isinstance(claim, dict) and claim.get("inode") == os.fstat(descriptor).st_ino else {}
+def _close_in_child() -> None:
+    """A lock lasts until its last descriptor is closed: a forked child that outlives this process must not keep it."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

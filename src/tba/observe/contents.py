@@ -29,7 +29,7 @@ FILES = (
     re.escape(CLAIM),
     r"\.?(config\.yaml|(status|control|summary|cell|failed)\.json)(\.\d+)?",  # with a number: being written
     r"(metrics|samples)\.jsonl",
-    r"\.?(replay|groups)\.(sqlite|location)[\w.-]*",
+    r"\.?(replay|groups)\.(sqlite|location|stored)[\w.-]*",
     r"failed-batch-step-\d+\.safetensors",
     re.escape(PLOT),
 )

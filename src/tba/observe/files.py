@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, get_args
 from safetensors import SafetensorError
 
 from tba.config import Config
-from tba.observe.claim import Claim, Holder, holder_of, refuse
+from tba.observe.claim import Claim, Holder
 from tba.observe.contents import MANIFEST as MANIFEST
 from tba.observe.contents import SOURCES, is_begun, refuse_foreign, remove_contents
 from tba.observe.metrics import metric
@@ -64,7 +64,6 @@ class RunFolder:
         if not existing.is_dir():
             raise FileExistsError(f"{existing} is a file, not a folder: choose another output=... or name=...")
         if existing == path:
-            refuse(path, holder_of(path))
             folder._refuse_replacing(overwrite)
         cls.check_writable(path, existing)
 
@@ -82,38 +81,37 @@ class RunFolder:
             ) from None
 
     @classmethod
-    def create(cls, path: Path, *, overwrite: bool, holder: Holder | None = None) -> RunFolder:
-        """Make an empty run folder and claim it for a process, None = this one. An earlier run of the same name is only
-        replaced when asked for, one that still goes on never."""
+    def create(cls, path: Path, *, overwrite: bool) -> RunFolder:
+        """Claim a run folder and make it empty, see `clear`."""
         folder = cls(path)
-        path.mkdir(parents=True, exist_ok=True)
-        folder.claim(holder=holder)
+        folder.claim()
         try:
-            folder._refuse_replacing(overwrite)
-            if is_begun(path):
-                remove_contents(path)
-            folder.logs.mkdir()
-            folder.checkpoints.mkdir()
+            folder.clear(overwrite=overwrite)
         except BaseException:
             folder.release()
             raise
         return folder
 
-    @classmethod
-    def reopen(cls, path: Path) -> RunFolder:
-        """The folder of a run that is to be resumed."""
-        folder = cls(path)
-        if not folder.config.is_file():
+    def clear(self, *, overwrite: bool) -> None:
+        """Make a claimed folder that of a new run. An earlier run of the same name is only replaced when asked for."""
+        self._refuse_replacing(overwrite)
+        if is_begun(self.path):
+            remove_contents(self.path)
+        self.logs.mkdir()
+        self.checkpoints.mkdir()
+
+    def reopen(self) -> None:
+        """Go on in a claimed folder whose run is to be resumed."""
+        if not self.config.is_file():
             raise FileNotFoundError(
-                f"there is no run to resume in {path} (it has no config.yaml): give the config or the name of a run that "
-                "was started before, or start it without --resume."
+                f"there is no run to resume in {self.path} (it has no config.yaml): give the config or the name of a run "
+                "that was started before, or start it without --resume."
             )
-        folder.logs.mkdir(exist_ok=True)
-        folder.checkpoints.mkdir(exist_ok=True)
-        return folder
+        self.logs.mkdir(exist_ok=True)
+        self.checkpoints.mkdir(exist_ok=True)
 
     def claim(self, *, holder: Holder | None = None) -> None:
-        """Claim the folder for a process, None = this one, until `release`; FolderInUse names the process that has it."""
+        """Lock the folder for this process, or for its supervisor, until `release`; see `Claim.take`."""
         self._claim = Claim.take(self.path, holder=holder)
 
     def release(self) -> None:
@@ -184,13 +182,13 @@ def keep_lines(path: Path, count: int) -> None:
 
 
 class WriteFailures:
-    """What a run could not write, because the disk is full or the folder is gone: each kind is told once, and training goes
-    on. What must not be lost is named again in the end, with a non-zero exit status, unless a later one of its kind was
-    written: a checkpoint makes up for those before it."""
+    """What a run could not write, because the disk is full or the folder is gone: each kind is told once, and that alone
+    does not end the run. What must not be lost is named again in the end, with a non-zero exit status, unless it was written
+    later."""
 
     def __init__(self) -> None:
-        self._lost: dict[str, dict[Path, None]] = {}
-        """By kind, files and folders that must not be lost and could not be written since the last one that was."""
+        self.lost: dict[Path, None] = {}
+        """Files and folders that must not be lost and could not be written, in their order."""
         self._told: set[str] = set()
 
     @contextmanager
@@ -198,17 +196,16 @@ class WriteFailures:
         """Go on where writing `path` fails; `what` is its kind, of which the first failure is told."""
         try:
             yield
-            if must_not_be_lost:
-                self._lost.pop(what, None)
+            self.lost.pop(path, None)
         except (OSError, SafetensorError) as error:
             # What a checkpoint has come to before the disk was full: it would keep the next one from being written.
             shutil.rmtree(path.with_name(f".{path.name}.partial"), ignore_errors=True)
             if must_not_be_lost:
-                self._lost.setdefault(what, {})[path] = None
+                self.lost[path] = None
             if what not in self._told:
                 self._told.add(what)
                 level = logging.ERROR if must_not_be_lost else logging.WARNING
-                words = "%s %s cannot be written (%s): training goes on, and this is not said again."
+                words = "%s %s cannot be written (%s). This alone does not end the run, and is not said again."
                 logger.log(level, words, what, path, error)
 
     def raise_lost(self) -> None:
@@ -228,7 +225,7 @@ class WriteFailures:
 
     def _lost_words(self) -> str:
         """2 of its files could not be written: runs/a/step-10, runs/a/step-20. Empty = nothing is lost."""
-        lost = [str(path) for paths in self._lost.values() for path in paths]
+        lost = [str(path) for path in self.lost]
         names = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
         return f"{len(lost)} of its files could not be written: {names}." if lost else ""
 

@@ -14,7 +14,7 @@ import sqlite3
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -51,6 +51,8 @@ CREATE TABLE groups (
 CREATE TABLE incarnations (incarnation TEXT PRIMARY KEY, highest INTEGER NOT NULL) WITHOUT ROWID;
 """
 
+SUFFIXES = ("", "-wal", "-shm", "-journal")
+"""Endings of the names of the files that a database is made of."""
 Durability = Literal["process", "power", "node"]
 
 NETWORK_FILESYSTEMS = (
@@ -98,13 +100,18 @@ def load_groups(path: Path, *, after: int = 0, arrivals: list[int] | None = None
 
 def read_row(database: sqlite3.Connection, arrival: int) -> StoredGroup | None:
     """One row, checked; None where it has left since."""
-    row = database.execute("SELECT * FROM groups WHERE arrival = ?", (arrival,)).fetchone()
+    row = raw_row(database, arrival)
     if row is None:
         return None
-    *columns, stored, payload = row
-    if checksum(tuple(columns), payload) != stored:
-        raise ValueError(f"the checksum of group {columns[1]}/{columns[2]} does not match")
-    return StoredGroup(arrival=arrival, step=columns[5], time=columns[12], group=decode(payload))
+    return StoredGroup(arrival=arrival, step=row[5], time=row[12], group=decode(row[-1]))
+
+
+def raw_row(database: sqlite3.Connection, arrival: int) -> tuple[Any, ...] | None:
+    """The columns of a row, checked; None where it has left since."""
+    row: tuple[Any, ...] | None = database.execute("SELECT * FROM groups WHERE arrival = ?", (arrival,)).fetchone()
+    if row is not None and checksum(row[:-2], row[-1]) != row[-2]:
+        raise ValueError(f"the checksum of group {row[1]}/{row[2]} does not match")
+    return row
 
 
 def checksum(columns: tuple[Any, ...], payload: bytes) -> int:
@@ -113,7 +120,7 @@ def checksum(columns: tuple[Any, ...], payload: bytes) -> int:
 
 
 def remove_database(path: Path) -> None:
-    for suffix in ("", "-wal", "-shm", "-journal"):
+    for suffix in SUFFIXES:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
@@ -139,11 +146,15 @@ def connect(path: Path) -> sqlite3.Connection:
     if not path.is_file():
         raise DurableReplayError(f"there is no durable replay at {path}: the run was made with replay.durability=off.")
     try:
-        database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
+        database = open_read_only(path)
         check_schema(database, path)
     except DAMAGED as error:
         raise unreadable(path, error) from None
     return database
+
+
+def open_read_only(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
 
 
 @contextmanager
@@ -188,36 +199,47 @@ def failure(what: str, path: Path, error: Exception) -> str:
 
 
 def place_database(home: Path) -> Path:
-    """Where the database of a run folder is written, `home` being where it belongs: there, or in the folder for temporary
-    files where the run folder is on a network filesystem. The file replay.location beside `home` then has the path."""
-    kind = network_filesystem(home.parent)
-    if kind is None:
+    """Where the database of a run folder is written, `home` being where it belongs: there or, where the run folder is on a
+    network filesystem, in the folder for temporary files. The file replay.location beside `home` then has the path, which
+    holds also where that folder is another one now."""
+    kind, found = network_filesystem(home.parent), find_database(home)
+    if kind is None and found == home:
         return home
+    digest = blake2b(str(home.resolve()).encode(), digest_size=6).hexdigest()
+    name = f"{home.parent.name}-{digest}.sqlite"
+    if found.name == name and found.is_file():
+        local = found
+    else:  # a new run, one that was copied back, or a folder that was moved, or copied from that of another run
+        local = home if kind is None else _temporary_folder(home, kind) / name
+        source = found if found.is_file() else home
+        if source != local:
+            remove_database(local)  # of an earlier run in a folder of this name
+            if source.is_file():
+                with closing(open_read_only(source)) as original, closing(sqlite3.connect(local)) as copy:
+                    original.backup(copy)
+        if local == home:
+            location_file(home).unlink()
+            return home
+        write_atomic(location_file(home), f"{local}\n")
+    logger.warning(
+        "%s is on a network filesystem (%s), where SQLite is not safe: replay is written to %s and copied back at the end.",
+        *(home.parent, kind, local),
+    )
+    return local
+
+
+def _temporary_folder(home: Path, kind: str) -> Path:
     temporary = Path(tempfile.gettempdir())
     if network_filesystem(temporary) is not None:
         raise DurableReplayError(
             f"durable replay: neither {home.parent} ({kind}) nor {temporary} is a local disk, which SQLite needs: set "
             "TMPDIR to a local folder, or train without durable replay (replay.durability=off)."
         )
-    digest = blake2b(str(home.absolute()).encode(), digest_size=6).hexdigest()
-    local, noted = temporary / f"tba-{os.getuid()}" / f"{home.parent.name}-{digest}.sqlite", location_file(home)
-    local.parent.mkdir(mode=0o700, exist_ok=True)
-    if local.parent.stat().st_uid != os.getuid():
-        raise DurableReplayError(
-            f"durable replay: {local.parent} belongs to another user: set TMPDIR to another folder."
-        )
-    if not noted.exists():
-        remove_database(local)  # of an earlier run in a folder of this name
-        if home.is_file():  # a run that ended and goes on now: what it stored was copied back
-            shutil.copy2(home, local)
-    logger.warning(
-        "%s is on a network filesystem (%s), where SQLite is not safe: replay is written to %s and copied back at the end.",
-        home.parent,
-        kind,
-        local,
-    )
-    write_atomic(noted, f"{local}\n")
-    return local
+    folder = temporary / f"tba-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise DurableReplayError(f"durable replay: {folder} belongs to another user: set TMPDIR to another folder.")
+    return folder
 
 
 def find_database(home: Path) -> Path:
@@ -228,6 +250,20 @@ def find_database(home: Path) -> Path:
 
 def location_file(home: Path) -> Path:
     return home.with_name("replay.location")
+
+
+def stored_file(home: Path) -> Path:
+    """File beside a database with the number of the group that was committed last: it tells of groups that the database has
+    lost."""
+    return home.with_suffix(".stored")
+
+
+def read_stored(home: Path) -> int | None:
+    """Number of the group that was committed last; None = nothing says."""
+    try:
+        return int(stored_file(home).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def network_filesystem(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:

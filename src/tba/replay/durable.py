@@ -37,6 +37,7 @@ from tba.replay.database import (
     open_database,
     place_database,
     remove_database,
+    stored_file,
 )
 from tba.replay.payload import encode
 from tba.runtime.board import TRAINER_FIELDS, Row
@@ -97,6 +98,8 @@ class GroupStore:
         self.last_arrival = arrival or 0
         """Arrival number of the group that was appended last, committed or not."""
         self._num_responses = responses or 0
+        self._stored = os.open(stored_file(self.final_copy or self.path), os.O_WRONLY | os.O_CREAT, 0o644)
+        self._note_stored(self.last_arrival)
         self._changed = threading.Condition()
         """Guards all that follows."""
         self._pending: list[_Pending] = []
@@ -202,6 +205,8 @@ class GroupStore:
         self.flush()  # the writer has nothing to do from here on
         database, by_source = self._database, marks.by_source
         try:
+            (newest,) = database.execute("SELECT MAX(arrival) FROM groups WHERE arrival <= ?", (arrival,)).fetchone()
+            self._note_stored(newest or 0)  # first: a process that is killed in between has lost nothing
             database.execute("BEGIN IMMEDIATE")
             removed = database.execute("DELETE FROM groups WHERE arrival > ?", (arrival,)).rowcount
             database.execute("DELETE FROM incarnations")
@@ -255,6 +260,7 @@ class GroupStore:
                 self._changed.notify_all()
         finally:
             self._database.close()
+            os.close(self._stored)
 
     def _take(self) -> list[_Pending]:
         """All groups that wait; none at the end."""
@@ -280,6 +286,12 @@ class GroupStore:
         database.executemany(RAISE_MARK, highest.items())
         self._remove_oldest()
         database.execute("COMMIT")
+        if highest:
+            self._note_stored(max(pending.arrival for pending in batch if pending.group is not None))
+
+    def _note_stored(self, arrival: int) -> None:
+        """Write down, outside of the database, up to which group it has them all."""
+        os.pwrite(self._stored, f"{arrival:020d}\n".encode(), 0)
 
     def _make_row(self, pending: _Pending, group: TrajectoryGroup) -> tuple[Any, ...]:
         responses = columns_of(group)

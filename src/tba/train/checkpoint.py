@@ -284,6 +284,10 @@ class Checkpoints:
         for old in sorted(by_step)[: -self.keep]:
             if old != pinned:
                 drop_folder(by_step[old])
+        # One that could not be written is no longer missed when it would be dropped now.
+        for path in [path for path in self.failures.lost if path.parent == self.folder.checkpoints]:
+            if sum(step > int(path.name.removeprefix("step-")) for step in by_step) >= self.keep:
+                self.failures.lost.pop(path)
         self._drop_outdone(best)
 
     def _drop_outdone(self, best: int | None) -> None:
@@ -305,6 +309,14 @@ class Checkpoints:
     def has_later(self, step: int) -> bool:
         """Whether there are checkpoints of later steps that a run could go on from."""
         return any(later > step for later, _ in self.folder.resumable())
+
+
+def last_row_of(path: Path) -> int | None:
+    """Number of the last group that a checkpoint knows of; None = it was saved without durable replay."""
+    node = json.loads((path / STATE).read_text(encoding="utf-8"))
+    for name in ("parts", "trainer", "last_row"):
+        node = dict(node["items"]).get(name)
+    return node
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from tba.observe.claim import Holder, holder_of, refuse
+from tba.observe.claim import Claim, Holder, holder_of
 from tba.observe.files import MANIFEST, RunFolder
 
 logger = logging.getLogger("tba")
@@ -58,7 +58,7 @@ def what_is_there(folder: RunFolder) -> dict[str, str]:
 def begun_at(folder: RunFolder, owner: Holder, *, resume: bool) -> int | None:
     """The step of the newest checkpoint of the run that is to go on, on this node's disk; -1 = it has none yet, None = the
     run is not there."""
-    if not folder.config.is_file() or not (resume or owner.has(holder_of(folder.path))):
+    if not folder.config.is_file() or not (resume or holder_of(folder.path) == owner):
         return None
     return newest_step(folder)
 
@@ -90,16 +90,20 @@ def write_block(folder: RunFolder, name: str, offset: int, block: bytes) -> None
 def make_room(folder: RunFolder, owner: Holder, *, resume: bool) -> None:
     """Remove what an earlier trainer of the run has left on this node, so that it is not taken for the present state. Logs
     stay: searchers of this node may be writing them. Another run of this name is put aside, unless it goes on."""
-    refuse(folder.path, holder_of(folder.path), unless=owner)
-    if folder.config.is_file() and begun_at(folder, owner, resume=resume) is None:
-        aside = folder.path.with_name(f"{folder.path.name}.before-{secrets.token_hex(4)}")
-        os.replace(folder.path, aside)
-        logger.warning("%s is another run's, and is now %s.", folder.path, aside)
-    for path in folder.path.iterdir() if folder.path.is_dir() else ():
-        if path.is_dir() and not path.is_symlink() and path != folder.logs:
-            shutil.rmtree(path)
-        elif path != folder.logs:
-            path.unlink(missing_ok=True)
+    is_foreign = folder.config.is_file() and begun_at(folder, owner, resume=resume) is None
+    claim = Claim.take(folder.path)
+    try:
+        if is_foreign:
+            aside = folder.path.with_name(f"{folder.path.name}.before-{secrets.token_hex(4)}")
+            os.replace(folder.path, aside)
+            logger.warning("%s is another run's, and is now %s.", folder.path, aside)
+        for path in folder.path.iterdir() if folder.path.is_dir() else ():
+            if path.is_dir() and not path.is_symlink() and path != folder.logs:
+                shutil.rmtree(path)
+            elif path != folder.logs:
+                path.unlink(missing_ok=True)
+    finally:
+        claim.release()
 
 
 # On the supervisor's node
