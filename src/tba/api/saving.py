@@ -7,13 +7,16 @@ Files that go into the run folder itself are listed in a file there, so that `ov
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tba.observe.contents import SAVED, saved_names
-from tba.observe.files import write_json
+from tba.observe.files import RunFolder, write_json
+
+logger = logging.getLogger("tba")
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.md", "*.py")
 NOT_OF_THE_MODEL = {"optimizer.safetensors", "state.safetensors", "state.json", "trainer.json", "manifest.json"}
@@ -28,6 +31,20 @@ def copy_model(checkpoint: Path, target: Path, run: Path) -> None:
         _list_as_saved(run, *(file.name for file in files))
     for file in files:
         shutil.copy2(file, target / file.name)
+
+
+def link_checkpoints(run: Path) -> None:
+    """Give the checkpoints of a run TRL's names, checkpoint-N in the run folder itself, as links; those of checkpoints that
+    were dropped go."""
+    for link in run.glob("checkpoint-*"):
+        if link.is_symlink() and not link.exists():
+            link.unlink()
+    for step, path in RunFolder(run).checkpoints_by_step().items():
+        link = run / f"checkpoint-{step}"
+        if not link.exists():
+            link.symlink_to(path.relative_to(run))
+        elif not link.is_symlink():
+            logger.warning("%s is not of this run and stays as it is: the checkpoint of that step is %s.", link, path)
 
 
 def save_metrics(run: Path, split: str, metrics: Mapping[str, Any], *, combined: bool) -> None:

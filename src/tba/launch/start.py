@@ -55,11 +55,13 @@ def train(
     resume: bool | str | Path = False,
     host: Host | None = None,
     listener: RunListener | None = None,
+    keep_earlier: bool = False,
 ) -> dict[str, Any]:
     """Run a training and return what summary.json holds. After Ctrl-C it is saved as far as it came, then raised again.
 
     `resume` continues the run of this config from its newest whole checkpoint, or from the one that is named. `host` is
-    where the trainer runs under a supervisor; None = this process gets one. `listener` hears what happens.
+    where the trainer runs under a supervisor; None = this process gets one. `listener` hears what happens. `keep_earlier`
+    moves an earlier run in the folder to a folder in there, where config.overwrite does not replace it.
     """
     owner = None if host is None else host.owner
     if host is None and config.replay.durability == "node":
@@ -67,7 +69,8 @@ def train(
             "replay.durability=node needs a trainer on another node, and here it is in this process: start the run with "
             "`tba train`, or use replay.durability=power."
         )
-    check_before_loading(config, resume=bool(resume))
+    keep_earlier = keep_earlier and not config.overwrite
+    check_before_loading(config, resume=bool(resume), keep_earlier=keep_earlier)
     use_cpu(threads_of(config).trainer)
     config = with_objective_defaults(
         with_stored_defaults(config) if resume else config
@@ -95,11 +98,13 @@ def train(
     # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
     imported = import_groups(config, inputs) if checkpoint is None else []
     if not resume:
-        folder = RunFolder.create(config.run_folder, overwrite=config.overwrite, holder=owner)
+        folder = RunFolder.create(
+            config.run_folder, overwrite=config.overwrite, holder=owner, keep_earlier=keep_earlier
+        )
     else:
         folder.claim(holder=owner)
     listener = listener or RunListener()
-    listener.model, listener.tokenizer = inputs.loaded.model, inputs.loaded.tokenizer
+    listener.tokenizer = inputs.loaded.tokenizer
     try:
         with (
             stacks_to(folder.logs / "trainer.log"),

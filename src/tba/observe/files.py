@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from tba.config import Config
 from tba.observe.claim import Claim, Holder, holder_of, refuse
 from tba.observe.contents import MANIFEST as MANIFEST
-from tba.observe.contents import SOURCES, is_begun, refuse_foreign, remove_contents
+from tba.observe.contents import SOURCES, is_begun, move_aside, refuse_foreign, remove_contents
 from tba.observe.metrics import metric
 
 logger = logging.getLogger("tba")
@@ -36,7 +36,8 @@ RunOutcome = Literal["finished", "interrupted", "collapsed", "failed"]
 
 class RunFolder:
     """Paths inside runs/<name>/: config.yaml, metrics.jsonl, samples.jsonl, replay.sqlite, checkpoints/step-N/, logs/,
-    sources/, status.json, summary.json. The collapse guard keeps its checkpoint in checkpoints/healthy-step-N.
+    sources/, status.json, summary.json. checkpoint-N are TBATrainer's links to checkpoints/step-N, earlier-N/ the runs that
+    it has moved aside. The collapse guard keeps its checkpoint in checkpoints/healthy-step-N.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +55,7 @@ class RunFolder:
         self._claim: Claim | None = None
 
     @classmethod
-    def check(cls, path: Path, *, overwrite: bool) -> None:
+    def check(cls, path: Path, *, overwrite: bool, keep_earlier: bool = False) -> None:
         """Refuse a folder that `create` would refuse, and an output that cannot be written, before anything is loaded or
         made."""
         folder = cls(path)
@@ -63,7 +64,8 @@ class RunFolder:
             raise FileExistsError(f"{existing} is a file, not a folder: choose another output=... or name=...")
         if existing == path:
             refuse(path, holder_of(path))
-            folder._refuse_replacing(overwrite)
+            if not keep_earlier:
+                folder._refuse_replacing(overwrite)
         cls.check_writable(path, existing)
 
     @classmethod
@@ -80,16 +82,21 @@ class RunFolder:
             ) from None
 
     @classmethod
-    def create(cls, path: Path, *, overwrite: bool, holder: Holder | None = None) -> RunFolder:
+    def create(
+        cls, path: Path, *, overwrite: bool, holder: Holder | None = None, keep_earlier: bool = False
+    ) -> RunFolder:
         """Make an empty run folder and claim it for a process, None = this one. An earlier run of the same name is only
-        replaced when asked for, one that still goes on never."""
+        replaced, or moved aside, when asked for, one that still goes on never."""
         folder = cls(path)
         path.mkdir(parents=True, exist_ok=True)
         folder.claim(holder=holder)
         try:
-            folder._refuse_replacing(overwrite)
-            if is_begun(path):
-                remove_contents(path)
+            if keep_earlier:
+                move_aside(path)
+            else:
+                folder._refuse_replacing(overwrite)
+                if is_begun(path):
+                    remove_contents(path)
             folder.logs.mkdir()
             folder.checkpoints.mkdir()
         except BaseException:
