@@ -74,6 +74,8 @@ def at(config, place: str):
         ({"save_strategy": "no"}, "train.checkpoint_every", None),
         ({"save_steps": 25}, "train.checkpoint_every", 25),
         ({"save_strategy": "steps", "save_steps": 0.5, "max_steps": 40}, "train.checkpoint_every", 20),
+        ({"save_total_limit": 3}, "train.keep_checkpoints", 3),
+        ({"max_steps": 40}, "train.keep_checkpoints", 40),  # all
         ({"eval_strategy": "no"}, "evaluate.every", 0),
         ({"eval_strategy": "steps", "eval_steps": 10}, "evaluate.every", 10),
         ({"eval_strategy": "steps", "logging_steps": 5}, "evaluate.every", 5),
