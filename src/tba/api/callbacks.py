@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -134,8 +135,8 @@ class Callbacks(RunListener):
         if step > 0 and metrics:  # transformers does not count an evaluation of the start model
             self._keep_best(step, metrics)
 
-    def saved(self, step: int, wait: Callable[[], None]) -> None:
-        self._after_the_step(partial(self._tell_save, step, wait))
+    def saved(self, step: int, path: Path, wait: Callable[[], None]) -> None:
+        self._after_the_step(partial(self._tell_save, step, path, wait))
 
     def tell_evaluation(self, step: int, metrics: Mapping[str, float], *, prefix: str = EVALUATION) -> None:
         """Tell of an evaluation, of the run or one that a script has asked for. Meanwhile `state` is at the step that was
@@ -147,14 +148,14 @@ class Callbacks(RunListener):
         self.call("on_evaluate", metrics=values)
         self._come_to(now)
 
-    def _tell_save(self, step: int, wait: Callable[[], None]) -> None:
+    def _tell_save(self, step: int, path: Path, wait: Callable[[], None]) -> None:
         self._come_to(step)
         self.control.should_save = self.save = False
         if step != self._saved:  # who asks for what is there already is not told of it again
             self._saved = step
             if any(type(callback).on_save is not TrainerCallback.on_save for callback in self.callbacks):
                 wait()  # they may read it
-            link_checkpoints(self._args.run_folder)
+            link_checkpoints(path.parent.parent)
             self.call("on_save")
 
     def _after_the_step(self, tell: Callable[[], None]) -> None:

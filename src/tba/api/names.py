@@ -217,7 +217,7 @@ def _python_setting(found: re.Match[str]) -> str:
     try:
         value = repr(json.loads(given[1:]))
     except ValueError:
-        value = json.dumps(given[1:])
+        value = json.dumps(given[1:].strip("'"))
     for part in reversed(rest):
         value = f'{{"{part}": {value}}}'
     return f"{first}={value}"

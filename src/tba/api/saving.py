@@ -10,6 +10,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,16 @@ def link_checkpoints(run: Path) -> None:
             link.unlink()
     for step, path in RunFolder(run).checkpoints_by_step().items():
         link = run / f"checkpoint-{step}"
-        if not link.exists():
-            link.symlink_to(path.relative_to(run))
-        elif not link.is_symlink():
-            logger.warning("%s is not of this run and stays as it is: the checkpoint of that step is %s.", link, path)
+        try:
+            if not link.is_symlink():
+                link.symlink_to(path.relative_to(run))
+        except OSError as error:  # a folder of somebody else's, or a disk without links
+            _warn_once(f"{link} cannot be a link to {path} ({error.strerror}): the checkpoint is {path} alone.")
+
+
+@cache
+def _warn_once(words: str) -> None:
+    logger.warning("%s", words)
 
 
 def save_metrics(run: Path, split: str, metrics: Mapping[str, Any], *, combined: bool) -> None:

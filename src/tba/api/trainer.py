@@ -41,6 +41,7 @@ class TrainOutput(TransformersOutput):
 class TBATrainer:
     """Trains a model on your data with your rewards: the same run as `tba train --model --data --reward`."""
 
+    @in_python_words()
     def __init__(
         self,
         model: Any,
@@ -74,14 +75,14 @@ class TBATrainer:
             else dataset_file(eval_dataset, inputs / "eval.jsonl", what="eval_dataset"),
             "rewards": reward_configs(reward_funcs, weights, reward_processing_classes, inputs),
         }
-        with in_python_words():
-            rows = num_train_prompts(TaskConfig(**task))
-            settings = self.args.resolved(num_rows=rows).model_dump(mode="json")
-            settings["task"], settings["model"]["path"] = task, model_folder(model, processing_class, inputs / "model")
-            settings["model"]["lora"] = lora_config(peft_config) or settings["model"]["lora"]
-            self.config: Config = load_config(None, (), **settings)
-            """The config of the run, in our names."""
-            check_sinks(self.config)
+        rows = num_train_prompts(TaskConfig(**task))
+        settings = self.args.resolved(num_rows=rows).model_dump(mode="json")
+        settings |= {"task": task, "output": str(folder.parent), "name": folder.name}
+        settings["model"]["path"] = model_folder(model, processing_class, inputs / "model")
+        settings["model"]["lora"] = lora_config(peft_config) or settings["model"]["lora"]
+        self.config: Config = load_config(None, (), **settings)
+        """The config of the run, in our names."""
+        check_sinks(self.config)
         self._by_name = isinstance(model, (str, Path))
         self._model: Any = None if self._by_name else self._adapted(model)
         self._has_trained = False
@@ -103,9 +104,10 @@ class TBATrainer:
 
     # Training
 
-    def train(self, resume_from_checkpoint: bool | str | Path | None = None, **others: Any) -> TrainOutput:
+    @in_python_words()
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
         """Run to the end. `resume_from_checkpoint` continues this run from its newest checkpoint (True) or from the one that
-        is named; without it an earlier run in the folder is moved aside. `others` are transformers', for its own."""
+        is named; without it an earlier run in the folder is moved aside."""
         from tba.launch import train
         from tba.launch.resume import RunFinished
 
@@ -116,10 +118,8 @@ class TBATrainer:
         if self._by_name:
             self._model = None  # its memory is the run's now
         try:
-            with in_python_words():
-                summary = train(
-                    self.config, resume=resume_from_checkpoint or False, listener=self._handler, keep_earlier=True
-                )
+            resume = resume_from_checkpoint or False
+            summary = train(self.config, resume=resume, listener=self._handler, keep_earlier=True)
         except RunFinished:  # as in TRL: there is no step left to make
             folder = RunFolder(self.run_folder)
             summary = read_summary(folder) or {}
@@ -171,7 +171,7 @@ class TBATrainer:
         """accelerate's Accelerator of this process. The run needs none: it is for scripts that print or wait by it."""
         from accelerate import Accelerator
 
-        return Accelerator(cpu=self.config.model.device == "cpu")
+        return Accelerator(cpu=self.args.use_cpu)
 
     def end(self) -> None:
         """Nothing to do: all processes of a run have ended when train() returns."""
@@ -213,6 +213,7 @@ class TBATrainer:
             self._tokenizer = AutoTokenizer.from_pretrained(str(self._tokenizer or self.config.model.path))
         return self._tokenizer
 
+    @in_python_words()
     def evaluate(
         self,
         eval_dataset: Iterable[Mapping[str, Any]] | str | Path | None = None,
@@ -228,11 +229,11 @@ class TBATrainer:
         if eval_dataset is not None:
             data = dataset_file(eval_dataset, self._inputs / "evaluate.jsonl", what="eval_dataset")
             config = config.model_copy(update={"task": config.task.model_copy(update={"eval_data": data})})
-        with in_python_words():
-            metrics, prefix = evaluate(config), f"{metric_key_prefix}_"
+        metrics, prefix = evaluate(config), f"{metric_key_prefix}_"
         self._handler.tell_evaluation(self.state.global_step, metrics, prefix=prefix)
         return {f"{prefix}{name}": value for name, value in metrics.items()}
 
+    @in_python_words()
     def generate(
         self, prompts: Sequence[str | list[dict[str, str]]], *, num_generations: int = 1, greedy: bool | None = None
     ) -> list[list[str]]:
@@ -245,8 +246,7 @@ class TBATrainer:
         path = str(self._trained_path() or self.config.model.path)
         config = self.config.model_copy(update={"model": self._model_config(path)})
         greedy = num_generations == 1 if greedy is None else greedy
-        with in_python_words():
-            return generate(config, prompts, num_generations=num_generations, greedy=greedy)
+        return generate(config, prompts, num_generations=num_generations, greedy=greedy)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the trained model with its tokenizer and card, as `from_pretrained` loads it. Without a folder it is written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -49,7 +50,7 @@ class RunListener:
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """The evaluation of the weights of a step has come."""
 
-    def saved(self, step: int, wait: Callable[[], None]) -> None:
+    def saved(self, step: int, path: Path, wait: Callable[[], None]) -> None:
         """A checkpoint is being written; `wait` returns when it is there."""
 
     def ends(self, step: int) -> None:

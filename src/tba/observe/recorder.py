@@ -170,7 +170,7 @@ class Recorder:
         self._write(step, {"seconds": self._seconds_at.get(step, self.seconds), **values})
 
     def saved(self, step: int, wait: Callable[[], None]) -> None:
-        self._listener.saved(step, wait)
+        self._listener.saved(step, self.folder.checkpoints / f"step-{step}", wait)
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._sinks.write(step, metrics)
