@@ -25,9 +25,9 @@ finds itself, without `beta` it is {beta:g}, or {beta_times_tokens:g} / `max_com
 settings stand beside TRL's as sections: `GRPOConfig(max_steps=200, replay={{"lag": "drop"}})`.
 
 **Files.** `output_dir` is the run folder. `output_dir/checkpoint-N` loads with `from_pretrained` and is a link to
-`checkpoints/step-N`; all are kept without `save_total_limit`. `train(resume_from_checkpoint=...)` goes on from one of them,
-or from the newest with `True`. A second `train()` without it begins anew, as in TRL. The earlier run, with its checkpoints,
-is moved to `output_dir/earlier-N`; `overwrite_output_dir=True` removes it instead. Other files in `output_dir` stay.
+`checkpoints/step-N`; all are kept without `save_total_limit`. `train(resume_from_checkpoint=...)` goes on from one of them
+and drops the later ones; `True` is the newest. A second `train()` without it begins anew, as in TRL. The earlier run, with
+its checkpoints, is moved to `output_dir/earlier-N`; `overwrite_output_dir=True` removes it instead. Other files stay.
 
 **The trainer.** `train()` returns transformers' TrainOutput; its `metrics` also hold summary.json. After it `trainer.model`
 has the trained weights, and is a PeftModel with `peft_config`; `evaluate()`, `generate()`, `save_model()` and
@@ -36,7 +36,7 @@ has the trained weights, and is a PeftModel with `peft_config`; `evaluate()`, `g
 
 **Callbacks** are transformers' own. `model` is None before the run where it was given by name. `on_evaluate` comes when the
 metrics do: `state.global_step` is then the step that was evaluated. **Rewards** run in processes of their own: one that
-hangs or dies costs its samples only.
+hangs or dies costs its samples only. `log_metric` and `log_extra` write to `output_dir/logs`.
 """
 
 
