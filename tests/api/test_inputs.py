@@ -147,7 +147,7 @@ def test_rewards_of_one_name_are_told_apart(tmp_path):
 
 
 def test_arguments_of_another_library_are_refused_by_name():
-    with pytest.raises(ConfigError, match="args is a SomeArguments: give a TBAConfig"):
+    with pytest.raises(ConfigError, match=r"args is a test_inputs\.SomeArguments: give a TBAConfig"):
         TBATrainer("x", flat, type("SomeArguments", (), {})(), [{"prompt": "a"}])
 
 

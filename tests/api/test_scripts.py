@@ -1,6 +1,7 @@
-"""Scripts written for TRL's GRPOTrainer, after its documentation, run here with their import changed and nothing else. They
-need the `datasets` package, which comes with TRL (the extra `benchmark`); sizes are for a CPU."""
+"""Scripts written for TRL's GRPOTrainer, after its documentation, and TRL's own script run with their import changed and
+nothing else. They need TRL and the `datasets` package that comes with it (`make test-trl`); sizes are for a CPU."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -8,15 +9,15 @@ import pytest
 import torch
 from builders import tiny_llama, tiny_tokenizer
 from commands import run_command
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
-pytest.importorskip("datasets", reason="the extra `benchmark` is not installed")
+trl = pytest.importorskip("trl", reason="the extra `benchmark` is not installed")
 
 TEXT = """
-from datasets import Dataset
+from datasets import load_dataset
 from trl import GRPOConfig, GRPOTrainer
 
-dataset = Dataset.from_dict({"prompt": [f"w{i} w5 w6" for i in range(3, 39)], "target": ["w7"] * 36})
+dataset = load_dataset("json", data_files="data/train.jsonl", split="train")
 
 def reward_num_unique_chars(completions, **kwargs):
     return [len(set(c)) for c in completions]
@@ -74,20 +75,22 @@ print("evaluated", any("eval_reward" in record for record in trainer.state.log_h
 """
 JUDGED = """
 from datasets import Dataset
-from peft import LoraConfig
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
+parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+script_args, training_args, model_args = parser.parse_args_and_config(
+    "--output_dir out --num_train_epochs 1 --per_device_train_batch_size 72 --num_generations 4 --max_completion_length 8 "
+    "--bf16 False --use_cpu --report_to none --save_strategy no --logging_steps 1 --use_peft --lora_r 4".split()
+)
 dataset = Dataset.from_dict({"prompt": [f"w{i} w5" for i in range(3, 39)]})
 trainer = GRPOTrainer(
     model="model",
     reward_funcs="judge",
-    args=GRPOConfig(
-        output_dir="out", num_train_epochs=1, per_device_train_batch_size=72, num_generations=4, max_completion_length=8,
-        bf16=False, use_cpu=True, report_to="none", gradient_checkpointing=False, save_strategy="no", logging_steps=1,
-    ),
+    args=training_args,
     train_dataset=dataset,
-    peft_config=LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8),
+    peft_config=get_peft_config(model_args),
 )
+trainer.model.print_trainable_parameters()
 trainer.train()
 print("rewards", all("rewards/judge/mean" in record for record in trainer.state.log_history if "loss" in record))
 """
@@ -104,6 +107,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForSequenceClassification(judge).save_pretrained(folder / "judge")
     for name in ("model", "judge"):
         tokenizer.save_pretrained(folder / name)
+    (folder / "data").mkdir()
+    rows = [{"prompt": f"w{i} w5 w6", "target": "w7"} for i in range(3, 39)]
+    for name, own in (("train", rows), ("test", rows[:4])):
+        (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
     return folder
 
 
@@ -116,9 +123,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_script_of_trl_runs_with_its_import_changed(folder, tmp_path, script, printed):
-    for name in ("model", "judge"):
+    assert printed in run_script(script, folder, tmp_path)
+
+
+def run_script(script: str, folder: Path, tmp_path: Path, *options: str) -> str:
+    """What a script prints, with its import changed."""
+    for name in ("model", "judge", "data"):
         (tmp_path / name).symlink_to(folder / name)
     (tmp_path / "script.py").write_text(script.replace("from trl import", "from tba import"))
-    done = run_command([sys.executable, "script.py"], folder=tmp_path)
+    done = run_command([sys.executable, "script.py", *options], folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert printed in done.stdout, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_trls_own_script_runs_to_its_last_line_with_its_import_changed(folder, tmp_path):
+    script = (Path(trl.__file__).parent / "scripts" / "grpo.py").read_text()
+    (tmp_path / "my_rewards.py").write_text(
+        "def longer(completions, **columns): return [len(set(c)) for c in completions]"
+    )
+    options = (
+        "--model_name_or_path model --dataset_name data --reward_funcs my_rewards.longer get_soft_overlong_punishment "
+        "--output_dir out --max_steps 2 --per_device_train_batch_size 8 --num_generations 4 --max_completion_length 8 "
+        "--eval_strategy steps --eval_steps 2 --save_steps 1 --use_peft --lora_r 4 --use_cpu --bf16 false"
+    )
+    assert "Model saved to out." in run_script(script, folder, tmp_path, *options.split())
+    for name in ("out", "out/checkpoint-1", "out/checkpoint-2"):
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name)

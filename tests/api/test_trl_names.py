@@ -9,10 +9,12 @@ import pickle
 from pathlib import Path
 
 import pytest
+from transformers import HfArgumentParser, TrainingArguments
 from trl_fields import FIELDS as COMMITTED
 
 from tba import GRPOConfig, TBAConfig, api
-from tba.api.names import FIELDS, TRAINER_ARGUMENTS
+from tba.api.config import DEFAULTS
+from tba.api.names import ARGUMENTS, DIRECT, REFUSED, REFUSED_ARGUMENTS, SETTINGS, python_words
 from tba.api.reference import document
 from tba.config import ConfigError
 from tba.launch.defaults import with_objective_defaults
@@ -72,6 +74,8 @@ def at(config, place: str):
         ({"save_strategy": "no"}, "train.checkpoint_every", None),
         ({"save_steps": 25}, "train.checkpoint_every", 25),
         ({"save_strategy": "steps", "save_steps": 0.5, "max_steps": 40}, "train.checkpoint_every", 20),
+        ({"save_total_limit": 3}, "train.keep_checkpoints", 3),
+        ({"max_steps": 40}, "train.keep_checkpoints", 40),  # all
         ({"eval_strategy": "no"}, "evaluate.every", 0),
         ({"eval_strategy": "steps", "eval_steps": 10}, "evaluate.every", 10),
         ({"eval_strategy": "steps", "logging_steps": 5}, "evaluate.every", 5),
@@ -117,9 +121,17 @@ def test_a_name_of_trl_sets_what_it_means(given, place, value):
 def test_sections_of_ours_win_and_both_are_attributes():
     args = GRPOConfig("out/run", max_steps=5, learning_rate=1e-5, train={"max_steps": 9}, seed=3)
     assert (args.train.max_steps, args.seed, args.learning_rate, args.output_dir) == (9, 3, 1e-5, "out/run")
-    assert args.warmup_steps is None
-    with pytest.raises(AttributeError, match="has no 'warmup'"):
+    assert (args.warmup_steps, args.eval_strategy) == (0, "no")  # TRL's defaults
+    assert args.max_completion_length == args.generate.max_new_tokens  # what the run has, where it is one setting
+    with pytest.raises(AttributeError, match="no attribute 'warmup'"):
         _ = args.warmup
+
+
+def test_what_a_script_assigns_counts_as_given():
+    args = GRPOConfig("out/run")
+    args.model_init_kwargs = {"revision": "main", "attn_implementation": None, "dtype": "bfloat16"}  # TRL's grpo.py
+    args.replay, args.num_generations = {"lag": "drop"}, 4
+    assert (args.config.model.dtype, args.replay.lag, args.train.samples_per_prompt) == ("bfloat16", "drop", 4)
 
 
 def test_a_copy_of_the_arguments_has_all_of_them():
@@ -132,13 +144,32 @@ def test_a_copy_of_the_arguments_has_all_of_them():
 def test_arguments_as_plain_data_are_those_given_and_those_we_set():
     args = TBAConfig("out/x", learning_rate=1e-5, reward_weights=[1, 0.5], replay={"lag": "drop"})
     plain = args.to_dict()
-    assert plain["max_steps"] == args.max_steps == 200
-    assert (plain["learning_rate"], plain["num_generations"], plain["replay"]) == (1e-5, 8, {"lag": "drop"})
+    assert (plain["learning_rate"], plain["num_generations"], plain["max_steps"]) == (1e-5, 8, -1)
     assert json.loads(args.to_json_string()) == plain
-    assert args.to_sanitized_dict() == {
-        **plain,
-        **{n: str(v) for n, v in plain.items() if v is None or isinstance(v, (list, dict))},
-    }
+    assert args.to_sanitized_dict()["reward_weights"] == "[1, 0.5]"
+    assert isinstance(args, TrainingArguments)
+
+
+def parsed(*words: str, types=(GRPOConfig,), parser=HfArgumentParser):
+    return parser(types).parse_args_into_dataclasses(list(words))[0]
+
+
+def test_a_parser_makes_the_arguments_and_only_what_was_written_counts():
+    args = parsed("--output_dir", "o", "--learning_rate", "1e-6", "--no_shuffle_dataset", "--reward_weights", "1", "2")
+    assert args.given == {"output_dir": "o", "learning_rate": 1e-6, "shuffle_dataset": False, "reward_weights": [1, 2]}
+    assert args.config.train.learning_rate.start == 1e-6  # written, though it is TRL's default
+    assert parsed().config == TBAConfig().config
+    assert parsed("--gradient_checkpointing").config.train.gradient_checkpointing
+    assert parsed("--save_steps", "25").config.train.checkpoint_every == 25
+    assert parsed("--generation_kwargs", '{"top_k": 5}').config.generate.top_k == 5
+    assert "(default: dapo)" in " ".join(HfArgumentParser(GRPOConfig).format_help().split())
+
+
+def test_a_copy_with_one_field_replaced_is_the_same_but_for_it(caplog):
+    args = GRPOConfig("out/run", num_generations=4, learning_rate=1e-5)
+    found = dataclasses.replace(args, seed=7)
+    assert found.config == args.config.model_copy(update={"seed": 7})
+    assert "those with TRL's default count as left out" in caplog.text
 
 
 def test_epochs_become_steps_when_the_rows_are_known():
@@ -176,13 +207,14 @@ def test_epochs_become_steps_when_the_rows_are_known():
         ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs: num_beams=4 cannot be kept"),
         ({"model_init_kwargs": {"quantization_config": 1}}, "load the model yourself"),
         ({"lerning_rate": 1e-5}, "no argument lerning_rate: did you mean learning_rate?"),
-        ({"warm_up": 1}, "docs/from_trl.md has all of TRL's names"),
-        ({"loss_type": "orpo"}, "objective.name=orpo is unknown"),
+        ({"warm_up": 1}, "docs/from_trl.md has TRL's names"),
+        ({"loss_type": "orpo"}, "loss_type=orpo is unknown"),
+        ({"num_generations": 1}, "num_generations must be at least 2 for tb, got 1"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_with_what_to_use_instead(given, words):
     with pytest.raises(ConfigError) as error:
-        with_objective_defaults(TBAConfig(**given).config)
+        TBAConfig(**given)
     assert words in str(error.value)
     assert len(str(error.value).splitlines()) <= 3
 
@@ -203,37 +235,68 @@ def test_what_has_no_meaning_is_told_once(given, caplog):
     with caplog.at_level(logging.WARNING):
         TBAConfig(**given).resolved(num_rows=10)
     assert len(caplog.records) == 1
-    assert "no meaning" in caplog.text
+    assert "no meaning" in caplog.text or "have no effect" in caplog.text
+
+
+def test_one_warning_lists_the_names_that_are_ignored(caplog):
+    TBAConfig(dataloader_num_workers=4, per_device_eval_batch_size=2, log_multimodal=False, dataloader_pin_memory=True)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "ignored: dataloader_num_workers, per_device_eval_batch_size, log_multimodal."
+    )
 
 
 def test_values_that_ask_for_nothing_are_accepted_for_every_name(caplog):
-    for name, found in FIELDS.items():
-        if found.kind in ("no meaning", "refused"):
-            for value in found.off:
-                TBAConfig(**{name: value})
-    TBAConfig(importance_sampling_level="token", top_entropy_quantile=1.0, vllm_mode="colocate")
+    for name in DEFAULTS.keys() - SETTINGS.keys():
+        TBAConfig(**{name: None})
+        TBAConfig(**{name: DEFAULTS[name]})
+    TBAConfig(importance_sampling_level="token", top_entropy_quantile=1.0)
     assert not caplog.records
 
 
-def test_four_of_five_committed_fields_keep_their_meaning_and_all_are_answered():
-    kinds = [FIELDS[name].kind for name in COMMITTED]
-    assert sum(kind in ("setting", "implied") for kind in kinds) / len(kinds) >= 0.8
+def test_all_committed_fields_are_known():
+    assert set(COMMITTED) <= DEFAULTS.keys()
+    assert SETTINGS.keys() | REFUSED.keys() <= DEFAULTS.keys()
 
 
 def test_every_name_that_is_said_to_set_something_is_looked_at():
     folder = Path(api.__file__).parent
     code = "".join((folder / file).read_text() for file in ("translate.py", "trainer.py"))
-    assert [name for name, found in FIELDS.items() if found.kind == "setting" and f'"{name}"' not in code] == []
+    looked_at = [name for name in SETTINGS if f'"{name}"' in code or f"args.{name}" in code]
+    assert SETTINGS.keys() - DIRECT.keys() - set(looked_at) == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("train.samples_per_prompt=1 is too few", "num_generations=1 is too few"),
+        ("set train.checkpoint_every for more.", "set save_steps for more."),
+        ("replay.max_lag=2 contradicts replay.lag=pace:", 'replay={"max_lag": 2} contradicts replay={"lag": "pace"}:'),
+        (
+            "(name=...), or replace it with overwrite=true.",
+            "(output_dir=...), or replace it with overwrite_output_dir=True.",
+        ),
+        (
+            "start without --resume, or from checkpoints/step-4",
+            "start without resume_from_checkpoint=True, or from checkpoint-4",
+        ),
+        (
+            "out/train.jsonl, best-step-4, observe.sinks has 'wandb'",
+            "out/train.jsonl, best-step-4, report_to has 'wandb'",
+        ),
+    ],
+)
+def test_messages_have_the_names_of_a_script(words, wanted):
+    assert python_words(words) == wanted
 
 
 @pytest.mark.parametrize(("tokens", "beta"), [(64, 0.01), (256, 0.0025)])
 def test_the_document_says_which_beta_there_is_without_one(tokens, beta):
-    assert (
-        "without `beta` it\nis 0.01, or 0.64 / `max_completion_length` where that is above 64, and falls" in document()
-    )
+    words = "without `beta` it is 0.01, or 0.64 / `max_completion_length` where that is above 64, and falls"
+    assert words in " ".join(document().split())
     found = with_objective_defaults(TBAConfig(max_completion_length=tokens).config).objective
     assert found.beta.start == pytest.approx(beta)
-    assert f"beta x KL would exceed {found.max_kl_penalty:g}." in document()
+    assert f"beta x KL would exceed {found.max_kl_penalty:g}." in " ".join(document().split())
     assert with_objective_defaults(TBAConfig(beta=0.01).config).objective.max_kl_penalty is None
 
 
@@ -245,7 +308,31 @@ def test_the_document_is_what_the_table_says_now():
 
 def test_the_table_knows_every_name_of_the_installed_trl():
     trl = pytest.importorskip("trl", reason="the extra `benchmark` is not installed")
-    own = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
-    assert own - FIELDS.keys() == set(), "TRL has new fields: say in tba/api/names.py what becomes of them"
+    plain = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
+    plain = {name: default for name, default in plain.items() if default is not dataclasses.MISSING}
+    assert {name: DEFAULTS.get(name, "unknown") for name in plain} == plain, (
+        "TRL has other fields: see tba/api/names.py"
+    )
     arguments = inspect.signature(trl.GRPOTrainer.__init__).parameters.keys() - {"self"}
-    assert arguments - TRAINER_ARGUMENTS.keys() == set()
+    assert arguments <= ARGUMENTS.keys() | REFUSED_ARGUMENTS.keys()
+
+
+def test_trls_own_parser_makes_the_arguments_beside_its_other_dataclasses(tmp_path):
+    pytest.importorskip("trl", reason="the extra `benchmark` is not installed")
+    from tba import ModelConfig, ScriptArguments, TrlParser
+
+    (tmp_path / "recipe.yaml").write_text("learning_rate: 1.0e-6\nmax_steps: 5\nmodel_init_kwargs: {dtype: bfloat16}\n")
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+    words = [
+        "--config",
+        str(tmp_path / "recipe.yaml"),
+        "--dataset_name",
+        "d",
+        "--model_name_or_path",
+        "m",
+        "--max_steps",
+        "7",
+    ]
+    script, args, model = parser.parse_args_and_config(words)
+    assert (script.dataset_name, model.model_name_or_path) == ("d", "m")
+    assert args.given == {"learning_rate": 1e-6, "max_steps": 7, "model_init_kwargs": {"dtype": "bfloat16"}}

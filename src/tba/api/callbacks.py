@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from tba.api.saving import link_checkpoints
 from tba.observe.listener import PastLine, RunListener
 from tba.observe.metrics import deciding_metric
 
@@ -88,13 +89,13 @@ class Callbacks(RunListener):
     # What is heard of the run
 
     def begins(self, step: int, past: Callable[[], Sequence[PastLine]]) -> None:
-        self._recall(past())
+        self.recall(past())
         self._come_to(step)
         self.stop, self._in_step, self._saved, self._in_epoch = False, None, None, False
         self.control = TrainerControl()
         self.call("on_train_begin")
 
-    def _recall(self, past: Sequence[PastLine]) -> None:
+    def recall(self, past: Sequence[PastLine]) -> None:
         """Make the history and the best metric those of the steps before, as transformers does at a resume; a new run has
         none."""
         self._first = {}
@@ -134,21 +135,27 @@ class Callbacks(RunListener):
         if step > 0 and metrics:  # transformers does not count an evaluation of the start model
             self._keep_best(step, metrics)
 
-    def saved(self, step: int, path: Path) -> None:
-        self._after_the_step(partial(self._tell_save, step))
+    def saved(self, step: int, path: Path, wait: Callable[[], None]) -> None:
+        self._after_the_step(partial(self._tell_save, step, path, wait))
 
     def tell_evaluation(self, step: int, metrics: Mapping[str, float], *, prefix: str = EVALUATION) -> None:
-        """Tell of an evaluation, of the run or one that a script has asked for."""
-        values = _of_evaluation(metrics, prefix)
+        """Tell of an evaluation, of the run or one that a script has asked for. Meanwhile `state` is at the step that was
+        evaluated, which in an asynchronous run is an earlier one."""
+        values, now = _of_evaluation(metrics, prefix), self.state.global_step
+        self._come_to(step)
         self.log(step, values)
         self.control.should_evaluate = False
         self.call("on_evaluate", metrics=values)
+        self._come_to(now)
 
-    def _tell_save(self, step: int) -> None:
+    def _tell_save(self, step: int, path: Path, wait: Callable[[], None]) -> None:
         self._come_to(step)
         self.control.should_save = self.save = False
         if step != self._saved:  # who asks for what is there already is not told of it again
             self._saved = step
+            if any(type(callback).on_save is not TrainerCallback.on_save for callback in self.callbacks):
+                wait()  # they may read it
+            link_checkpoints(path.parent.parent)
             self.call("on_save")
 
     def _after_the_step(self, tell: Callable[[], None]) -> None:

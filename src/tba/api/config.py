@@ -1,37 +1,128 @@
 """TBAConfig: the arguments of a GRPO script, in TRL's names or in ours, as the config of a run.
 
-Only what is given counts: TRL's own defaults (beta 0, its loss, linear decay) are not taken over, and what is left out is
-ours. Names that mean nothing here are told once, names that cannot be kept are refused (names.py says which is which). What
-depends on the data, such as num_train_epochs, is settled when the trainer knows how many rows there are.
+It is a dataclass with the fields of TRL's GRPOConfig, so that HfArgumentParser and TRL's TrlParser make it. Only what is
+given counts: TRL's own defaults (beta 0, its loss, linear decay) are shown and not taken over, and what is left out is ours.
+What depends on the data, such as num_train_epochs, is settled when the trainer knows how many rows there are.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from tba.api.names import FIELDS
-from tba.api.translate import SETTINGS, Tell, translated
+from transformers import TrainingArguments
+
+from tba.api.names import DIRECT, GRPO_DEFAULTS, GRPO_UNSET, REFUSED, SETTINGS, in_python_words
+from tba.api.translate import translated
 from tba.config import Config, ConfigError, load_config
+from tba.launch.defaults import with_objective_defaults
 
 logger = logging.getLogger("tba")
 
 
-class TBAConfig:
+class Unset:
+    """Default of a field that was not given; it is shown as TRL's default."""
+
+    def __init__(self, shown: Any) -> None:
+        self.shown = shown
+
+    def __repr__(self) -> str:
+        return str(self.shown)
+
+
+class _Setting:
+    """An attribute that is a setting of the run where it was not given."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __get__(self, args: TBAConfig | None, owner: type) -> Any:
+        value: Any = self if args is None else args.config
+        for part in self.place.split(".") if args is not None else ():
+            value = getattr(value, part)
+        return value
+
+
+class _OutputDir:
+    def __get__(self, args: TBAConfig | None, owner: type) -> Any:
+        return self if args is None else str(args.run_folder)
+
+
+class _Section(_Setting):
+    """A section of ours. It is given as a mapping and read as it stands in the config of the run."""
+
+    def __set__(self, args: TBAConfig, value: Any) -> None:
+        args.__dict__[self.place] = value
+
+
+def _defaults() -> dict[str, Any]:
+    """TRL's default of every field."""
+    own = dataclasses.fields(TrainingArguments)
+    found = {f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in own}
+    return {**found, **dict.fromkeys(GRPO_UNSET), **GRPO_DEFAULTS}
+
+
+DEFAULTS = _defaults()
+TRUE = {name for name, default in DEFAULTS.items() if default is True} - {"gradient_checkpointing"}
+"""Names of what is True in TRL and here, or ignored: a parser has --no_NAME for a field whose default is True itself."""
+
+
+def _fields() -> list[tuple[str, Any, Any]]:
+    """Name, type and default of the dataclass's fields."""
+    types = {name: type(value) for name, value in GRPO_DEFAULTS.items()}
+    types |= {**GRPO_UNSET, **get_type_hints(TrainingArguments)}
+    helps = {field.name: field.metadata.get("help") for field in dataclasses.fields(TrainingArguments)}
+    found = []
+    for name, default in DEFAULTS.items():
+        shown = default if default is None or name in TRUE else Unset(default)
+        words = {"help": helps.get(name) or SETTINGS.get(name, "Ignored.")}
+        found.append((name, types[name], dataclasses.field(default=shown, metadata=words)))
+    return found
+
+
+_Arguments: Any = dataclasses.make_dataclass(
+    "_Arguments", _fields(), bases=(TrainingArguments,), init=False, repr=False, eq=False
+)
+for _name, _default in DEFAULTS.items():
+    setattr(_Arguments, _name, _Setting(DIRECT[_name]) if _name in DIRECT else _default)
+for _name in Config.model_fields.keys() - DEFAULTS.keys():
+    setattr(_Arguments, _name, _Section(_name))
+_Arguments.output_dir = _OutputDir()
+
+
+class TBAConfig(_Arguments):
     """The arguments of a run. `TBAConfig(max_steps=200, learning_rate=1e-5, replay={"lag": "drop"})` takes TRL's names, our
     sections and our top-level keys. Both are attributes: `args.max_steps`, `args.train.max_steps`."""
 
     def __init__(self, output_dir: str | Path | None = None, **given: Any) -> None:
-        given = {**({} if output_dir is None else {"output_dir": output_dir}), **given}
-        self.given: Mapping[str, Any] = given
-        """What was given, by TRL's names or ours."""
-        _check_names(given)
-        self.config = self.resolved(num_rows=None, tell=logger.warning)
-        """The config of the run, as far as it does not depend on the data."""
+        self._told: set[str] = set()
+        given = {"output_dir": output_dir, **given}
+        unknown = [name for name in given if name not in DEFAULTS and name not in Config.model_fields]
+        if unknown:
+            close = difflib.get_close_matches(unknown[0], [*DEFAULTS, *Config.model_fields], n=1, cutoff=0.8)
+            hint = f"did you mean {close[0]}?" if close else "docs/from_trl.md has TRL's names, `tba config` ours."
+            raise ConfigError(f"TBAConfig has no argument {unknown[0]}: {hint}")
+        is_copy = given.keys() >= DEFAULTS.keys() and not any(isinstance(value, Unset) for value in given.values())
+        if is_copy:
+            logger.warning(
+                "all fields are given, as by dataclasses.replace: those with TRL's default count as left out."
+            )
+        for name, value in given.items():
+            if isinstance(value, str) and value.startswith("{"):  # from a command line
+                value = json.loads(value)
+            is_default = (is_copy or name in TRUE) and value == DEFAULTS.get(name)
+            if value is not None and not isinstance(value, Unset) and not is_default:
+                self.__dict__[name] = value
+        metric = self.metric_for_best_model
+        if metric is not None and self.greater_is_better is None:  # as transformers decides it
+            self.__dict__["greater_is_better"] = not metric.endswith("loss")
+        with in_python_words():
+            with_objective_defaults(self.config)  # refuses what is wrong now, not when the run starts
 
     @classmethod
     def of(cls, args: TBAConfig | Config | Mapping[str, Any] | None) -> TBAConfig:
@@ -39,91 +130,57 @@ class TBAConfig:
         if isinstance(args, TBAConfig):
             return args
         if isinstance(args, Config):
-            return cls(**args.model_dump(mode="python", exclude_unset=True) | _objects(args))
+            given = args.model_dump(mode="python", exclude_unset=True)
+            return cls(**given | {"task": args.task.model_dump(), "save_total_limit": args.train.keep_checkpoints})
         if args is not None and not isinstance(args, Mapping):
             raise ConfigError(
-                f"args is a {type(args).__name__}: give a TBAConfig (`from tba import GRPOConfig`), which takes TRL's names."
+                f"args is a {type(args).__module__}.{type(args).__name__}: give a TBAConfig (`from tba import GRPOConfig`), "
+                "which takes TRL's names."
             )
         return cls(**(args or {}))
 
-    def resolved(self, *, num_rows: int | None, tell: Tell = lambda words: None) -> Config:
+    @property
+    def given(self) -> dict[str, Any]:
+        """What was given or assigned, by TRL's names or ours."""
+        return {n: v for n, v in vars(self).items() if v is not None and (n in DEFAULTS or n in Config.model_fields)}
+
+    @property
+    def config(self) -> Config:
+        """The config of the run, as far as it does not depend on the data."""
+        return self.resolved(num_rows=None)
+
+    def resolved(self, *, num_rows: int | None) -> Config:
         """The config for data of so many rows; None = they are not known yet."""
-        return load_config(None, (), **translated(self.given, num_rows=num_rows, tell=tell))
+        given = self.given
+        with in_python_words():
+            _refuse(given)
+            ignored = [name for name in given if name in DEFAULTS and name not in SETTINGS and name not in REFUSED]
+            ignored = [name for name in ignored if given[name] != DEFAULTS[name]]
+            if ignored:
+                self._tell(
+                    f"ignored: {', '.join(ignored)}. These names of TRL's have no effect here (docs/from_trl.md)."
+                )
+            return load_config(None, (), **translated(given, num_rows=num_rows, tell=self._tell))
+
+    def _tell(self, words: str) -> None:
+        if words not in self._told:
+            self._told.add(words)
+            logger.warning("%s", words)
 
     @property
     def run_folder(self) -> Path:
         """The folder of the run: what a script gives is a task of its own, also in the name of a run without one."""
-        task = self.config.task.model_copy(update={"name": "custom"})
-        return self.config.model_copy(update={"task": task}).run_folder
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """What was given under one of TRL's names."""
-        return self.given.get(name, default)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The arguments by TRL's names, as transformers' callbacks ask for them: what was given, and what we have set."""
-        return {**{name: getattr(self, name) for name in (*SETTINGS, "output_dir", "max_steps")}, **self.given}
-
-    def to_sanitized_dict(self) -> dict[str, Any]:
-        """The same with words for everything that is no number, text or truth value."""
-        return {
-            name: value if isinstance(value, (bool, int, float, str)) else str(value)
-            for name, value in self.to_dict().items()
-        }
-
-    def to_json_string(self) -> str:
-        return json.dumps(self.to_dict(), indent=2, default=str)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("given", "config") or name.startswith("__"):  # a copy must not be one of the config alone
-            raise AttributeError(name)
-        if name == "greater_is_better":  # transformers decides it where it is not given, and callbacks ask for it
-            return not self.config.evaluate.lower_is_better
-        if name in self.given and name not in Config.model_fields:
-            return self.given[name]
-        if name in Config.model_fields or hasattr(Config, name):
-            return getattr(self.config, name)
-        if name == "output_dir":
-            return str(self.run_folder)
-        if name == "max_steps":
-            return self.config.train.max_steps
-        if name in SETTINGS:
-            return _at(self.config, SETTINGS[name])
-        if name in FIELDS:
-            return None
-        raise AttributeError(f"TBAConfig has no {name!r}.")
+        config = self.config
+        return config.model_copy(update={"task": config.task.model_copy(update={"name": "custom"})}).run_folder
 
     def __repr__(self) -> str:
         return f"TBAConfig({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
 
-
-def _objects(config: Config) -> dict[str, Any]:
-    """Sections that hold what plain data does not: reward functions."""
-    return {"task": config.task.model_dump()}
+    __str__ = __repr__
 
 
-def _check_names(given: Mapping[str, Any]) -> None:
-    """Refuse what cannot be kept, say once what means nothing."""
-    for name, value in given.items():
-        if name in Config.model_fields:
-            continue
-        if name not in FIELDS:
-            known = [*FIELDS, *Config.model_fields]
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            hint = (
-                f"did you mean {close[0]}?" if close else "docs/from_trl.md has all of TRL's names, `tba config` ours."
-            )
-            raise ConfigError(f"TBAConfig has no argument {name}: {hint}")
-        found = FIELDS[name]
-        if any(value is off or (type(value) is type(off) and value == off) for off in found.off):
-            continue
-        if found.kind == "refused":
-            raise ConfigError(f"{name}={value!r} cannot be kept: {found.words}.")
-        if found.kind == "no meaning":
-            logger.warning("%s=%r has no meaning here: %s.", name, value, found.words)
-
-
-def _at(config: Any, place: str) -> Any:
-    for part in place.split("."):
-        config = getattr(config, part)
-    return config
+def _refuse(given: Mapping[str, Any]) -> None:
+    for name, words in REFUSED.items():
+        value = given.get(name)
+        if value and value not in (DEFAULTS[name], "no"):
+            raise ConfigError(f"{name}={value!r} cannot be kept: {words}.")

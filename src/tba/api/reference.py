@@ -1,10 +1,10 @@
-"""docs/from_trl.md: the table of names.py for people. `python -m tba.api.reference > docs/from_trl.md` writes it."""
+"""docs/from_trl.md: the tables of names.py for people. `python -m tba.api.reference > docs/from_trl.md` writes it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tba.api.names import FIELDS, TRAINER_ARGUMENTS, Name
+from tba.api.names import ARGUMENTS, REFUSED, REFUSED_ARGUMENTS, SETTINGS
 from tba.objectives.trajectory_balance import TrajectoryBalance
 
 INTRODUCTION = """# From TRL
@@ -15,28 +15,29 @@ Change the import, and nothing else:
 from tba import GRPOConfig, GRPOTrainer   # was: from trl import GRPOConfig, GRPOTrainer
 ```
 
-`GRPOConfig` is `TBAConfig` and `GRPOTrainer` is `TBATrainer`. What is given keeps its meaning; what is left out is ours,
-not TRL's: without `loss_type` the objective is `tb`, without `learning_rate` the rate finds itself, without `beta` it
-is {beta:g}, or {beta_times_tokens:g} / `max_completion_length` where that is above {beta_tokens}, and falls where the policy
-is so far from the reference that beta x KL would exceed {penalty:g}. Our own settings may stand
-beside TRL's, as sections: `TBAConfig(max_steps=200, replay={{"lag": "drop"}})`. `output_dir` is the run folder.
+`GRPOConfig` is `TBAConfig` and `GRPOTrainer` is `TBATrainer`. `ModelConfig`, `ScriptArguments`, `TrlParser` and the other
+helpers of TRL's scripts may stand in the same import: they are TRL's own and need TRL installed.
 
-After `train()`, `trainer.model` holds the trained weights, `trainer.state.log_history` the metrics; `evaluate()`,
-`generate()`, `save_model()` and `push_to_hub()` work on them; `log_metrics()`, `save_metrics()` and `save_state()` write
-what transformers' do, into the run folder. After a resume `trainer.state` has the history and the best metric of the steps
-before, but for what a script itself has added by `trainer.log()`. Callbacks are transformers' own; `model` and
-`processing_class` are those that are being trained, and before the run, where they were given by name, None. There is no
-`optimizer`, `lr_scheduler` or data loader for them. Reward functions run in processes of their own, so that one that hangs
-or dies costs its samples only; reward models may be given by name.
+**Arguments.** `GRPOConfig` is a dataclass with TRL's fields, for `TrlParser` and `HfArgumentParser` too. What is given keeps
+its meaning. What is left out is ours, not TRL's: without `loss_type` the objective is `tb`, without `learning_rate` the rate
+finds itself, without `beta` it is {beta:g}, or {beta_times_tokens:g} / `max_completion_length` where that is above
+{beta_tokens}, and falls where the policy is so far from the reference that beta x KL would exceed {penalty:g}. Our own
+settings stand beside TRL's as sections: `GRPOConfig(max_steps=200, replay={{"lag": "drop"}})`.
 
-This page is made from the table that is used (`src/tba/api/names.py`), and a test compares it with the installed TRL.
+**Files.** `output_dir` is the run folder. `output_dir/checkpoint-N` loads with `from_pretrained` and is a link to
+`checkpoints/step-N`; all are kept without `save_total_limit`. `train(resume_from_checkpoint=...)` goes on from one of them
+and drops the later ones; `True` is the newest. A second `train()` without it begins anew, as in TRL. The earlier run, with
+its checkpoints, is moved to `output_dir/earlier-N`; `overwrite_output_dir=True` removes it instead. Other files stay.
+
+**The trainer.** `train()` returns transformers' TrainOutput; its `metrics` also hold summary.json. After it `trainer.model`
+has the trained weights, and is a PeftModel with `peft_config`; `evaluate()`, `generate()`, `save_model()` and
+`push_to_hub()` work on them. `trainer.state` has the history, also of the steps before a resume. `log_metrics()`,
+`save_metrics()` and `save_state()` write as transformers' do. There is no optimizer, scheduler or data loader.
+
+**Callbacks** are transformers' own. `model` is None before the run where it was given by name. `on_evaluate` comes when the
+metrics do: `state.global_step` is then the step that was evaluated. **Rewards** run in processes of their own: one that
+hangs or dies costs its samples only. `log_metric` and `log_extra` write to `output_dir/logs`.
 """
-KINDS = {
-    "setting": "Names that set something",
-    "implied": "Names for what is always so",
-    "no meaning": "Names without a meaning here: accepted, with one warning that says why",
-    "refused": "Names that are refused: an error says what to use instead. Values that ask for nothing are accepted",
-}
 
 
 def document() -> str:
@@ -45,20 +46,20 @@ def document() -> str:
     penalty = TrajectoryBalance.default_max_kl_penalty
     assert tokens is not None
     assert penalty is not None
-    parts = [INTRODUCTION.format(beta=beta, beta_tokens=tokens, beta_times_tokens=beta * tokens, penalty=penalty)]
-    for kind, title in KINDS.items():
-        parts.append(f"## {title}\n\n{_table({name: found for name, found in FIELDS.items() if found.kind == kind})}")
-    parts.append(f"## Arguments of GRPOTrainer\n\n{_table(TRAINER_ARGUMENTS, with_kind=True)}")
+    refused = {name: f"refused: {words}" for name, words in REFUSED_ARGUMENTS.items()}
+    parts = [
+        INTRODUCTION.format(beta=beta, beta_tokens=tokens, beta_times_tokens=beta * tokens, penalty=penalty),
+        f"## Names that set something\n\n{_table(SETTINGS)}",
+        f"## Names that are refused, unless they ask for nothing\n\n{_table(REFUSED)}",
+        "All other names of TRL's GRPOConfig are accepted and ignored; one warning lists those that were given.\n",
+        f"## Arguments of GRPOTrainer\n\n{_table({**ARGUMENTS, **refused})}",
+    ]
     return "\n".join(parts)
 
 
-def _table(names: Mapping[str, Name], *, with_kind: bool = False) -> str:
-    head = "| TRL | here |\n|---|---|\n"
-    rows = (
-        f"| `{name}` | {f'{found.kind}: ' if with_kind and found.kind != 'setting' else ''}{found.words} |\n"
-        for name, found in names.items()
-    )
-    return head + "".join(rows)
+def _table(names: Mapping[str, str]) -> str:
+    rows = (f"| `{name}` | {words.removeprefix('= ')} |\n" for name, words in names.items())
+    return f"| TRL | here |\n|---|---|\n{''.join(rows)}"
 
 
 if __name__ == "__main__":

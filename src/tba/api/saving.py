@@ -7,13 +7,17 @@ Files that go into the run folder itself are listed in a file there, so that `ov
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tba.observe.contents import SAVED, saved_names
-from tba.observe.files import write_json
+from tba.observe.files import RunFolder, write_json
+
+logger = logging.getLogger("tba")
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.md", "*.py")
 NOT_OF_THE_MODEL = {"optimizer.safetensors", "state.safetensors", "state.json", "trainer.json", "manifest.json"}
@@ -28,6 +32,26 @@ def copy_model(checkpoint: Path, target: Path, run: Path) -> None:
         _list_as_saved(run, *(file.name for file in files))
     for file in files:
         shutil.copy2(file, target / file.name)
+
+
+def link_checkpoints(run: Path) -> None:
+    """Give the checkpoints of a run TRL's names, checkpoint-N in the run folder itself, as links; those of checkpoints that
+    were dropped go."""
+    for link in run.glob("checkpoint-*"):
+        if link.is_symlink() and not link.exists():
+            link.unlink()
+    for step, path in RunFolder(run).checkpoints_by_step().items():
+        link = run / f"checkpoint-{step}"
+        try:
+            if not link.is_symlink():
+                link.symlink_to(path.relative_to(run))
+        except OSError as error:  # a folder of somebody else's, or a disk without links
+            _warn_once(f"{link} cannot be a link to {path} ({error.strerror}): the checkpoint is {path} alone.")
+
+
+@cache
+def _warn_once(words: str) -> None:
+    logger.warning("%s", words)
 
 
 def save_metrics(run: Path, split: str, metrics: Mapping[str, Any], *, combined: bool) -> None:

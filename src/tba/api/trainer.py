@@ -6,37 +6,42 @@ script asks for afterwards (the trained model, an evaluation, samples) is read f
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from transformers.trainer_utils import TrainOutput as TransformersOutput
 
 from tba.api.callbacks import Callbacks
 from tba.api.config import TBAConfig
 from tba.api.inputs import dataset_file, lora_config, model_folder, reward_configs
 from tba.api.model_card import model_card
-from tba.api.names import TRAINER_ARGUMENTS
-from tba.api.saving import copy_model, metric_lines, save_metrics, save_state
+from tba.api.names import ARGUMENTS, REFUSED_ARGUMENTS, in_python_words
+from tba.api.saving import copy_model, link_checkpoints, metric_lines, save_metrics, save_state
 from tba.config import Config, ConfigError, TaskConfig, load_config
 from tba.observe.contents import CARD
-from tba.observe.files import RunFolder
+from tba.observe.files import RunFolder, check_sinks, read_summary
+from tba.observe.recorder import past_lines
 from tba.tasks.custom import num_train_prompts
 from tba.tasks.data.rows import SCRIPT_FOLDER
 
+logger = logging.getLogger("tba")
 
-class TrainOutput(dict[str, Any]):
-    """What summary.json holds, with the attributes of transformers' TrainOutput."""
 
-    def __init__(self, summary: Mapping[str, Any], *, training_loss: float) -> None:
-        super().__init__(summary)
-        self.global_step: int = summary["steps"]
-        self.training_loss = training_loss
-        self.metrics: dict[str, Any] = {"train_runtime": summary["seconds"], "train_loss": training_loss, **summary}
+class TrainOutput(TransformersOutput):
+    """transformers' TrainOutput: global_step, training_loss, metrics. By name it gives a metric: `output["final"]`."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.metrics[key] if isinstance(key, str) else super().__getitem__(key)
 
 
 class TBATrainer:
     """Trains a model on your data with your rewards: the same run as `tba train --model --data --reward`."""
 
+    @in_python_words()
     def __init__(
         self,
         model: Any,
@@ -53,15 +58,15 @@ class TBATrainer:
     ) -> None:
         """`model` is a folder, a hub name or a transformers model; `reward_funcs` are functions, `file.py:name`, or reward
         models by name or as objects; datasets are JSONL files, lists of rows or Hugging Face datasets."""
-        _check_others(others)
+        _refuse(others)
         if train_dataset is None:
             raise ConfigError("train_dataset is missing: give a JSONL file, a list of rows or a dataset with `prompt`.")
         self.args = TBAConfig.of(args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._given_model, self._tokenizer = model, processing_class
+        self._tokenizer = processing_class
         folder = self.args.run_folder
         self._inputs = inputs = folder.with_name(folder.name + SCRIPT_FOLDER)
-        weights = reward_weights if reward_weights is not None else self.args.get("reward_weights")
+        weights = reward_weights if reward_weights is not None else self.args.reward_weights
         task = self.args.config.task.model_dump() | {
             "name": "custom",
             "data": dataset_file(train_dataset, inputs / "train.jsonl", what="train_dataset"),
@@ -72,14 +77,20 @@ class TBATrainer:
         }
         rows = num_train_prompts(TaskConfig(**task))
         settings = self.args.resolved(num_rows=rows).model_dump(mode="json")
-        settings["output"], settings["name"] = str(folder.parent), folder.name
-        settings["task"], settings["model"]["path"] = task, model_folder(model, processing_class, inputs / "model")
+        settings |= {"task": task, "output": str(folder.parent), "name": folder.name}
+        settings["model"]["path"] = model_folder(model, processing_class, inputs / "model")
         settings["model"]["lora"] = lora_config(peft_config) or settings["model"]["lora"]
         self.config: Config = load_config(None, (), **settings)
         """The config of the run, in our names."""
-        self._model: Any = None
+        check_sinks(self.config)
+        self._by_name = isinstance(model, (str, Path))
+        self._model: Any = None if self._by_name else self._adapted(model)
         self._has_trained = False
         """Whether the checkpoints of the run folder are of this trainer, and not of an earlier run of that name."""
+        self.hub_model_id: str | None = None
+        """The repository on the hub, once it is there."""
+        if self.args.push_to_hub:
+            self._make_repository()  # what is wrong with the hub shows before training
         train = self.config.train
         self._steps_per_epoch = rows / train.prompts_per_step * train.updates_per_batch if rows else None
         """Number of optimizer steps that visit every row once; None = the rows are not known."""
@@ -93,27 +104,56 @@ class TBATrainer:
 
     # Training
 
+    @in_python_words()
     def train(
         self, resume_from_checkpoint: bool | str | Path | None = None, *, accept_lost_replay: bool = False
     ) -> TrainOutput:
-        """Run to the end; returns what summary.json holds. `resume_from_checkpoint` continues this run from its newest
-        checkpoint (True) or from the one that is named, with `accept_lost_replay` also where stored groups are lost."""
+        """Run to the end. `resume_from_checkpoint` continues this run from its newest checkpoint (True) or from the one that
+        is named, with `accept_lost_replay` also where stored groups are lost; without it an earlier run in the folder is
+        moved aside."""
         from tba.launch import train
+        from tba.launch.resume import RunFinished
 
         if resume_from_checkpoint is None:
-            resume_from_checkpoint = self.args.get("resume_from_checkpoint")
-        self._model = None
-        resume = resume_from_checkpoint or False
-        summary = train(self.config, resume=resume, accept_lost_replay=accept_lost_replay, listener=self._handler)
+            resume_from_checkpoint = self.args.resume_from_checkpoint
+        if resume_from_checkpoint:
+            link_checkpoints(self.run_folder)  # a run that was killed may lack one
+        if self._by_name:
+            self._model = None  # its memory is the run's now
+        try:
+            resume = resume_from_checkpoint or False
+            summary = train(
+                self.config,
+                resume=resume,
+                accept_lost_replay=accept_lost_replay,
+                listener=self._handler,
+                keep_earlier=True,
+            )
+        except RunFinished:  # as in TRL: there is no step left to make
+            folder = RunFolder(self.run_folder)
+            summary = read_summary(folder) or {}
+            self._handler.recall(past_lines(self.config, folder))
+            self.state.global_step = summary["steps"]
+        finally:
+            link_checkpoints(self.run_folder)
         self._has_trained = True
         best = RunFolder(self.run_folder).checkpoints_by_step("best-step-")
         self.state.best_model_checkpoint = str(best[max(best)]) if best else None
         self._write_model_card(summary)
-        self._return_weights()
-        if self.args.get("push_to_hub"):
-            self.push_to_hub()
+        if self._model is not None:
+            self._load_trained()
+        if self.args.push_to_hub:
+            self._push_after_training()
         losses = [record["loss"] for record in self.state.log_history if "loss" in record]
-        return TrainOutput(summary, training_loss=sum(losses) / max(1, len(losses)))
+        loss, seconds = sum(losses) / max(1, len(losses)), summary["seconds"]
+        metrics = {
+            "train_runtime": seconds,
+            "train_samples_per_second": round(summary["responses_trained"] / seconds, 3) if seconds else 0.0,
+            "train_steps_per_second": round(summary["steps"] / seconds, 3) if seconds else 0.0,
+            "train_loss": loss,
+            **summary,
+        }
+        return TrainOutput(summary["steps"], loss, metrics)
 
     @property
     def state(self) -> Any:
@@ -135,6 +175,16 @@ class TBATrainer:
     def is_local_process_zero(self) -> bool:
         return True
 
+    @cached_property
+    def accelerator(self) -> Any:
+        """accelerate's Accelerator of this process. The run needs none: it is for scripts that print or wait by it."""
+        from accelerate import Accelerator
+
+        return Accelerator(cpu=self.args.use_cpu)
+
+    def end(self) -> None:
+        """Nothing to do: all processes of a run have ended when train() returns."""
+
     def add_callback(self, callback: Any) -> None:
         self._handler.add(callback)
 
@@ -148,14 +198,20 @@ class TBATrainer:
 
     @property
     def model(self) -> Any:
-        """The model as it was given before train(), with the trained weights after it."""
+        """The start model before train(), with the trained weights after it; with peft_config a PeftModel."""
         if self._model is None:
-            trained = self._trained_path()
-            if not isinstance(self._given_model, (str, Path)):
-                self._model = self._given_model
-            else:
-                self._model = _load(str(trained or self.config.model.path), self.config)
+            start = self.config.model.path
+            path = start if self.config.model.lora is not None else self._trained_path() or start
+            self._model = self._adapted(_load(str(path), self.config))
+            self._load_trained()
         return self._model
+
+    def _adapted(self, model: Any) -> Any:
+        if self.config.model.lora is None:
+            return model
+        from tba.models.load import add_lora
+
+        return add_lora(model, self.config.model.lora, base=self.config.model.path, seed=self.config.seed)
 
     @property
     def processing_class(self) -> Any:
@@ -166,6 +222,7 @@ class TBATrainer:
             self._tokenizer = AutoTokenizer.from_pretrained(str(self._tokenizer or self.config.model.path))
         return self._tokenizer
 
+    @in_python_words()
     def evaluate(
         self,
         eval_dataset: Iterable[Mapping[str, Any]] | str | Path | None = None,
@@ -185,6 +242,7 @@ class TBATrainer:
         self._handler.tell_evaluation(self.state.global_step, metrics, prefix=prefix)
         return {f"{prefix}{name}": value for name, value in metrics.items()}
 
+    @in_python_words()
     def generate(
         self, prompts: Sequence[str | list[dict[str, str]]], *, num_generations: int = 1, greedy: bool | None = None
     ) -> list[list[str]]:
@@ -219,23 +277,47 @@ class TBATrainer:
         """Write `state` to trainer_state.json in the run folder."""
         save_state(self.run_folder, self.state)
 
-    def push_to_hub(self, commit_message: str = "End of training", **options: Any) -> str:
-        """Upload the trained model to the hub, through huggingface_hub; returns the address of the commit."""
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> Any:
+        """Upload the trained model to the hub, through huggingface_hub; returns the commit, once it is done. `card` is
+        for TRL's model card: the card here is made of the run."""
         import tempfile
 
         from huggingface_hub import HfApi
 
-        name = self.args.get("hub_model_id") or self.run_folder.name
-        api = HfApi(token=self.args.get("hub_token"))
+        if self.hub_model_id is None:
+            self._make_repository(token, private)
         with tempfile.TemporaryDirectory() as folder:
             self.save_model(folder)
-            repository = api.create_repo(name, private=self.args.get("hub_private_repo"), exist_ok=True).repo_id
-            revision = self.args.get("hub_revision")
-            return str(
-                api.upload_folder(
-                    repo_id=repository, folder_path=folder, commit_message=commit_message, revision=revision, **options
-                )
+            return HfApi(token=token or self.args.hub_token).upload_folder(
+                repo_id=str(self.hub_model_id),
+                folder_path=folder,
+                commit_message=commit_message,
+                revision=revision or self.args.hub_revision,
             )
+
+    def _make_repository(self, token: str | None = None, private: bool | None = None) -> None:
+        from huggingface_hub import HfApi
+
+        name = self.args.hub_model_id or self.run_folder.absolute().name
+        private = self.args.hub_private_repo if private is None else private
+        self.hub_model_id = (
+            HfApi(token=token or self.args.hub_token).create_repo(name, private=private, exist_ok=True).repo_id
+        )
+
+    def _push_after_training(self) -> None:
+        try:
+            self.push_to_hub()
+        except Exception as error:  # the hub's trouble must not cost the script the rest of its lines
+            words = "the trained model could not be pushed to %s (%s): it is %s. Call trainer.push_to_hub() again."
+            logger.error(words, self.hub_model_id, error, self._trained_path())
 
     def create_model_card(self, *arguments: Any, **options: Any) -> None:
         """Nothing to do: train() writes a card beside the trained model, and save_model() copies it."""
@@ -247,7 +329,7 @@ class TBATrainer:
         folder = RunFolder(self.run_folder)
         newest = folder.checkpoints_by_step()
         best = folder.checkpoints_by_step("best-step-")
-        if self.args.get("load_best_model_at_end") and best:
+        if self.args.load_best_model_at_end and best:
             return best[max(best)]
         return newest[max(newest)] if newest else None
 
@@ -255,17 +337,17 @@ class TBATrainer:
         lora = None if (Path(path) / "adapter_config.json").is_file() else self.config.model.lora
         return self.config.model.model_copy(update={"path": path, "lora": lora})
 
-    def _return_weights(self) -> None:
-        """A model that was given as an object has the trained weights afterwards, as in TRL."""
+    def _load_trained(self) -> None:
+        """Put the trained weights into the model that a script has, as in TRL."""
         path = self._trained_path()
-        if path is None or isinstance(self._given_model, (str, Path)):
+        if path is None:
             return
-        if (path / "adapter_config.json").is_file():
-            from peft import PeftModel
+        if self.config.model.lora is not None:
+            from peft import load_peft_weights, set_peft_model_state_dict
 
-            self._model = PeftModel.from_pretrained(self._given_model, str(path))
-            return
-        self._given_model.load_state_dict(_load(str(path), self.config).state_dict())
+            set_peft_model_state_dict(self._model, load_peft_weights(str(path), device="cpu"))
+        elif not self._by_name:  # by its name it was loaded from there
+            self._model.load_state_dict(_load(str(path), self.config).state_dict())
 
     def _write_model_card(self, summary: Mapping[str, Any]) -> None:
         path = self._trained_path()
@@ -283,19 +365,17 @@ class TBATrainer:
 
     def _context(self) -> dict[str, Any]:
         """Model and tokenizer for callbacks outside of a run: None where they are known by name only."""
-        known = {"model": self._model or self._given_model, "processing_class": self._tokenizer}
-        return {name: None if isinstance(value, (str, Path)) else value for name, value in known.items()}
+        by_name = isinstance(self._tokenizer, (str, Path))
+        return {"model": self._model, "processing_class": None if by_name else self._tokenizer}
 
 
-def _check_others(others: Mapping[str, Any]) -> None:
+def _refuse(others: Mapping[str, Any]) -> None:
+    """Refuse arguments of GRPOTrainer that ask for something that there is not here."""
     for name, value in others.items():
-        if name not in TRAINER_ARGUMENTS:
-            raise ConfigError(
-                f"TBATrainer has no argument {name}: it takes {', '.join(TRAINER_ARGUMENTS)} and reward_weights."
-            )
-        found = TRAINER_ARGUMENTS[name]
-        if not any(value is off or (type(value) is type(off) and value == off) for off in found.off):
-            raise ConfigError(f"{name} cannot be kept: {found.words}.")
+        if name not in REFUSED_ARGUMENTS:
+            raise ConfigError(f"TBATrainer has no argument {name}: it takes {', '.join(ARGUMENTS)} and reward_weights.")
+        if value and value != (None, None):
+            raise ConfigError(f"{name} cannot be kept: {REFUSED_ARGUMENTS[name]}.")
 
 
 def _load(path: str, config: Config) -> Any:

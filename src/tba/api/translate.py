@@ -5,39 +5,19 @@ Values that cannot be kept are refused here, those that mean nothing for the cho
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tba.api.names import DIRECT
 from tba.config import Config, ConfigError, TrainConfig, merge
 
 Tell = Callable[[str], None]
 
 DEFAULTS = TrainConfig()
 
-SETTINGS = {
-    "seed": "seed",
-    "overwrite_output_dir": "overwrite",
-    "num_generations": "train.samples_per_prompt",
-    "num_generations_eval": "evaluate.samples_per_prompt",
-    "num_iterations": "train.updates_per_batch",
-    "weight_decay": "train.weight_decay",
-    "adam_epsilon": "train.adam_epsilon",
-    "gradient_checkpointing": "train.gradient_checkpointing",
-    "torch_compile": "train.compile",
-    "save_total_limit": "train.keep_checkpoints",
-    "beta": "objective.beta",
-    "temperature": "generate.temperature",
-    "top_p": "generate.top_p",
-    "top_k": "generate.top_k",
-    "max_completion_length": "generate.max_new_tokens",
-    "max_prompt_length": "task.max_prompt_tokens",
-    "chat_template_kwargs": "task.chat_template_kwargs",
-    "shuffle_dataset": "search.shuffle",
-    "trust_remote_code": "model.trust_remote_code",
-}
-"""Names whose value is the setting's as it stands. The others are translated below."""
 SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
@@ -71,6 +51,7 @@ CLIPS: dict[str, tuple[str | None, str | None]] = {
     "cispo": (None, "clip_high"),
 }
 """Settings that epsilon and epsilon_high are, by objective or surrogate."""
+SINKS = ("tensorboard", "wandb")
 ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
 
@@ -79,7 +60,7 @@ def translated(given: Mapping[str, Any], *, num_rows: int | None, tell: Tell) ->
     of_trl = {name: value for name, value in given.items() if name not in Config.model_fields and value is not None}
     own = {name: value for name, value in given.items() if name in Config.model_fields}
     found: dict[str, Any] = {}
-    for name, place in SETTINGS.items():
+    for name, place in DIRECT.items():
         if name in of_trl:
             found = merge(found, _nested(place, of_trl[name]))
     steps = Steps(of_trl, own, num_rows)
@@ -106,6 +87,8 @@ def _model(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     if given.get("use_cpu"):
         model["device"] = "cpu"
     for name, value in (given.get("model_init_kwargs") or {}).items():
+        if value is None or (name, value) == ("revision", "main"):
+            continue
         if name in ("dtype", "torch_dtype"):
             model["dtype"] = str(value).removeprefix("torch.")
         elif name == "trust_remote_code":
@@ -123,16 +106,6 @@ def _generate(given: Mapping[str, Any]) -> dict[str, Any]:
     generate: dict[str, Any] = {}
     if given.get("use_vllm"):
         generate["engine"] = "vllm"
-    if given.get("vllm_mode", "colocate") != "colocate":
-        raise ConfigError(
-            f"vllm_mode={given['vllm_mode']!r} cannot be kept: vLLM runs in the searchers. Leave it out, and give searchers "
-            'devices of their own with runtime={"placement": ...}.'
-        )
-    if given.get("vllm_tensor_parallel_size", 1) != 1:
-        raise ConfigError(
-            f"vllm_tensor_parallel_size={given['vllm_tensor_parallel_size']} cannot be kept: each searcher has one GPU. Use "
-            'search={"num_searchers": N} for more of them.'
-        )
     for name, value in (given.get("generation_kwargs") or {}).items():
         if name not in ("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens"):
             raise ConfigError(
@@ -177,11 +150,6 @@ def _objective(given: Mapping[str, Any], own: Mapping[str, Any], tell: Tell) -> 
         raise ConfigError(
             f"beta=0 cannot be kept for {name}: its target is the reference times exp(reward / beta). Leave beta out, or "
             'use loss_type="dr_grpo", which needs no reference.'
-        )
-    if given.get("multi_objective_aggregation", "sum_then_normalize") != "sum_then_normalize":
-        raise ConfigError(
-            f"multi_objective_aggregation={given['multi_objective_aggregation']!r} cannot be kept: rewards are added up "
-            "with reward_weights first."
         )
     found: dict[str, Any] = {"objective": objective} if objective else {}
     if given.get("mask_truncated_completions"):
@@ -315,13 +283,13 @@ def _reports(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, An
         train["checkpoint_every"] = (
             None if strategy == "best" else steps.every(strategy, given.get("save_steps"), default=500)
         )
+    limit = given.get("save_total_limit", 0)
+    train["keep_checkpoints"] = limit if limit > 0 else steps.max_steps or DEFAULTS.max_steps  # as many as can be
     if "eval_strategy" in given or "eval_steps" in given:
         default = given.get("logging_steps") or 500
         evaluate["every"] = (
             steps.every(given.get("eval_strategy", "steps"), given.get("eval_steps"), default=default) or 0
         )
-    if given.get("do_eval") is False:
-        evaluate["every"] = 0
     if "metric_for_best_model" in given:
         evaluate["best_metric"] = str(given["metric_for_best_model"]).removeprefix("eval_")
     if given.get("greater_is_better") is False:
@@ -344,11 +312,12 @@ def _reports(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, An
 
 def _sinks(report_to: Any, tell: Tell) -> list[str]:
     wanted = [report_to] if isinstance(report_to, str) else list(report_to or [])
-    found = [name for name in wanted if name in ("tensorboard", "wandb")]
+    if "all" in wanted:
+        return [name for name in SINKS if importlib.util.find_spec(name) is not None]
     for name in wanted:
-        if name not in (*found, "none", "all"):
+        if name not in (*SINKS, "none"):
             tell(f"report_to={name!r} has no meaning here: metrics go to metrics.jsonl, tensorboard or wandb.")
-    return found
+    return [name for name in SINKS if name in wanted]
 
 
 def _word(value: Any) -> str:

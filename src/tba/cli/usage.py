@@ -143,14 +143,15 @@ def usage_message(error: Any) -> str:
 def trl_words(name: str) -> str | None:
     """What to write for a name of TRL's, or one that resembles it: `num_generations is TRL's name: use
     train.samples_per_prompt`; None = TRL has none, or we have it too."""
-    from tba.api.names import FIELDS
+    from tba.api.names import REFUSED, SETTINGS
 
-    close = [known for known, found in FIELDS.items() if found.kind == "setting" and abbreviates(name, known)]
-    known = name if name in FIELDS else next(iter(close), None)
+    known = (
+        name if name in SETTINGS | REFUSED else next((other for other in SETTINGS if abbreviates(name, other)), None)
+    )
     if known is None or name in settings_by_name():
         return None
-    words = FIELDS[known].words
-    if FIELDS[known].kind == "setting" and re.split(r"\W", words)[0] in Config.model_fields:
+    words = (SETTINGS | REFUSED)[known].removeprefix("= ")
+    if known in SETTINGS and re.split(r"\W", words)[0] in Config.model_fields:
         words = f"use {re.split('[;:,]', words)[0]}"  # how a script's value becomes the setting's follows
     return f"{known} {TRL}: {words}."
 

@@ -78,7 +78,7 @@ class AsyncRun:
         undo: ExitStack,
     ) -> AsyncRun:
         loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
-        adapt(loaded, config.model, seed=config.seed)
+        listener.model = adapt(loaded, config.model, seed=config.seed)
         weights = make_weights(loaded.model, version=0)  # before the learner may spread the model over ranks
         learner, counts, ledger = make_learner(config, loaded, ranks), ResponseCounts(), make_ledger(config, task)
         runtime = make_runtime(config, host, loaded, learner, ledger, tensors=weights.tensors)

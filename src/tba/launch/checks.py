@@ -28,7 +28,7 @@ TASK_NAMES = ("arithmetic", "gsm8k", "math", "tldr", "red_team", "custom")
 """Names of the registered tasks: the registry itself needs torch."""
 
 
-def check_before_loading(config: Config, *, resume: bool = False) -> None:
+def check_before_loading(config: Config, *, resume: bool = False, keep_earlier: bool = False) -> None:
     """Refuse a config whose output cannot be written, or that names loggers, an engine, rewards or data that are not there.
     To resume a run its folder must exist, which is told when it is opened."""
     check_sinks(config)
@@ -37,7 +37,7 @@ def check_before_loading(config: Config, *, resume: bool = False) -> None:
         if searcher.generate.engine == "vllm" and importlib.util.find_spec("vllm") is None:
             raise ValueError(f"{key}.engine=vllm needs vLLM, which is not installed: pip install 'tba-rl[vllm]'.")
     if not resume:
-        RunFolder.check(config.run_folder, overwrite=config.overwrite)
+        RunFolder.check(config.run_folder, overwrite=config.overwrite, keep_earlier=keep_earlier)
     elif config.run_folder.is_dir():
         RunFolder.check_writable(config.run_folder)
     check_inputs(config)

@@ -18,6 +18,11 @@ from tba.train.checkpoint_folder import check_manifest, find_checkpoint
 
 logger = logging.getLogger("tba")
 
+
+class RunFinished(ValueError):
+    """There is no step left to make of the run that is to be resumed."""
+
+
 MAY_CHANGE = (
     *("name", "output", "overwrite", "runtime.", "observe.", "model.device"),
     *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints", "train.ranks"),
@@ -102,7 +107,7 @@ def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str |
             *(folder.path, kept.since, step, kept.path),
         )
     if step >= config.train.max_steps and _is_complete(folder, step):
-        raise ValueError(
+        raise RunFinished(
             f"{folder.path} is finished: step {step} of train.max_steps={config.train.max_steps}, nothing is left to do. "
             "Raise train.max_steps to train on."
         )

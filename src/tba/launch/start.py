@@ -57,23 +57,28 @@ def train(
     accept_lost_replay: bool = False,
     host: Host | None = None,
     listener: RunListener | None = None,
+    keep_earlier: bool = False,
 ) -> dict[str, Any]:
     """Run a training and return what summary.json holds. After Ctrl-C it is saved as far as it came, then raised again.
 
     `resume` continues the run of this config from its newest whole checkpoint, or from the one that is named, with
     `accept_lost_replay` also where its durable replay has lost groups. `host` is where the trainer runs under a supervisor;
-    None = this process gets one. `listener` hears what happens.
+    None = this process gets one. `listener` hears what happens. `keep_earlier`
+    moves an earlier run in the folder to a folder in there, where config.overwrite does not replace it.
     """
     if host is None and config.replay.durability == "node":
         raise ConfigError(
             "replay.durability=node needs a trainer on another node, and here it is in this process: start the run with "
             "`tba train`, or use replay.durability=power."
         )
-    check_before_loading(config, resume=bool(resume))
+    keep_earlier = keep_earlier and not config.overwrite
+    check_before_loading(config, resume=bool(resume), keep_earlier=keep_earlier)
     folder = RunFolder(config.run_folder)
     folder.claim(holder=None if host is None else host.owner)  # before anything in there is looked at or changed
     try:
-        return _load_and_train(config, folder, inputs, resume, accept_lost_replay, host, listener or RunListener())
+        return _load_and_train(
+            config, folder, inputs, resume, accept_lost_replay, keep_earlier, host, listener or RunListener()
+        )
     finally:
         if host is None:  # otherwise the supervisor has the folder, until the run is over for good
             folder.release()
@@ -85,6 +90,7 @@ def _load_and_train(
     inputs: RunInputs | None,
     resume: bool | str | Path,
     accept_lost_replay: bool,
+    keep_earlier: bool,
     host: Host | None,
     listener: RunListener,
 ) -> dict[str, Any]:
@@ -118,8 +124,8 @@ def _load_and_train(
     # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
     imported = import_groups(config, inputs) if checkpoint is None else []
     if not resume:
-        folder.clear(overwrite=config.overwrite)
-    listener.model, listener.tokenizer = inputs.loaded.model, inputs.loaded.tokenizer
+        folder.clear(overwrite=config.overwrite, keep_earlier=keep_earlier)
+    listener.tokenizer = inputs.loaded.tokenizer
     try:
         with (
             stacks_to(folder.logs / "trainer.log"),

@@ -76,7 +76,8 @@ class SyncRun:
         reference_engine = make_reference_engine(config, loaded)
         lags = config.mode == "fixed_lag"
         evaluation_engine = make_search_engine(config, loaded) if lags else engine
-        adapt(loaded, config.model, seed=config.seed)
+        listener = listener or RunListener()
+        listener.model = adapt(loaded, config.model, seed=config.seed)
         groups, ledger, state = LocalGroups(), make_ledger(config, task), make_search_state(config)
         searcher = make_local_searcher(
             config, folder, inputs, engine, reference_engine, state=state, sender=groups, ledger=ledger
@@ -85,7 +86,6 @@ class SyncRun:
         start = partial(make_start_scorer, config, loaded, searcher)
         evaluator = make_evaluator(config, loaded, task, searcher.rewards, start=start)
         counts = ResponseCounts()
-        listener = listener or RunListener()
         recorder = make_recorder(config, folder, inputs, counts, roles=board.statuses, listener=listener)
         lagged = LaggedWeights(engine.load, lag=config.lag_steps) if lags else None
         trainer = make_trainer(

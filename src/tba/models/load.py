@@ -222,19 +222,22 @@ def _check_has_tokenizer(path: str, folder: Path) -> None:
         )
 
 
-def adapt(loaded: LoadedModel, config: ModelConfig, *, seed: int) -> None:
-    """Put the adapter of model.lora into the model, if there is one to be trained; engines copy the weights before."""
-    if config.lora is not None:
-        if is_adapter(Path(config.path)):
-            raise ConfigError(
-                f"model.path={config.path} is a LoRA adapter itself, and model.lora would put another on top: write the "
-                "whole model first, with `tba merge`."
-            )
-        add_lora(loaded.model, config.lora, base=str(resolve_path(config.path)), seed=seed)
+def adapt(loaded: LoadedModel, config: ModelConfig, *, seed: int) -> Any:
+    """Put the adapter of model.lora into the model, if there is one to be trained; engines copy the weights before. Returns
+    the model as PEFT's users know it, a PeftModel where there is an adapter."""
+    if config.lora is None:
+        return loaded.model
+    if is_adapter(Path(config.path)):
+        raise ConfigError(
+            f"model.path={config.path} is a LoRA adapter itself, and model.lora would put another on top: write the "
+            "whole model first, with `tba merge`."
+        )
+    return add_lora(loaded.model, config.lora, base=str(resolve_path(config.path)), seed=seed)
 
 
-def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int) -> None:
-    """Put a fresh adapter into the model, in place: from here on only the adapter trains. It changes nothing at first."""
+def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int) -> Any:
+    """Put a fresh adapter into the model, in place: from here on only the adapter trains. It changes nothing at first.
+    Returns PEFT's PeftModel around the same model."""
     peft = _peft()
     torch.manual_seed(seed)
     unreached = _linear_layers_without_adapter(model)
@@ -248,7 +251,8 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int
     )
     tied = is_tied(model)
     try:
-        model.add_adapter(adapter, ADAPTER)
+        # What trains is the model inside: in the dtype of the model, without the cast to fp32 that PEFT makes by default.
+        outside = peft.get_peft_model(model, adapter, adapter_name=ADAPTER, autocast_adapter_dtype=False)
     except ValueError as error:  # PEFT's errors about targets are of this kind
         raise ConfigError(
             f"model.lora.targets={config.targets!r} does not fit {type(model).__name__}: {first_line(error).rstrip('. ')}. "
@@ -262,7 +266,9 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, *, base: str, seed: int
             )
     if tied:
         _check_not_on_tied(model, config)
+    model._hf_peft_config_loaded = True  # or transformers would save, and switch off, no adapter
     model.peft_config[ADAPTER].base_model_name_or_path = base
+    return outside
 
 
 def _linear_layers_without_adapter(model: PreTrainedModel) -> list[str]:

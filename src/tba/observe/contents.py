@@ -4,6 +4,7 @@ the first, and never a folder with anything of the second."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tba.observe.claim import NAME as CLAIM
+
+logger = logging.getLogger("tba")
 
 MANIFEST = "manifest.json"
 """File of a checkpoint that is written last: a folder without it is not whole."""
@@ -42,6 +45,10 @@ FOLDERS = {
     SOURCES: r"\d+|origins\.json",
 }
 """Folders that a run writes, with the names of what lies in them."""
+LINK = r"checkpoint-\d+"
+"""TBATrainer's link to a checkpoint, by the name that TRL gives it."""
+EARLIER = r"earlier-(\d+)"
+"""Folder in a run folder with an earlier run; it is never removed."""
 MOST_NAMED = 3
 
 
@@ -75,13 +82,21 @@ def foreign(run: Path) -> list[str]:
 def _foreign(run: Path) -> Iterator[Path]:
     saved = saved_names(run)
     for entry in run.iterdir():
-        if entry.name in saved:
+        if entry.name in saved or re.fullmatch(EARLIER, entry.name):
             continue
-        if entry.name in FOLDERS and entry.is_dir():
-            if not entry.is_symlink():  # of a link only the link is removed
-                yield from _foreign_in(entry, FOLDERS[entry.name])
-        elif not any(re.fullmatch(name, entry.name) for name in FILES):
+        if not _is_own(entry):
             yield entry
+        elif entry.is_dir() and not entry.is_symlink():  # of a link only the link is removed
+            yield from _foreign_in(entry, FOLDERS[entry.name])
+
+
+def _is_own(entry: Path) -> bool:
+    """Whether something in a run folder has the name of what a run writes."""
+    if entry.is_dir() and not entry.is_symlink():
+        return entry.name in FOLDERS
+    if entry.is_symlink() and (entry.name in FOLDERS or re.fullmatch(LINK, entry.name)):
+        return True
+    return any(re.fullmatch(name, entry.name) for name in FILES)
 
 
 def _foreign_in(folder: Path, names: str) -> Iterator[Path]:
@@ -119,7 +134,23 @@ def remove_contents(run: Path) -> None:
     """Remove all of a run but the claim on its folder; a folder with anything else in it is refused before."""
     refuse_foreign(run)
     for entry in run.iterdir():
+        if re.fullmatch(EARLIER, entry.name):
+            continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         elif entry.name != CLAIM:
             entry.unlink(missing_ok=True)  # a status that was being written has its name by now
+
+
+def move_aside(run: Path) -> None:
+    """Move an earlier run in a folder to earlier-N in there; what no run wrote, or a script has saved, stays."""
+    own = sorted(entry for entry in run.iterdir() if entry.name not in (CLAIM, SAVED) and _is_own(entry))
+    own = [entry for entry in own if entry.name not in saved_names(run)]
+    if not own:
+        return
+    before = [int(found[1]) for entry in run.iterdir() if (found := re.fullmatch(EARLIER, entry.name))]
+    target = run / f"earlier-{max(before, default=0) + 1}"
+    target.mkdir()
+    for entry in own:
+        entry.rename(target / entry.name)
+    logger.warning("%s held an earlier run: it is now %s.", run, target)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from tba.config import Config
 from tba.observe.claim import Claim, Holder
 from tba.observe.contents import MANIFEST as MANIFEST
-from tba.observe.contents import SOURCES, is_begun, refuse_foreign, remove_contents
+from tba.observe.contents import SOURCES, is_begun, move_aside, refuse_foreign, remove_contents
 from tba.observe.metrics import metric
 
 logger = logging.getLogger("tba")
@@ -38,7 +38,8 @@ RunOutcome = Literal["finished", "interrupted", "collapsed", "failed"]
 
 class RunFolder:
     """Paths inside runs/<name>/: config.yaml, metrics.jsonl, samples.jsonl, replay.sqlite, checkpoints/step-N/, logs/,
-    sources/, status.json, summary.json. The collapse guard keeps its checkpoint in checkpoints/healthy-step-N.
+    sources/, status.json, summary.json. checkpoint-N are TBATrainer's links to checkpoints/step-N, earlier-N/ the runs that
+    it has moved aside. The collapse guard keeps its checkpoint in checkpoints/healthy-step-N.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,14 +57,14 @@ class RunFolder:
         self._claim: Claim | None = None
 
     @classmethod
-    def check(cls, path: Path, *, overwrite: bool) -> None:
+    def check(cls, path: Path, *, overwrite: bool, keep_earlier: bool = False) -> None:
         """Refuse a folder that `create` would refuse, and an output that cannot be written, before anything is loaded or
         made."""
         folder = cls(path)
         existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         if not existing.is_dir():
             raise FileExistsError(f"{existing} is a file, not a folder: choose another output=... or name=...")
-        if existing == path:
+        if existing == path and not keep_earlier:
             folder._refuse_replacing(overwrite)
         cls.check_writable(path, existing)
 
@@ -92,11 +93,15 @@ class RunFolder:
             raise
         return folder
 
-    def clear(self, *, overwrite: bool) -> None:
-        """Make a claimed folder that of a new run. An earlier run of the same name is only replaced when asked for."""
-        self._refuse_replacing(overwrite)
-        if is_begun(self.path):
-            remove_contents(self.path)
+    def clear(self, *, overwrite: bool, keep_earlier: bool = False) -> None:
+        """Make a claimed folder that of a new run. An earlier run of the same name is only replaced, or moved aside, when
+        asked for."""
+        if keep_earlier:
+            move_aside(self.path)
+        else:
+            self._refuse_replacing(overwrite)
+            if is_begun(self.path):
+                remove_contents(self.path)
         self.logs.mkdir()
         self.checkpoints.mkdir()
 

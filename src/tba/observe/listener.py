@@ -50,8 +50,8 @@ class RunListener:
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """The evaluation of the weights of a step has come."""
 
-    def saved(self, step: int, path: Path) -> None:
-        """A checkpoint is being written."""
+    def saved(self, step: int, path: Path, wait: Callable[[], None]) -> None:
+        """A checkpoint is being written; `wait` returns when it is there."""
 
     def ends(self, step: int) -> None:
         """The run is over."""

@@ -45,6 +45,25 @@ FAR_SECONDS = 600.0
 """Time left from which on it is far from done."""
 
 
+def past_lines(config: Config, folder: RunFolder) -> list[PastLine]:
+    """The lines of metrics.jsonl, but for a last one that a killed process left unfinished: null in there is NaN again."""
+    if not folder.metrics.is_file():
+        return []
+    found = []
+    for text in folder.metrics.read_text(encoding="utf-8").split("\n")[:-1]:
+        record, prefix = json.loads(text), _evaluated_as(config)
+        step = record.pop("step")
+        line = {name: math.nan if value is None else value for name, value in record.items()}
+        own = {name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
+        found.append(PastLine(step=step, metrics=own or line, is_evaluation=bool(own)))
+    return found
+
+
+def _evaluated_as(config: Config) -> str:
+    """Beginning of the names of an evaluation's metrics."""
+    return f"eval/{config.task.label}/"
+
+
 class Recorder:
     """Takes the events of the loops and writes metrics.jsonl, samples.jsonl, the display and summary.json."""
 
@@ -180,11 +199,11 @@ class Recorder:
 
     def _add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.evaluations.append((step, metrics))
-        values = {f"{self._evaluated_as}{name}": value for name, value in metrics.items()}
+        values = {f"{_evaluated_as(self.config)}{name}": value for name, value in metrics.items()}
         self._write(step, {"seconds": self._seconds_at.get(step, self.seconds), **values})
 
-    def saved(self, step: int) -> None:
-        self._listener.saved(step, self.folder.checkpoints / f"step-{step}")
+    def saved(self, step: int, wait: Callable[[], None]) -> None:
+        self._listener.saved(step, self.folder.checkpoints / f"step-{step}", wait)
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._sinks.write(step, metrics)
@@ -233,30 +252,12 @@ class Recorder:
             self._elapsed_before = state.get("elapsed", 0.0)
         self._seconds_before, self._first_step_at, self._last_step_at = state["seconds"], None, 0.0
         newest = self.steps - 1 if self.lacks_evaluation(self.steps) else self.steps
-        after = self._lines(first=self._num_lines)
+        after = past_lines(self.config, self.folder)[self._num_lines :]
         self.late = [(line.step, line.metrics) for line in after if line.is_evaluation and line.step <= newest]
 
     def past(self) -> list[PastLine]:
-        """What was logged before this process, after `load_state`: null in the file is NaN again."""
-        return self._lines() if self.steps > 0 else []
-
-    def _lines(self, first: int = 0) -> list[PastLine]:
-        """The lines of metrics.jsonl from this one on, but for a last one that a killed process left unfinished."""
-        if not self.folder.metrics.is_file():
-            return []
-        found = []
-        for text in self.folder.metrics.read_text(encoding="utf-8").split("\n")[first:-1]:
-            record, prefix = json.loads(text), self._evaluated_as
-            step = record.pop("step")
-            line = {name: math.nan if value is None else value for name, value in record.items()}
-            own = {name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
-            found.append(PastLine(step=step, metrics=own or line, is_evaluation=bool(own)))
-        return found
-
-    @property
-    def _evaluated_as(self) -> str:
-        """Beginning of the names of an evaluation's metrics."""
-        return f"eval/{self.config.task.label}/"
+        """What was logged before this process, after `load_state`."""
+        return past_lines(self.config, self.folder) if self.steps > 0 else []
 
     def cut_files(self) -> None:
         """Drop the lines of files that came after what is counted: they are of steps that will be made again. Late

@@ -261,7 +261,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of this step, unless there is one."""
         self.checkpoints.save(self.step_index)
-        self.recorder.saved(self.step_index)
+        self.recorder.saved(self.step_index, self.checkpoints.wait)
 
     def state(self) -> dict[str, Any]:
         """What the next step depends on, besides weights and optimizer."""
