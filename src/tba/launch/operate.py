@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tba.config import load_config
 from tba.observe.claim import start_of
 from tba.observe.files import RunFolder, WriteFailures, read_summary, write_json
