@@ -112,12 +112,12 @@ def test_an_epoch_is_of_the_rows_that_are_trained_on(folder, tmp_path):
 def test_bad_rows_of_a_script_are_named_by_its_dataset(folder, tmp_path, rows, message):
     args = TBAConfig(output_dir=tmp_path / "a", mode="sync", max_completion_length=8)
     with pytest.raises(ValueError, match=message):
-        TBATrainer(str(folder / "model"), sevens, args, rows).train()
+        TBATrainer(str(folder / "model"), flat, args, rows).train()
 
 
 def test_bad_rows_of_a_script_are_left_out_as_the_message_says(folder, tmp_path, caplog):
     args = TBAConfig(output_dir=tmp_path / "a", mode="sync", max_completion_length=8, task={"on_bad_row": "skip"})
-    trainer = TBATrainer(str(folder / "model"), sevens, args, [{"prompt": "w3", "want": "w7"}, {"question": "w4"}])
+    trainer = TBATrainer(str(folder / "model"), flat, args, [{"prompt": "w3"}, {"question": "w4"}])
     load_inputs(trainer.config)
     assert (
         'TBAConfig(task={"on_bad_row": "skip"}) left out 1 bad row: 1 x missing column (row 1). The first: row 1 of'

@@ -68,10 +68,10 @@ def others_entry(*paths: Path, writable: int = stat.S_IWOTH) -> str | None:
 
 
 def is_begun(run: Path) -> bool:
-    """Whether a folder holds more than the claim on it, what a script has saved there before its run, and the status that
-    the supervisor writes from the moment of the claim."""
-    known = {CLAIM, SAVED, *saved_names(run)}
-    return any(entry.name not in known and "status.json" not in entry.name for entry in run.iterdir())
+    """Whether a folder holds more than the claim on it, what a script has saved there before its run, earlier runs, and the
+    status that the supervisor writes from the moment of the claim."""
+    names = {entry.name for entry in run.iterdir()} - {CLAIM, SAVED, *saved_names(run)}
+    return any("status.json" not in name and not re.fullmatch(EARLIER, name) for name in names)
 
 
 def foreign(run: Path) -> list[str]:
@@ -146,7 +146,7 @@ def move_aside(run: Path) -> None:
     """Move an earlier run in a folder to earlier-N in there; what no run wrote, or a script has saved, stays."""
     own = sorted(entry for entry in run.iterdir() if entry.name not in (CLAIM, SAVED) and _is_own(entry))
     own = [entry for entry in own if entry.name not in saved_names(run)]
-    if not own:
+    if not own or not is_begun(run):
         return
     before = [int(found[1]) for entry in run.iterdir() if (found := re.fullmatch(EARLIER, entry.name))]
     target = run / f"earlier-{max(before, default=0) + 1}"
