@@ -55,8 +55,7 @@ def test_there_are_shipped_configs():
     [
         ("train.max_step=3", "unknown key train.max_step: did you mean train.max_steps?"),
         ("max_steps=3", "unknown key max_steps: did you mean train.max_steps?"),
-        ("lr=1e-5", "unknown key lr: it is called train.learning_rate."),
-        ("train.batch_size=8", "unknown key train.batch_size: it is called train.responses_per_step."),
+        ("lr=1e-5", "unknown key lr: did you mean train.learning_rate?"),
         ("zzz=3", "unknown key zzz: the config takes name, output"),
         ("train.samples_per_prompt=0", "train.samples_per_prompt: Input should be greater than or equal to 1, got 0"),
         ("train.responses_per_step=30", "is not divisible by train.samples_per_prompt=8: use 24 or 32"),

@@ -13,16 +13,6 @@ from pydantic import BaseModel, ValidationError
 
 from tba.config.root import Config
 
-OTHER_NAMES = {
-    "lr": "train.learning_rate",
-    "num_generations": "train.samples_per_prompt",
-    "batch_size": "train.responses_per_step",
-    "max_completion_length": "generate.max_new_tokens",
-    "output_dir": "output",
-    "run_name": "name",
-}
-"""Settings by names that other trainers have for them and that resemble none of ours."""
-
 
 class ConfigError(ValueError):
     """The config cannot be used; the message says what, the value, what is allowed and what to change, a line a problem."""
@@ -189,8 +179,6 @@ def unknown_key(location: list[str]) -> str:
     known = list(section.model_fields) if section is not None else []
     prefix = ".".join(location[:-1])
     settings = settings_by_name()
-    if location[-1] in OTHER_NAMES:
-        return f"unknown key {'.'.join(location)}: it is called {OTHER_NAMES[location[-1]]}."
     elsewhere = difflib.get_close_matches(location[-1], settings, n=1, cutoff=0.7)
     close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.6)
     if close and location[-1] not in elsewhere:
