@@ -63,7 +63,7 @@ def test_a_run_closes_with_where_it_is_its_results_its_time_its_best_weights_and
     lines, run = printed.out.splitlines(), config.run_folder
     assert lines[0].startswith(f"{run} has finished")
     assert lines[1].split()[0] == "start"
-    assert "final (step 4)" in lines[1]
+    assert "final (step 4" in lines[1]
     row = next(line for line in lines if line.startswith("reward "))
     assert row.count("±") == 2 + (0 < summary["best"]["step"] < 4)
     assert any(re.match(r"4 steps in \d+ s from the first to the last, \d+ s with loading", line) for line in lines)

@@ -81,7 +81,7 @@ def test_a_run_under_torchrun_that_is_interrupted_saves_before_its_ranks_end(fol
         assert wait_for(lambda: max(steps_of(config), default=0) >= 2, 300)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=300)
-    assert "saving and stopping" in errors
+    assert "stopped at step" in errors
     found = RunFolder(config.run_folder)
     assert "ranks: 2" in found.config.read_text()
     assert list(found.checkpoints_by_step()) == [max(steps_of(config))], errors

@@ -105,6 +105,6 @@ def test_an_evaluation_on_no_prompts_says_so_and_measures_nothing(folder, caplog
     train(config)
     shown = "".join(capfd.readouterr())
     assert "trains on 30 prompts and is not evaluated: none is held out (task.eval_fraction=0.0)." in shown
-    assert "custom, tb, seed 0: not evaluated" in shown
+    assert "custom, tb, seed 0\nnothing was evaluated" in shown
     assert evaluate_model(str(config.run_folder), ["evaluate.samples_per_prompt=2"]) == {"num_prompts": 0.0}
     assert "nothing was measured: custom has no prompts in evaluate.split=held_out" in caplog.text

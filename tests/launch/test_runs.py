@@ -31,9 +31,10 @@ def test_a_sync_run_writes_its_folder(folder):
     run = RunFolder(config.run_folder)
     assert json.loads(run.summary.read_text()) == summary
     assert list(summary) == [
-        "outcome", "error", "task", "objective", "seed", "steps", "seconds", "responses_generated",
+        "outcome", "error", "task", "objective", "seed", "steps", "seconds", "elapsed_seconds", "responses_generated",
         "responses_trained", "start", "final", "final_step", "lag", "empty_steps", "collapse", "rollbacks",
-        "start_standard_error", "final_standard_error", "evaluated", "best", "stability", "lost", "target",
+        "start_standard_error", "final_standard_error", "evaluated", "best", "best_values", "best_standard_error",
+        "stability", "no_signal", "lost", "target",
     ]  # fmt: skip
     assert (summary["steps"], summary["responses_trained"], summary["lag"]) == (6, 96, {"mean": 0.0, "max": 0})
     assert (summary["outcome"], summary["error"], summary["final_step"]) == ("finished", None, 6)

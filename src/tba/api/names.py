@@ -27,14 +27,14 @@ def _table(text: str) -> dict[str, str]:
 
 SETTINGS = _table("""
     output_dir                      output and name: the run folder itself, as in TRL
-    run_name                        observe.label with output_dir, otherwise name
+    run_name                        name, or observe.label where output_dir is given
     overwrite_output_dir            = overwrite; False = an earlier run is moved to OUTPUT_DIR/earlier-N
     seed                            = seed
     max_steps                       train.max_steps; -1 = by num_train_epochs
     num_train_epochs                train.max_steps, from the rows that are not held out and the prompts in a step
-    generation_batch_size           train.responses_per_step, where no batch size is given
     per_device_train_batch_size     train.responses_per_step, x gradient_accumulation_steps x train.ranks
     gradient_accumulation_steps     train.responses_per_step, x per_device_train_batch_size (8 if unset)
+    generation_batch_size           train.responses_per_step, where no batch size is given
     num_generations                 = train.samples_per_prompt
     num_generations_eval            = evaluate.samples_per_prompt
     num_iterations                  = train.updates_per_batch

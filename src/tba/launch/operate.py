@@ -95,8 +95,9 @@ def read_status(run: Path) -> dict[str, Any]:
     # While it lives, a summary says only that the last evaluation is still to come.
     ended = {name: None if alive else summary.get(name) for name in ("outcome", "error")}
     age = max(0.0, time.time() - status["time"])  # the clock may have been set back
-    last, max_steps = folder.last_step(), load_config(folder.config).train.max_steps
-    to_come = max_steps - last["step"]
+    last, begun = folder.last_step(), folder.config.is_file()  # the status comes before the model is loaded
+    max_steps = load_config(folder.config).train.max_steps if begun else None
+    to_come = 0 if max_steps is None else max_steps - last["step"]
     left = last["seconds"] / last["step"] * to_come if alive and last["step"] > 1 and to_come > 0 else None
     found = {"max_steps": max_steps, "reward": last.get("reward"), "seconds_left": left}
     return {**status, **found, "alive": alive, "age": age, **ended}
@@ -133,7 +134,7 @@ def describe(status: dict[str, Any]) -> str:
     """A status in lines for people."""
     alive, age = status["alive"], status["age"]
     where = f"process {status['pid']} on {status['host']}"
-    step = f"step {status['step']} of {status['max_steps']}"
+    step = f"step {status['step']} of {status['max_steps'] or '?'}"
     if alive is False:
         how = status.get("outcome") or ("ended" if status.get("ended") else f"died ({where} is gone)")
         why = f": {status['error']}" if status.get("error") else ""

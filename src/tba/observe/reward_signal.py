@@ -7,9 +7,10 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tba.types import TrajectoryGroup
+if TYPE_CHECKING:  # the supervisor imports this without torch
+    from tba.types import TrajectoryGroup
 
 logger = logging.getLogger("tba")
 
