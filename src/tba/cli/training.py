@@ -87,6 +87,7 @@ def train(
         typer.echo(dump_config(with_objective_defaults(config)), nl=False)
         return
     from tba.launch.checks import check_before_loading
+    from tba.launch.operate import stopped_words
     from tba.launch.supervise import supervise
 
     if config.name is None and not config.overwrite:
@@ -96,7 +97,10 @@ def train(
         typer.echo(f"{config.run_folder} {'goes on' if resume else 'starts'}", err=True)
     origin = checkpoint_among(arguments or []) if resume else None
     target = "tba.cli.training:run_trainer"
-    raise typer.Exit(supervise(config, resume=origin or resume, target=target, accept_lost_replay=accept_lost_replay))
+    status = supervise(config, resume=origin or resume, target=target, accept_lost_replay=accept_lost_replay)
+    if status == 128 + signal.SIGKILL:  # by a third Ctrl-C, or for want of memory: it could say nothing
+        typer.echo(f"tba: {stopped_words(config, by_command=True)}", err=True)
+    raise typer.Exit(status)
 
 
 def run_trainer(link: Any, *, config: Config, resume: bool | Path, accept_lost_replay: bool, host: Any) -> int:

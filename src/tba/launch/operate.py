@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import time
@@ -17,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from tba.config import load_config
+from tba.config import Config, load_config
 from tba.observe.display import duration
 from tba.observe.files import RunFolder, WriteFailures, read_summary, write_json
 from tba.runtime.board import MAX_SEARCHERS, Board, KindOf, no_kind
@@ -153,6 +154,20 @@ def describe(status: dict[str, Any]) -> str:
         name = f"{role['name']} ({role['kind']})" if role.get("kind") else role["name"]
         lines.append(f"  {name:<12} {role['doing']}, for {duration(seconds)}{rate}")
     return "\n".join(lines)
+
+
+def stopped_words(config: Config, *, by_command: bool) -> str:
+    """What is said after Ctrl-C: where the run stopped, what was saved, and how to go on."""
+    folder = RunFolder(config.run_folder)
+    summary, newest = read_summary(folder), max(folder.resumable(), default=None)
+    step = folder.last_step()["step"] if summary is None else summary["steps"]
+    after = "" if summary is None else f", after {duration(summary['elapsed_seconds'])}"
+    if newest is None:
+        saved = "Nothing was saved: the run would begin again."
+    else:
+        saved = f"Saved: {newest[1]}" + ("." if newest[0] >= step else f", of step {newest[0]}; later steps are lost.")
+    how = f"tba train {shlex.quote(str(folder.path))} --resume" if by_command else "train(resume_from_checkpoint=True)"
+    return f"stopped at step {step} of {config.train.max_steps}{after}. {saved}\nGo on: {how}"
 
 
 def stop_run(run: Path) -> dict[str, Any]:

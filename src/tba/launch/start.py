@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from tba.launch.checks import check_before_loading, check_inputs, run_of, task_t
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room
 from tba.launch.devices import check_devices
 from tba.launch.imports import import_groups
+from tba.launch.operate import stopped_words
 from tba.launch.ranks import ranks_of
 from tba.launch.resume import check_replay, checkpoint_to_resume, resumed_config, with_stored_defaults
 from tba.launch.run import RunInputs, load_inputs
@@ -28,8 +28,8 @@ from tba.launch.supervise import hosted
 from tba.launch.sync_run import SyncRun
 from tba.models.cpu import use_cpu
 from tba.models.load import base_of, is_adapter, load_model
-from tba.observe.display import duration, show_line, show_summary
-from tba.observe.files import RunFolder, WriteFailures, read_summary, tell_failure, write_atomic
+from tba.observe.display import show_line, show_summary
+from tba.observe.files import RunFolder, WriteFailures, tell_failure, write_atomic
 from tba.observe.listener import RunListener
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import stacks_to
@@ -134,7 +134,7 @@ def _load_and_train(
         ):
             return _train(config, folder, inputs, imported, checkpoint, found, ranks, listener, began)
     except KeyboardInterrupt as stopped:
-        raise KeyboardInterrupt(stopped_words(config, folder, by_command=host is not None)) from stopped
+        raise KeyboardInterrupt(stopped_words(config, by_command=host is not None)) from stopped
     except Exception as error:
         tell_failure(folder, error)
         raise
@@ -199,19 +199,6 @@ def _train(
         show_summary(summary, run.recorder.curve(), folder.path, config=config)
     run.recorder.failures.raise_lost()
     return summary
-
-
-def stopped_words(config: Config, folder: RunFolder, *, by_command: bool) -> str:
-    """What is said after Ctrl-C: where the run stopped, what was saved, and how to go on."""
-    summary, newest = read_summary(folder) or {}, max(folder.resumable(), default=None)
-    step, total = summary.get("steps", 0), config.train.max_steps
-    where = f"stopped at step {step} of {total}, after {duration(summary.get('elapsed_seconds', 0.0))}"
-    if newest is None:
-        saved = "Nothing was saved: the run would begin again."
-    else:
-        saved = f"Saved: {newest[1]}" + ("." if newest[0] >= step else f", of step {newest[0]}; later steps are lost.")
-    how = f"tba train {shlex.quote(str(folder.path))} --resume" if by_command else "train(resume_from_checkpoint=True)"
-    return f"{where}. {saved}\nGo on: {how}"
 
 
 def _evaluated_words(config: Config, inputs: RunInputs) -> str:

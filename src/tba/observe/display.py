@@ -202,12 +202,11 @@ def pace_words(config: Config, *, seconds: float, waited: float) -> str:
     total = f"at this pace {config.train.max_steps} steps take {duration(seconds)}"
     less = "train.max_steps, train.responses_per_step or generate.max_new_tokens"
     if config.takes_turns:
-        return f"{total}; searching and training take turns. Less {less} makes it shorter, and so may mode=async."
+        return f"{total}; searching and training take turns. A smaller {less} makes it shorter, and so may mode=async."
     if waited > MUCH_WAITED:
-        return (
-            f"{total}; generating is the bottleneck, the trainer waits {waited:.0%} of its time. Less {less} is faster."
-        )
-    return f"{total}; the trainer is the bottleneck. Less {less} makes it shorter."
+        waits = f"the trainer waits {waited:.0%} of its time"
+        return f"{total}; generating is the bottleneck, {waits}. A smaller {less} makes it shorter."
+    return f"{total}; the trainer is the bottleneck. A smaller {less} makes it shorter."
 
 
 def show_line(words: str) -> None:
