@@ -4,20 +4,22 @@ import json
 import os
 import time
 
+import psutil
 import pytest
-from problem import make_config, wait_for
+from problem import children, make_config, records_so_far, wait_for
 from test_failures import ENDLESS, steps_done, when
 
 from tba.cli import app
 from tba.launch import train
-from tba.launch.operate import Control, ask_for_searchers, describe, read_status
+from tba.launch.operate import Control, StatusWriter, ask_for_searchers, describe, read_status
 from tba.observe.claim import start_of
 from tba.observe.files import RunFolder
+from tba.runtime.board import Board
 
 
 def alive(config) -> float:
-    lines = RunFolder(config.run_folder).metrics.read_text().splitlines()
-    return next((record["searchers/alive"] for record in map(json.loads, reversed(lines)) if "loss" in record), 0.0)
+    steps = [record for record in records_so_far(config) if "loss" in record]
+    return steps[-1]["searchers/alive"] if steps else 0.0
 
 
 def test_a_run_tells_what_it_does_changes_its_searchers_and_stops_when_asked(folder, capfd):
@@ -29,6 +31,7 @@ def test_a_run_tells_what_it_does_changes_its_searchers_and_stops_when_asked(fol
         wait_for(lambda: RunFolder(run).status.is_file())
         wait_for(lambda: len(read_status(run)["roles"]) == 2)  # it is written once a second, two steps may take less
         seen["status"] = read_status(run)
+        seen["sockets"] = [p.net_connections("inet") for p in (psutil.Process(), *children()) if p.is_running()]
         ask_for_searchers(run, 3)
         seen["three"] = wait_for(lambda: alive(config) == 3.0)
         ask_for_searchers(run, 1)
@@ -47,6 +50,7 @@ def test_a_run_tells_what_it_does_changes_its_searchers_and_stops_when_asked(fol
     assert f"asked process {os.getpid()} to save and end" in capfd.readouterr().out
     assert seen["status"]["alive"] is True
     assert seen["status"]["pid"] == os.getpid()
+    assert not any(seen["sockets"]), "a run on one machine uses no network"
     assert [role["name"] for role in seen["status"]["roles"]] == ["trainer", "searcher-0"]
     assert "searcher-0" in describe(seen["status"])
 
@@ -85,6 +89,25 @@ def test_the_time_left_is_by_the_pace_so_far(tmp_path):
     found = read_status(tmp_path)
     # 2 s a step, 48 to come
     assert (found["max_steps"], found["reward"], found["seconds_left"]) == (60, 0.12, 96.0)
+
+
+def test_a_clock_that_is_set_changes_no_age_and_ends_no_run(tmp_path, monkeypatch):
+    folder, board, clock = RunFolder(tmp_path), Board.create(), time.time
+    writer = StatusWriter(folder, board)
+    writer.write()
+    for hours in (2, -3, 0):
+        monkeypatch.setattr(time, "time", lambda jump=3600.0 * hours: clock() + jump)
+        before = read_status(tmp_path)
+        writer.write()
+        after = read_status(tmp_path)
+        assert (before["alive"], after["alive"]) == (True, True)
+        assert min(before["age"], after["age"]) >= 0.0
+        assert 0.0 <= after["time"] - after["roles"][0]["since"] < 600.0
+        assert 0.0 <= after["age"] < 600.0
+
+
+def test_roles_of_a_run_that_died_are_not_said_to_work():
+    assert describe(status(alive=False, age=60.0)) == "died (process 1 on here is gone) 60 s ago at step 7"
 
 
 def test_a_status_says_how_a_run_ended():
