@@ -47,16 +47,17 @@ class Run:
         return self.problem.name, self.setting, self.seed
 
     def command(self, folder: Path, output: Path) -> list[str]:
-        """`tba train`; the setting's overrides come last and win."""
-        problem = self.problem
+        """`tba train` with what the problem needs, but for what the setting's overrides give."""
+        problem, given = self.problem, {override.partition("=")[0] for override in self.overrides}
         every = max(1, problem.steps // EVALUATIONS)
-        return [
-            *(sys.executable, "-m", "tba", "train", *problem.overrides(folder)),
+        own = [
+            *problem.overrides(folder),
             f"model.path={(folder / problem.name / 'model').resolve()}",
             *(f"train.max_steps={problem.steps}", f"evaluate.every={every}", "train.keep_checkpoints=0"),
             *(f"seed={self.seed}", f"output={output.parent}", f"name={output.name}", "observe.progress=false"),
-            *self.overrides,
         ]
+        own = [override for override in own if override.partition("=")[0] not in given]
+        return [sys.executable, "-m", "tba", "train", *own, *self.overrides]
 
 
 def parse_setting(text: str) -> tuple[str, tuple[str, ...]]:

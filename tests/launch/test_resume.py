@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import suppress
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +79,8 @@ def run_and_kill(folder: Path, name: str, *overrides: str) -> None:
 
     with Command(command) as process:
         reached = wait_for(lambda: process.poll() is not None or newest() >= 5)
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended, and its errors say why
+            os.killpg(process.pid, signal.SIGKILL)
         _, errors = process.communicate()
     assert reached
     assert process.returncode == -signal.SIGKILL, errors
@@ -93,7 +95,7 @@ def in_a_new_process(config: Config, *, resume: bool = False) -> None:
 def test_a_killed_run_continues_with_the_same_tokens_and_losses(folder, name):
     whole, killed = (RunFolder(folder / "runs" / f"{name}, {end}") for end in ("whole", "killed"))
     in_a_new_process(make_config(folder, *COMMON, *RUNS[name], f"name={whole.path.name}"))
-    run_and_kill(folder, killed.path.name, *COMMON, *RUNS[name])
+    run_and_kill(folder, killed.path.name, *with_settings(*RUNS[name], base=COMMON))
     assert not killed.summary.exists()
     in_a_new_process(make_config(folder, *COMMON, *RUNS[name], f"name={killed.path.name}"), resume=True)
     assert steps(killed) == list(range(1, 13))

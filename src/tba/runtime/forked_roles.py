@@ -33,7 +33,7 @@ PRELOADED = ("torch", "transformers", "transformers.models.auto.modeling_auto")
 """What every role needs; those who start roles name what theirs need besides."""
 IMPORT_SECONDS = 300
 """Time for a new server to import what roles need and to fork the first one."""
-START_SECONDS = 5
+START_SECONDS = 15
 """Time for a server to fork a role later on, which takes milliseconds."""
 KILL_SECONDS = 10
 """Time for a server to end that was killed."""
