@@ -6,8 +6,8 @@ import os
 import shutil
 import signal
 import sys
-from contextlib import suppress
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
