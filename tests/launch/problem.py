@@ -74,9 +74,10 @@ SETTINGS = (
 
 
 def with_settings(*arguments: str, base: Sequence[str] = SETTINGS) -> list[str]:
-    """Arguments of a command with those of `base`, but for those that the arguments give: a key has one value."""
-    given = {argument.partition("=")[0] for argument in arguments}
-    return [*(setting for setting in base if setting.partition("=")[0] not in given), *arguments]
+    """Arguments of a command with those of `base`. Of settings that stand there twice the last is kept: a key has one value
+    on a command line."""
+    settings = {part.partition("=")[0]: part for part in (*base, *arguments) if "=" in part}
+    return [*(part for part in arguments if "=" not in part), *settings.values()]
 
 
 def start_model(layers: int = 1) -> LlamaForCausalLM:
