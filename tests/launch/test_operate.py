@@ -4,7 +4,6 @@ import json
 import os
 import time
 
-import psutil
 import pytest
 from problem import children, make_config, records_so_far, wait_for
 from test_failures import ENDLESS, steps_done, when
@@ -30,7 +29,7 @@ def test_a_run_tells_what_it_does_changes_its_searchers_and_stops_when_asked(fol
         wait_for(lambda: RunFolder(run).status.is_file())
         wait_for(lambda: len(read_status(run)["roles"]) == 2)  # it is written once a second, two steps may take less
         seen["status"] = read_status(run)
-        seen["sockets"] = [p.net_connections("inet") for p in (psutil.Process(), *children()) if p.is_running()]
+        seen["sockets"] = [p.net_connections("inet") for p in children() if p.is_running()]
         ask_for_searchers(run, 3)
         seen["three"] = wait_for(lambda: alive(config) == 3.0)
         ask_for_searchers(run, 1)

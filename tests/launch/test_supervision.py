@@ -79,7 +79,7 @@ def test_without_restarts_a_killed_trainer_ends_the_run_with_advice(folder):
         assert wait_for(lambda: steps_of(config) and role(run, "trainer"))
         os.kill(role(run, "trainer")["pid"], signal.SIGKILL)
         _, errors = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGKILL
+    assert process.returncode == 128 + signal.SIGKILL, errors
     assert "--resume" in errors
     for written in (run.summary, run.status):
         told = json.loads(written.read_text())

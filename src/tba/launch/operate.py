@@ -159,9 +159,9 @@ def describe(status: dict[str, Any]) -> str:
 def stopped_words(config: Config, *, by_command: bool) -> str:
     """What is said after Ctrl-C: where the run stopped, what was saved, and how to go on."""
     folder = RunFolder(config.run_folder)
-    summary, newest = read_summary(folder), max(folder.resumable(), default=None)
-    step = folder.last_step()["step"] if summary is None else summary["steps"]
-    after = "" if summary is None else f", after {duration(summary['elapsed_seconds'])}"
+    summary, newest = read_summary(folder) or {}, max(folder.resumable(), default=None)
+    step = summary.get("steps", folder.last_step()["step"])  # a trainer that was killed has left no count
+    after = f", after {duration(summary['elapsed_seconds'])}" if "elapsed_seconds" in summary else ""
     if newest is None:
         saved = "Nothing was saved: the run would begin again."
     else:
