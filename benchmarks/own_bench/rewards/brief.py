@@ -3,7 +3,7 @@
 import re
 
 
-def short(completions, **columns):
+def short(completions: list[str], **columns: object) -> list[float]:
     """Share of at least 6 sentences that have 2 to 5 words."""
     values = []
     for text in completions:

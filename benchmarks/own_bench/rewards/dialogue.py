@@ -3,7 +3,7 @@
 import re
 
 
-def spoken(completions, **columns):
+def spoken(completions: list[str], **columns: object) -> list[float]:
     """Share of the sentences with a quotation mark, over the first 64 tokens; a text without a full stop has none."""
     values = []
     for text in completions:

@@ -3,19 +3,19 @@
 import re
 
 
-def hero(completions, name, **columns):
+def hero(completions: list[str], name: list[str], **columns: object) -> list[float]:
     return [float(text.count(own) >= 2) for text, own in zip(completions, name)]
 
 
-def reason(completions, **columns):
+def reason(completions: list[str], **columns: object) -> list[float]:
     return [float(bool(re.search(r"\bbecause\b", text))) for text in completions]
 
 
-def question(completions, **columns):
+def question(completions: list[str], **columns: object) -> list[float]:
     return [float("?" in text) for text in completions]
 
 
-def varied(completions, **columns):
+def varied(completions: list[str], **columns: object) -> list[float]:
     """Share of different first words among at least three sentences."""
     values = []
     for text in completions:

@@ -3,7 +3,7 @@
 import re
 
 
-def named(completions, words, **columns):
+def named(completions: list[str], words: list[list[str]], **columns: object) -> list[float]:
     """["cat", "hat", "park"] in "The cat had a hat." -> 2 / 3"""
     return [
         sum(bool(re.search(rf"\b{word.lower()}\b", text.lower())) for word in wanted) / len(wanted)
