@@ -8,12 +8,12 @@
         --out runs/own_problems.jsonl
     python benchmarks/own_problems.py table runs/own_problems.jsonl
 
-NAMES are problems or the parts `tuning` and `reported` (nothing = all thirteen; `smollm`, which has to be fetched, only by
-its name). Settings are chosen on the tuning part alone. Which problem is in which part was fixed before the first RL run
-on it, but for `sparse`. Data is made on the spot and kept: `make` skips what is there. The start models of the nine
-problems of docs/results.md come with the bench (`ship` writes them); the others are trained on the spot and differ from
-one kind of CPU to another. A setting changes what concerns learning; what a problem needs to be run at all stands in its
-problem.json.
+NAMES are problems or the parts `tuning`, `reported`, `real_tuning` and `real_reported` (nothing = the thirteen of the first
+two; the start models of the others are fetched). Settings are chosen on the tuning parts alone. Which problem is in which
+part was fixed before the first RL run on it, but for `sparse`. Data is made on the spot and kept: `make` skips what is
+there. The start models of the nine problems of docs/results.md come with the bench (`ship` writes them); the others are
+trained on the spot and differ from one kind of CPU to another. A setting changes what concerns learning; what a problem
+needs to be run at all stands in its problem.json.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from types import FrameType
 from typing import Any
 
 import psutil
-from own_bench import added, reported, smollm, tuning
+from own_bench import added, real, reported, tuning
 from own_bench.problem import CannotFetch, Problem, make_problem, ship_model
 from own_bench.runs import parse_setting, read_lines, run_all, runs_to_do, table_of
 from own_bench.trl_grpo import run_trl
 
 FOLDER = Path("runs/own_problems")
 BENCH = (*tuning.PROBLEMS, *added.PROBLEMS, *reported.PROBLEMS)
-PROBLEMS = {problem.name: problem for problem in (*BENCH, *smollm.PROBLEMS)}
+PROBLEMS = {problem.name: problem for problem in (*BENCH, *real.PROBLEMS)}
 
 
 def chosen(names: Sequence[str]) -> list[Problem]:
     """Problems by name or part, in the order of the bench."""
-    parts = {problem.part for problem in BENCH}
+    parts = {problem.part for problem in PROBLEMS.values()}
     unknown = [name for name in names if name not in PROBLEMS and name not in parts]
     if unknown:
         raise SystemExit(f"no problem {unknown[0]!r}: there are {', '.join([*PROBLEMS, *sorted(parts)])}.")
-    by_part = [problem for problem in BENCH if not names or problem.part in names]
-    return [problem for problem in PROBLEMS.values() if problem.name in names or problem in by_part]
+    if not names:
+        return list(BENCH)
+    return [problem for problem in PROBLEMS.values() if {problem.name, problem.part} & set(names)]
 
 
 def made(problems: Sequence[Problem], folder: Path) -> Iterator[tuple[Problem, dict[str, Any]]]:

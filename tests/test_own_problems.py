@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from own_bench import added, reported, runs, smollm, tuning  # noqa: E402
+from own_bench import added, real, reported, runs, tuning  # noqa: E402
 from own_bench import problem as bench  # noqa: E402
 from own_bench.problem import Row, demonstrations, fingerprint, prompt_text, splits  # noqa: E402
 
@@ -267,10 +267,10 @@ def test_length_pays_and_the_true_score_makes_it_cost():
 
 def test_the_last_number_is_the_sum():
     texts = ["7 + 4 = 11", "It is 11.", "11 or 12", "eleven"]
-    correct = rewards_of("smollm").correct
+    correct = rewards_of("chat_sums").correct
     assert correct(completions=[reply(text) for text in texts], answer=["11"] * 4) == [1, 1, 0, 0]
-    train, held_out = ({json.dumps(row.prompt) for row in rows} for rows in splits(smollm.PROBLEMS[0]))
-    assert (len(train), len(held_out), len(train & held_out)) == (1_000, 100, 0)
+    train, held_out = ({json.dumps(row.prompt) for row in rows} for rows in splits(real.PROBLEMS[-1]))
+    assert (len(train), len(held_out), len(train & held_out)) == (1_000, 50, 0)
 
 
 def test_settings_of_the_command_line():

@@ -42,8 +42,8 @@ from tba.tasks.start_models import (
     train_start_model,
 )
 
-Part = Literal["tuning", "reported"]
-"""Settings may be chosen by looking at tuning problems; the others are only ever reported."""
+Part = Literal["tuning", "reported", "real_tuning", "real_reported"]
+"""Settings may be chosen by looking at tuning problems; the others are only ever reported. `real_`: pretrained models."""
 
 REWARD_FILES = Path(__file__).parent / "rewards"
 START_MODELS = Path(__file__).parent / "start_models"
