@@ -124,3 +124,54 @@ def test_a_name_that_was_given_and_is_taken_is_refused(folder):
     arguments = command(folder, "given")[3:]
     with pytest.raises(FileExistsError, match="exists already: choose another name"):
         app(arguments, standalone_mode=False)
+
+
+TWO_PROCESSES = """
+import logging, os, time
+from tba.config import load_config
+from tba.launch.supervise import above_the_table
+from tba.observe.display import Progress
+from tba.runtime.board import Board
+
+board, (ended, end) = Board.create(), os.pipe()
+
+def tell_height(lines):
+    board.trainer["table_lines"], board.trainer["beats"] = lines, board.trainer["beats"] + 1
+
+def wait_for_tables(count):
+    end = board.trainer["beats"] + count
+    while board.trainer["beats"] < end:
+        time.sleep(0.01)
+
+trainer = os.fork()
+if trainer == 0:
+    progress = Progress(load_config(), tell_height=tell_height)
+    progress.note("the trainer says this")
+    os.read(ended, 1)
+    progress.note("the trainer says that")
+    progress.close()
+    os._exit(0)
+logging.basicConfig()
+with above_the_table(board):
+    wait_for_tables(2)
+    for number in (1, 2):
+        logging.getLogger("tba").warning("a searcher has died %d " + "x" * 70, number)
+        wait_for_tables(2)
+    os.write(end, b".")
+    os.waitpid(trainer, 0)
+    logging.getLogger("tba").warning("the trainer has ended")
+"""
+
+
+def test_lines_of_the_supervisor_and_the_trainers_table_do_not_overwrite_each_other():
+    with Terminal([sys.executable, "-c", TWO_PROCESSES]) as terminal:
+        assert terminal.wait() == 0, terminal.screen
+        assert wait_for(lambda: "has ended" in terminal.screen)
+    lines = [line for line in terminal.screen.splitlines() if line.strip()]
+    assert [line.partition(" x")[0] for line in lines] == [
+        "the trainer says this",
+        "WARNING:tba:a searcher has died 1",
+        "WARNING:tba:a searcher has died 2",
+        "the trainer says that",
+        "WARNING:tba:the trainer has ended",
+    ]

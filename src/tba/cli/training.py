@@ -26,7 +26,8 @@ from tba.config import (
     settings_by_name,
 )
 from tba.launch.checks import run_of
-from tba.observe.contents import others_entry
+from tba.observe.claim import holder_of
+from tba.observe.contents import is_begun, others_entry
 from tba.observe.streams import lasting_output
 
 
@@ -188,10 +189,15 @@ def name_to_resume(config: Config) -> str | None:
 
 
 def numbered_runs(config: Config) -> dict[int, Path]:
-    """Folders that are not empty, and files, under the name of a config's run, by their number; the first has none."""
+    """Folders that a run has begun or claimed, and files, under the name of a config's run, by their number; the first has
+    none."""
     name = re.compile(re.escape(config.run_name) + r"(?:-(\d+))?")
     found = ((name.fullmatch(path.name), path) for path in config.output.glob("*"))
-    return {int(m[1] or 1): path for m, path in found if m is not None and (path.is_file() or any(path.iterdir()))}
+    return {int(m[1] or 1): path for m, path in found if m is not None and is_taken(path)}
+
+
+def is_taken(path: Path) -> bool:
+    return path.is_file() or is_begun(path) or holder_of(path) is not None
 
 
 def checkpoint_among(arguments: list[str]) -> Path | None:

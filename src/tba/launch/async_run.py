@@ -84,7 +84,14 @@ class AsyncRun:
         runtime = make_runtime(config, host, loaded, learner, ledger, tensors=weights.tensors)
         undo.callback(runtime.stop)
         recorder = make_recorder(
-            config, folder, inputs, counts, roles=runtime.statuses, more_metrics=runtime.metrics, listener=listener
+            config,
+            folder,
+            inputs,
+            counts,
+            roles=runtime.statuses,
+            more_metrics=runtime.metrics,
+            listener=listener,
+            row=runtime.row,
         )
         undo.callback(recorder.close)
         gate = Gate(

@@ -20,6 +20,7 @@ from tba.observe.display import RoleStatus
 from tba.observe.files import RunFolder
 from tba.observe.listener import RunListener
 from tba.observe.recorder import Recorder
+from tba.runtime.board import Row
 from tba.runtime.leases import VisitLedger
 from tba.search.loop import group_texts
 from tba.tasks.base import Split, Task
@@ -74,7 +75,9 @@ def make_recorder(
     roles: Callable[[], Sequence[RoleStatus]] = list,
     more_metrics: Callable[[], Mapping[str, float]] = dict,
     listener: RunListener | None = None,
+    row: Row,
 ) -> Recorder:
+    """`row` are the trainer's numbers that the supervisor sees."""
     return Recorder(
         config,
         folder,
@@ -84,6 +87,7 @@ def make_recorder(
         roles=roles,
         more_metrics=more_metrics,
         listener=listener,
+        tell_height=partial(row.__setitem__, "table_lines"),
     )
 
 

@@ -155,12 +155,39 @@ def _supervise(
             replica=None if replica is None else replica.groups,
         )
         try:
-            with _signals(supervisor):
+            with _signals(supervisor), above_the_table(board):
                 outside.exit_status = supervisor.run()
                 return outside.exit_status
         finally:
             supervisor.close()
             outside.close()
+
+
+class AboveTheTable(logging.Formatter):
+    """Puts the lines that this process logs above the table that the trainer shows on the same terminal: clears it, and
+    leaves the cursor where the trainer's next one begins by going up."""
+
+    def __init__(self, own: logging.Formatter | None, board: Board) -> None:
+        super().__init__()
+        self._own = own or logging.Formatter()
+        self._board = board
+
+    def format(self, record: logging.LogRecord) -> str:
+        text, below = self._own.format(record), int(self._board.trainer["table_lines"]) - 1
+        return text if below < 0 else "\r\x1b[2K" + "\x1b[1A\x1b[2K" * below + text + "\n" * below
+
+
+@contextmanager
+def above_the_table(board: Board) -> Iterator[None]:
+    """While active, what is logged here and what the trainer shows do not overwrite each other."""
+    before = [(handler, handler.formatter) for handler in logging.getLogger().handlers]
+    for handler, formatter in before:
+        handler.setFormatter(AboveTheTable(formatter, board))
+    try:
+        yield
+    finally:
+        for handler, formatter in before:
+            handler.setFormatter(formatter)
 
 
 @dataclass(frozen=True, kw_only=True)

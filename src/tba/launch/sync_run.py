@@ -86,7 +86,9 @@ class SyncRun:
         start = partial(make_start_scorer, config, loaded, searcher)
         evaluator = make_evaluator(config, loaded, task, searcher.rewards, start=start)
         counts = ResponseCounts()
-        recorder = make_recorder(config, folder, inputs, counts, roles=board.statuses, listener=listener)
+        recorder = make_recorder(
+            config, folder, inputs, counts, roles=board.statuses, listener=listener, row=board.trainer
+        )
         lagged = LaggedWeights(engine.load, lag=config.lag_steps) if lags else None
         trainer = make_trainer(
             config,

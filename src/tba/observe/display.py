@@ -71,11 +71,14 @@ class Progress:
         config: Config,
         roles: Callable[[], Sequence[RoleStatus]] = list,
         clock: Callable[[], tuple[float, float | None]] = lambda: (0.0, None),
+        tell_height: Callable[[int], None] = lambda lines: None,
     ) -> None:
-        """`clock` gives the seconds since the run began, and those that its steps will still take, None = not known yet."""
+        """`clock` gives the seconds since the run began, and those that its steps will still take, None = not known yet.
+        `tell_height` is told how many lines of the terminal the table has now."""
         self._config = config
         self._roles = roles
         self._clock = clock
+        self._tell_height = tell_height
         self._console = Console(file=lasting(sys.stderr))
         self._enabled = config.observe.progress
         self._metrics: Mapping[str, float] = {}
@@ -118,6 +121,7 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
+            self._tell_height(0)
 
     def _print_lines(self) -> None:
         while not self._closed.wait(max(LINE_SECONDS, LINE_SHARE * self._clock()[0])):
@@ -156,6 +160,7 @@ class Progress:
         table = Table(title=f"tba {self._config.run_name}", title_justify="left", show_header=False, width=width)
         for row in self._rows():
             table.add_row(*row)
+        self._tell_height(len(self._console.render_lines(table)))
         return table
 
     def _rows(self) -> list[tuple[str, str]]:

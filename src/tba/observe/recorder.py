@@ -78,6 +78,7 @@ class Recorder:
         roles: Callable[[], Sequence[RoleStatus]] = list,
         more_metrics: Callable[[], Mapping[str, float]] = dict,
         listener: RunListener | None = None,
+        tell_height: Callable[[int], None] = lambda lines: None,
     ) -> None:
         """`reward_weights` are the task's; `counts` are kept by the trainer; `roles` says who does what, for the display;
         `more_metrics` adds numbers of the runtime to every record."""
@@ -128,7 +129,7 @@ class Recorder:
         """The collapse guard's last alarm; None = there was none."""
         self.rollbacks: list[Mapping[str, Any]] = []
         """The alarms after which the run went back, each with the step that it went back `to`."""
-        self._progress = Progress(config, roles, lambda: (self.elapsed, self.seconds_left))
+        self._progress = Progress(config, roles, lambda: (self.elapsed, self.seconds_left), tell_height)
 
     def training_starts(self) -> None:
         """Start the clock of `seconds`; only the first call does."""

@@ -153,12 +153,13 @@ SUPERVISOR_FIELDS = ("beats", "replaced", "trainer_restarts")
 """`beats` rises while the supervisor looks after the others."""
 TRAINER_FIELDS = (
     *("wait", "wait_seconds", "beats", "step", "lost", "pid", "seconds", "made"),
-    *("batch_prompts", "prompts_wanted", "done", "of"),
+    *("batch_prompts", "prompts_wanted", "done", "of", "table_lines"),
 )
 """`beats` rises whenever the trainer looks for groups or publishes weights, 0 = it is not that far yet. `lost` is the
 number of visits so far that brought nothing to train on, `seconds` the time from the trainer's start to its last beat,
 `made` the number of steps that this process has made. `batch_prompts` and `prompts_wanted` are those of the batch that is
-waited for. `done` and `of` count the responses of an evaluation where the roles take turns, `of` = 0: none goes on."""
+waited for. `done` and `of` count the responses of an evaluation where the roles take turns, `of` = 0: none goes on.
+`table_lines` is the height of the table that the trainer shows on the terminal, 0 = there is none."""
 SEARCHER_FIELDS = (
     "heartbeat",
     "version",
