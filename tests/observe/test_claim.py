@@ -59,7 +59,8 @@ def test_the_lock_counts_and_not_the_process_that_the_file_names(tmp_path, text,
 
 
 def test_a_child_that_outlives_the_process_does_not_keep_the_folder(tmp_path):
-    forks = "child = os.fork(); print(child, flush=True) if child else time.sleep(600)"
+    # The child speaks, once it has let go of the lock.
+    forks = "child = os.fork(); child or (print(os.getpid(), flush=True), time.sleep(600))"
     with claimed(tmp_path, f"{forks}; sys.stdin.read()") as other, pytest.raises(FolderInUse):
         Claim.take(tmp_path)
     os.kill(int(other.line), 0)
