@@ -11,7 +11,7 @@
 NAMES are problems or the parts `tuning`, `reported`, `real_tuning` and `real_reported` (nothing = the thirteen of the first
 two; the start models of the others are fetched). Settings are chosen on the tuning parts alone. Which problem is in which
 part was fixed before the first RL run on it, but for `sparse`. Data is made on the spot and kept: `make` skips what is
-there. The start models of the nine problems of docs/results.md come with the bench (`ship` writes them); the others are
+there. The start models of eight problems come with the bench (`ship` writes them); the others are
 trained on the spot and differ from one kind of CPU to another. A setting changes what concerns learning; what a problem
 needs to be run at all stands in its problem.json.
 """
