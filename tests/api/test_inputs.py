@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from script_rewards import flat, rows_of_want, sevens
+from trainers import ROWS
+from transformers import AutoModel
 
 from tba import TBAConfig, TBATrainer
 from tba.api.inputs import dataset_file, reward_configs
@@ -176,3 +178,65 @@ def test_other_rows_are_evaluated_when_they_are_given(folder, tmp_path):
     assert trainer.evaluate()["eval_reward"] == 0.0
     with pytest.raises(ConfigError, match="prompts is a text: give a list"):
         trainer.generate("w5")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_generations": "eight"}, "num_generations='eight' is no number"),
+        ({"train": "fast"}, r"train='fast' is no section: give its settings, train=\{"),
+        ({"seed": True}, "seed: a number is needed, got true"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_refused_by_name(given, message):
+    with pytest.raises(ConfigError, match=message):
+        TBAConfig(**given)
+
+
+def test_a_number_may_be_given_as_text_and_a_name_may_begin_as_a_mapping_does():
+    args = TBAConfig(num_generations="4", run_name="{x", learning_rate="auto")
+    assert (args.config.train.samples_per_prompt, args.config.name) == (4, "{x")
+
+
+@pytest.mark.parametrize("epochs", [0.0, -2, float("nan"), float("inf")])
+def test_epochs_that_are_no_number_above_0_are_refused(tmp_path, epochs):
+    with pytest.raises(ConfigError, match=r"num_train_epochs=.* is no number above 0"):
+        TBAConfig(output_dir=tmp_path, num_train_epochs=epochs).resolved(num_rows=8)
+
+
+class Judge:
+    """A reward that is an object; it is no callback."""
+
+    def __call__(self, completions, **columns):
+        return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"reward_funcs": Judge}, r"reward_funcs has the class Judge: give an object of it, Judge\(\)"),
+        ({"reward_funcs": "./nowhere"}, "reward_funcs='./nowhere': there is no such folder"),
+        ({"callbacks": [5]}, "callbacks has a int: give a list of transformers' TrainerCallbacks"),
+        ({"callbacks": Judge()}, "callbacks has a Judge"),
+        ({"processing_class": 5}, "processing_class is a int: give a tokenizer"),
+        ({"processing_class": "tba:nothing"}, "is not shipped with the package"),
+    ],
+)
+def test_what_is_no_reward_callback_or_tokenizer_is_refused_by_name(folder, tmp_path, given, message):
+    usual = {"reward_funcs": sevens, "args": TBAConfig(output_dir=tmp_path / "out"), "train_dataset": ROWS}
+    with pytest.raises(ValueError, match=message):
+        TBATrainer(str(folder / "model"), **(usual | given))
+
+
+def test_a_model_without_a_head_is_refused_before_it_is_trained(folder, tmp_path):
+    trunk = AutoModel.from_pretrained(folder / "model")
+    with pytest.raises(ConfigError, match="model is a LlamaModel, which has no head to generate with"):
+        TBATrainer(trunk, sevens, TBAConfig(output_dir=tmp_path / "out"), ROWS)
+
+
+def test_what_cannot_be_generated_is_refused_by_name(folder, tmp_path):
+    trainer = TBATrainer(str(folder / "model"), sevens, TBAConfig(output_dir=tmp_path / "out"), ROWS)
+    with pytest.raises(ConfigError, match="num_generations=0 is below 1"):
+        trainer.generate(["w5"], num_generations=0)
+    with pytest.raises(ConfigError, match=r"prompts\[1\] is 5: give text or a list of chat messages"):
+        trainer.generate(["w5", 5])

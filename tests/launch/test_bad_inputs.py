@@ -4,7 +4,9 @@ All run in this process through the command's own entry point, on the tiny probl
 is found on the same way in every mode.
 """
 
+import gzip
 import json
+import os
 import re
 import socket
 import subprocess
@@ -18,6 +20,7 @@ from transformers import AutoTokenizer, BertConfig, T5Config
 from tba.cli import main
 from tba.observe.claim import Claim
 
+CHAT = '{"prompt": [{"role": "alien", "content": "w5"}], "want": "w7"}\n'
 ROW = '{"prompt": "w5 w6", "want": "w7"}\n'
 GOOD = "def f(completions, **columns):\n    return [1.0] * len(completions)\n"
 STUDY = "name: s\nmetric: {}\nrows: {{tb: {{objective.name: tb}}}}\ncolumns: {{sync: {{mode: sync}}}}\nseeds: [0]\n"
@@ -98,6 +101,27 @@ CONFIGS = {
         ["task.name=gsm8k", "task.data=openai/gsm8k", "task.eval_data=no.jsonl"],
         "task.eval_data: file no.jsonl does not exist",
     ),
+    "a switch for a number": (["train.max_steps=yes"], "train.max_steps: a number is needed, got true"),
+    "a switch for a number of nothing": (["seed=no"], "seed: a number is needed, got false"),
+    "a number without end": (
+        ["search.reward_memory_gb=.inf"],
+        "search.reward_memory_gb: Input should be a finite number",
+    ),
+    "a seed beyond 64 bits": ([f"seed={10**20}"], "seed: Input should be less than or equal to 4611686018427387904"),
+    "a name that is too long": (["name=" + "a" * 300], "has 300 bytes: give at most 200"),
+    "a name that YAML reads as a date": (["name=2026-11-16"], "text is needed, and YAML reads 2026-11-16 as a date"),
+    "a section that is a number": (["train=5"], "train: a section is needed, got 5: write train.SETTING=VALUE"),
+    "a section that is nothing": (["train="], "train: a section is needed, got None"),
+    "a value that is nested too deeply": (["train.max_steps=" + "[" * 1500 + "]" * 1500], "it is nested too deeply"),
+    "rewards that count nothing": (
+        ["task.data=d.jsonl", "task.name=custom", "task.rewards=[{function: r.py:f, weight: 0}]"],
+        "task.rewards: every weight is 0, so that nothing can be learned",
+    ),
+    "template arguments that are set already": (
+        ["task.chat_template_kwargs={tokenize: true}"],
+        "tokenize is set by tba",
+    ),
+    "a config from a pipe": (["pipe"], "config file pipe is no regular file"),
     "a value that is no YAML": (["train.max_steps=[1"], "the value is not valid YAML"),
     "sizes that do not divide": (["train.responses_per_step=10", "train.samples_per_prompt=4"], "use 8 or 12"),
     "a mode without its setting": (["mode=sync", "search.num_searchers=2"], "needs mode=async"),
@@ -126,6 +150,51 @@ CONFIGS = {
 FILES = {
     "a YAML file that is none": (["broken.yaml"], {"broken.yaml": "train: [1\n"}, "is not valid YAML"),
     "a YAML file of a list": (["list.yaml"], {"list.yaml": "- 1\n"}, "holds a list; expected sections"),
+    "a YAML key that is a list": (["k.yaml"], {"k.yaml": "? [1, 2]\n: 3\n"}, "found unhashable key"),
+    "data from a pipe": (own(data="pipe"), {}, "pipe is a pipe or device, and it is read more than once"),
+    "data that were packed": (
+        own(data="packed.jsonl"),
+        {},
+        "packed.jsonl is packed by gzip, and .jsonl or .jsonl.gz is",
+    ),
+    "data that were not packed": (
+        own(data="d.jsonl.gz"),
+        {"d.jsonl.gz": ROW},
+        "leave .gz out of its name if it is not",
+    ),
+    "data in UTF-32": (own(data="utf32.jsonl"), {}, "is UTF-32, and UTF-8 is needed: iconv -f UTF-32 "),
+    "data in UTF-16 without a mark": (own(data="utf16.jsonl"), {}, "utf16.jsonl is UTF-16LE, and UTF-8 is needed"),
+    "a row with a key twice": (
+        *data(ROW + '{"prompt": "w5", "prompt": "w6", "want": "w7"}\n'),
+        "d.jsonl line 2 has the key 'prompt' twice: which value counts?",
+    ),
+    "a role that the chat template refuses": (
+        own(data="d.jsonl", model="./strict"),
+        {"d.jsonl": CHAT},
+        "d.jsonl line 1: prompt 'd-1' with the roles alien is refused by the tokenizer's chat template: TemplateError: no",
+    ),
+    "a chat template that is none": (own(data="d.jsonl", model="./open"), {"d.jsonl": CHAT}, "TemplateSyntaxError"),
+    "a chat template that fails": (own(data="d.jsonl", model="./divides"), {"d.jsonl": CHAT}, "ZeroDivisionError"),
+    "a tokenizer that knows no word": (own(model="./wordless"), {}, "is refused by the tokenizer: WordLevel error"),
+    "a reward file that is not text": (*rewards(GOOD + "\0"), "r.py is not valid Python"),
+    "a reward file that is a folder": (
+        own(reward="here.py:f"),
+        {"here.py/x": ""},
+        "here.py is a folder. Give a Python file",
+    ),
+    "heads that are zero": (own(model="./headless_attention"), {}, "cannot be loaded: ZeroDivisionError"),
+    "heads that do not divide": (own(model="./three_heads"), {}, "is not a multiple of the number of attention heads"),
+    "a vocabulary that is a text": (own(model="./worded"), {}, "Field 'vocab_size' expected int, got str"),
+    "weights that are a broken pickle": (
+        own(model="./pickled"),
+        {},
+        "cannot be loaded with its weights: UnpicklingError",
+    ),
+    "generation settings that are no JSON": (
+        own(model="./ungenerated"),
+        {},
+        "and it may name the tokens that end a response. Copy it again, or delete it",
+    ),
     "data that are not there": (own(data="no.jsonl"), {}, "task.data: file no.jsonl does not exist"),
     "held-out data that are not there": (
         [*PROBLEM, "task.eval_data=no.jsonl"],
@@ -241,6 +310,14 @@ RUNS = {
         *rewards("print()\nimport nowhere_at_all\n" + GOOD),
         "r.py:2 failed: ModuleNotFoundError",
     ),
+    "a reward that is cancelled": (
+        *rewards("import asyncio\nasync def f(**_): raise asyncio.CancelledError\n"),
+        "r.py:2: CancelledError",
+    ),
+    "a reward without an order": (
+        *rewards("def f(completions): return set(map(float, range(len(completions))))\n"),
+        "returned a set: it must return a list",
+    ),
     "a reward that kills its process": (*rewards("import os\ndef f(**_): os._exit(7)\n"), "died (exit status 7)"),
 }
 COMMANDS = {
@@ -285,6 +362,42 @@ COMMANDS = {
     "an adapter that is not there": (["merge", "nowhere", "out"], {}, "there is no folder nowhere: give a LoRA"),
     "an adapter that is none": (["merge", "@/model", "out"], {}, "holds no LoRA adapter"),
     "something that cannot be prepared": (["prepare", "nothing"], {}, "has nothing to prepare"),
+    "a merged model that is a file": (
+        ["merge", "adapter", "file.txt"],
+        {},
+        "file.txt is a file, not a folder: give a new",
+    ),
+    "an adapter whose config is no JSON": (
+        ["merge", "a", "out"],
+        {"a/adapter_config.json": "{"},
+        "cannot be read as the config of an adapter",
+    ),
+    "a prepared folder that is a file": (
+        ["prepare", "red_team", "--output", "file.txt"],
+        {},
+        "file.txt is a file, not a",
+    ),
+    "a study whose output is a file": (
+        ["compare", "s.yaml", "--output", "file.txt"],
+        {"s.yaml": STUDY.format("accuracy")},
+        "file.txt is a file, not a folder",
+    ),
+    "a status that is a list": (["status", "r"], {"r/status.json": "[]"}, "r/status.json is damaged (TypeError"),
+    "a status that is cut off": (
+        ["status", "r"],
+        {"r/status.json": '{"pid": 1'},
+        "r/status.json is damaged (JSONDecode",
+    ),
+    "a status that lacks a key": (
+        ["stop", "r"],
+        {"r/status.json": "{}"},
+        "r/status.json is damaged (KeyError: 'host')",
+    ),
+    "a model with heads of zero, examined": (
+        ["doctor", "./headless_attention"],
+        {},
+        "cannot be read: ZeroDivisionError",
+    ),
     "a study that is not there": (["compare", "nowhere.yaml"], {}, "nowhere.yaml"),
 }
 CASES = [
@@ -333,6 +446,12 @@ def damaged_models(folder):
 def prepare(folder, here) -> None:
     """What some of the cases find: a file, a folder of somebody's, one in use, and a model whose weights are cut off."""
     (here / "file.txt").write_text("mine")
+    os.mkfifo(here / "pipe")
+    (here / "packed.jsonl").write_bytes(gzip.compress(ROW.encode()))
+    (here / "utf32.jsonl").write_bytes(ROW.encode("utf-32"))
+    (here / "utf16.jsonl").write_bytes(ROW.encode("utf-16-le"))
+    (here / "adapter").mkdir()
+    (here / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "m"}))
     (here / "runs" / "there").mkdir(parents=True)
     (here / "runs" / "there" / "notes.txt").write_text("mine")
     (here / "runs" / "used").mkdir()
@@ -349,6 +468,20 @@ def prepare(folder, here) -> None:
     damaged(folder, here / "no_tokenizer", {"tokenizer.json": None, "tokenizer_config.json": None})
     heads = {"config.json": changed(architectures=["LlamaForSequenceClassification"])}
     damaged(folder, here / "classifier", heads)
+    for name, template in (
+        ("strict", "{{ raise_exception('no') }}"),
+        ("open", "{% for m in messages %}{{ m.content }"),
+        ("divides", "{{ 1 // 0 }}"),
+    ):
+        damaged(folder, here / name, {"tokenizer_config.json": changed(chat_template=template)})
+    wordless = {"type": "WordLevel", "vocab": {}, "unk_token": "<unk>"}
+    damaged(folder, here / "wordless", {"tokenizer.json": changed(model=wordless)})
+    damaged(folder, here / "headless_attention", {"config.json": changed(num_attention_heads=0)})
+    damaged(folder, here / "three_heads", {"config.json": changed(num_attention_heads=3)})
+    damaged(folder, here / "worded", {"config.json": changed(vocab_size="40")})
+    damaged(folder, here / "ungenerated", {"generation_config.json": lambda content: b"{"})
+    damaged(folder, here / "pickled", {"model.safetensors": None})
+    (here / "pickled" / "pytorch_model.bin").write_bytes(b"garbage")
     ends = {"config.json": changed(eos_token_id=None), "generation_config.json": changed(eos_token_id=None)}
     damaged(folder, here / "endless", {**ends, "tokenizer_config.json": changed(eos_token=None)})
 
@@ -372,7 +505,7 @@ def test_a_bad_input_is_told_in_words_and_leaves_nothing(
     arguments = [argument.replace("@", str(folder)) for argument in arguments]
     command = (
         arguments
-        if arguments[0] in ("evaluate", "merge", "prepare", "compare")
+        if arguments[0] in ("evaluate", "merge", "prepare", "compare", "status", "stop", "doctor")
         else ["train", *with_settings(*arguments, base=BASE)]
     )
     monkeypatch.setattr(sys, "argv", ["tba", *command])

@@ -247,3 +247,17 @@ def test_random_damage_to_the_file_is_an_error_that_names_it_or_costs_some_rows(
                 errors.append(str(error))
     assert 0 < len(errors) < 200
     assert all(str(path) in error for error in errors)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "table.parquet"])
+def test_an_export_replaces_an_earlier_one_and_nothing_else(run, tmp_path, name):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    own = tmp_path / name
+    own.write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match=f"--export .*{name} is there and holds something else, which would be lost"):
+        export(run / "replay.sqlite", own, GroupFilter())
+    assert own.read_text() == '{"step": 1}\n'
+    own.write_text("")
+    assert export(run / "replay.sqlite", own, GroupFilter()) == 6
+    assert export(run / "replay.sqlite", own, GroupFilter(prompt="b")) == 2

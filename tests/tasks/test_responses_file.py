@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tba.cli import app
-from tba.tasks.responses_file import difference, paired_differences
+from tba.tasks.responses_file import ResponsesFile, difference, paired_differences
 
 
 def write(path, shares, kind="sampled", samples=4):
@@ -136,3 +136,14 @@ def test_the_file_that_is_compared_with_is_not_overwritten(tmp_path):
 
 def test_the_difference_on_one_prompt_has_no_standard_error():
     assert difference([0.25]) == {"difference": 0.25, "low": 0.25, "high": 0.25, "num_prompts": 1.0}
+
+
+def test_responses_replace_earlier_ones_and_nothing_else(tmp_path):
+    own = tmp_path / "prompts.jsonl"
+    own.write_text('{"prompt": "mine"}\n')
+    with pytest.raises(ValueError, match=r"--responses .*prompts.jsonl is there and holds something else"):
+        ResponsesFile(own).begin()
+    assert own.read_text() == '{"prompt": "mine"}\n'
+    ResponsesFile(write(tmp_path / "earlier.jsonl", [1])).begin()
+    with pytest.raises(ValueError, match=f"--responses {tmp_path} is a folder: give the name of a file"):
+        ResponsesFile(tmp_path).begin()

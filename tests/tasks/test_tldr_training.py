@@ -91,6 +91,21 @@ def test_a_batch_in_parts_gives_the_same_model(tmp_path, base):
     assert made[0]["pairs"]["held_out"] >= 2
 
 
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])
+def test_a_rate_that_is_none_is_refused_before_training(tmp_path, rate):
+    with pytest.raises(ValueError, match=f"learning_rate={rate} is not between 0 and 1"):
+        train_reward_model("nowhere", tmp_path / "pairs.jsonl", tmp_path / "rm", RewardTraining(learning_rate=rate))
+
+
+def test_a_folder_of_something_else_is_no_output(tmp_path):
+    """Before training: what was trained would be lost, or what lay there."""
+    (tmp_path / "config.json").write_text("mine")
+    with pytest.raises(FileExistsError, match="is not empty: give a new folder"):
+        train_reward_model("nowhere", tmp_path / "pairs.jsonl", tmp_path, QUICK)
+    with pytest.raises(FileExistsError, match=r"config.json is a file, not a folder"):
+        train_reward_model("nowhere", tmp_path / "pairs.jsonl", tmp_path / "config.json", QUICK)
+
+
 def test_too_few_pairs_to_hold_any_out_is_said_in_words(tmp_path, base):
     write_pairs(tmp_path / "pairs.jsonl", easy_pairs(2))
     with pytest.raises(ValueError, match=r"held_out_fraction=0.1 leaves \d of 2 pairs to train on"):

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tba.api.saving import link_checkpoints
+from tba.config import ConfigError
 from tba.observe.listener import PastLine, RunListener
 from tba.observe.metrics import deciding_metric
 
@@ -56,6 +57,8 @@ class Callbacks(RunListener):
 
     def add(self, callback: Any) -> None:
         made = callback() if isinstance(callback, type) else callback
+        if not hasattr(made, "on_init_end"):
+            raise ConfigError(f"callbacks has a {type(made).__name__}: give a list of transformers' TrainerCallbacks.")
         self.callbacks.append(made)
         self.call("on_init_end", [made])
 

@@ -12,9 +12,11 @@ import difflib
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from pydantic import BaseModel
 from transformers import TrainingArguments
 
 from tba.api.names import DIRECT, GRPO_DEFAULTS, GRPO_UNSET, REFUSED, SETTINGS, in_python_words
@@ -113,8 +115,7 @@ class TBAConfig(_Arguments):
                 "all fields are given, as by dataclasses.replace: those with TRL's default count as left out."
             )
         for name, value in given.items():
-            if isinstance(value, str) and value.startswith("{"):  # from a command line
-                value = json.loads(value)
+            value = _checked(name, value)
             is_default = (is_copy or name in TRUE) and value == DEFAULTS.get(name)
             if value is not None and not isinstance(value, Unset) and not is_default:
                 self.__dict__[name] = value
@@ -177,6 +178,29 @@ class TBAConfig(_Arguments):
         return f"TBAConfig({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
 
     __str__ = __repr__
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A value as it is meant: a mapping or a number may be given as text, as from a command line."""
+    field = Config.model_fields.get(name)
+    is_section = (
+        name not in DEFAULTS
+        and isinstance(field and field.annotation, type)
+        and issubclass(field.annotation, BaseModel)
+    )
+    if isinstance(value, str) and value.startswith("{"):
+        with suppress(ValueError):  # a text may begin so too
+            value = json.loads(value)
+    if is_section and value is not None and not isinstance(value, (Mapping, BaseModel)):
+        raise ConfigError(f'{name}={value!r} is no section: give its settings, {name}={{"SETTING": VALUE}}.')
+    default = DEFAULTS.get(name)
+    is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
+    if isinstance(value, str) and is_number and value != "auto":
+        try:
+            return type(default)(value)
+        except ValueError:
+            raise ConfigError(f"{name}={value!r} is no number: write one, such as {name}={default}.") from None
+    return value
 
 
 def _refuse(given: Mapping[str, Any]) -> None:

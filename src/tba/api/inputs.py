@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import ConfigError, RewardConfig
+from tba.models.names import check_named, resolve_path
 
 REWARD_TOKENS = 2048
 """Longest text that a reward model reads, in tokens, where its tokenizer does not say."""
@@ -82,6 +83,10 @@ def model_folder(model: Any, tokenizer: Any, path: Path) -> str:
         return _with_tokenizer(str(model), tokenizer, path)
     if not hasattr(model, "save_pretrained"):
         raise ConfigError(f"model is a {type(model).__name__}: give a folder, a hub name or a transformers model.")
+    if not getattr(model, "can_generate", lambda: True)():
+        raise ConfigError(
+            f"model is a {type(model).__name__}, which has no head to generate with: load it by AutoModelForCausalLM."
+        )
     if tokenizer is None:
         tokenizer = _tokenizer_of(model)
     model.save_pretrained(path)
@@ -111,10 +116,15 @@ def _tokenizer_of(model: Any) -> Any:
 
 def _loaded(tokenizer: Any) -> Any:
     if not isinstance(tokenizer, (str, Path)):
-        return getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
+        found = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
+        if not hasattr(found, "save_pretrained"):
+            raise ConfigError(
+                f"processing_class is a {type(found).__name__}: give a tokenizer, or its folder or hub name."
+            )
+        return found
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(tokenizer))
+    return AutoTokenizer.from_pretrained(resolve_path(str(tokenizer)))
 
 
 def reward_configs(
@@ -155,6 +165,8 @@ def _is_finite(value: Any) -> bool:
 def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., Any]:
     if isinstance(reward, (str, Path)):
         name = str(reward)
+        if ".py" not in name:
+            check_named("reward_funcs", name)
         return name if ".py" in name else ModelReward(name, None if tokenizer is None else _name_of(tokenizer, folder))
     if hasattr(reward, "save_pretrained") and not hasattr(reward, "tokenizer"):
         reward.save_pretrained(folder)
@@ -163,6 +175,8 @@ def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., An
         return ModelReward(
             str(folder), None, name=Path(getattr(reward.config, "_name_or_path", "") or "reward_model").name
         )
+    if isinstance(reward, type):
+        raise ConfigError(f"reward_funcs has the class {reward.__name__}: give an object of it, {reward.__name__}().")
     if not callable(reward):
         raise ConfigError(
             f"reward_funcs has a {type(reward).__name__}: give functions, `file.py:name`, or reward models by name or as "

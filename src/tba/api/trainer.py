@@ -26,6 +26,7 @@ from tba.observe.contents import CARD
 from tba.observe.files import RunFolder, check_sinks, read_summary
 from tba.observe.recorder import past_lines
 from tba.tasks.custom import num_train_prompts
+from tba.tasks.data.prompt_file import is_chat
 from tba.tasks.data.rows import SCRIPT_FOLDER
 
 logger = logging.getLogger("tba")
@@ -95,7 +96,7 @@ class TBATrainer:
         self._steps_per_epoch = rows / train.prompts_per_step * train.updates_per_batch if rows else None
         """Number of optimizer steps that visit every row once; None = the rows are not known."""
         self._handler = Callbacks(
-            callbacks or (),
+            callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks],
             args=self.args,
             state=self._new_state(),
             context=self._context,
@@ -252,6 +253,13 @@ class TBATrainer:
 
         if isinstance(prompts, str):
             raise ConfigError("prompts is a text: give a list of prompts, also for one.")
+        if num_generations < 1:
+            raise ConfigError(
+                f"num_generations={num_generations} is below 1: give the number of texts for each prompt."
+            )
+        for index, prompt in enumerate(prompts):
+            if not isinstance(prompt, str) and not is_chat(prompt):
+                raise ConfigError(f"prompts[{index}] is {prompt!r:.80}: give text or a list of chat messages.")
         path = str(self._trained_path() or self.config.model.path)
         config = self.config.model_copy(update={"model": self._model_config(path)})
         greedy = num_generations == 1 if greedy is None else greedy

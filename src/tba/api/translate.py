@@ -179,6 +179,8 @@ class Steps:
         """Optimizer steps that visit every row once; None = not known yet."""
         asked, epochs = given.get("max_steps", -1), given.get("num_train_epochs")
         self.max_steps: int | None = train.get("max_steps") or (asked if asked and asked > 0 else None)
+        if epochs is not None and not 0 < epochs < math.inf:
+            raise ConfigError(f"num_train_epochs={epochs} is no number above 0: write one, such as 1, or max_steps.")
         if self.max_steps is None and epochs is not None and self.per_epoch is not None:
             self.max_steps = max(1, math.ceil(epochs * self.per_epoch))
 

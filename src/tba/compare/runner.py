@@ -32,7 +32,7 @@ from tba.compare.runs import (
 )
 from tba.compare.study import load_study
 from tba.config import Config
-from tba.observe.files import write_atomic, write_json
+from tba.observe.files import check_new_folder, write_atomic, write_json
 
 if TYPE_CHECKING:
     from tba.launch.run import RunInputs
@@ -60,6 +60,7 @@ def compare(
     from tba.launch.defaults import with_objective_defaults  # loads torch, which `--list` does not need
 
     plan = make_plan(load_study(path, quick=quick), output, check=with_objective_defaults)
+    check_new_folder(plan.root, may_hold="*")
     with Display(plan) as display:
         Runner(plan, display, retry_failed=retry_failed, wait_seconds=wait_seconds).run()
     results = gather(plan)

@@ -6,15 +6,36 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 
 class Section(BaseModel):
     """One section of the config. The string under each field is its documentation."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_switches_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads yes and on as true, which Pydantic would take for the number 1."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        kinds = {annotation, *get_args(annotation)}
+        if isinstance(value, bool) and kinds & {int, float} and not kinds & {bool, Any}:
+            raise ValueError(f"a number is needed, got {str(value).lower()} (YAML reads yes, no, on and off so).")
+        return value
 
 
 EngineName = Literal["native", "vllm", "transformers"]

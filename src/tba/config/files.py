@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,7 +30,9 @@ class OneValueLoader(yaml.SafeLoader):
         own = [key for key, _ in node.value if key.start_mark.index >= node.start_mark.index]
         lines: dict[Any, int] = {}
         for key in own:
-            if key.value in lines and isinstance(key, yaml.ScalarNode):
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # a list or mapping: the reader refuses it as a key
+            if key.value in lines:
                 problem = f"the key {key.value} is given twice, first in line {lines[key.value]}: keep one of them"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             lines[str(key.value)] = key.start_mark.line + 1
@@ -38,7 +41,10 @@ class OneValueLoader(yaml.SafeLoader):
 
 def read_yaml(text: str) -> Any:
     """The value that a YAML text holds."""
-    return yaml.load(text, OneValueLoader)
+    try:
+        return yaml.load(text, OneValueLoader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
 
 
 def load_config(path: Path | str | None = None, overrides: Iterable[str] = (), **values: Any) -> Config:
@@ -97,7 +103,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         advice = f"`tba train {path} --resume` goes on with this run" if is_run else "give a YAML file"
         raise ConfigError(f"{path} is a folder, not a config file: {advice}.")
     if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist: give a YAML file, for example configs/arithmetic.yaml.")
+        what = "is no regular file" if path.exists() else "does not exist"
+        raise ConfigError(f"config file {path} {what}: give a YAML file, for example configs/arithmetic.yaml.")
     try:
         data = read_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -136,7 +143,8 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
     try:
         value = read_yaml(text) if text else None
     except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {yaml_words(error)}") from None
+        shown = override if len(override) <= 200 else f"{override[:200]}..."
+        raise ConfigError(f"override {shown!r}: the value is not valid YAML: {yaml_words(error)}") from None
     if isinstance(value, str):
         value = _scientific(value)
     return key.split("."), value
@@ -170,6 +178,13 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return message if names_its_key else f"{key}: {message}"
     if problem["type"] == "tuple_type":
         return f"{key}: a list is needed, got {problem['input']!r}: write {key}=[{problem['input']}]."
+    if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return (
+            f"{key}: a section is needed, got {problem['input']!r}: write {key}.SETTING=VALUE, a line for each setting."
+        )
+    if problem["type"] == "string_type" and isinstance(problem["input"], (int, float, date)):
+        kind = type(problem["input"]).__name__
+        return f"""{key}: text is needed, and YAML reads {problem["input"]} as a {kind}: put it in quotes, {key}="'...'"."""
     return f"{key}: {message}, got {problem['input']!r}."
 
 

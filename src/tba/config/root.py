@@ -24,6 +24,9 @@ from tba.config.sections import (
 )
 from tba.config.task import TaskConfig
 
+LONGEST_NAME = 200
+"""Bytes of the longest name of a run: file systems allow 255, and some folders are named by it and more."""
+
 
 class Config(Section):
     """The whole config of a run. `tba train CONFIG.yaml key.sub=value ... --dry-run` prints it resolved."""
@@ -36,7 +39,7 @@ class Config(Section):
     overwrite: bool = False
     """Whether a run folder of the same name is replaced, unless it holds anything that no run wrote; False = it is an
     error."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**62)
     """Seed of prompt order, sampling and replay."""
     mode: Literal["async", "sync", "fixed_lag"] = "async"
     """How searchers and trainer run: async = in processes of their own, without a barrier; sync = by turns in one
@@ -58,6 +61,10 @@ class Config(Section):
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str | None) -> str | None:
+        if name is not None and len(name.encode(errors="replace")) > LONGEST_NAME:
+            raise ValueError(
+                f"{name[:20]!r}... has {len(name.encode(errors='replace'))} bytes: give at most {LONGEST_NAME}."
+            )
         if name is not None and (not name.strip(". ") or re.search(r"[/\\\x00-\x1f]", name)):
             raise ValueError(
                 f"{name!r} cannot name a run folder: write letters, digits, - and _, without / or \\ and not `..`. The "

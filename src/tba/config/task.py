@@ -186,6 +186,15 @@ class TaskConfig(Section):
         path, colon, kind = name.rpartition(":")
         return f"{Path(path).expanduser().absolute()}:{kind}" if colon and path else name
 
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_template(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if own := {"conversation", "tokenize", "add_generation_prompt"} & given.keys():
+            raise ValueError(
+                f"{', '.join(sorted(own))} is set by tba, for a prompt that is to be answered: leave it out."
+            )
+        return given
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_old_names(cls, values: Any) -> Any:
@@ -206,6 +215,10 @@ class TaskConfig(Section):
             raise ValueError(
                 "task.rewards is empty for task.name=custom: pass --reward file.py:function (or "
                 "task.rewards=[{function: file.py:function}])."
+            )
+        if self.rewards and not any(reward.weight for reward in self.rewards):
+            raise ValueError(
+                "task.rewards: every weight is 0, so that nothing can be learned: give one of them another."
             )
         if self.name in HUB_NAMES and self.data is None:
             raise ValueError(

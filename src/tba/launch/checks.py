@@ -66,7 +66,8 @@ def check_inputs(config: Config) -> None:
                 f"{key}: file {path} does not exist. Give a JSONL file, relative to {Path.cwd()} or in full.{hub}"
             )
         if own:
-            raise ValueError(f"{key}: {path} is a folder: give a JSONL file with a `prompt` column.")
+            what = "a folder" if Path(path).expanduser().is_dir() else "a pipe or device, and it is read more than once"
+            raise ValueError(f"{key}: {path} is {what}: give a JSONL file with a `prompt` column.")
 
 
 def with_trusted_code(config: Config, folder: RunFolder, overrides: Sequence[str]) -> Config:

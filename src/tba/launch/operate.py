@@ -91,7 +91,7 @@ def read_status(run: Path) -> dict[str, Any]:
     if not folder.status.is_file():
         what = "has no status.json yet" if folder.config.is_file() else "is not a run folder (it has no config.yaml)"
         raise FileNotFoundError(f"{run} {what}: give the folder of a run, for example runs/NAME.")
-    status = json.loads(folder.status.read_text())
+    status = _whole_status(folder.status)
     alive, summary = _is_alive(status), read_summary(folder) or {}
     # While it lives, a summary says only that the last evaluation is still to come.
     ended = {name: None if alive else summary.get(name) for name in ("outcome", "error")}
@@ -102,6 +102,21 @@ def read_status(run: Path) -> dict[str, Any]:
     left = last["seconds"] / last["step"] * to_come if alive and last["step"] > 1 and to_come > 0 else None
     found = {"max_steps": max_steps, "reward": last.get("reward"), "seconds_left": left}
     return {**status, **found, "alive": alive, "age": age, **ended}
+
+
+def _whole_status(path: Path) -> dict[str, Any]:
+    """Content of a status.json with what every run writes into it."""
+    needed = {"host": str, "pid": int, "pid_started": str | None, "step": int, "time": int | float, "roles": list}
+    try:
+        status = json.loads(path.read_text(encoding="utf-8"))
+        if all(isinstance(status[name], kind) for name, kind in needed.items()):
+            return dict(status)
+        why = "a value is of another type"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise ValueError(
+        f"{path} is damaged ({why}): a run that goes on writes it again within a second. Look at the logs."
+    )
 
 
 def _is_alive(status: dict[str, Any]) -> bool | None:

@@ -29,7 +29,7 @@ from tba.launch.sync_run import SyncRun
 from tba.models.cpu import use_cpu
 from tba.models.load import base_of, is_adapter, load_model
 from tba.observe.display import show_line, show_summary
-from tba.observe.files import RunFolder, WriteFailures, tell_failure, write_atomic
+from tba.observe.files import RunFolder, WriteFailures, check_new_folder, tell_failure, write_atomic
 from tba.observe.listener import RunListener
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import stacks_to
@@ -234,8 +234,7 @@ def merge_adapter(target: str, output: Path) -> dict[str, str]:
         raise ValueError(f"there is no folder {path}: give a LoRA checkpoint, or the run that made it.")
     if not is_adapter(path):
         raise ValueError(f"{path} holds no LoRA adapter (adapter_config.json): nothing to merge.")
-    if output.exists() and any(output.iterdir()):
-        raise FileExistsError(f"{output} is not empty: give a new folder.")
+    check_new_folder(output)
     loaded = load_model(ModelConfig(path=str(path), device="cpu"))
     loaded.model.save_pretrained(output)
     loaded.tokenizer.save_pretrained(output)

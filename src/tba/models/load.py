@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -98,6 +97,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         shape = AutoConfig.from_pretrained(base, **options)
     check_generates(config.path, shape)
     _check_has_tokenizer(config.path, Path(path))
+    _check_generation_config(config.path, Path(base))
     with told(config.path, "cannot be loaded with its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     with told(config.path, "cannot be loaded with its weights"):
@@ -172,15 +172,19 @@ def told(path: str, what: str) -> Iterator[None]:
     """Errors of transformers in one line: files that are damaged fail wherever it first stumbles over them."""
     try:
         yield
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+    except Exception as error:  # transformers, its hub client, tokenizers, safetensors and pickle each have kinds
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "CUDA" in str(error):
+            raise  # the machine's trouble, and not the model's
         if "custom code" in first_line(error):
             raise ValueError(
                 f"model.path={path!r} {what} without running Python code that comes with it. If you trust that code: "
                 "model.trust_remote_code=true, or --trust-remote-code for tba replay, runs it."
             ) from error
         kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+        lines = [" ".join(line.split()) for line in str(error).strip().splitlines()[:2]]  # a headline may come first
+        words = "; ".join(lines).rstrip(". ") or type(error).__name__
         raise ValueError(
-            f"model.path={path!r} {what}: {kind}{first_line(error).rstrip('. ')}. Give a folder with config.json, tokenizer "
+            f"model.path={path!r} {what}: {kind}{words}. Give a folder with config.json, tokenizer "
             "and weights, all of them whole, or a hub name that can be reached (HF_HUB_OFFLINE=1 forbids downloads)."
         ) from error
 
@@ -201,6 +205,19 @@ def check_generates(path: str, shape: Any) -> None:
                 f"model.path={path!r} is {kind} ({built}): what is trained here are decoder-only language models, such as "
                 "Llama, Qwen, Gemma or GPT-2. Give one of these."
             )
+
+
+def _check_generation_config(path: str, folder: Path) -> None:
+    """Refuse a generation_config.json that transformers would leave out in silence, with the stop tokens in it."""
+    file = folder / "generation_config.json"
+    try:
+        if file.is_file() and not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+            raise ValueError("it holds no object")
+    except ValueError as error:
+        raise ValueError(
+            f"model.path={path!r}: {file} cannot be read ({error}), and it may name the tokens that end a response. Copy it "
+            "again, or delete it."
+        ) from None
 
 
 def _check_has_tokenizer(path: str, folder: Path) -> None:
@@ -356,7 +373,11 @@ def is_adapter(path: Path) -> bool:
 
 def base_of(path: Path) -> str:
     """The model that an adapter folder was trained on."""
-    base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    file = path / "adapter_config.json"
+    try:
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} cannot be read as the config of an adapter ({error}): copy it again.") from None
     if not base:
         raise ConfigError(f"{path}/adapter_config.json does not name its base model (base_model_name_or_path).")
     return str(base)

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -112,8 +112,10 @@ class RunFolder:
                 f"there is no run to resume in {self.path} (it has no config.yaml): give the config or the name of a run "
                 "that was started before, or start it without --resume."
             )
-        self.logs.mkdir(exist_ok=True)
-        self.checkpoints.mkdir(exist_ok=True)
+        for folder in (self.logs, self.checkpoints):
+            if folder.exists() and not folder.is_dir():
+                raise FileExistsError(f"{folder} is a file, and a run has a folder there: move it away, then --resume.")
+            folder.mkdir(exist_ok=True)
 
     def claim(self, *, holder: Holder | None = None) -> None:
         """Lock the folder for this process, or for its supervisor, until `release`; see `Claim.take`."""
@@ -278,6 +280,31 @@ def write_atomic(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def check_may_replace(option: str, path: Path, is_own: Callable[[Path], bool]) -> None:
+    """Refuse a file to write that is there and of another kind: a slip in its name must not cost anybody their data.
+    `is_own` says whether the file is an earlier one of this kind; it may raise what comes of reading another."""
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder: give the name of a file.")
+    if not path.is_file() or path.stat().st_size == 0:
+        return
+    try:
+        own = is_own(path)
+    except Exception:  # whatever reading a file of any kind may raise
+        own = False
+    if not own:
+        raise ValueError(f"{option} {path} is there and holds something else, which would be lost: give another file.")
+
+
+def check_new_folder(path: Path, *, may_hold: str | None = None) -> None:
+    """Refuse a folder for output that is a file, or that is not empty, before anything is made. One that holds what fits
+    `may_hold` may be written into: it is an earlier one of its kind."""
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise FileExistsError(f"{existing} is a file, not a folder: give a new folder.")
+    if existing == path and any(path.iterdir()) and (may_hold is None or not any(path.glob(may_hold))):
+        raise FileExistsError(f"{path} is not empty: give a new folder.")
 
 
 def append_line(path: Path, text: str) -> None:

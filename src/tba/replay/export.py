@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tba.observe.files import RunFolder
+from tba.observe.files import RunFolder, check_may_replace
 from tba.replay.database import StoredGroup, find_database, load_groups, reading
 
 SHOWN_GROUPS = 20
@@ -28,6 +28,8 @@ ROWS_PER_BLOCK = 10_000
 LARGEST = 2**63 - 1
 """Largest number that SQLite compares with."""
 Decode = Callable[[list[int]], str]
+EXPORTED = {"id", "prompt", "completion_ids", "rewards", "group", "reference_version"}
+"""Columns by which an export is known."""
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -141,6 +143,7 @@ def export(path: Path, target: Path, wanted: GroupFilter, *, decode: Decode | No
         raise ValueError(f"--export {target}: the name must end with .jsonl or .parquet.")
     if not target.parent.is_dir():
         raise ValueError(f"--export {target}: there is no folder {target.parent}. Make it, or give another file.")
+    check_may_replace("--export", target, _is_export)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         groups = load_groups(path, arrivals=wanted.arrivals(path))
@@ -152,6 +155,16 @@ def export(path: Path, target: Path, wanted: GroupFilter, *, decode: Decode | No
     finally:
         temporary.unlink(missing_ok=True)
     return count
+
+
+def _is_export(path: Path) -> bool:
+    """Whether a file has the columns of an export."""
+    if path.suffix == ".parquet":
+        from pyarrow import parquet
+
+        return set(parquet.read_schema(path).names) >= EXPORTED
+    with path.open(encoding="utf-8") as file:
+        return json.loads(file.readline()).keys() >= EXPORTED
 
 
 def lines_of(stored: StoredGroup, decode: Decode | None) -> Iterator[dict[str, Any]]:

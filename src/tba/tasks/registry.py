@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tba.config import Config, TaskConfig
 from tba.models.load import LoadedModel
 from tba.models.weights import CANARY_TOKENS
+from tba.observe.files import check_new_folder
 from tba.tasks.arithmetic.prepare import prepare_arithmetic
 from tba.tasks.arithmetic.task import ArithmeticTask
 from tba.tasks.base import Task, TaskInputs
@@ -147,4 +148,5 @@ def prepare_task(name: str, output: Path) -> dict[str, Any]:
     """Make a task's data and start model in a folder; says what was made."""
     if name not in PREPARE:
         raise ValueError(f"task {name!r} has nothing to prepare: it may be {', '.join(PREPARE)} or reward_model.")
+    check_new_folder(output, may_hold="*")
     return PREPARE[name](output)

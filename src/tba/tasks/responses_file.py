@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from tba.observe.files import check_may_replace
 from tba.tasks.base import Outcome, RewardFailed
 from tba.tasks.rewards.pool import FinishedGroup
 
@@ -39,7 +40,8 @@ class ResponsesFile:
         return self.path.with_name(f"{self.path.name}.partial")
 
     def begin(self) -> None:
-        """Begin anew; says at once where the file cannot be written."""
+        """Begin anew; says at once where the file cannot be written, or is something else."""
+        check_may_replace("--responses", self.path, _is_responses)
         try:
             self.partial.write_text("")
         except OSError as error:
@@ -71,6 +73,11 @@ class ResponsesFile:
     def close(self) -> None:
         """Leave nothing behind of an evaluation that failed."""
         self.partial.unlink(missing_ok=True)
+
+
+def _is_responses(path: Path) -> bool:
+    with path.open(encoding="utf-8") as file:
+        return {"prompt_id", "kind", "responses"} <= json.loads(file.readline()).keys()
 
 
 def _rewards(outcome: Outcome) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def _prompt_text(row: DataRow) -> str | list[dict[str, str]]:
     if "prompt" not in row.value:
         raise BadRow("missing column", wanted)
     prompt = row.value["prompt"]
-    if not isinstance(prompt, str) and not _is_chat(prompt):
+    if not isinstance(prompt, str) and not is_chat(prompt):
         raise BadRow("wrong type", wanted)
     contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     if not any(content.strip() for content in contents):
@@ -195,7 +195,8 @@ def _prompt_text(row: DataRow) -> str | list[dict[str, str]]:
     return prompt
 
 
-def _is_chat(value: Any) -> bool:
+def is_chat(value: Any) -> bool:
+    """Whether a value is a list of chat messages with a role and text."""
     return isinstance(value, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         for message in value

@@ -123,8 +123,11 @@ def make_prompt(
 ) -> Prompt:
     """Tokenise a prompt; one that does not fit is refused, never cut. `place` is where it was read, `template` is what the
     chat template gets besides the messages."""
-    token_ids = encode(text, tokenizer, template)
     name = f"{place}: prompt {id!r}" if place else f"prompt {id!r}"
+    try:
+        token_ids = encode(text, tokenizer, template)
+    except PromptRefused as error:
+        raise BadRow("refused prompt", f"{name} {error}") from None
     if not token_ids:
         raise BadRow("empty prompt", f"{name} is empty: it gives no tokens.")
     if len(token_ids) > max_tokens:
@@ -136,20 +139,38 @@ def make_prompt(
     return Prompt(id=id, token_ids=np.array(token_ids, np.int32), text=text, columns=columns)
 
 
+class PromptRefused(ValueError):
+    """The chat template or the tokenizer fails on a prompt."""
+
+
 def encode(
     text: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None
 ) -> list[int]:
     """Token ids with at most one BOS; chat messages through the tokenizer's template, ready for the answer."""
     if isinstance(text, str):
         starts_with_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-        return tokenizer(text, add_special_tokens=not starts_with_bos)["input_ids"]
+        return _tokens(text, tokenizer, add_special_tokens=not starts_with_bos)
     if tokenizer.chat_template is None:
         raise ValueError(
             "the data has chat messages but the tokenizer has no chat template: give plain text prompts, or a model with "
             "a template."
         )
-    words = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True, **(template or {}))
-    return tokenizer(words, add_special_tokens=False)["input_ids"]
+    try:
+        words = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True, **(template or {}))
+    except Exception as error:  # a template is a program: it may raise what it likes
+        roles = ", ".join(message["role"] for message in text)
+        raise PromptRefused(
+            f"with the roles {roles} is refused by the tokenizer's chat template: {type(error).__name__}: {error}. Change "
+            "the messages, or the template (chat_template of the tokenizer)."
+        ) from None
+    return _tokens(words, tokenizer, add_special_tokens=False)
+
+
+def _tokens(text: str, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[int]:
+    try:
+        return tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise PromptRefused(f"is refused by the tokenizer: {error}. Change the text, or the tokenizer.") from None
 
 
 def uses_chat(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -17,6 +17,7 @@ import codecs
 import gzip
 import json
 import logging
+import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ OnBadRow = Literal["stop", "skip"]
 SUFFIXES = (".jsonl", ".jsonl.gz")
 LONGEST_LINE = 64 * 2**20
 """Longest line in bytes. A longer one is no row (but perhaps a file without line breaks) and is not taken into memory."""
+PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+"""Packers by the first bytes of what they write."""
 LINES_NAMED = 5
 """Number of line numbers that are told for each reason."""
 SCRIPT_FOLDER = ".inputs"
@@ -173,7 +176,8 @@ def jsonl_rows(path: Path, bad: BadRows) -> Iterator[DataRow]:
                 except BadRow as error:
                     bad.add(line, error)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"file {path} cannot be read as {'/'.join(SUFFIXES)}: {error}.") from None
+        advice = "pack it again, or leave .gz out of its name if it is not packed"
+        raise ValueError(f"file {path} cannot be read as gzip: {str(error).rstrip('.')}: {advice}.") from None
 
 
 def split_rows(data: str, split: str, bad: BadRows, *, hub_subset: str) -> Iterator[DataRow]:
@@ -220,6 +224,9 @@ def refuse_other_formats(path: Path) -> None:
             start = file.readline(LONGEST_LINE).removeprefix(codecs.BOM_UTF8).strip()
     except (OSError, EOFError, zlib.error):
         return  # told when its lines are read
+    if (packed := next((kind for magic, kind in PACKED.items() if start.startswith(magic)), None)) is not None:
+        advice = "name it .jsonl.gz" if packed == "gzip" and path.suffix != ".gz" else "unpack it first"
+        raise ValueError(f"{path} is packed by {packed}, and {' or '.join(SUFFIXES)} is needed: {advice}.")
     readers = {b"PAR1": "read_parquet", b".csv": "read_csv", b".tsv": "read_table"}
     reader = readers.get(start[:4]) or (None if start[:1] == b"{" else readers.get(path.suffix.encode()))
     if reader is not None:
@@ -227,8 +234,10 @@ def refuse_other_formats(path: Path) -> None:
             f"{path} is a table, and JSON Lines are needed, one object on each line: python -c 'import pandas; "
             f"""pandas.{reader}("{path}").to_json("rows.jsonl", orient="records", lines=True)' writes them."""
         )
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise ValueError(f"{path} is UTF-16, and UTF-8 is needed: iconv -f UTF-16 -t UTF-8 {path} > rows.jsonl")
+    if (encoding := _wide_encoding(start)) is not None:
+        raise ValueError(
+            f"{path} is {encoding}, and UTF-8 is needed: iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > rows.jsonl"
+        )
     if not start.startswith(b"[") and start != b"{":
         return
     with _open(path) as file:
@@ -242,6 +251,16 @@ def refuse_other_formats(path: Path) -> None:
             f"{path} is one JSON {'object' if isinstance(whole, dict) else 'array'}, and JSON Lines are needed: one object "
             f"on each line, no brackets or commas around them. `jq -c '.[]' {path} > rows.jsonl` makes them of an array."
         )
+
+
+def _wide_encoding(start: bytes) -> str | None:
+    """The encoding of a file with two or four bytes for each letter, by its beginning; None = it is another one."""
+    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # the first begins with the mark of UTF-16
+        return "UTF-32"
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16"
+    without_mark = {b"{\0\0\0": "UTF-32LE", b"\0\0\0{": "UTF-32BE", b"{\0": "UTF-16LE", b"\0{": "UTF-16BE"}
+    return next((encoding for bytes_, encoding in without_mark.items() if start.startswith(bytes_)), None)
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -267,14 +286,28 @@ def parsed_row(raw: bytes, place: str, line: int) -> DataRow:
             "line too long", f"{place} is longer than {LONGEST_LINE // 2**20} MiB: write one row on each line."
         )
     try:
-        value = json.loads(raw.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
+        value = json.loads(raw.removeprefix(codecs.BOM_UTF8).decode("utf-8"), object_pairs_hook=_object)
         if b"\\u" in raw:
             json.dumps(value, ensure_ascii=False).encode("utf-8")  # half a character, "\ud83d", has no UTF-8
     except UnicodeError as error:
         raise BadRow("broken UTF-8", f"{place} is not valid UTF-8: {error}.") from None
+    except _KeyTwice as error:
+        raise BadRow("a key twice", f"{place} has the key {error.args[0]!r} twice: which value counts?") from None
     except (ValueError, RecursionError) as error:
         raise BadRow("not JSON", f"{place} is not valid JSON: {error}.") from None
     return DataRow(place, line, value)
+
+
+class _KeyTwice(Exception):
+    """A JSON object has a key twice, of which json keeps the last value in silence."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _KeyTwice(next(key for key in keys if keys.count(key) > 1))
+    return found
 
 
 def _shown(value: Any) -> str:

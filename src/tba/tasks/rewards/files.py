@@ -144,9 +144,8 @@ def _split(specification: str, *, what: str, kind: str) -> tuple[Path, str]:
     if not colon or not name or not path:
         raise ValueError(f"{what}: write file.py:{kind}.")
     if not file.is_file():
-        raise ValueError(
-            f"{what}: file {path} does not exist. Give a Python file, relative to {Path.cwd()} or in full."
-        )
+        found = "is a folder" if file.is_dir() else "does not exist"
+        raise ValueError(f"{what}: file {path} {found}. Give a Python file, relative to {Path.cwd()} or in full.")
     if file.suffix != ".py":
         raise ValueError(f"{what}: {path} cannot be imported: it must be a .py file.")
     return file, name
@@ -173,7 +172,8 @@ def _parse(file: Path, what: str) -> ast.Module:
     try:
         return ast.parse(file.read_bytes(), filename=str(file))
     except SyntaxError as error:
-        raise ValueError(f"{what}: {file}:{error.lineno} is not valid Python: {error.msg}.") from None
+        place = file if error.lineno is None else f"{file}:{error.lineno}"
+        raise ValueError(f"{what}: {place} is not valid Python: {error.msg}. Python files are text in UTF-8.") from None
     except (ValueError, OSError) as error:
         raise ValueError(f"{what}: {file} cannot be read: {describe(error)}.") from None
 
@@ -244,7 +244,7 @@ def _load_module(file: Path, what: str) -> Any:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's file: anything may come, with file and line
+    except BaseException as error:  # a user's file: anything may come, with file and line
         line = line_in(str(file), error)
         place = f"{file}:{line}" if line is not None else str(file)
         hint = f": {SCRIPT_HINT}" if isinstance(error, SystemExit) else ""

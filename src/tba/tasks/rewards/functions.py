@@ -17,7 +17,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -142,7 +142,7 @@ class RewardFunction:
         tried one by one. Values of samples that were compared with others would mean something else when it comes alone."""
         try:
             return self._values(prompt, columns, texts, completion_ids)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's code: told with file and line, counted
+        except BaseException as error:  # a user's code: told with file and line, counted
             self.out_of_memory |= isinstance(error, MemoryError)
             if isinstance(error, WrongNumber):
                 return [RewardBroken(f"{self.name} {self._where(error)}")] * len(texts)
@@ -204,7 +204,7 @@ class RewardFunction:
         if not takes_all:
             arguments = {name: value for name, value in arguments.items() if name in self._parameters}
         result = _awaited(self.function(**arguments))
-        if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
+        if isinstance(result, (str, bytes, Mapping, Set)) or not hasattr(result, "__iter__"):
             raise WrongNumber(f"returned a {type(result).__name__}: it must return a list, one number per completion")
         return list(result)
 

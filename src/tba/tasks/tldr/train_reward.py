@@ -28,8 +28,9 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.models.load import context_length, first_line, load_weights, resolve_device
+from tba.observe.files import check_new_folder
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, jsonl_rows, prompt_column, require_object, text_column
-from tba.tasks.tldr.reward_model import Pooling, RewardModel, Sequenced, make_sequence, pad_right
+from tba.tasks.tldr.reward_model import REWARD_FILE, Pooling, RewardModel, Sequenced, make_sequence, pad_right
 
 SequencedPair = tuple[Sequenced, Sequenced]
 """Chosen and rejected response, each with its prompt."""
@@ -66,6 +67,9 @@ def train_reward_model(
 ) -> dict[str, Any]:
     """Returns {"model": ..., "pairs": {...}, "accuracy": share of held-out pairs ranked as labelled, "loss": ..., ...}."""
     started = time.monotonic()
+    if not 0 < settings.learning_rate <= 1:
+        raise ValueError(f"learning_rate={settings.learning_rate} is not between 0 and 1: give one such as 1e-5.")
+    check_new_folder(output, may_hold=REWARD_FILE)
     train, measure = _split_pairs(pairs, held_out, settings)
     tokenizer, body = _load_base(base_path)
     torch.manual_seed(settings.seed)
