@@ -183,11 +183,8 @@ class TBAConfig(_Arguments):
 def _checked(name: str, value: Any) -> Any:
     """A value as it is meant: a mapping or a number may be given as text, as from a command line."""
     field = Config.model_fields.get(name)
-    is_section = (
-        name not in DEFAULTS
-        and isinstance(field and field.annotation, type)
-        and issubclass(field.annotation, BaseModel)
-    )
+    kind = None if field is None or name in DEFAULTS else field.annotation
+    is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
     if isinstance(value, str) and value.startswith("{"):
         with suppress(ValueError):  # a text may begin so too
             value = json.loads(value)
@@ -197,7 +194,7 @@ def _checked(name: str, value: Any) -> Any:
     is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
     if isinstance(value, str) and is_number and value != "auto":
         try:
-            return type(default)(value)
+            return int(value) if isinstance(default, int) else float(value)
         except ValueError:
             raise ConfigError(f"{name}={value!r} is no number: write one, such as {name}={default}.") from None
     return value

@@ -106,7 +106,7 @@ def read_status(run: Path) -> dict[str, Any]:
 
 def _whole_status(path: Path) -> dict[str, Any]:
     """Content of a status.json with what every run writes into it."""
-    needed = {"host": str, "pid": int, "pid_started": str | None, "step": int, "time": int | float, "roles": list}
+    needed = {"host": str, "pid": int, "pid_started": object, "step": int, "time": int | float, "roles": list}
     try:
         status = json.loads(path.read_text(encoding="utf-8"))
         if all(isinstance(status[name], kind) for name, kind in needed.items()):
