@@ -66,7 +66,7 @@ def test_a_run_closes_with_where_it_is_its_results_its_time_its_best_weights_and
     assert "final (step 4" in lines[1]
     row = next(line for line in lines if line.startswith("reward "))
     assert row.count("±") == 2 + (0 < summary["best"]["step"] < 4)
-    assert any(re.match(r"4 steps in \d+ s from the first to the last, \d+ s with loading", line) for line in lines)
+    assert any(re.match(r"4 steps in \d+ s of training, \d+ s with loading", line) for line in lines)
     assert f"best weights: tba evaluate {run}/checkpoints/best-step-{summary['best']['step']}" in printed.out
     assert lines[-1] == f"plot: {run}/evaluations.png"
     assert (run / "evaluations.png").read_bytes().startswith(b"\x89PNG")

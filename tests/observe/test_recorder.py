@@ -9,6 +9,7 @@ import pytest
 
 from tba.config import load_config
 from tba.observe import recorder as module
+from tba.observe.clock import TrainingClock
 from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder
 from tba.types import ResponseCounts
@@ -76,7 +77,8 @@ def clock(monkeypatch):
 
 def make(folder, *settings: str) -> Recorder:
     config = load_config(None, ["train.max_steps=60", "observe.progress=false", *settings])
-    return Recorder(config, folder, decode=lambda group: [], reward_weights={}, counts=ResponseCounts())
+    clock = TrainingClock(now=lambda: module.time.perf_counter())
+    return Recorder(config, folder, decode=lambda group: [], reward_weights={}, counts=ResponseCounts(), clock=clock)
 
 
 def steps(recorder: Recorder, clock, *seconds: float) -> None:
@@ -117,3 +119,73 @@ def test_a_run_that_is_far_from_done_is_told_once_how_long_it_takes(tmp_path, cl
     recorder.close()
     printed = capfd.readouterr().err
     assert printed.count("at this pace 60 steps take 30 min; the trainer is the bottleneck.") == int(told)
+
+
+def test_the_training_clock_stands_still_while_it_is_paused_and_never_goes_back():
+    now = [100.0]
+    clock = TrainingClock(now=lambda: now[0])
+    with clock.paused():  # the start model is evaluated
+        now[0] += 50.0
+    now[0] += 5.0
+    assert clock.seconds == 0.0
+    clock.start()
+    now[0] += 7.0
+    clock.start()  # it runs already
+    with clock.paused():
+        now[0] += 20.0
+    now[0] += 3.0
+    assert clock.seconds == 10.0
+    clock.go_on_from(4.0)  # a run that goes back to a checkpoint has used its ten seconds all the same
+    assert clock.seconds == 10.0
+    later = TrainingClock(now=lambda: now[0])
+    later.go_on_from(10.0)
+    now[0] += 1000.0  # the model loads
+    assert later.seconds == 10.0
+    later.start()
+    now[0] += 2.0
+    assert later.seconds == 12.0
+
+
+def test_a_run_by_seconds_is_over_when_they_are_used_and_goes_on_with_the_rest_after_a_resume(tmp_path, clock):
+    by_time = ("train.max_steps=null", "train.max_seconds=40")
+    recorder = make(RunFolder.create(tmp_path / "run", overwrite=False), *by_time)
+    assert recorder.seconds_left == 40.0, "known before the first step"
+    recorder.training_starts()
+    clock[0] += 50.0
+    assert not recorder.is_time_over, "there is time for one step"
+    recorder = make(RunFolder(tmp_path / "run"), *by_time)
+    steps(recorder, clock, 10.0, 6.0)
+    assert (recorder.seconds, recorder.progress, recorder.passed_tenth) == (16.0, 0.4, True)
+    clock[0] += 4.0
+    assert recorder.seconds_left == pytest.approx(20.0)
+
+    later = make(RunFolder(tmp_path / "run"), *by_time)
+    later.load_state(recorder.state())
+    assert (later.progress, later.seconds_left, later.pace) == (0.4, 24.0, 6.0)
+    later.training_starts()
+    clock[0] += 23.0
+    assert not later.is_time_over
+    clock[0] += 1.5  # it waits for a batch
+    assert later.is_time_over
+    later.time_is_over()
+    assert (later.seconds, later.progress, later.summary()["steps"]) == (40.5, 1.0, 2)
+    assert later.lacks_evaluation(2), "of the last step"
+    for each in (recorder, later):
+        each.close()
+
+
+def test_lines_of_the_steps_before_the_time_was_over_are_written(tmp_path, clock):
+    recorder = make(RunFolder.create(tmp_path / "run", overwrite=False), "train.max_seconds=40", "observe.log_every=5")
+    steps(recorder, clock, *[5.0] * 7)
+    clock[0] += 10.0
+    recorder.time_is_over()
+    assert [line["step"] for line in lines(recorder)] == [5, 7]
+    recorder.close()
+
+
+def test_a_run_by_seconds_is_told_how_many_steps_it_will_make(tmp_path, clock, capfd):
+    settings = ("observe.progress=true", "train.max_steps=null", "train.max_seconds=1800")
+    recorder = make(RunFolder.create(tmp_path / "run", overwrite=False), *settings)
+    steps(recorder, clock, *[43.0] * 8)  # 172 s after four steps, 1628 left: 37.9 more
+    recorder.close()
+    assert capfd.readouterr().err.count("at this pace 42 steps take 30 min; the trainer is the bottleneck.") == 1
