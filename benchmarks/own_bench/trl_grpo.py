@@ -96,7 +96,7 @@ def run_one(
     is trained `updates` times (TRL's num_iterations)."""
     output = output / f"{problem.name}-{setting_of(rate, updates)}-seed{seed}"
     shutil.rmtree(output, ignore_errors=True)
-    own = environment(threads=os.cpu_count()) if budgets else environment()
+    own = environment(threads=len(os.sched_getaffinity(0))) if budgets else environment()
     own["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT / "benchmarks"), own["PYTHONPATH"]])
     asked = [json.dumps([[budget.amount, budget.unit] for budget in budgets])]
     arguments = [str((folder / problem.name).resolve()), str(output), str(seed), str(problem.steps), rate, str(updates)]

@@ -1,10 +1,13 @@
 """What a run writes about itself stays small, however many steps it makes; its clock says how long it has taken, and how
 long its steps will still take."""
 
+import io
 import json
 import pickle
+import sys
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from tba.config import load_config
@@ -12,7 +15,7 @@ from tba.observe import recorder as module
 from tba.observe.clock import TrainingClock
 from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder
-from tba.types import ResponseCounts
+from tba.types import Completion, Prompt, ResponseCounts, Trajectory, TrajectoryGroup
 
 
 @pytest.fixture
@@ -119,6 +122,72 @@ def test_a_run_that_is_far_from_done_is_told_once_how_long_it_takes(tmp_path, cl
     recorder.close()
     printed = capfd.readouterr().err
     assert printed.count("at this pace 60 steps take 30 min; the trainer is the bottleneck.") == int(told)
+
+
+class Terminal(io.StringIO):
+    """What the panel is drawn on."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        # From step 2 on the trainer waited for 25 of every 30 s: 83%.
+        (
+            {"time/wait_for_batch": 25.0, "time/step": 5.0},
+            "generating is the bottleneck, the trainer waits 83% of its time",
+        ),
+        ({"time/wait_for_batch": 5.0, "time/step": 20.0, "time/second_update": 5.0}, "the trainer is the bottleneck."),
+    ],
+)
+@pytest.mark.parametrize("has_panel", [True, False])
+def test_what_takes_the_time_is_decided_from_measured_waits_and_shown_above_the_panel_too(
+    tmp_path, clock, monkeypatch, has_panel, times, words
+):
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Terminal() if has_panel else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    recorder = make(RunFolder.create(tmp_path / "run", overwrite=False), "observe.progress=true")
+    assert (recorder._progress._live is not None) == has_panel
+    for step in range(1, 9):
+        recorder.training_starts()
+        clock[0] += 30.0
+        recorder.step(step, {"reward": 0.5, **times})
+    recorder.close()
+    assert screen.getvalue().count(f"at this pace 60 steps take 30 min; {words}") == 1
+
+
+def rewarded(visit: int, *rewards: float) -> TrajectoryGroup:
+    """Responses of one token to a prompt of their own."""
+    one = np.zeros(1, np.float32)
+    given = {"token_ids": np.array([5], np.int32), "behaviour_log_probs": one, "policy_log_probs": one}
+    completions = [
+        Completion(prompt_id=f"p{visit}", sample_index=i, version_spans=((0, 0),), finish="stop", **given)
+        for i in range(len(rewards))
+    ]
+    trajectories = [
+        Trajectory(completion=c, rewards={"r": reward}, log_ref=one, reference_version=0, loss_mask=one > -1)
+        for c, reward in zip(completions, rewards)
+    ]
+    prompt = Prompt(id=f"p{visit}", text="about", token_ids=np.array([3], np.int32))
+    return TrajectoryGroup(id=f"g{visit}", prompt=prompt, trajectories=trajectories)
+
+
+def test_while_a_run_goes_on_it_says_that_nothing_was_rewarded_until_rewards_differ(tmp_path):
+    config = load_config(None, ["train.max_steps=60", "observe.progress=false"])
+    folder = RunFolder.create(tmp_path / "run", overwrite=False)
+    weights, counts = {"r": 1.0}, ResponseCounts()
+    recorder = Recorder(config, folder, decode=lambda group: [""] * 16, reward_weights=weights, counts=counts)
+    found = []
+    for visit in range(1, 6):
+        recorder.group_received(0, rewarded(visit, *[0.0] * 15, float(visit == 5)))
+        recorder.step(visit, {"reward": 0.0})
+        found.append(dict(recorder._progress._rows()).get("warning"))
+    words = "so far no response was rewarded: 64 responses, all 0.0"
+    assert found == [None, None, None, words, None], "of the first few it cannot be said"
+    recorder.close()
 
 
 def test_the_training_clock_stands_still_while_it_is_paused_and_never_goes_back():
