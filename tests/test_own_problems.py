@@ -376,7 +376,15 @@ def test_trl_saves_at_the_end_of_the_first_step_that_uses_a_budget_up_and_saving
 
 def test_the_table_by_seconds_compares_with_trls_best_rate_and_counts():
     def line(problem, setting, final, budget="60 s"):
-        own = {"problem": problem, "setting": setting, "final": final, "budget": budget, "model": "m", "steps": 4}
+        own = {
+            "problem": problem,
+            "setting": setting,
+            "final": final,
+            "budget": budget,
+            "model": "m",
+            "steps": 4,
+            "seconds": 62.0,
+        }
         return own | {"metric": "reward@4", "start": 0.1, "final_scores": {"reward@4_standard_error": 0.03}}
 
     lines = [line("far", "defaults", final) for final in (0.5, 0.7)]  # .6, standard error .1
@@ -385,7 +393,10 @@ def test_the_table_by_seconds_compares_with_trls_best_rate_and_counts():
     lines += [line("near", "defaults", 0.50), line("near", "trl_1e-4", 0.54)]  # of one seed: .03 each, so .042
     lines += [line("low", "defaults", 0.50), line("low", "trl_3e-4", 0.55), line("low", "defaults", 0.9, "600 s")]
     rows = budgets.budget_tables(lines)
-    assert rows[2] == "| far | reward@4 | 0.100 | 0.600 ± 0.100 | 2 | 4 | 0.450 ± 0.050 | 2 | 4 | 1e-4 | ahead |"
+    assert (
+        rows[2]
+        == "| far | reward@4 | 0.100 | 0.600 ± 0.100 | 2 | 4 in 62 s | 0.450 ± 0.050 | 2 | 4 in 62 s | 1e-4 | ahead |"
+    )
     assert [row.split(" | ")[-1] for row in rows[3:5]] == ["behind |", "level |"]
     assert rows[5] == "60 s, defaults: 1 ahead, 1 level, 1 behind of 3 (by one standard error)"
     assert rows[-1].endswith("| - | - | - | - | - |"), "nothing to compare with"

@@ -121,7 +121,8 @@ def _table(
 def _cells(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     if not lines:
         return ["-", "-", "-"]
-    return [str(Score.of(lines)), str(len(lines)), f"{statistics.fmean(line['steps'] for line in lines):.0f}"]
+    steps, seconds = (statistics.fmean(line[name] for line in lines) for name in ("steps", "seconds"))
+    return [str(Score.of(lines)), str(len(lines)), f"{steps:.0f} in {seconds:.0f} s"]
 
 
 def _order(label: str) -> tuple[str, float]:

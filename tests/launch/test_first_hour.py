@@ -36,7 +36,8 @@ def test_ctrl_c_in_a_terminal_says_where_the_run_stopped_what_was_saved_and_how_
     assert f"Saved: {run}/checkpoints/step-{step}." in screen
     assert "│" not in screen, "nothing is left of the table"
     assert re.search(r"waits for the first batch: \d of 4 prompts", terminal.written), "before the first step"
-    assert not re.search(r"reward +│ +0\.000", terminal.written.partition("step 1 of")[0]), "nothing was measured yet"
+    before = re.split(r"step [1-9]\d* of", terminal.written)[0]  # a busy machine may never show step 1
+    assert not re.search(r"reward +│ +0\.000", before), "nothing was measured yet"
 
     go_on = shlex.split(re.search(r"Go on: tba (.*)", screen)[1])
     with Terminal([sys.executable, "-m", "tba", *go_on]) as terminal:
