@@ -6,6 +6,9 @@
         --settings defaults reuse1=replay.max_trained_per_generated=1,replay.on_policy_probability=1
     python benchmarks/own_problems.py trl [NAMES] --rates default 1e-5 1e-4 1e-3 --iterations 1 2 --seeds 0 \\
         --out runs/own_problems.jsonl
+    python benchmarks/own_problems.py run real_tuning real_reported --seconds 60 180 600 --seeds 0 1 2 --out runs/real.jsonl
+    python benchmarks/own_problems.py trl real_tuning real_reported --seconds 60 180 600 --seeds 0 1 2 \\
+        --rates 1e-5 3e-5 1e-4 3e-4 1e-3 --out runs/real.jsonl
     python benchmarks/own_problems.py table runs/own_problems.jsonl
 
 NAMES are problems or the parts `tuning`, `reported`, `real_tuning` and `real_reported` (nothing = the thirteen of the first
@@ -13,7 +16,9 @@ two; the start models of the others are fetched). Settings are chosen on the tun
 part was fixed before the first RL run on it, but for `sparse`. Data is made on the spot and kept: `make` skips what is
 there. The start models of eight problems come with the bench (`ship` writes them); the others are
 trained on the spot and differ from one kind of CPU to another. A setting changes what concerns learning; what a problem
-needs to be run at all stands in its problem.json.
+needs to be run at all stands in its problem.json. With --seconds or --steps runs are compared at equal wall clock, or after
+equally many steps: each uses the cores as it would for its user, so nothing else may run beside it (--jobs 1), and the
+trained model is evaluated afterwards.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from typing import Any
 
 import psutil
 from own_bench import added, real, reported, tuning
+from own_bench.budgets import budgets_of
 from own_bench.problem import CannotFetch, Problem, make_problem, ship_model
 from own_bench.runs import parse_setting, read_lines, run_all, runs_to_do, table_of
 from own_bench.trl_grpo import run_trl
@@ -86,7 +92,8 @@ def show_list(arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace) -> None:
     settings = dict(map(parse_setting, arguments.settings))
     problems = [problem for problem, _ in made(chosen(arguments.names), arguments.folder)]
-    todo = list(runs_to_do(problems, settings, arguments.seeds, read_lines(arguments.out)))
+    budgets = budgets_of(arguments.seconds, arguments.steps)
+    todo = list(runs_to_do(problems, settings, arguments.seeds, read_lines(arguments.out), budgets))
     print(f"{len(todo)} runs to do, {arguments.jobs} at a time", flush=True)
     failed = run_all(todo, folder=arguments.folder, out=arguments.out, jobs=arguments.jobs)
     print("\n".join(table_of(read_lines(arguments.out))))
@@ -101,6 +108,7 @@ def trl(arguments: argparse.Namespace) -> None:
         arguments.rates,
         arguments.seeds,
         iterations=arguments.iterations,
+        budgets=budgets_of(arguments.seconds, arguments.steps),
         folder=arguments.folder,
         out=arguments.out,
         jobs=arguments.jobs,
@@ -133,6 +141,10 @@ def main() -> None:
             command.add_argument(
                 "--jobs", type=int, default=1, help="runs at a time; one of tba's keeps two cores busy"
             )
+            command.add_argument(
+                "--seconds", type=float, nargs="+", default=[], help="seconds of training, a run for each; TRL: one run"
+            )
+            command.add_argument("--steps", type=int, nargs="+", default=[], help="optimizer steps, likewise")
             command.add_argument("--out", type=Path, required=True, help="JSONL; runs that have a line are skipped")
         if name == "run":
             command.add_argument("--settings", nargs="+", default=["defaults"], metavar="NAME[=key=value,...]")

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from own_bench import added, real, reported, runs, tuning  # noqa: E402
+from own_bench import added, budgets, real, reported, runs, trl_grpo, tuning  # noqa: E402
 from own_bench import problem as bench  # noqa: E402
 from own_bench.problem import Row, demonstrations, fingerprint, prompt_text, splits  # noqa: E402
 
@@ -288,7 +288,10 @@ def test_runs_with_a_line_are_skipped_and_a_changed_setting_or_problem_is_refuse
     line = {"problem": "word_sums", "setting": "sync", "seed": 0, "overrides": ["mode=sync"]}
     lines = [line | {"fingerprint": fingerprint(problems[0])}]
     todo = [run.key for run in runs.runs_to_do(problems, settings, [0], lines)]
-    assert todo == [("word_sums", "defaults", 0), ("sort_digits", "defaults", 0), ("sort_digits", "sync", 0)]
+    assert todo == [
+        (*key, None)
+        for key in (("word_sums", "defaults", 0), ("sort_digits", "defaults", 0), ("sort_digits", "sync", 0))
+    ]
     with pytest.raises(SystemExit, match="give the new one another name"):
         list(runs.runs_to_do(problems, {"sync": ("mode=async",)}, [0], lines))
     with pytest.raises(SystemExit, match="word_sums has changed since its runs"):
@@ -331,6 +334,73 @@ def test_the_table_has_means_and_standard_errors():
     rows = runs.table_of([line | {"final": 0.5}, line | {"final": 0.7, "collapse": {"step": 3}}])
     # standard deviation .2 / sqrt 2 = .1414, by sqrt 2 again .1
     assert rows[-1] == "| p | 0123456 | s | 2 | avg@4 | 0.250 | 0.600 ± 0.100 | - | 1 | 10 | 100 | 2.0 |"
+
+
+def test_runs_with_a_budget_end_by_it_and_leave_evaluating_for_later(tmp_path):
+    (problem,) = (problem for problem in real.PROBLEMS if problem.name == "three_words")
+    asked = budgets.budgets_of([60.0, 180.0], [30])
+    lines = [{"problem": "three_words", "setting": "s", "seed": 0, "overrides": [], "budget": "60 s"}]
+    lines[0]["fingerprint"] = fingerprint(problem)
+    todo = list(runs.runs_to_do([problem], {"s": ()}, [0], lines, asked))
+    assert [run.key[3] for run in todo] == ["180 s", "30 steps"]
+    given = [dict(word.partition("=")[::2] for word in run.command(tmp_path, tmp_path / "out")[4:]) for run in todo]
+    limits = [(own["train.max_steps"], own.get("train.max_seconds")) for own in given]
+    assert limits == [("null", "180"), ("30", None)]
+    assert {(own["evaluate.every"], own["evaluate.num_prompts"]) for own in given} == {("0", "1")}
+    own = runs.evaluation(problem, tmp_path / "model", tmp_path, seed=3)
+    assert {"evaluate.num_prompts=50", "evaluate.samples_per_prompt=4", "seed=3"} <= set(own)
+
+
+def test_trl_saves_at_the_end_of_the_first_step_that_uses_a_budget_up_and_saving_takes_no_time(tmp_path):
+    now, saved = [100.0], []
+
+    def save(path):
+        now[0] += 5.0
+        saved.append(path.name)
+
+    saving = trl_grpo.SaveAtBudgets(budgets.budgets_of([60, 180], [2]), save, tmp_path, clock=lambda: now[0])
+    now[0] += 50.0  # the model loads
+    saving.begins()
+    ends = []
+    for step in range(1, 6):
+        now[0] += 40.0
+        ends.append(saving.step_ends(step))
+    # 80 s after two steps, which uses up 60 s and 2 steps; 200 s after five: the ten seconds of saving are left out
+    assert ends == [False, False, False, False, True]
+    assert saved == ["model-60-s", "model-2-steps", "model-180-s"]
+    lines = runs.read_lines(tmp_path / trl_grpo.SAVED)
+    assert [(line["budget"], line["seconds"], line["steps"]) for line in lines] == [
+        *(("60 s", 80.0, 2), ("2 steps", 80.0, 2), ("180 s", 200.0, 5)),
+    ]
+
+
+def test_the_table_by_seconds_compares_with_trls_best_rate_and_counts():
+    def line(problem, setting, final, budget="60 s"):
+        own = {
+            "problem": problem,
+            "setting": setting,
+            "final": final,
+            "budget": budget,
+            "model": "m",
+            "steps": 4,
+            "seconds": 62.0,
+        }
+        return own | {"metric": "reward@4", "start": 0.1, "final_scores": {"reward@4_standard_error": 0.03}}
+
+    lines = [line("far", "defaults", final) for final in (0.5, 0.7)]  # .6, standard error .1
+    lines += [line("far", "trl_1e-4", final) for final in (0.4, 0.5)]  # .45 and .05: .15 more, error .112
+    lines += [line("far", "trl_1e-3", 0.2)]
+    lines += [line("near", "defaults", 0.50), line("near", "trl_1e-4", 0.54)]  # of one seed: .03 each, so .042
+    lines += [line("low", "defaults", 0.50), line("low", "trl_3e-4", 0.55), line("low", "defaults", 0.9, "600 s")]
+    rows = budgets.budget_tables(lines)
+    assert (
+        rows[2]
+        == "| far | reward@4 | 0.100 | 0.600 ± 0.100 | 2 | 4 in 62 s | 0.450 ± 0.050 | 2 | 4 in 62 s | 1e-4 | ahead |"
+    )
+    assert [row.split(" | ")[-1] for row in rows[3:5]] == ["behind |", "level |"]
+    assert rows[5] == "60 s, defaults: 1 ahead, 1 level, 1 behind of 3 (by one standard error)"
+    assert rows[-1].endswith("| - | - | - | - | - |"), "nothing to compare with"
+    assert runs.table_of(lines) == rows
 
 
 def test_runs_from_two_start_models_are_not_averaged():

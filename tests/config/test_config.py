@@ -152,23 +152,57 @@ def test_a_mapping_may_take_over_another_one_and_change_it():
 
 def test_linear_schedule_by_hand():
     schedule = Schedule(kind="linear", start=1.0, end=0.0, steps=4)
-    assert [schedule.at(step, max_steps=100) for step in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert [schedule.at(step, progress=step / 100) for step in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+
+
+def test_a_schedule_over_the_run_follows_its_progress_by_hand():
+    line = Schedule(kind="linear", start=1.0, end=0.0)
+    assert [line.at(step, progress=done) for step, done in ((0, 0.0), (3, 0.25), (5, 0.9))] == pytest.approx(
+        [1, 0.75, 0.1]
+    )
+    # Warm-up of 2 steps; at step 4 half of the run is done, so a step is an eighth of it: (.5 - .25) / (1 - .25) = 1/3.
+    warm = Schedule(kind="linear", start=3.0, end=0.0, warmup_steps=2)
+    assert [warm.at(step, progress=done) for step, done in ((0, 0.0), (1, 0.1), (4, 0.5))] == pytest.approx(
+        [1.5, 3.0, 2.0]
+    )
+    # The last fifth falls; decay_steps=2 are a quarter of the run where a step is an eighth.
+    wsd = Schedule(kind="wsd", start=1.0, end=0.0)
+    assert [wsd.at(8, progress=done) for done in (0.8, 0.9, 1.0)] == pytest.approx([1.0, 0.5, 0.0])
+    assert Schedule(kind="wsd", start=1.0, end=0.0, decay_steps=2).at(7, progress=7 / 8) == pytest.approx(0.5)
+
+
+def test_a_run_has_as_many_steps_as_were_given_or_200_or_with_seconds_as_many_as_there_is_time_for():
+    def limits(*overrides):
+        train = load_config(None, list(overrides)).train
+        return train.max_steps, train.max_seconds
+
+    assert limits() == (200, None)
+    assert limits("train.max_seconds=90") == (None, 90.0)
+    assert limits("train.max_seconds=90", "train.max_steps=5") == (5, 90.0)
+    config = load_config(None, ["train.max_seconds=90", "train.max_steps=5"])
+    assert [config.progress_at(*done) for done in ((1, 9.0), (1, 45.0), (4, 45.0), (5, 1.0), (1, 95.0))] == [
+        *(0.2, 0.5, 0.8, 1.0, 1.0),
+    ]
+    with pytest.raises(ConfigError, match=r"train\.max_seconds"):
+        load_config(None, ["train.max_seconds=0"])
 
 
 def test_cosine_schedule_by_hand():
     schedule = Schedule(kind="cosine", start=2.0, end=0.0, steps=2)
-    assert [schedule.at(step, max_steps=9) for step in range(3)] == pytest.approx([2.0, 1.0, 0.0])
+    assert [schedule.at(step, progress=step / 9) for step in range(3)] == pytest.approx([2.0, 1.0, 0.0])
 
 
 def test_warm_up_stable_decay_by_hand():
     schedule = Schedule(kind="wsd", start=1.0, end=0.0, steps=10, warmup_steps=2, decay_steps=2)
-    values = [schedule.at(step, max_steps=10) for step in range(11)]
+    values = [schedule.at(step, progress=step / 10) for step in range(11)]
     assert values == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5, 0])
 
 
 def test_a_schedule_that_jumps_to_its_end_by_hand():
     schedule = Schedule(kind="linear", start=1.0, end=0.2, steps=8, end_from_step=3)
-    assert [schedule.at(step, max_steps=100) for step in range(6)] == pytest.approx([1.0, 0.9, 0.8, 0.2, 0.2, 0.2])
+    assert [schedule.at(step, progress=step / 100) for step in range(6)] == pytest.approx(
+        [1.0, 0.9, 0.8, 0.2, 0.2, 0.2]
+    )
     with pytest.raises(ValueError, match="end_from_step=3 needs a schedule with an `end`"):
         Schedule(kind="linear", start=1.0, end_from_step=3)
     with pytest.raises(ValueError, match="must not lie in the warm-up of 5 steps"):
@@ -178,7 +212,9 @@ def test_a_schedule_that_jumps_to_its_end_by_hand():
 def test_a_reciprocal_schedule_is_linear_in_1_over_its_value():
     # 1 / value from 1 to 5 in 4 steps: 1, 2, 3, 4, 5
     schedule = Schedule(kind="reciprocal", start=1.0, end=0.2, steps=4)
-    assert [schedule.at(step, max_steps=100) for step in (0, 1, 2, 4, 50)] == pytest.approx([1, 1 / 2, 1 / 3, 0.2, 0.2])
+    assert [schedule.at(step, progress=step / 100) for step in (0, 1, 2, 4, 50)] == pytest.approx(
+        [1, 1 / 2, 1 / 3, 0.2, 0.2]
+    )
     with pytest.raises(ValueError, match="reciprocal schedule needs start and end above 0"):
         Schedule(kind="reciprocal", start=1.0)
 

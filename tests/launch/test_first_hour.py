@@ -36,7 +36,8 @@ def test_ctrl_c_in_a_terminal_says_where_the_run_stopped_what_was_saved_and_how_
     assert f"Saved: {run}/checkpoints/step-{step}." in screen
     assert "│" not in screen, "nothing is left of the table"
     assert re.search(r"waits for the first batch: \d of 4 prompts", terminal.written), "before the first step"
-    assert not re.search(r"reward +│ +0\.000", terminal.written.partition("step 1 of")[0]), "nothing was measured yet"
+    before = re.split(r"step [1-9]\d* of", terminal.written)[0]  # a busy machine may never show step 1
+    assert not re.search(r"reward +│ +0\.000", before), "nothing was measured yet"
 
     go_on = shlex.split(re.search(r"Go on: tba (.*)", screen)[1])
     with Terminal([sys.executable, "-m", "tba", *go_on]) as terminal:
@@ -66,7 +67,7 @@ def test_a_run_closes_with_where_it_is_its_results_its_time_its_best_weights_and
     assert "final (step 4" in lines[1]
     row = next(line for line in lines if line.startswith("reward "))
     assert row.count("±") == 2 + (0 < summary["best"]["step"] < 4)
-    assert any(re.match(r"4 steps in \d+ s from the first to the last, \d+ s with loading", line) for line in lines)
+    assert any(re.match(r"4 steps in \d+ s of training, \d+ s with loading", line) for line in lines)
     assert f"best weights: tba evaluate {run}/checkpoints/best-step-{summary['best']['step']}" in printed.out
     assert lines[-1] == f"plot: {run}/evaluations.png"
     assert (run / "evaluations.png").read_bytes().startswith(b"\x89PNG")

@@ -87,6 +87,10 @@ def test_the_time_left_is_by_the_pace_so_far(tmp_path):
     found = read_status(tmp_path)
     # 2 s a step, 48 to come
     assert (found["max_steps"], found["reward"], found["seconds_left"]) == (60, 0.12, 96.0)
+    folder.config.write_text("train: {max_seconds: 60}")  # 24 s are over
+    found = read_status(tmp_path)
+    assert (found["max_steps"], found["seconds_left"]) == (None, 36.0)
+    assert describe(status(max_steps=None)).startswith("at step 7 (process 1 on here)")
 
 
 def test_a_clock_that_is_set_changes_no_age_and_ends_no_run(tmp_path, monkeypatch):

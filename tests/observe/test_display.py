@@ -152,7 +152,7 @@ def test_durations_are_as_a_person_says_them(seconds, words):
 )
 def test_a_run_that_is_far_from_done_is_told_how_long_it_takes_and_what_takes_the_time(settings, waited, words):
     config = load_config(None, ["train.max_steps=60", *settings])
-    assert f"at this pace {words}" in pace_words(config, seconds=2580.0, waited=waited)
+    assert f"at this pace {words}" in pace_words(config, steps=60, seconds=2580.0, waited=waited)
 
 
 def shown_by(progress: Progress) -> str:

@@ -273,8 +273,12 @@ def test_the_paper_config_has_the_paper_settings():
     config = load_config(REPOSITORY / "configs" / "gsm8k.yaml")
     assert (config.train.prompts_per_step, config.train.samples_per_prompt) == (7, 20)
     assert config.samples_generated_per_prompt == 24
-    assert [config.beta_at(step) for step in (0, 250, 500, 699)] == pytest.approx([0.014, 0.009, 0.004, 0.004])
-    assert [config.learning_rate_at(step) for step in (0, 49, 400, 600)] == pytest.approx([4e-8, 2e-6, 2e-6, 1.5e-6])
+    assert [config.beta_at(step, config.progress_at(step)) for step in (0, 250, 500, 699)] == pytest.approx(
+        [0.014, 0.009, 0.004, 0.004]
+    )
+    assert [config.learning_rate_at(step, config.progress_at(step)) for step in (0, 49, 400, 600)] == pytest.approx(
+        [4e-8, 2e-6, 2e-6, 1.5e-6]
+    )
 
 
 def test_the_one_gpu_config_asks_for_a_model():

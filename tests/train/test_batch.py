@@ -26,7 +26,7 @@ def config(**objective):
 
 def test_without_schedules_nothing_changes():
     batch = ragged_batch()
-    shaped, beta = shape_target(batch, config(), 3, beta=0.1)
+    shaped, beta = shape_target(batch, config(), 3, 0.0, beta=0.1)
     assert shaped is batch
     assert beta == 0.1
 
@@ -37,7 +37,7 @@ def test_the_log_target_is_w_log_ref_plus_r_over_beta_all_over_tau():
         "reference_weight": {"kind": "linear", "start": 1.0, "end": 0.5, "steps": 4},
         "target_temperature": {"kind": "linear", "start": 2.0, "end": 1.0, "steps": 4},
     }
-    shaped, beta = shape_target(batch, config(**objective), 2, beta=0.1)  # half-way: w = 0.75, tau = 1.5
+    shaped, beta = shape_target(batch, config(**objective), 2, 0.5, beta=0.1)  # half-way: w = 0.75, tau = 1.5
     log_pi = torch.zeros(batch.shape)
     found = log_z_estimates(log_pi, shaped.sum_per_response(shaped.log_ref_N), shaped.reward_PK, beta=beta)
     wanted = (0.75 * batch.sum_per_response(batch.log_ref_N) + batch.reward_PK / 0.1) / 1.5
@@ -46,10 +46,10 @@ def test_the_log_target_is_w_log_ref_plus_r_over_beta_all_over_tau():
 
 
 def test_a_target_is_plain_where_neither_weight_nor_temperature_shapes_it():
-    assert config().has_plain_target_at(0)
-    assert not config(reference_weight=0.5).has_plain_target_at(0)
+    assert config().has_plain_target_at(0, 0.0)
+    assert not config(reference_weight=0.5).has_plain_target_at(0, 0.0)
     cooling = config(target_temperature={"kind": "linear", "start": 2.0, "end": 1.0, "steps": 4})
-    assert [cooling.has_plain_target_at(step) for step in (0, 3, 4)] == [False, False, True]
+    assert [cooling.has_plain_target_at(step, 0.0) for step in (0, 3, 4)] == [False, False, True]
 
 
 def test_an_objective_without_a_target_refuses_to_have_it_shaped():

@@ -78,8 +78,22 @@ def test_training_goes_on_while_a_checkpoint_is_being_written(checkpoints):
 def test_evaluations_are_due_every_tenth_of_a_run_unless_told_otherwise():
     def due(*overrides):
         config = load_config(None, ["train.max_steps=50", *overrides])
-        return [step for step in range(1, 51) if config.evaluation_due(step)]
+        return [
+            step
+            for step in range(1, 51)
+            if config.evaluation_due(step, progress=config.progress_at(step), before=config.progress_at(step - 1))
+        ]
 
     assert due() == list(range(5, 51, 5))
     assert due("evaluate.every=20") == [20, 40, 50]
     assert due("evaluate.every=0") == [50]
+
+
+def test_evaluations_of_a_run_by_seconds_are_due_whenever_a_tenth_of_it_has_passed():
+    config = load_config(None, ["train.max_seconds=60"])
+    ends = [0.0, 5.0, 7.0, 11.0, 26.0, 29.9, 59.0, 61.0]  # of the steps; tenths end at 6, 12, 18, 24, 30 ... 60 s
+    progress = [config.progress_at(step, seconds) for step, seconds in enumerate(ends)]
+    due = [
+        step for step in range(1, 8) if config.evaluation_due(step, progress=progress[step], before=progress[step - 1])
+    ]
+    assert due == [2, 4, 6, 7]

@@ -50,6 +50,7 @@ def run(health: Health, metrics: dict[str, float], first: int, last: int) -> Non
     for step in range(first, last + 1):
         if every is not None and step % every == 0:
             health.checkpoints.save(step)
+        health.recorder.step_done(step)
         health.step(step, metrics)
         health.save_if_due(step)
 
@@ -67,9 +68,31 @@ def test_only_the_newest_healthy_checkpoint_stays_once_it_is_proven(make_health)
     assert saved(health) == ["healthy-step-40"]
 
 
+def healthy_steps(health: Health, last: int, tick=lambda: None) -> list[int]:
+    """Steps at which a healthy checkpoint is saved."""
+    found = []
+    for step in range(1, last + 1):
+        tick()
+        run(health, WELL, step, step)
+        found += [step] * (step in health._saved)
+    return found
+
+
 def test_by_default_a_healthy_checkpoint_comes_every_tenth_of_the_run(make_health):
-    assert make_health().every == 100
-    assert make_health("train.max_steps=50").every == 20
+    assert healthy_steps(make_health(), 220) == [100, 200]
+    assert healthy_steps(make_health("train.max_steps=50"), 50) == [20, 40]
+
+
+def test_of_a_run_by_seconds_it_comes_with_tenths_of_them_that_are_at_least_twenty_steps_apart(make_health):
+    health, now = make_health("train.max_steps=null", "train.max_seconds=100"), [0.0]
+    health.recorder.clock.now = lambda: now[0]
+    health.recorder.training_starts()
+
+    def tick() -> None:
+        now[0] += 0.6
+
+    # Tenths are over with steps 17 (10.2 s), 34, 50 and 67; 17 is too early, and 50 too soon after 34.
+    assert healthy_steps(health, 70, tick) == [34, 67]
 
 
 def test_one_saved_when_the_collapse_had_begun_does_not_count(make_health):

@@ -20,20 +20,20 @@ def beta_of(*overrides: str) -> Beta:
 
 def test_beta_falls_where_the_distance_to_the_reference_would_cost_more_than_a_twentieth_of_a_reward():
     beta = beta_of("generate.max_new_tokens=64")
-    assert beta.at(0) == 0.01
+    assert beta.at(0, 0) == 0.01
     for _ in range(200):
         beta.follow({"kl": 5.0})
-    assert beta.at(1) == 0.01  # .01 x 5 nats = .05
+    assert beta.at(1, 0.01) == 0.01  # .01 x 5 nats = .05
     beta.follow({"kl": 13.0})  # the mean over some 8 steps: 5 + 8 / 8 = 6 nats
-    assert beta.at(2) == pytest.approx(0.05 / 6)
+    assert beta.at(2, 0.02) == pytest.approx(0.05 / 6)
     for _ in range(200):
         beta.follow({"kl": 40.0})
-    assert beta.at(3) == pytest.approx(0.05 / 40)
+    assert beta.at(3, 0.03) == pytest.approx(0.05 / 40)
     beta.follow({"kl": math.nan})  # a step of empty batches
     beta.follow({})
-    assert beta.at(4) == pytest.approx(0.05 / 40)
+    assert beta.at(4, 0.04) == pytest.approx(0.05 / 40)
     beta.begin_anew()  # the reference is the policy itself now
-    assert beta.at(5) == 0.01
+    assert beta.at(5, 0.05) == 0.01
 
 
 def test_a_beta_that_is_given_stays_as_it_is_and_may_be_bounded_too():
@@ -48,7 +48,7 @@ def test_a_beta_that_is_given_stays_as_it_is_and_may_be_bounded_too():
         beta = beta_of(*settings)
         for _ in range(300):
             beta.follow(far)
-        assert beta.at(50) == pytest.approx(expected), settings
+        assert beta.at(50, 0.5) == pytest.approx(expected), settings
 
 
 def test_the_distance_is_part_of_a_checkpoint():
@@ -56,7 +56,7 @@ def test_the_distance_is_part_of_a_checkpoint():
     for _ in range(20):
         beta.follow({"kl": 30.0})
     again.load_state(beta.state())
-    assert again.at(20) == beta.at(20) < 0.01
+    assert again.at(20, 0.2) == beta.at(20, 0.2) < 0.01
 
 
 class Published:

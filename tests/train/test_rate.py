@@ -22,17 +22,38 @@ def rate_of(*overrides: str) -> LearningRate:
     return LearningRate(with_objective_defaults(load_config(None, settings)))
 
 
+def at(rate: LearningRate, step: int) -> float:
+    return rate.at(step, rate.config.progress_at(step))
+
+
+def measures(rate: LearningRate, step: int) -> bool:
+    return rate.measures(step, rate.config.progress_at(step))
+
+
+def follow(rate: LearningRate, step: int, metrics: dict[str, float]) -> None:
+    rate.follow(step, metrics, rate.config.progress_at(step))
+
+
 def test_a_given_schedule_is_used_as_it_is():
     rate = rate_of("train.learning_rate=3e-4")
-    assert [rate.at(step) for step in (0, 100, 199)] == [3e-4] * 3
-    assert not rate.measures(0)
+    assert [at(rate, step) for step in (0, 100, 199)] == [3e-4] * 3
+    assert not measures(rate, 0)
 
 
 def test_auto_begins_at_a_tenth_of_the_guess_and_falls_to_zero_over_the_second_half():
     rate = rate_of()
     # settle .5 of 200 steps: from step 100 on (200 - step) / 100
-    assert [rate.at(step) for step in (0, 100, 150, 199)] == pytest.approx([1e-5, 1e-5, 5e-6, 1e-7])
-    assert rate_of("train.settle=0").at(199) == pytest.approx(1e-5)
+    assert [at(rate, step) for step in (0, 100, 150, 199)] == pytest.approx([1e-5, 1e-5, 5e-6, 1e-7])
+    assert at(rate_of("train.settle=0"), 199) == pytest.approx(1e-5)
+
+
+def test_the_rate_of_a_run_by_seconds_falls_with_the_time():
+    rate = rate_of("train.max_steps=null", "train.max_seconds=60")
+    seconds = (0, 30, 45, 60)
+    assert [rate.at(7, rate.config.progress_at(7, used)) for used in seconds] == pytest.approx([1e-5, 1e-5, 5e-6, 0.0])
+    # both limits: the nearer one, 150 of 200 steps rather than 10 of 60 seconds
+    both = rate_of("train.max_seconds=60")
+    assert both.at(150, both.config.progress_at(150, 10.0)) == pytest.approx(5e-6)
 
 
 @pytest.mark.parametrize("wrong_by", [0.1, 1.0, 10.0])
@@ -41,48 +62,50 @@ def test_a_wrong_guess_is_mended_within_fifty_steps(wrong_by):
     rate = rate_of(f"train.first_learning_rate={wrong_by * 1e-4}")
     highest = 0.0
     for step in range(50):
-        used = rate.at(step)
+        used = at(rate, step)
         highest = max(highest, used)
-        rate.follow(step, {"movement": 0.1 * used / 1e-4})
-    assert rate.at(50) == pytest.approx(1e-4, rel=0.1)
+        follow(rate, step, {"movement": 0.1 * used / 1e-4})
+    assert at(rate, 50) == pytest.approx(1e-4, rel=0.1)
     assert highest < 2e-4  # and no harm is done on the way
 
 
 def test_where_nothing_moves_the_rate_stays_within_bounds():
     rate = rate_of()
     for step in range(90):
-        rate.follow(step, {"movement": 0.0})
+        follow(rate, step, {"movement": 0.0})
     assert rate.rate == pytest.approx(30 * 1e-4)
 
 
 def test_a_rate_that_is_found_rises_slowly_and_falls_as_fast_as_before():
     rate = rate_of("train.max_steps=2000")
     for step in range(40):
-        rate.follow(step, {"movement": 0.1 * rate.at(step) / 1e-4})
+        follow(rate, step, {"movement": 0.1 * at(rate, step) / 1e-4})
     found = rate.rate
     for step in range(40, 80, 4):  # measured after every fourth step; gradients have become a tenth
-        rate.follow(step, {"movement": 0.01 * rate.at(step) / 1e-4})
+        follow(rate, step, {"movement": 0.01 * at(rate, step) / 1e-4})
     assert rate.rate == pytest.approx(found * 1.02**10)
-    rate.follow(80, {"movement": 10.0})  # one that goes a hundred times too far: (.1 / 10) ** .3 = .25, a third at most
+    follow(
+        rate, 80, {"movement": 10.0}
+    )  # one that goes a hundred times too far: (.1 / 10) ** .3 = .25, a third at most
     assert rate.rate == pytest.approx(found * 1.02**10 * 0.67)
 
 
 def test_a_rate_that_was_sent_down_comes_back_fast_up_to_where_it_was():
     rate = rate_of("train.max_steps=2000")
     for step in range(40):
-        rate.follow(step, {"movement": 0.1 * rate.at(step) / 1e-4})
+        follow(rate, step, {"movement": 0.1 * at(rate, step) / 1e-4})
     highest = rate.found
     for step in range(40, 80, 4):  # 5 nats from the data: sqrt(.2 / 5) ** .3 = .62, a third less at most
-        rate.follow(step, {"movement": 0.1, "off_policy/kl": 5.0})
+        follow(rate, step, {"movement": 0.1, "off_policy/kl": 5.0})
     low = rate.rate
     assert low < highest / 4
     for step in range(80, 200):  # near the data again
-        rate.follow(step, {"off_policy/kl": 0.0})
-    rate.follow(200, {"movement": 1e-3})  # (.1 / .001) ** .3 = 4: a quarter more at most
+        follow(rate, step, {"off_policy/kl": 0.0})
+    follow(rate, 200, {"movement": 1e-3})  # (.1 / .001) ** .3 = 4: a quarter more at most
     assert rate.rate == pytest.approx(1.25 * low)
     for step in range(204, 300, 4):
         before = rate.rate
-        rate.follow(step, {"movement": 1e-3})
+        follow(rate, step, {"movement": 1e-3})
         # To where it was and no further, or slowly beyond it.
         assert rate.rate == pytest.approx(min(1.25 * before, max(highest, 1.02 * before)))
     assert rate.rate > highest
@@ -96,19 +119,19 @@ def test_each_response_trained_four_times_halves_the_movement():
 def test_a_second_update_on_each_batch_divides_the_movement_by_the_root_of_two():
     rate = rate_of("train.second_update_after=3")
     assert rate.wanted == pytest.approx(0.1 / 2**0.5)
-    rate.follow(0, {"off_policy/agreement": 0.43})  # the batch of a step is new all the same
+    follow(rate, 0, {"off_policy/agreement": 0.43})  # the batch of a step is new all the same
     assert rate.wanted == pytest.approx(0.11 / 2**0.5)
 
 
 def test_the_movement_follows_the_share_of_signal_in_recent_updates():
     rate = rate_of()
-    rate.follow(0, {"off_policy/agreement": 0.43})  # .1 + (.43 - .1) / 33 = .11
+    follow(rate, 0, {"off_policy/agreement": 0.43})  # .1 + (.43 - .1) / 33 = .11
     assert rate.wanted == pytest.approx(0.11)
     for step in range(1, 500):
-        rate.follow(step, {"off_policy/agreement": -0.05})
+        follow(rate, step, {"off_policy/agreement": -0.05})
     assert rate.wanted == pytest.approx(0.07)  # nothing but noise: .7 of the movement
     for step in range(500, 1000):
-        rate.follow(step, {"off_policy/agreement": 0.8})
+        follow(rate, step, {"off_policy/agreement": 0.8})
     assert rate.wanted == pytest.approx(0.15)  # half more at most
 
 
@@ -118,38 +141,38 @@ def test_the_movement_follows_the_share_of_signal_in_recent_updates():
 def test_responses_that_were_trained_on_before_are_no_test_of_updates(setting):
     rate = rate_of(setting)
     before = rate.wanted
-    rate.follow(0, {"off_policy/agreement": 0.9})
+    follow(rate, 0, {"off_policy/agreement": 0.9})
     assert rate.wanted == before
 
 
 def test_the_rate_falls_until_the_policy_stays_near_the_one_that_generated():
     rate = rate_of()
     for step in range(90):
-        moved = 0.1 * rate.at(step) / 1e-4
-        rate.follow(step, {"movement": moved, "off_policy/kl": 80.0 * moved**2})  # .8 nats at the movement asked for
-    assert 80.0 * (0.1 * rate.at(90) / 1e-4) ** 2 == pytest.approx(0.2, rel=0.1)
+        moved = 0.1 * at(rate, step) / 1e-4
+        follow(rate, step, {"movement": moved, "off_policy/kl": 80.0 * moved**2})  # .8 nats at the movement asked for
+    assert 80.0 * (0.1 * at(rate, 90) / 1e-4) ** 2 == pytest.approx(0.2, rel=0.1)
     near = rate_of()
     for step in range(90):
-        moved = 0.1 * near.at(step) / 1e-4
-        near.follow(step, {"movement": moved, "off_policy/kl": 10.0 * moved**2})
-    assert near.at(90) == pytest.approx(1e-4, rel=0.1)
+        moved = 0.1 * at(near, step) / 1e-4
+        follow(near, step, {"movement": moved, "off_policy/kl": 10.0 * moved**2})
+    assert at(near, 90) == pytest.approx(1e-4, rel=0.1)
 
 
 def test_a_policy_far_from_its_data_takes_smaller_steps_at_once_and_full_ones_when_it_is_back():
     rate = rate_of()
     for step in range(90):
-        rate.follow(step, {"movement": 0.1 * rate.at(step) / 1e-4})
-    usual = rate.at(90)
-    rate.follow(90, {"off_policy/kl": 0.4})  # beyond what the mean may be, but single batches are
-    assert rate.at(91) == usual
-    rate.follow(91, {"off_policy/kl": 1.6})
-    assert rate.at(92) == pytest.approx(usual / 4)
+        follow(rate, step, {"movement": 0.1 * at(rate, step) / 1e-4})
+    usual = at(rate, 90)
+    follow(rate, 90, {"off_policy/kl": 0.4})  # beyond what the mean may be, but single batches are
+    assert at(rate, 91) == usual
+    follow(rate, 91, {"off_policy/kl": 1.6})
+    assert at(rate, 92) == pytest.approx(usual / 4)
     again = rate_of()
     again.load_state(rate.state())
-    assert again.at(92) == rate.at(92)
-    rate.follow(92, {"movement": 0.025, "off_policy/kl": 0.1})  # as far as a quarter of the rate should go
+    assert at(again, 92) == at(rate, 92)
+    follow(rate, 92, {"movement": 0.025, "off_policy/kl": 0.1})  # as far as a quarter of the rate should go
     # The mean KL went from 0 over .05 and .244 to .226 (an eighth of the way each): sqrt(.2 / .226) ** .3 = .982.
-    assert rate.at(93) == pytest.approx(0.982 * usual, rel=1e-3)
+    assert at(rate, 93) == pytest.approx(0.982 * usual, rel=1e-3)
 
 
 def test_agreement_is_the_correlation_of_rewards_and_drift_within_prompts():
@@ -170,8 +193,8 @@ def test_agreement_is_the_correlation_of_rewards_and_drift_within_prompts():
 def test_the_rate_is_part_of_a_checkpoint():
     rate = rate_of()
     for step in range(5):
-        rate.follow(step, {"movement": 0.01, "off_policy/agreement": 0.2})
-    expected = {"rate": rate.at(5), "found": rate.at(5), "factor": 1.0, "agreement": rate.agreement, "kl": 0.0}
+        follow(rate, step, {"movement": 0.01, "off_policy/agreement": 0.2})
+    expected = {"rate": at(rate, 5), "found": at(rate, 5), "factor": 1.0, "agreement": rate.agreement, "kl": 0.0}
     expected |= {"caution": 1.0}
     assert rate.state() == expected != rate_of().state()
     assert rate.agreement > rate_of().agreement
@@ -230,21 +253,21 @@ def test_an_fp32_policy_is_measured_where_it_is():
 
 def test_the_rounding_of_bf16_is_no_sign_of_agreement():
     rate = LearningRate(rate_of().config, exact_drift=False)
-    rate.follow(0, {"off_policy/agreement": -0.9})
+    follow(rate, 0, {"off_policy/agreement": -0.9})
     assert rate.agreement == rate_of().agreement
 
 
 def test_after_a_collapse_a_given_rate_is_halved_and_so_is_the_movement_of_auto():
     given, auto = rate_of("train.learning_rate=3e-4"), rate_of("train.settle=0")
-    wanted, before = auto.wanted, auto.at(0)
+    wanted, before = auto.wanted, at(auto, 0)
     for factor in (0.5, 0.25):
         given.soften(factor)
         auto.soften(factor)
-        assert given.at(7) == pytest.approx(factor * 3e-4)
+        assert at(given, 7) == pytest.approx(factor * 3e-4)
         assert auto.wanted == pytest.approx(factor * wanted)
-        assert auto.at(7) == pytest.approx(factor * before)
+        assert at(auto, 7) == pytest.approx(factor * before)
     again = rate_of("train.learning_rate=3e-4")
     again.load_state(given.state())
-    assert again.at(7) == given.at(7)
+    assert at(again, 7) == at(given, 7)
     again.load_state({"rate": 1e-4, "agreement": 0.1})  # of an older version of tba
-    assert again.at(7) == 3e-4
+    assert at(again, 7) == 3e-4

@@ -47,8 +47,8 @@ def test_a_batch_is_trained_a_second_time_after_so_many_steps(tmp_path):
     updates = make_updates(tmp_path, made, "train.second_update_after=2")
     trained = []
     for step, batch in enumerate(batches):
-        trained.append(updates.second(step=step))
-        updates.first(batch, step=step)
+        trained.append(updates.second(step=step, progress=0.0))
+        updates.first(batch, step=step, progress=0.0)
     assert trained == [0, 0, 12, 12, 12]
     assert torch.equal(weights(made), weights(expected))
 
@@ -56,26 +56,26 @@ def test_a_batch_is_trained_a_second_time_after_so_many_steps(tmp_path):
 def test_without_second_updates_no_batch_is_kept(tmp_path):
     updates = make_updates(tmp_path, make_step(), "train.second_update_after=0")
     for step in range(3):
-        assert updates.second(step=step) == 0
-        updates.first(ragged_batch(seed=step), step=step)
+        assert updates.second(step=step, progress=0.0) == 0
+        updates.first(ragged_batch(seed=step), step=step, progress=0.0)
     assert not updates.trained_once
 
 
 def test_what_is_forgotten_is_not_trained_again(tmp_path):
     updates = make_updates(tmp_path, make_step(), "train.second_update_after=1")
-    updates.first(ragged_batch(seed=0), step=0)
+    updates.first(ragged_batch(seed=0), step=0, progress=0.0)
     updates.forget()
-    assert updates.second(step=1) == 0
+    assert updates.second(step=1, progress=0.0) == 0
 
 
 def test_a_second_update_that_is_not_finite_saves_its_batch(tmp_path):
     step = make_step()
     updates = make_updates(tmp_path, step, "train.second_update_after=1")
-    updates.first(ragged_batch(seed=0), step=0)
+    updates.first(ragged_batch(seed=0), step=0, progress=0.0)
     with torch.no_grad():
         next(step.policy.model.parameters()).fill_(torch.nan)
     with pytest.raises(NonFiniteLoss, match="the second update before step 1 stopped before the optimizer moved"):
-        updates.second(step=1)
+        updates.second(step=1, progress=0.0)
     assert (tmp_path / "failed-batch-step-1.safetensors").is_file()
 
 
@@ -83,17 +83,17 @@ def test_a_second_update_that_is_refused_leaves_a_step_unfinished_that_had_moved
     """Where the roles take turns it comes in the middle of a step, whose weights must not be saved."""
     step = make_step()
     updates = make_updates(tmp_path, step, "train.second_update_after=1")
-    updates.first(ragged_batch(seed=0), step=0)
+    updates.first(ragged_batch(seed=0), step=0, progress=0.0)
     (spoilt,) = updates.trained_once
     spoilt.reward_PK[0, 0] = torch.nan
     with pytest.raises(NonFiniteLoss):
-        updates.second(step=1)
+        updates.second(step=1, progress=0.0)
     assert step.is_finite
     assert step.moved
     step.moved = False  # as after a whole step: before the next one nothing is lost
     updates.trained_once.append(spoilt)
     with pytest.raises(NonFiniteLoss):
-        updates.second(step=1)
+        updates.second(step=1, progress=0.0)
     assert not step.moved
 
 
@@ -102,7 +102,7 @@ def test_a_run_goes_on_with_the_batches_that_its_setting_asks_for(tmp_path, afte
     batches = [ragged_batch(seed=seed) for seed in range(4)]
     saved = make_updates(tmp_path, make_step(), "train.second_update_after=3")
     for index in range(3):
-        saved.first(batches[index], step=index)
+        saved.first(batches[index], step=index, progress=0.0)
     resumed = make_updates(tmp_path, make_step(), f"train.second_update_after={after}")
     resumed.load_state(saved.state())
     assert [batch.token_ids_N.tolist() for batch in resumed.trained_once] == [
@@ -111,8 +111,8 @@ def test_a_run_goes_on_with_the_batches_that_its_setting_asks_for(tmp_path, afte
     # Where the roles take turns the last step makes no second update: a run that goes on from there, for longer, has one too
     # many, and leaves it out.
     if after == 3:
-        resumed.first(batches[3], step=3)
-        assert resumed.second(step=4) == 12
+        resumed.first(batches[3], step=3, progress=0.0)
+        assert resumed.second(step=4, progress=0.0) == 12
         assert len(resumed.trained_once) == 2
 
 
@@ -157,8 +157,8 @@ def test_a_batch_without_any_weight_is_not_trained_again(tmp_path):
     updates = make_updates(tmp_path, make_step(), "train.second_update_after=1")
     batch = ragged_batch(seed=0)
     empty = replace(batch, weight_PK=torch.zeros_like(batch.weight_PK), totals=Totals(prompts=0, responses=0, tokens=0))
-    updates.first(empty, step=0)
-    assert updates.second(step=1) == 0
+    updates.first(empty, step=0, progress=0.0)
+    assert updates.second(step=1, progress=0.0) == 0
 
 
 def test_a_batch_cannot_be_trained_again_at_once_and_later():

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tba.api.names import DIRECT
-from tba.config import Config, ConfigError, TrainConfig, merge
+from tba.config import DEFAULT_STEPS, Config, ConfigError, TrainConfig, merge
 
 Tell = Callable[[str], None]
 
@@ -178,6 +179,7 @@ class Steps:
         self.per_epoch = None if num_rows is None else max(1, math.ceil(num_rows / prompts)) * updates
         """Optimizer steps that visit every row once; None = not known yet."""
         asked, epochs = given.get("max_steps", -1), given.get("num_train_epochs")
+        self._is_timed = train.get("max_seconds") is not None
         self.max_steps: int | None = train.get("max_steps") or (asked if asked and asked > 0 else None)
         if epochs is not None and not 0 < epochs < math.inf:
             raise ConfigError(f"num_train_epochs={epochs} is no number above 0: write one, such as 1, or max_steps.")
@@ -201,11 +203,26 @@ class Steps:
             )
         return responses
 
+    @property
+    def length(self) -> int:
+        """Number of steps of the run, for shares of it."""
+        if self.max_steps is None and self._is_timed:
+            raise ConfigError(
+                "train.max_seconds leaves the number of steps open, and save_steps, eval_steps, logging_steps or warm-up is "
+                "a share of it: give a number of steps there, or max_steps."
+            )
+        return self.max_steps or DEFAULT_STEPS
+
+    @property
+    def most(self) -> int:
+        """As many steps as the run can have."""
+        return self.max_steps or (sys.maxsize if self._is_timed else DEFAULT_STEPS)
+
     def of(self, value: float) -> int:
         """A number of steps; below 1 it is a share of the run."""
         if value >= 1:
             return int(value)
-        return max(1, math.ceil(value * (self.max_steps or DEFAULTS.max_steps)))
+        return max(1, math.ceil(value * self.length))
 
     def every(self, strategy: Any, steps: Any, *, default: float) -> int | None:
         """Steps between two events: `no` = None, `epoch` or `steps`."""
@@ -286,7 +303,7 @@ def _reports(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, An
             None if strategy == "best" else steps.every(strategy, given.get("save_steps"), default=500)
         )
     limit = given.get("save_total_limit", 0)
-    train["keep_checkpoints"] = limit if limit > 0 else steps.max_steps or DEFAULTS.max_steps  # as many as can be
+    train["keep_checkpoints"] = limit if limit > 0 else steps.most  # as many as can be
     if "eval_strategy" in given or "eval_steps" in given:
         default = given.get("logging_steps") or 500
         evaluate["every"] = (
@@ -299,7 +316,7 @@ def _reports(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, An
     if "logging_steps" in given:
         observe["log_every"] = steps.of(given["logging_steps"])
     if _word(given.get("logging_strategy")) == "no":
-        observe["log_every"] = steps.max_steps or DEFAULTS.max_steps
+        observe["log_every"] = steps.most  # the last step has a line in any case
     if _word(given.get("logging_strategy")) == "epoch" and steps.per_epoch is not None:
         observe["log_every"] = steps.per_epoch
     if given.get("log_completions"):

@@ -41,6 +41,7 @@ def train(
         list[str] | None, typer.Option(help="file.py:function, TRL's signature; may be repeated.")
     ] = None,
     max_steps: Annotated[int | None, count_option("Same as train.max_steps=...")] = None,
+    max_seconds: Annotated[float | None, number_option("Same as train.max_seconds=...")] = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -59,6 +60,7 @@ def train(
         "task.data": ("--data", data),
         "task.rewards": ("--reward", " ".join(reward) if reward else None),
         "train.max_steps": ("--max-steps", max_steps),
+        "train.max_seconds": ("--max-seconds", max_seconds),
     }
     refuse_two_values([argument for argument in arguments or [] if "=" in argument], options)
     if accept_lost_replay and not resume:
@@ -69,6 +71,7 @@ def train(
         data=data,
         reward=reward or [],
         max_steps=max_steps,
+        max_seconds=max_seconds,
     )
     # torch loads only when it is needed
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -223,7 +226,13 @@ def _settings(arguments: list[str]) -> dict[str, str]:
 
 
 def resolve(
-    arguments: list[str], *, model: str | None, data: str | None, reward: list[str], max_steps: int | None
+    arguments: list[str],
+    *,
+    model: str | None,
+    data: str | None,
+    reward: list[str],
+    max_steps: int | None = None,
+    max_seconds: float | None = None,
 ) -> Config:
     """Config file (an argument without `=`), overrides (arguments with `=`) and the shortcuts, later ones winning."""
     files = [argument for argument in arguments if "=" not in argument]
@@ -240,8 +249,9 @@ def resolve(
             values["task"]["rewards"] = [{"function": function} for function in reward]
         if data is not None:
             values["task"]["data"] = data
-    if max_steps is not None:
-        values["train"] = {"max_steps": max_steps}
+    limits = {"max_steps": max_steps, "max_seconds": max_seconds}
+    if limits := {name: limit for name, limit in limits.items() if limit is not None}:
+        values["train"] = limits
     file, overrides = Path(files[0]) if files else None, [argument for argument in arguments if "=" in argument]
     try:
         config = load_config(file, overrides, **values)

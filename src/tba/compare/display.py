@@ -17,6 +17,7 @@ from rich.text import Text
 
 from tba.compare.results import CellResult, Estimate, Results, gather
 from tba.compare.runs import Cell, Plan, read_holder
+from tba.config import Config
 from tba.observe.display import SHARES, duration
 from tba.observe.files import RunFolder
 
@@ -108,7 +109,7 @@ class Speed:
 
     def __init__(self) -> None:
         self._started_at = 0.0
-        self._seconds_per_step: dict[str, list[float]] = {}
+        self._seconds_per_length: dict[str, list[float]] = {}
         """Measured times by column: an asynchronous run is faster than one with a lag of 0."""
 
     def start(self) -> None:
@@ -117,16 +118,21 @@ class Speed:
     def add(self, cell: Cell) -> float:
         """Note the end of a run, and return how many seconds it took."""
         seconds = time.monotonic() - self._started_at
-        self._seconds_per_step.setdefault(cell.column, []).append(seconds / cell.config.train.max_steps)
+        self._seconds_per_length.setdefault(cell.column, []).append(seconds / length(cell.config))
         return seconds
 
     def seconds_for(self, cells: Sequence[Cell]) -> float | None:
         """Expected time for these runs; None = no run is finished yet."""
-        known = self._seconds_per_step
+        known = self._seconds_per_length
         if not known:
             return None
         overall = fmean(seconds for column in known.values() for seconds in column)
-        return sum(fmean(known.get(cell.column, [overall])) * cell.config.train.max_steps for cell in cells)
+        return sum(fmean(known.get(cell.column, [overall])) * length(cell.config) for cell in cells)
+
+
+def length(config: Config) -> float:
+    """How long a run is, in units that runs of a study share: its steps, or where these are open its seconds."""
+    return config.train.max_steps or config.train.max_seconds or 1.0
 
 
 def not_yet_tuned(plan: Plan, open_cells: Sequence[Cell]) -> list[Cell]:
@@ -142,7 +148,8 @@ def running_text(cell: Cell | None) -> str:
         return ""
     record = RunFolder(cell.folder).last_step()
     shown = f", reward {record['reward']:.3f}" if record.get("reward") is not None else ""
-    return f"{cell.label}: step {record['step']}/{cell.config.train.max_steps}{shown}"
+    of = "" if cell.config.train.max_steps is None else f"/{cell.config.train.max_steps}"
+    return f"{cell.label}: step {record['step']}{of}{shown}"
 
 
 def tables_of(results: Results, *, measures: bool) -> list[tuple[str, Grid]]:

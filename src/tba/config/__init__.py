@@ -18,6 +18,7 @@ from tba.config.root import Config
 from tba.config.runtime import PlacementConfig, RuntimeConfig
 from tba.config.search import ExploreConfig, KindConfig, SearchConfig
 from tba.config.sections import (
+    DEFAULT_STEPS,
     EvaluateConfig,
     GenerateConfig,
     LoraConfig,
@@ -31,6 +32,7 @@ from tba.config.sections import (
 from tba.config.task import RedTeamConfig, RewardConfig, TaskConfig, TLDRConfig
 
 __all__ = [
+    "DEFAULT_STEPS",
     "Config",
     "ConfigError",
     "EvaluateConfig",

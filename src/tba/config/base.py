@@ -94,11 +94,12 @@ class Schedule(Section):
     end: float | None = Field(default=None, allow_inf_nan=False)
     """Value at the end; None = `start` for a constant schedule, 0 otherwise."""
     steps: int | None = Field(default=None, ge=1)
-    """Number of optimizer steps over which the value changes, constant after them; None = train.max_steps."""
+    """Number of optimizer steps over which the value changes, constant after them; None = to the end of the run, by
+    train.max_steps or train.max_seconds."""
     warmup_steps: int = Field(default=0, ge=0)
     """Number of optimizer steps of linear warm-up from start / warmup_steps."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """Number of optimizer steps of the final decay of a wsd schedule; None = a fifth of `steps`."""
+    """Number of optimizer steps of the final decay of a wsd schedule; None = a fifth of `steps`, or of the run."""
     end_from_step: int | None = Field(default=None, ge=0)
     """Optimizer step (0 is the first) from which on the value is `end`, however far it has come; None = it goes there
     evenly."""
@@ -135,8 +136,8 @@ class Schedule(Section):
         constant = self.start if self.kind == "constant" else 0.0
         return self.start, constant if self.end is None else self.end
 
-    def at(self, step: int, *, max_steps: int) -> float:
-        """Value for optimizer step `step` (0 is the first)."""
+    def at(self, step: int, *, progress: float) -> float:
+        """Value for optimizer step `step` (0 is the first), before which `progress` (0 to 1) of the run is done."""
         if self.end_from_step is not None and self.end is not None and step >= self.end_from_step:
             return self.end
         if step < self.warmup_steps:
@@ -144,11 +145,15 @@ class Schedule(Section):
         if self.kind == "constant":
             return self.start
         end = 0.0 if self.end is None else self.end
-        total = self.steps or max_steps
-        first = self.warmup_steps
+        # Shares of `steps`, or of the run, whose number of steps need not be known.
+        share, one_step = progress, progress / max(1, step)
+        if self.steps is not None:
+            share, one_step = step / self.steps, 1.0 / self.steps
+        first = self.warmup_steps * one_step
         if self.kind == "wsd":
-            first = max(first, total - (self.decay_steps or max(1, total // 5)))
-        done = min(1.0, max(0.0, (step - first) / max(1, total - first)))
+            decay = max(0.2, one_step) if self.decay_steps is None else self.decay_steps * one_step
+            first = max(first, 1.0 - decay)
+        done = min(1.0, max(0.0, (share - first) / max(one_step, 1.0 - first, 1e-9)))
         if self.kind == "reciprocal":
             return 1.0 / (1.0 / self.start + (1.0 / end - 1.0 / self.start) * done)
         fraction = done if self.kind == "linear" else 0.5 * (1.0 - math.cos(math.pi * done))

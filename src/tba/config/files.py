@@ -50,6 +50,7 @@ def read_yaml(text: str) -> Any:
 def load_config(path: Path | str | None = None, overrides: Iterable[str] = (), **values: Any) -> Config:
     """Resolve a config: defaults, then file, then `values` (merged section by section), then dotted `overrides`."""
     data = Config().model_dump(mode="json")
+    data["train"]["max_steps"] = None  # what it is depends on whether train.max_seconds is given
     data = merge(data, _read_yaml(Path(path)) if path is not None else {})
     data = merge(data, values)
     for override in overrides:

@@ -178,32 +178,43 @@ class Config(Section):
         """Whether searcher and trainer take turns in one process."""
         return self.mode != "async"
 
-    def evaluation_due(self, step: int) -> bool:
-        """Whether the weights of this step are to be evaluated."""
-        every = self.evaluate.every
-        every = max(1, self.train.max_steps // 10) if every is None else every
-        return step >= self.train.max_steps or (every > 0 and step % every == 0)
+    def progress_at(self, step: int, seconds: float = 0.0) -> float:
+        """Share of the run that is done after so many optimizer steps and seconds of training, 0 to 1: of train.max_steps
+        or of train.max_seconds, whichever is nearer to its end."""
+        limits = ((step, self.train.max_steps), (seconds, self.train.max_seconds))
+        return min(1.0, max((used / limit for used, limit in limits if limit is not None), default=0.0))
 
-    def beta_at(self, step: int) -> float:
+    def evaluation_due(self, step: int, *, progress: float, before: float) -> bool:
+        """Whether the weights of this step are to be evaluated; `progress` is that of the run after it, and `before` after
+        the step before."""
+        every, max_steps = self.evaluate.every, self.train.max_steps
+        if progress >= 1.0:
+            return True
+        if every is None and (self.train.max_seconds is not None or max_steps is None):
+            return int(10 * progress) > int(10 * before)
+        every = max(1, (max_steps or 0) // 10) if every is None else every
+        return every > 0 and step % every == 0
+
+    def beta_at(self, step: int, progress: float) -> float:
         assert self.objective.beta is not None, "filled in by tba.launch.defaults"
-        return self.objective.beta.at(step, max_steps=self.train.max_steps)
+        return self.objective.beta.at(step, progress=progress)
 
-    def reference_weight_at(self, step: int) -> float:
+    def reference_weight_at(self, step: int, progress: float) -> float:
         weight = self.objective.reference_weight
-        return 1.0 if weight is None else weight.at(step, max_steps=self.train.max_steps)
+        return 1.0 if weight is None else weight.at(step, progress=progress)
 
-    def target_temperature_at(self, step: int) -> float:
+    def target_temperature_at(self, step: int, progress: float) -> float:
         temperature = self.objective.target_temperature
-        return 1.0 if temperature is None else temperature.at(step, max_steps=self.train.max_steps)
+        return 1.0 if temperature is None else temperature.at(step, progress=progress)
 
-    def has_plain_target_at(self, step: int) -> bool:
+    def has_plain_target_at(self, step: int, progress: float) -> bool:
         """Whether the target is pi_ref exp(r / beta) itself."""
-        return self.reference_weight_at(step) == self.target_temperature_at(step) == 1.0
+        return self.reference_weight_at(step, progress) == self.target_temperature_at(step, progress) == 1.0
 
-    def learning_rate_at(self, step: int) -> float:
+    def learning_rate_at(self, step: int, progress: float) -> float:
         """Learning rate of a schedule that was given; that of train.learning_rate=auto is the trainer's state."""
         assert self.train.learning_rate is not None
-        return self.train.learning_rate.at(step, max_steps=self.train.max_steps)
+        return self.train.learning_rate.at(step, progress=progress)
 
     @model_validator(mode="after")
     def _check(self) -> Config:

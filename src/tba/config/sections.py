@@ -7,6 +7,7 @@ model loads. The sections `task`, `search` and `runtime` have files of their own
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -15,6 +16,8 @@ from tba.config.base import EngineName, LocalPath, OnOff, Schedule, Section, Upd
 
 Auto = BeforeValidator(lambda value: None if value == "auto" else number_or(value, also="auto"))
 """`auto` may be written for None."""
+DEFAULT_STEPS = 200
+"""Optimizer steps of a run for which neither steps nor seconds are given."""
 LARGEST_RATE = 1.0
 """Largest learning rate: AdamW moves every weight by up to the rate in each step, and weights are smaller than 1."""
 
@@ -207,8 +210,14 @@ class ReferenceConfig(Section):
 class TrainConfig(Section):
     """The trainer: optimizer steps, batches, the learning rate, memory and checkpoints."""
 
-    max_steps: int = Field(default=200, ge=1)
-    """Number of optimizer steps of the run, second updates (second_update_after) not counted."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Number of optimizer steps of the run, second updates (second_update_after) not counted. None = 200, or with
+    max_seconds as many as there is time for."""
+    max_seconds: float | None = Field(default=None, gt=0.0)
+    """Seconds of training after which the run ends, with the step that goes on then; at least one step is made. They count
+    from the first visit to a prompt on, without loading; evaluations count only in mode=async, where they go on beside.
+    The first limit reached ends the run, and what changes over its length (settle, schedules, evaluations) follows the
+    nearer one. None = no limit."""
     responses_per_step: int = Field(default=128, ge=2)
     """Number of responses in one optimizer step; a multiple of samples_per_prompt."""
     samples_per_prompt: int = Field(default=8, ge=1)
@@ -281,6 +290,13 @@ class TrainConfig(Section):
     those of the collapse guard (observe.healthy_checkpoint_every)."""
     keep_checkpoints: int = Field(default=2, ge=0)
     """Number of checkpoints kept, the newest; 0 = none is written."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_steps(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("max_steps") is None and values.get("max_seconds") is None:
+            return {**values, "max_steps": DEFAULT_STEPS}
+        return values
 
     @property
     def prompts_per_step(self) -> int:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +46,8 @@ class AsyncRun:
     interrupt: Interrupt
     has_evaluation_prompts: bool
     listener: RunListener
+    asked_for: int | None = field(default=None, init=False)
+    """Version whose evaluation was asked for last."""
 
     @classmethod
     def make(
@@ -98,7 +100,7 @@ class AsyncRun:
             config,
             runtime.row,
             len(task.prompts("train")),
-            lambda: interrupt.asked,
+            lambda: interrupt.asked or recorder.is_time_over,
             progress=runtime.progress,
             heartbeats=runtime.heartbeats,
         )
@@ -142,8 +144,12 @@ class AsyncRun:
                 while not self.trainer.done and not self.interrupt.asked and not self.listener.stop:
                     self.step()
             except Interrupted:
-                self.runtime.stop()
-                return
+                if self.interrupt.asked:
+                    self.runtime.stop()
+                    return
+                self.trainer.end()
+                if self.asked_for != self.trainer.step_index:
+                    self.ask_for_evaluation()
             if self.listener.stop and not self.trainer.done:
                 self.trainer.save()
                 self.runtime.publish(self.trainer.train_step.weights(self.trainer.step_index))
@@ -162,7 +168,7 @@ class AsyncRun:
         self.listener.step_ends(step)
         if self.listener.save:
             self.trainer.save()
-        if self.config.evaluation_due(step) or self.listener.evaluate:
+        if self.recorder.evaluation_due(step) or self.listener.evaluate:
             self.ask_for_evaluation()
         self.take_evaluations()
         if self.listener.save:  # asked for by what an evaluation has shown
@@ -170,6 +176,7 @@ class AsyncRun:
 
     def ask_for_evaluation(self) -> None:
         if self.has_evaluation_prompts:
+            self.asked_for = self.trainer.step_index
             if self.trainer.step_index > 0:
                 self.trainer.checkpoints.save_evaluated(self.trainer.step_index)
             self.runtime.evaluate(self.trainer.step_index)

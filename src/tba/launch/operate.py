@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from tba.config import Config, load_config
-from tba.observe.display import duration
+from tba.observe.display import duration, steps_words
 from tba.observe.files import RunFolder, WriteFailures, read_summary, write_json
 from tba.runtime.board import MAX_SEARCHERS, Board, KindOf, no_kind
 
@@ -97,10 +97,13 @@ def read_status(run: Path) -> dict[str, Any]:
     ended = {name: None if alive else summary.get(name) for name in ("outcome", "error")}
     age = max(0.0, time.time() - status["time"])  # the clock may have been set back
     last, begun = folder.last_step(), folder.config.is_file()  # the status comes before the model is loaded
-    max_steps = load_config(folder.config).train.max_steps if begun else None
-    to_come = 0 if max_steps is None else max_steps - last["step"]
-    left = last["seconds"] / last["step"] * to_come if alive and last["step"] > 1 and to_come > 0 else None
-    found = {"max_steps": max_steps, "reward": last.get("reward"), "seconds_left": left}
+    train = load_config(folder.config).train if begun else None
+    max_steps, left = None if train is None else train.max_steps, []
+    if alive and last["step"] > 1 and max_steps is not None and max_steps > last["step"]:
+        left.append(last["seconds"] / last["step"] * (max_steps - last["step"]))
+    if alive and last["step"] > 0 and train is not None and train.max_seconds is not None:
+        left.append(max(0.0, train.max_seconds - last["seconds"]))
+    found = {"max_steps": max_steps, "reward": last.get("reward"), "seconds_left": min(left, default=None)}
     return {**status, **found, "alive": alive, "age": age, **ended}
 
 
@@ -150,7 +153,7 @@ def describe(status: dict[str, Any]) -> str:
     """A status in lines for people."""
     alive, age = status["alive"], status["age"]
     where = f"process {status['pid']} on {status['host']}"
-    step = f"step {status['step']} of {status['max_steps'] or '?'}"
+    step = f"step {status['step']}" + (f" of {status['max_steps']}" if status["max_steps"] else "")
     if alive is False:
         how = status.get("outcome") or ("ended" if status.get("ended") else f"died ({where} is gone)")
         why = f": {status['error']}" if status.get("error") else ""
@@ -182,7 +185,7 @@ def stopped_words(config: Config, *, by_command: bool) -> str:
     else:
         saved = f"Saved: {newest[1]}" + ("." if newest[0] >= step else f", of step {newest[0]}; later steps are lost.")
     how = f"tba train {shlex.quote(str(folder.path))} --resume" if by_command else "train(resume_from_checkpoint=True)"
-    return f"stopped at step {step} of {config.train.max_steps}{after}. {saved}\nGo on: {how}"
+    return f"stopped at {steps_words(config, step)}{after}. {saved}\nGo on: {how}"
 
 
 def stop_run(run: Path) -> dict[str, Any]:

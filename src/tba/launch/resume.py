@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ class RunFinished(ValueError):
 
 MAY_CHANGE = (
     *("name", "output", "overwrite", "runtime.", "observe.", "model.device"),
-    *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints", "train.ranks"),
+    *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints", "train.ranks", "train.max_seconds"),
     *("search.num_searchers", "search.max_searchers"),  # as `tba searchers` changes them while a run goes on
     "train.second_update_after",  # an older version has stored none; where it is not given `BY_OBJECTIVE` keeps it
     *("search.max_reward_failures", "search.reward_timeout_seconds", "search.reward_workers"),
@@ -76,7 +77,7 @@ def resumed_config(config: Config, folder: RunFolder) -> Config:
     kinds = {name: _with_slots(kind, stored.search.kinds.get(name)) for name, kind in config.search.kinds.items()}
     config = config.model_copy(update={"search": config.search.model_copy(update={"kinds": kinds})})
     asked, before = _flat(config.model_dump(mode="json")), _flat(stored.model_dump(mode="json"))
-    if config.train.max_steps >= stored.train.max_steps:
+    if (config.train.max_steps or math.inf) >= (stored.train.max_steps or math.inf):
         asked["train.max_steps"] = before["train.max_steps"]
     differing = [
         f"{key} was {before.get(key)!r} and is {asked.get(key)!r}"
@@ -106,10 +107,13 @@ def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str |
             "observe.on_collapse=rollback",
             *(folder.path, kept.since, step, kept.path),
         )
-    if step >= config.train.max_steps and _is_complete(folder, step):
+    summary = read_summary(folder) or {"steps": 0}
+    seconds = summary["seconds"] if step >= summary["steps"] > 0 else 0.0  # an earlier checkpoint has used less
+    if config.progress_at(step, seconds) >= 1.0 and _is_complete(folder, step):
+        limit, used = ("max_steps", step) if config.progress_at(step) >= 1.0 else ("max_seconds", seconds)
         raise RunFinished(
-            f"{folder.path} is finished: step {step} of train.max_steps={config.train.max_steps}, nothing is left to do. "
-            "Raise train.max_steps to train on."
+            f"{folder.path} is finished: {limit.removeprefix('max_').removesuffix('s')} {used:g} of "
+            f"train.{limit}={getattr(config.train, limit):g}, nothing is left to do. Raise train.{limit} to train on."
         )
     return path
 

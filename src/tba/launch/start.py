@@ -28,7 +28,7 @@ from tba.launch.supervise import hosted
 from tba.launch.sync_run import SyncRun
 from tba.models.cpu import use_cpu
 from tba.models.load import base_of, is_adapter, load_model
-from tba.observe.display import show_line, show_summary
+from tba.observe.display import show_line, show_summary, steps_words
 from tba.observe.files import RunFolder, WriteFailures, check_new_folder, tell_failure, write_atomic
 from tba.observe.listener import RunListener
 from tba.runtime.channels import WaitedTooLong
@@ -168,7 +168,7 @@ def _train(
         run = AsyncRun.make(config, folder, inputs, host, checkpoint, ranks, listener)
     run.recorder.began = began
     if checkpoint is not None:
-        run.recorder.note(f"{folder.path} goes on from step {run.trainer.step_index} of {config.train.max_steps}.")
+        run.recorder.note(f"{folder.path} goes on from {steps_words(config, run.trainer.step_index)}.")
     try:
         for group in imported:
             run.trainer.add(group)

@@ -137,7 +137,7 @@ class SyncRun:
                     self.trainer.save()
                 if self.trainer.done or self.listener.stop:
                     self.evaluate_last()
-                elif self.config.evaluation_due(self.trainer.step_index) or self.listener.evaluate:
+                elif self.recorder.evaluation_due(self.trainer.step_index) or self.listener.evaluate:
                     self.evaluate()
                 if self.listener.save:  # asked for by what the evaluation has shown
                     self.trainer.save()
@@ -170,7 +170,9 @@ class SyncRun:
         if self.trainer.step_index > 0:
             self.trainer.checkpoints.save_evaluated(self.trainer.step_index)
         engine: Any = CountedEngine(self.evaluation_engine, self.row)
-        self.trainer.evaluated(self.trainer.step_index, self.evaluator(engine))
+        with self.recorder.clock.paused():
+            metrics = self.evaluator(engine)
+        self.trainer.evaluated(self.trainer.step_index, metrics)
 
     def evaluate_last(self) -> None:
         """The run is finished, whatever becomes of its last evaluation."""

@@ -86,6 +86,10 @@ class Progress:
         self._evaluations: list[tuple[int, Mapping[str, float]]] = []
         self.stopping = False
         """Whether the run was asked to end."""
+        self.trained = False
+        """Whether its last step is made."""
+        self.no_signal: str | None = None
+        """Why nothing could be learned so far; None = rewards differ, or there are too few yet to say."""
         self._closed = threading.Event()
         self._live: Live | None = None
         if self._enabled and sys.stderr.isatty() and not self._console.is_dumb_terminal:
@@ -127,13 +131,13 @@ class Progress:
         while not self._closed.wait(max(LINE_SECONDS, LINE_SHARE * self._clock()[0])):
             doing = [f"{role.name} {role.doing}" for role in self._roles()]
             figures = [f"{name} {figure}" for name, figure in self._figures()]
-            words = "; ".join([self._time(), *(figures if 0 < self._step < self._config.train.max_steps else doing)])
+            words = "; ".join([self._time(), *(figures if self._step > 0 and not self.trained else doing)])
             self._console.print(f"{self._config.run_name}: {words}", markup=False, highlight=False, soft_wrap=True)
 
     def _time(self) -> str:
         """step 3 of 60, 1 min 05 s elapsed, about 20 min left"""
         elapsed, left = self._clock()
-        parts = [f"step {self._step} of {self._config.train.max_steps}", f"{duration(elapsed)} elapsed"]
+        parts = [steps_words(self._config, self._step), f"{duration(elapsed)} elapsed"]
         if self.stopping:
             parts.append("stops after this step")
         elif left is not None:
@@ -152,7 +156,8 @@ class Progress:
             ("lag", f"{value('off_policy/lag_mean', math.nan):.1f} steps (max {value('off_policy/lag_max', 0):.0f})"),
             ("trained", f"{value('perf/responses_per_second', 0):.3g} responses/s"),
         ]
-        return [(name, figure) for name, figure in found if "nan" not in figure]
+        found = [(name, figure) for name, figure in found if "nan" not in figure]
+        return found if self.no_signal is None else [("warning", f"so far {self.no_signal}"), *found]
 
     def _table(self) -> Table:
         # One width: a table that follows its longest line jumps about.
@@ -191,6 +196,11 @@ def weights_of(step: int) -> str:
     return f"step {step}" if step else "the start model"
 
 
+def steps_words(config: Config, step: int) -> str:
+    """step 3 of 60, or where the number of steps is open: step 3"""
+    return f"step {step}" if config.train.max_steps is None else f"step {step} of {config.train.max_steps}"
+
+
 def duration(seconds: float) -> str:
     """42 s, 3 min 05 s, 2 h 10 min"""
     whole = round(seconds)
@@ -201,17 +211,16 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
-def pace_words(config: Config, *, seconds: float, waited: float) -> str:
-    """How long a run will take that is far from done, and what its time goes into; `waited` is the share of its time that
-    the trainer waited for responses."""
-    total = f"at this pace {config.train.max_steps} steps take {duration(seconds)}"
-    less = "train.max_steps, train.responses_per_step or generate.max_new_tokens"
+def pace_words(config: Config, *, steps: int, seconds: float, waited: float) -> str:
+    """How long a run will take that is far from done, how many steps it makes in that time, and what its time goes into;
+    `waited` is the share of its time that the trainer waited for responses."""
+    total = f"at this pace {steps} step{'s take' if steps != 1 else ' takes'} {duration(seconds)}"
+    less = "A smaller train.responses_per_step or generate.max_new_tokens makes steps shorter"
     if config.takes_turns:
-        return f"{total}; searching and training take turns. A smaller {less} makes it shorter, and so may mode=async."
+        return f"{total}; searching and training take turns. {less}, and so may mode=async."
     if waited > MUCH_WAITED:
-        waits = f"the trainer waits {waited:.0%} of its time"
-        return f"{total}; generating is the bottleneck, {waits}. A smaller {less} makes it shorter."
-    return f"{total}; the trainer is the bottleneck. A smaller {less} makes it shorter."
+        return f"{total}; generating is the bottleneck, the trainer waits {waited:.0%} of its time. {less}."
+    return f"{total}; the trainer is the bottleneck. {less}."
 
 
 def show_line(words: str) -> None:
@@ -236,7 +245,7 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
     else:
         say("nothing was evaluated: there are no held-out prompts.")
     say(
-        f"{summary['steps']} steps in {duration(summary['seconds'])} from the first to the last, "
+        f"{summary['steps']} steps in {duration(summary['seconds'])} of training, "
         f"{duration(summary['elapsed_seconds'])} with loading and evaluations; {summary['responses_trained']} responses "
         f"trained of {summary['responses_generated']} generated; lag mean {summary['lag']['mean']:.1f}, max "
         f"{summary['lag']['max']}"

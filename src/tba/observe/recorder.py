@@ -11,6 +11,7 @@ from typing import Any
 
 from tba.config import Config
 from tba.observe.beta import BetaWatch
+from tba.observe.clock import TrainingClock
 from tba.observe.display import Curve, Progress, RoleStatus, Stability, pace_words
 from tba.observe.files import (
     RunFolder,
@@ -79,6 +80,7 @@ class Recorder:
         more_metrics: Callable[[], Mapping[str, float]] = dict,
         listener: RunListener | None = None,
         tell_height: Callable[[int], None] = lambda lines: None,
+        clock: TrainingClock | None = None,
     ) -> None:
         """`reward_weights` are the task's; `counts` are kept by the trainer; `roles` says who does what, for the display;
         `more_metrics` adds numbers of the runtime to every record."""
@@ -100,11 +102,13 @@ class Recorder:
         """Time at which this process began the run."""
         self._elapsed_before = 0.0
         """Seconds of the processes that this one resumes, with loading and evaluations."""
-        self._first_step_at: float | None = None
-        """Time of the first step of this process."""
-        self._last_step_at = 0.0
-        self._seconds_before = 0.0
-        """Seconds of the processes that this one resumes."""
+        self.clock = TrainingClock() if clock is None else clock
+        self.seconds = 0.0
+        """Seconds of training until the last step was done, as train.max_seconds counts them."""
+        self.progress = 0.0
+        """Share of the run that was done as its last weights were, 0 to 1."""
+        self._progress_of, self._progress_before = 0, 0.0
+        """Step of these weights, and the share that was done a step before."""
         self._seconds_at: dict[int, float] = {0: 0.0}
         """Time at which each of the last steps was done: an evaluation arrives later than the weights that it is of."""
         self._lag_sum, self._lag_max = 0.0, 0.0
@@ -132,15 +136,42 @@ class Recorder:
         self._progress = Progress(config, roles, lambda: (self.elapsed, self.seconds_left), tell_height)
 
     def training_starts(self) -> None:
-        """Start the clock of `seconds`; only the first call does."""
-        if self._first_step_at is None:
-            self._first_step_at = time.perf_counter()
+        """Start the training clock, unless it runs."""
+        self.clock.start()
+
+    def step_done(self, step: int) -> None:
+        """The weights of this step are there: from now on, until the next are, the run is as far as it is at this moment."""
+        if step != self._progress_of:
+            self._progress_before, self._progress_of = self.progress, step
+        self.progress = self.config.progress_at(step, self.clock.seconds)
+        self._progress.trained = self.progress >= 1.0
+
+    def _read_clock(self, step: int) -> None:
+        self.seconds = self._seconds_at[step] = self.clock.seconds
+        if len(self._seconds_at) > KEPT_TIMES:
+            del self._seconds_at[next(iter(self._seconds_at))]
+
+    @property
+    def is_time_over(self) -> bool:
+        """Whether the run has no time for another step; there is always time for the first."""
+        limit = self.config.train.max_seconds
+        return limit is not None and self.steps > 0 and self.clock.seconds >= limit
+
+    @property
+    def passed_tenth(self) -> bool:
+        """Whether another tenth of the run was done with the last step."""
+        return int(10 * self.progress) > int(10 * self._progress_before)
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether the weights of this step, the last, are to be evaluated."""
+        return self.config.evaluation_due(step, progress=self.progress, before=self._progress_before)
 
     def group_received(self, step: int, group: TrajectoryGroup) -> None:
         self._lost.count(generated=group.num_generated, lost=group.num_lost, why=group.why_lost)
         if not self._signal.differs and not self.config.replay.imports:  # what is imported may differ
             rewards = [self._samples.reward(trajectory) for trajectory in group.trajectories]
             self._signal.count(group, rewards, lambda: self._decode(group))
+            self._progress.no_signal = self._signal.warning
         due = bool(group.trajectories) and (
             self._last_sample is None or step - self._last_sample >= self.config.observe.samples_every
         )
@@ -151,10 +182,9 @@ class Recorder:
             self._num_samples += 1
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._last_step_at = time.perf_counter()
-        self._seconds_at[step] = self.seconds
-        if len(self._seconds_at) > KEPT_TIMES:
-            del self._seconds_at[next(iter(self._seconds_at))]
+        if step != self._progress_of:
+            self.step_done(step)
+        self._read_clock(step)
         self.steps = step
         self.empty_steps += metrics.get("empty_step", 0.0) > 0
         self._stability.step(metrics)
@@ -167,23 +197,34 @@ class Recorder:
         metrics = {"seconds": self.seconds, **metrics, "perf/responses_per_second": rate, **self._more_metrics()}
         self._mismatch.step(step, metrics)
         self._unlogged.append(metrics)
-        if step % (self.config.observe.log_every * thinning(step)) == 0 or step >= self.config.train.max_steps:
-            unlogged, self._unlogged = self._unlogged, []
-            line = metrics if len(unlogged) == 1 else mean_over_steps(unlogged)
-            self._write(step, line)
-            self._listener.logged(step, line)
+        if step % (self.config.observe.log_every * thinning(step)) == 0 or self.progress >= 1.0:
+            self._log(step)
         self._progress.step(step, metrics)
         self._tell_pace()
 
+    def _log(self, step: int) -> None:
+        """Write a line of the steps since the one before."""
+        unlogged, self._unlogged = self._unlogged, []
+        if unlogged:
+            line = unlogged[0] if len(unlogged) == 1 else mean_over_steps(unlogged)
+            self._write(step, line)
+            self._listener.logged(step, line)
+
+    def time_is_over(self) -> None:
+        """The last step was the last: the time has come to its end while the trainer waited."""
+        self.step_done(self.steps)
+        self._read_clock(self.steps)
+        self._log(self.steps)
+
     def _tell_pace(self) -> None:
         """Say once, early, how long a run will take that is far from done."""
-        left = self.seconds_left
-        if self._told_pace or self.steps < PACE_STEP or left is None:
+        left, pace = self.seconds_left, self.pace
+        if self._told_pace or self.steps < PACE_STEP or left is None or pace is None:
             return
         self._told_pace = True
         if left > FAR_SECONDS:
-            waited = self._stability.summary().get("waited", 0.0)
-            self.note(pace_words(self.config, seconds=self.seconds + left, waited=waited))
+            waited, steps = self._stability.summary().get("waited", 0.0), self.steps + round(left / max(pace, 1e-9))
+            self.note(pace_words(self.config, steps=steps, seconds=self.seconds + left, waited=waited))
 
     def note(self, words: str) -> None:
         """A line that stays on the screen."""
@@ -213,14 +254,8 @@ class Recorder:
     def lacks_evaluation(self, step: int) -> bool:
         """Whether weights that a process begins with are still to be evaluated: those of the start, or of a step at which an
         evaluation is due and its result is not in the checkpoint."""
-        due = step == 0 or self.config.evaluation_due(step)
+        due = step == 0 or self.evaluation_due(step)
         return due and all(evaluated < step for evaluated, _ in self.evaluations)
-
-    @property
-    def seconds(self) -> float:
-        """Time from the first optimizer step to the last; of a run that was resumed, without the time in between."""
-        own = 0.0 if self._first_step_at is None else self._last_step_at - self._first_step_at
-        return self._seconds_before + own
 
     @property
     def elapsed(self) -> float:
@@ -229,14 +264,24 @@ class Recorder:
 
     @property
     def seconds_left(self) -> float | None:
-        """Time that the steps to come take at the pace of the later half of those before; None = it is not known yet."""
-        to_come = max(0, self.config.train.max_steps - self.steps)
+        """Time until the steps to come are made, at the pace so far, or train.max_seconds is over; None = it is not known
+        yet."""
+        train, pace = self.config.train, self.pace
+        left = []
+        if train.max_steps is not None and pace is not None:
+            in_step = min(pace, self.clock.seconds - self.seconds)
+            left.append(max(0.0, pace * max(0, train.max_steps - self.steps) - in_step))
+        if train.max_seconds is not None:
+            left.append(max(0.0, train.max_seconds - self.clock.seconds))
+        return min(left, default=None)
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds a step in the later half of those so far; None = it is not known yet."""
         first = max(self.steps // 2, min(self._seconds_at))
         if self.steps < 2 or first not in self._seconds_at or first >= self.steps:
             return None
-        pace = (self.seconds - self._seconds_at[first]) / (self.steps - first)
-        in_step = min(pace, time.perf_counter() - self._last_step_at) if self._first_step_at is not None else 0.0
-        return max(0.0, pace * to_come - in_step)
+        return (self.seconds - self._seconds_at[first]) / (self.steps - first)
 
     def state(self) -> dict[str, Any]:
         """What the summary counts, and how far the files are."""
@@ -249,9 +294,13 @@ class Recorder:
         for name in COUNTED:
             if name in state:  # what an older version saved lacks some
                 setattr(self, name, state[name])
-        if self._first_step_at is None:  # otherwise this process goes back, and has counted its time
+        if self.clock.seconds == 0.0:  # otherwise this process goes back, and has counted its time
             self._elapsed_before = state.get("elapsed", 0.0)
-        self._seconds_before, self._first_step_at, self._last_step_at = state["seconds"], None, 0.0
+        self.clock.go_on_from(state["seconds"])
+        self.seconds = self.clock.seconds
+        self.step_done(self.steps)
+        before = max(0, self.steps - 1)
+        self._progress_before = self.config.progress_at(before, self._seconds_at.get(before, 0.0))
         newest = self.steps - 1 if self.lacks_evaluation(self.steps) else self.steps
         after = past_lines(self.config, self.folder)[self._num_lines :]
         self.late = [(line.step, line.metrics) for line in after if line.is_evaluation and line.step <= newest]

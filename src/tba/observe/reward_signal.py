@@ -59,6 +59,11 @@ class RewardSignal:
             logger.warning("so far %s. Look at samples.jsonl and at the reward function.", self.words)
 
     @property
+    def warning(self) -> str | None:
+        """What is shown while the run goes on; None = rewards differ, or there are too few responses yet to say."""
+        return None if self.differs or self.responses < FIRST_TOLD else self.words
+
+    @property
     def words(self) -> str:
         if self.lowest == self.highest == 0.0:
             return f"no response was rewarded: {self.responses} responses, all 0.0"

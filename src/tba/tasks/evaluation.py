@@ -9,6 +9,7 @@ prompt are solved or not together, and counting each would make the error look s
 from __future__ import annotations
 
 import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,8 +86,11 @@ class EvaluationInputs:
     @property
     def final_beta(self) -> float | None:
         """Value of beta at the end of training; None where the target is shaped and reward - beta x KL not maximised."""
-        config, last = self.config, self.config.train.max_steps
-        return config.beta_at(last) if config.has_plain_target_at(last) else None
+        config, last = (
+            self.config,
+            self.config.train.max_steps or sys.maxsize,
+        )  # a schedule in steps has come to its end
+        return config.beta_at(last, 1.0) if config.has_plain_target_at(last, 1.0) else None
 
 
 def make_evaluator(

@@ -52,9 +52,9 @@ def _weighted(batch: Batch, weight_PK: Tensor) -> Batch:
     return replace(batch, totals=totals)
 
 
-def shape_target(batch: Batch, config: Config, step: int, *, beta: float) -> tuple[Batch, float]:
+def shape_target(batch: Batch, config: Config, step: int, progress: float, *, beta: float) -> tuple[Batch, float]:
     """The batch and the beta whose target log pi_ref + r / beta is (w log pi_ref + r / beta) / tau of this step."""
-    weight, temperature = config.reference_weight_at(step), config.target_temperature_at(step)
+    weight, temperature = config.reference_weight_at(step, progress), config.target_temperature_at(step, progress)
     if weight == temperature:
         return batch, beta * temperature
     return replace(batch, log_ref_N=batch.log_ref_N * (weight / temperature)), beta * temperature

@@ -44,16 +44,20 @@ class Health:
         if (step - 1) % self.config.steps_per_batch == 0:
             self._heed(step, self.guard.step(step, metrics))
         self._drop_outlived(step)
-        if step >= self.config.train.max_steps:
-            self._finish()
+        if self.recorder.progress >= 1.0:
+            self.finish()
         watched = {f"guard/{name.rpartition('/')[2]}": value for name, value in metrics.items()}
         rollbacks = float(len(self.recorder.rollbacks))
         return {"guard/alarm": float(self.alarm is not None), "guard/rollbacks": rollbacks, **watched}
 
     def save_if_due(self, step: int) -> None:
         """Write a healthy checkpoint on schedule, after everything else of the step: a run can resume from it."""
-        due = step % self.every == 0 and step < self.config.train.max_steps
-        if due and not self.guard.suspects and self.checkpoints.keep > 0:
+        if (
+            self._is_due(step)
+            and self.recorder.progress < 1.0
+            and not self.guard.suspects
+            and self.checkpoints.keep > 0
+        ):
             self.checkpoints.save_healthy(step)
             self._saved.append(step)
 
@@ -91,10 +95,17 @@ class Health:
                 words.append(f"Rollbacks before this: {len(self.recorder.rollbacks)}.")
             raise Collapsed(f"stopped at step {self.recorder.steps}: {' '.join(words)}")
 
-    @property
-    def every(self) -> int:
-        """observe.healthy_checkpoint_every, or a tenth of the run, at least LEAST_EVERY steps."""
-        return self.config.observe.healthy_checkpoint_every or max(LEAST_EVERY, self.config.train.max_steps // 10)
+    def finish(self) -> None:
+        """The last step is made: a run without a collapse needs no healthy checkpoint any more."""
+        if self.recorder.collapse is None and not self.config.observe.keep_healthy_checkpoint:
+            self._drop(self._saved)
+
+    def _is_due(self, step: int) -> bool:
+        """By observe.healthy_checkpoint_every, or a tenth of the run, at least LEAST_EVERY steps."""
+        every, train = self.config.observe.healthy_checkpoint_every, self.config.train
+        if every is None and (train.max_seconds is not None or train.max_steps is None):
+            return self.recorder.passed_tenth and step - max(self._saved, default=0) >= LEAST_EVERY
+        return step % (every or max(LEAST_EVERY, (train.max_steps or 0) // 10)) == 0
 
     def _heed(self, step: int, alarm: Alarm | None) -> None:
         before, self.alarm = self.alarm, alarm
@@ -150,10 +161,6 @@ class Health:
         proven_after = (RECENT + PERSISTENCE) * self.config.steps_per_batch + self._margin
         proven = [saved for saved in self._saved if saved + proven_after <= step]
         self._drop(proven[:-1])
-
-    def _finish(self) -> None:
-        if self.recorder.collapse is None and not self.config.observe.keep_healthy_checkpoint:
-            self._drop(self._saved)
 
     def _drop(self, steps: list[int]) -> None:
         for step in list(steps):

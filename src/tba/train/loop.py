@@ -103,18 +103,19 @@ class Trainer:
             self.train_step.moved = False  # nothing of it is left to do, should the wait for the next batch be the end
             waited = self.gate.wait(self) if self.needs_batch else 0.0
         self.recorder.training_starts()
-        started = time.perf_counter()
+        started, progress = time.perf_counter(), self.progress
         batch = self.sample() if self.batch is None or self.needs_batch else self.batch
-        result = self.updates.first(batch, step=self.step_index)
+        result = self.updates.first(batch, step=self.step_index, progress=progress)
         log_pi_N = result.outputs.log_pi_N.cpu()
         measured = {**result.metrics, **batch_metrics(batch, log_pi_N, step=self.step_index)}
         measured |= {**self.measure_mismatch(batch, log_pi_N), **self.measure_target(batch, log_pi_N)}
-        measured["beta"] = self.beta.at(self.step_index)
-        self.rate.follow(self.step_index, measured)
+        measured |= self.schedules()
+        self.rate.follow(self.step_index, measured, progress)
         self.beta.follow(measured)
         self.batch = with_old_values(batch, result)
         self.counts.trained += batch.totals.responses
         self.step_index += 1
+        self.recorder.step_done(self.step_index)
         if self.gate is None and not self.done:
             again = self.train_again()
             started += again  # it has a time of its own
@@ -141,7 +142,7 @@ class Trainer:
     def train_again(self) -> float:
         """The second update on an earlier batch, if it is due; returns the seconds it took."""
         started = time.perf_counter()
-        trained = self.updates.second(step=self.step_index)
+        trained = self.updates.second(step=self.step_index, progress=self.progress)
         if not trained:
             return 0.0
         self.counts.again += trained
@@ -157,12 +158,21 @@ class Trainer:
             found = mismatch_of_batch(batch, log_pi_N, step=self.step_index)
         return {} if found is None else {"off_policy/mismatch_kl": found}
 
+    def schedules(self) -> dict[str, float]:
+        """Values of the schedules for the step that is made now."""
+        step, progress = self.step_index, self.progress
+        return {
+            "beta": self.beta.at(step, progress),
+            "reference_weight": self.config.reference_weight_at(step, progress),
+            "target_temperature": self.config.target_temperature_at(step, progress),
+        }
+
     def measure_target(self, batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
         """How far the policy is on its way to beta's target; nothing of a target that is shaped otherwise."""
         step, has_target = self.step_index, self.train_step.objective.needs.target
-        if not has_target or not self.config.has_plain_target_at(step):
+        if not has_target or not self.config.has_plain_target_at(step, self.progress):
             return {}
-        return target_metrics(batch, log_pi_N, beta=self.beta.at(step))
+        return target_metrics(batch, log_pi_N, beta=self.beta.at(step, self.progress))
 
     @property
     def needs_batch(self) -> bool:
@@ -170,8 +180,21 @@ class Trainer:
         return self.step_index % self.config.train.updates_per_batch == 0
 
     @property
+    def progress(self) -> float:
+        """Share of the run that was done, 0 to 1, as the last step was: all schedules of a step go by this one number."""
+        return self.recorder.progress
+
+    @property
     def done(self) -> bool:
-        return self.step_index >= self.config.train.max_steps
+        return self.progress >= 1.0
+
+    def end(self) -> None:
+        """The time was over while the next batch was waited for: make up for what the last step would have done."""
+        self.recorder.time_is_over()
+        if self.health is not None:
+            self.health.finish()
+        self.publisher.publish(self.train_step.weights(self.step_index))
+        self.save()
 
     @property
     def is_sound(self) -> bool:
@@ -183,6 +206,8 @@ class Trainer:
         """Take in the groups that have arrived, and acknowledge those that are committed."""
         started = time.perf_counter()
         groups = self.receiver.drain()
+        if self.ledger.outstanding:
+            self.recorder.training_starts()  # somebody was given a visit
         for group in groups:
             if self.probe is not None:
                 self.probe.look(group, step=self.step_index)
@@ -334,16 +359,13 @@ class Trainer:
         watched: Mapping[str, float],
         times: Mapping[str, float],
     ) -> None:
-        """Record the step just done; schedules are those of the version that was trained. `watched` is for the guard."""
-        trained = self.step_index - 1
+        """Record the step just done. `watched` is for the guard."""
         if self.fresh_rewards:
             self.fresh_reward, self.fresh_rewards = fmean(self.fresh_rewards), []
         metrics = {
             **{"batch/reward" if name == "reward" else name: value for name, value in measured.items()},
             **({} if math.isnan(self.fresh_reward) else {"reward": self.fresh_reward}),
             "entropy": watched["entropy"],
-            "reference_weight": self.config.reference_weight_at(trained),
-            "target_temperature": self.config.target_temperature_at(trained),
             **{f"time/{name}": seconds for name, seconds in times.items()},
             "empty_step": float(batch.totals.responses == 0),
             **{f"buffer/{name}": value for name, value in self.replay.stats().items()},

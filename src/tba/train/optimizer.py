@@ -296,36 +296,38 @@ class LearningRate:
     def guess(self) -> float:
         return self.config.train.first_learning_rate or 0.0
 
-    def at(self, step: int) -> float:
-        """For optimizer step `step` (0 is the first)."""
+    def at(self, step: int, progress: float) -> float:
+        """For optimizer step `step` (0 is the first), before which `progress` (0 to 1) of the run is done."""
         if self.is_auto:
-            return self.rate * self.shape(step) * self.caution  # `factor` is in the rate, which follows the movement
-        return self.factor * self.config.learning_rate_at(step)
+            return (
+                self.rate * self.shape(progress) * self.caution
+            )  # `factor` is in the rate, which follows the movement
+        return self.factor * self.config.learning_rate_at(step, progress)
 
-    def shape(self, step: int) -> float:
+    def shape(self, progress: float) -> float:
         """1, then in the last part of the run a straight line to 0."""
-        train = self.config.train
-        falling = train.settle * train.max_steps
-        return min(1.0, (train.max_steps - step) / falling) if falling > 0 else 1.0
+        settle = self.config.train.settle
+        return min(1.0, (1.0 - progress) / settle) if settle > 0 else 1.0
 
-    def measures(self, step: int) -> bool:
+    def measures(self, step: int, progress: float) -> bool:
         """Whether this step's movement is asked for."""
         due = step < MEASURED_STEPS or step % MEASURED_EVERY == 0
-        return self.is_auto and due and self.shape(step) >= LEAST_SHAPE
+        return self.is_auto and due and self.shape(progress) >= LEAST_SHAPE
 
-    def follow(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes what was measured of this step: `off_policy/agreement`, and now and then `movement`."""
+    def follow(self, step: int, metrics: Mapping[str, float], progress: float) -> None:
+        """Takes what was measured of this step, and at what progress it was made: `off_policy/agreement`, and now and then
+        `movement`."""
         sees_drift = self.is_auto and self.can_see_agreement
         if sees_drift:
             self.agreement += (metrics.get("off_policy/agreement", self.agreement) - self.agreement) / AGREEMENT_STEPS
             self.kl += (metrics.get("off_policy/kl", self.kl) - self.kl) / KL_STEPS
         if "movement" in metrics:
-            self._correct(step, metrics["movement"])  # by the caution that this step was made with
+            self._correct(step, metrics["movement"], progress)  # by the caution that this step was made with
         if sees_drift:
             self.caution = FAR_KL / max(FAR_KL, metrics.get("off_policy/kl", 0.0))
 
-    def _correct(self, step: int, moved: float) -> None:
-        wanted = self.wanted * self.shape(step) * self.caution / max(moved, 1e-12)
+    def _correct(self, step: int, moved: float, progress: float) -> None:
+        wanted = self.wanted * self.shape(progress) * self.caution / max(moved, 1e-12)
         if self.kl > LARGEST_KL:
             wanted = min(wanted, math.sqrt(LARGEST_KL / self.kl))  # the KL grows with the square of the movement
         factor = wanted**GAIN

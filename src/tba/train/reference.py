@@ -36,9 +36,9 @@ class Beta:
     kl: float = field(default=0.0, init=False)
     """Mean over the last steps of the KL to the reference, nats per response."""
 
-    def at(self, step: int) -> float:
-        """For optimizer step `step` (0 is the first)."""
-        beta, most = self.config.beta_at(step), self.config.objective.max_kl_penalty
+    def at(self, step: int, progress: float) -> float:
+        """For optimizer step `step` (0 is the first), before which `progress` (0 to 1) of the run is done."""
+        beta, most = self.config.beta_at(step, progress), self.config.objective.max_kl_penalty
         return beta if most is None or beta * self.kl <= most else most / self.kl
 
     def follow(self, metrics: Mapping[str, float]) -> None:

@@ -40,20 +40,22 @@ class Updates:
     def __post_init__(self) -> None:
         self.trained_once = deque(maxlen=self.config.train.second_update_after or 0)
 
-    def first(self, batch: Batch, *, step: int) -> StepResult:
-        """The update of this step, on a new batch."""
-        result = self._update(batch, f"step {step}", step=step, measure_movement=self.rate.measures(step))
+    def first(self, batch: Batch, *, step: int, progress: float) -> StepResult:
+        """The update of this step, on a new batch. `progress` is the share of the run that is done before it."""
+        measures = self.rate.measures(step, progress)
+        result = self._update(batch, f"step {step}", step=step, progress=progress, measure_movement=measures)
         if self.config.train.second_update_after and batch.totals.responses:
             self.trained_once.append(with_old_values(batch, result))
         return result
 
-    def second(self, *, step: int) -> int:
+    def second(self, *, step: int, progress: float) -> int:
         """The second update on the batch whose turn it is; returns the number of its responses, 0 where there is none."""
         after = self.config.train.second_update_after
         if not after or len(self.trained_once) < after:
             return 0
         batch = self.trained_once.popleft()
-        self._update(batch, f"the second update before step {step}", step=step, measure_movement=False)
+        name = f"the second update before step {step}"
+        self._update(batch, name, step=step, progress=progress, measure_movement=False)
         return batch.totals.responses
 
     def forget(self) -> None:
@@ -69,9 +71,9 @@ class Updates:
         self.trained_once.clear()
         self.trained_once.extend(state["trained_once"])
 
-    def _update(self, batch: Batch, name: str, *, step: int, measure_movement: bool) -> StepResult:
-        shaped, beta = shape_target(batch, self.config, step, beta=self.beta.at(step))
-        rate = self.rate.at(step)
+    def _update(self, batch: Batch, name: str, *, step: int, progress: float, measure_movement: bool) -> StepResult:
+        shaped, beta = shape_target(batch, self.config, step, progress, beta=self.beta.at(step, progress))
+        rate = self.rate.at(step, progress)
         try:
             return self.train_step(shaped, beta=beta, learning_rate=rate, measure_movement=measure_movement)
         except NonFiniteLoss as error:
