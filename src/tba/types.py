@@ -284,6 +284,8 @@ class Batch:
     """Monte-Carlo value of the prefix where a reasoning step begins, else NaN; None = not estimated."""
     old_values_N: Tensor | None = None
     """The critic's values when this batch was first trained on; None = this is the first time."""
+    usual_drift: float = 0.0
+    """Nats that one update moves log_pi of a response that it was not trained on."""
 
     @property
     def shape(self) -> tuple[int, int]:

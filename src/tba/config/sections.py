@@ -186,6 +186,10 @@ class ObjectiveConfig(Section):
     """Largest penalty beta * KL, in units of the reward, that the pull to the reference may cost the policy on average:
     where it is further away, beta is this number over its mean KL of the last steps. None = .05 for tb where beta is
     unset, no bound otherwise."""
+    reward_unit: Annotated[float, Field(gt=0.0)] | Literal["spread"] | None = None
+    """Number that rewards are divided by before they are trained on: beta and max_kl_penalty are in this unit. spread =
+    twice the largest standard deviation of the rewards within prompts so far, which is about 1 for rewards that are right or
+    wrong. None = spread for tb where beta is unset, 1 otherwise."""
     reference_weight: Schedule | None = None
     """Factor w of log pi_ref in the log of the target (1 / gamma of GFNOrg/red-teaming), for tb and tb_learned_z only;
     below 1 the target is broader than the reference. None = 1."""
@@ -231,19 +235,14 @@ class TrainConfig(Section):
     on a CPU; not on Ray nodes, unless model.dtype or model.device says so), nobody else's responses are trained on, and
     no setting of replay says how often or how late a response may be trained; otherwise 0. In bf16 it gained nothing."""
     learning_rate: Annotated[Schedule | None, Auto] = None
-    """Learning rate of AdamW, a number or a schedule; None or auto = it follows the movement of the policy (movement),
-    begins low and falls to zero at the end (settle)."""
-    movement: float = Field(default=0.1, gt=0.0, le=10.0)
-    """Movement that learning_rate=auto aims at: the mean |change of log_pi| of a response by one optimizer step, in
-    units of the square root of its entropy (in fp32 of at most 10 nats). It is multiplied by the measured share
-    of signal in recent updates over .1 (within .7 and 1.5) where a batch holds new responses alone, and divided by the
-    square root of the number of times that each is trained. The rate falls below it while responses are more than .2 nats
-    from the policy that generated them."""
+    """Learning rate of AdamW, a number or a schedule; None or auto = each update moves the policy as far as target_drift
+    says, and less towards the end (settle)."""
+    target_drift: float = Field(default=0.18, gt=0.0, le=10.0)
+    """Drift that learning_rate=auto aims at: the mean |change of log_pi| of a new response by one update, in units of
+    sqrt(signal x entropy). The entropy is that of a response in nats. The signal is the correlation of the drift of new
+    responses with their rewards, .1 where it cannot be seen. Lower it where a run is unstable."""
     settle: float = Field(default=0.5, ge=0.0, le=1.0)
     """Share of the run, at its end, in which the rate of learning_rate=auto falls to zero."""
-    first_learning_rate: float | None = Field(default=None, gt=0.0, le=LARGEST_RATE)
-    """Rate that learning_rate=auto begins from; None = by the number of parameters: 2e-4 for the shipped model,
-    2.4e-6 at 0.5B, 5e-7 at 7B, ten times that for LoRA."""
     adam_betas: tuple[AdamBeta, AdamBeta] = (0.9, 0.999)
     """Decay rates of AdamW's averages of the gradient and of its square."""
     adam_epsilon: float = Field(default=1e-8, gt=0.0)

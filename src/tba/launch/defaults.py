@@ -37,25 +37,11 @@ from tba.objectives.registry import make_objective
 from tba.runtime.placement import RolePlacement, sees_gpu
 from tba.tasks.registry import max_prompt_tokens
 
-ANCHOR_PARAMETERS, ANCHOR_RATE = 0.314e6, 2e-4
-"""The shipped model's size and a rate that it learns at."""
-EXPONENT = 0.6
-"""Between what works for the shipped model and what works at 0.5B (1e-6 to 4e-6 with fp32 master weights)."""
-
-LORA_FACTOR = 10.0
-"""An adapter's matrices start at zero and are few: they want a larger rate than the weights they stand for."""
-
 SECOND_UPDATE_AFTER = 3
 """Steps between the two updates on a batch."""
 
 LEAST_ROOM, STEPS_OF_ROOM = 100, 4
 """Responses of a prompt that replay has room for, at least (the paper's number), and in steps' worth of its visits."""
-
-
-def learning_rate_for(num_parameters: int, *, lora: bool = False) -> float:
-    """2e-4 at 0.31M parameters, 2.4e-6 at 0.5B, 4.9e-7 at 7B; ten times that for an adapter; two digits."""
-    rate = ANCHOR_RATE * (num_parameters / ANCHOR_PARAMETERS) ** -EXPONENT
-    return float(f"{(LORA_FACTOR if lora else 1.0) * rate:.1e}")
 
 
 def with_defaults(
@@ -77,13 +63,11 @@ def with_defaults(
     if not trains:
         return config
     train = config.train
-    first_rate = learning_rate_for(loaded.num_parameters, lora=config.model.lora is not None)
     tokens = train.tokens_per_micro_batch
     if tokens is None:
         needed = keys_and_values_beside_trainer(config, loaded, placement, longest_prompt=longest)
         tokens = tokens_for(config, loaded, placement, keys_and_values=needed)
-    filled = {"first_learning_rate": train.first_learning_rate or first_rate, "tokens_per_micro_batch": tokens}
-    return config.model_copy(update={"train": train.model_copy(update=filled)})
+    return config.model_copy(update={"train": train.model_copy(update={"tokens_per_micro_batch": tokens})})
 
 
 def with_objective_defaults(config: Config) -> Config:
@@ -93,6 +77,10 @@ def with_objective_defaults(config: Config) -> Config:
     penalty = config.objective.max_kl_penalty
     if config.objective.beta is None and penalty is None:
         penalty = objective.default_max_kl_penalty
+    unit = config.objective.reward_unit
+    if unit is None:
+        scales = objective.needs.target and not objective.extras.log_z and config.objective.beta is None
+        unit = "spread" if scales else 1.0
     settings = {name: value for name, value in objective.model_dump(mode="json").items() if value is not None}
     reset_every, replay = config.reference.reset_every, config.replay
     if reset_every is None:
@@ -124,7 +112,9 @@ def with_objective_defaults(config: Config) -> Config:
         lag = "pace" if paced and not drops and not replay.initial_responses else "keep"
     filled = config.model_copy(
         update={
-            "objective": config.objective.model_copy(update={"beta": beta, "max_kl_penalty": penalty, **settings}),
+            "objective": config.objective.model_copy(
+                update={"beta": beta, "max_kl_penalty": penalty, "reward_unit": unit, **settings}
+            ),
             "reference": config.reference.model_copy(update={"reset_every": reset_every}),
             "train": config.train.model_copy(update={"second_update_after": second}),
             "replay": replay.model_copy(

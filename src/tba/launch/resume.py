@@ -35,7 +35,7 @@ MAY_CHANGE = (
 """Settings, and sections with a dot, that may be others after a resume: they change how a run is watched and where it runs,
 not what it learns. train.max_steps may grow besides."""
 BY_OBJECTIVE = {
-    "objective": ("beta", "max_kl_penalty"),
+    "objective": ("beta", "max_kl_penalty", "reward_unit"),
     "reference": ("reset_every",),
     "replay": ("deduplicate", "on_policy_probability", "max_trained_per_generated", "max_uses", "lag"),
     "train": ("second_update_after",),
@@ -45,7 +45,7 @@ this package that started it may have had other defaults."""
 BY_MACHINE = {
     "generate": ("slots",),
     "replay": ("capacity_per_prompt",),
-    "train": ("first_learning_rate", "tokens_per_micro_batch"),
+    "train": ("tokens_per_micro_batch",),
 }
 """Settings that model and machine decide where none is given: a resumed run keeps those it was started with, too."""
 

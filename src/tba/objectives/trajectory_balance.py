@@ -40,6 +40,8 @@ from tba.types import Batch, Forward, Loss
 
 ROUNDING = 0.02
 """Nats per square root of the tokens that a bf16 engine and its trainer are apart (KL 2e-4 a token at 0.5B): no drift."""
+USUAL = 1.5
+"""Drifts of one update that no gradient is held back for: where updates are long, most of a drift is what all have."""
 OffPolicyRule = Literal["response", "token", "taper", "exact"]
 """What bounds the push of a response on stale data; see `gradient_share`."""
 
@@ -245,7 +247,8 @@ def _drift_limit(batch: Batch, *, max_drift: float) -> Tensor:
     surprise_PK = batch.sum_per_response(torch.where(known_N, -batch.policy_N, 0.0))
     entropy_P1 = prompt_mean(surprise_PK, (known_PK & (batch.weight_PK > 0)).to(surprise_PK.dtype)).clamp(min=0.0)
     tokens_PK = batch.sum_per_response(torch.ones_like(batch.policy_N))
-    return torch.maximum(max_drift * entropy_P1.sqrt(), ROUNDING * tokens_PK.sqrt())
+    least_PK = (ROUNDING * tokens_PK.sqrt()).clamp(min=USUAL * batch.usual_drift)
+    return torch.maximum(max_drift * entropy_P1.sqrt(), least_PK)
 
 
 def _beyond(drift: Tensor, push_up: Tensor, limit: Tensor | float) -> Tensor:

@@ -271,7 +271,10 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
     if summary["target"] is not None and summary["target"]["words"] is not None:
         say(f"beta: {summary['target']['words']}", style="bold")
     if went_badly(summary):
-        say(advice(summary, auto_rate=config.train.learning_rate is None, movement=config.train.movement), style="bold")
+        say(
+            advice(summary, auto_rate=config.train.learning_rate is None, target_drift=config.train.target_drift),
+            style="bold",
+        )
     elif config.mode == "async" and (spare_time := waiting_advice(summary)) is not None:
         say(spare_time)
     by_command = all(isinstance(reward.function, str) for reward in config.task.rewards)
@@ -392,7 +395,7 @@ def went_badly(summary: Mapping[str, Any]) -> bool:
     return summary["final"][name] < best["score"] - FELL_ERRORS * summary["final_standard_error"].get(name, 0.0)
 
 
-def advice(summary: Mapping[str, Any], *, auto_rate: bool, movement: float) -> str:
+def advice(summary: Mapping[str, Any], *, auto_rate: bool, target_drift: float) -> str:
     """The setting to change first after a run that went badly; the summary says which."""
     found = summary["stability"]
     if found.get("held_back", 0.0) > MUCH_HELD_BACK and found.get("trained_per_generated", 1.0) > 1.5:
@@ -406,7 +409,7 @@ def advice(summary: Mapping[str, Any], *, auto_rate: bool, movement: float) -> s
         )
     if not auto_rate:
         return "change first: leave train.learning_rate unset (auto), or divide it by 3."
-    return f"change first: train.movement={movement / 2:g} (half of what it was), then a higher objective.beta."
+    return f"change first: train.target_drift={target_drift / 2:g} (half of what it was), then a higher objective.beta."
 
 
 def waiting_advice(summary: Mapping[str, Any]) -> str | None:

@@ -80,11 +80,10 @@ METRICS = (
         meaning="Standard deviation of the rewards within prompts, of those whose responses differ in it.",
     ),
     Metric(
-        name="movement",
-        unit="sqrt(nats)",
-        reduction="last",
-        meaning="Mean |change of log_pi| of a response by this update / mean sqrt of its entropy (at most 10 nats in fp32).",
+        name="off_policy/drift", unit="nats", meaning="Mean |log_pi now - log_pi when generated| of a late response."
     ),
+    Metric(name="off_policy/drift_lag", unit="steps", meaning="Mean lag of the responses that drift is measured on."),
+    Metric(name="off_policy/signal", unit="share", reduction="last", meaning="Agreement, over the last batches."),
     Metric(name="tb/clip_fraction", unit="share", meaning="Share of responses beyond objective.residual_clip."),
     Metric(name="objective/*", unit="", meaning="A number of the objective; its own file says which."),
     Metric(

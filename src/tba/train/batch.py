@@ -19,10 +19,14 @@ from torch import Tensor
 from tba.config import Config, TrainConfig
 from tba.models.packing import PackedTokens, pack, split_by_budget
 from tba.objectives.base import centred
-from tba.types import Batch, Totals, on_device, total_reward
+from tba.types import Batch, Forward, Totals, on_device, total_reward
 
 ROUNDING = 1e-6
 """Largest difference of rewards, as a share of the largest, that is rounding."""
+ROUNDING_DRIFT = 0.016
+"""Nats per square root of the tokens that log_pi of an engine in bf16 and of its trainer are apart: mean |difference|."""
+LEAST_EXACT = 0.3
+"""Share of a drift in bf16 that is no rounding, at least."""
 LEAST_SIZE = 1e-4
 """Below this size drift is the rounding of an engine, or all rewards of every prompt are the same."""
 
@@ -245,7 +249,6 @@ def batch_metrics(batch: Batch, log_pi_N: Tensor, *, step: int) -> dict[str, flo
         "off_policy/lag_mean": float(lag.mean()),
         "off_policy/lag_max": float(lag.max()),
         "off_policy/dropped": dropped,
-        **_drift(batch, log_pi_PK, kept_PK),
     }
 
 
@@ -278,20 +281,53 @@ def _responses(batch: Batch, log_ratio_PK: Tensor, kept_PK: Tensor) -> dict[str,
     }
 
 
-def _drift(batch: Batch, log_pi_PK: Tensor, kept_PK: Tensor) -> dict[str, float]:
-    """How far the policy has moved from what generated the responses; only where those log-probs are known."""
+def drift_metrics(batch: Batch, log_pi_N: Tensor, *, step: int, exact: bool) -> dict[str, float]:
+    """How far the policy has moved from what generated the responses; only where those log-probs are known. What is not
+    `exact` was computed in bf16."""
+    kept_PK, log_pi_PK = batch.weight_PK > 0, batch.sum_per_response(log_pi_N)
     behaviour_PK, policy_PK = batch.sum_per_response(batch.behaviour_N), batch.sum_per_response(batch.policy_N)
     known_PK = kept_PK & torch.isfinite(behaviour_PK) & torch.isfinite(policy_PK)
     if not known_PK.any():
         return {}
-    moved = agreement(batch.reward_PK, log_pi_PK - policy_PK, known_PK)
-    log_ratio = (log_pi_PK - behaviour_PK)[known_PK]
+    drift_PK, log_ratio = log_pi_PK - policy_PK, (log_pi_PK - behaviour_PK)[known_PK]
     ratio = torch.exp(log_ratio - log_ratio.max())
+    moved = agreement(batch.reward_PK, drift_PK, known_PK) if exact else None
     return {
         "off_policy/ess": float(ratio.sum().square() / ratio.square().sum() / len(ratio)),
-        "off_policy/kl": float((policy_PK - log_pi_PK)[known_PK].mean()),
+        "off_policy/kl": -float(drift_PK[known_PK].mean()),
+        **_drift_of_late(batch, drift_PK, known_PK & (batch.version_PK < step), step=step, exact=exact),
         **({} if moved is None else {"off_policy/agreement": moved}),
     }
+
+
+def _drift_of_late(batch: Batch, drift_PK: Tensor, late_PK: Tensor, *, step: int, exact: bool) -> dict[str, float]:
+    """Mean |drift| of the responses of earlier versions, and their mean lag. An engine in bf16 is some way off its trainer
+    even without a drift (ROUNDING_DRIFT), and independent distances add up by their squares."""
+    if not late_PK.any():
+        return {}
+    size = float(drift_PK[late_PK].abs().mean())
+    if not exact:
+        rounding = ROUNDING_DRIFT * math.sqrt(float(batch.lengths.view(batch.shape)[late_PK].float().mean()))
+        size = math.sqrt(max(size**2 - rounding**2, (LEAST_EXACT * size) ** 2))
+    return {"off_policy/drift": size, "off_policy/drift_lag": float((step - batch.version_PK)[late_PK].float().mean())}
+
+
+def entropy_of(batch: Batch, outputs: Forward) -> float:
+    """Mean entropy of a response in nats; NaN where no response has weight."""
+    assert outputs.entropy_N is not None
+    entropy_PK = batch.sum_per_response(outputs.entropy_N.to(batch.log_ref_N.device))
+    kept_PK = batch.weight_PK > 0
+    return float(entropy_PK[kept_PK].mean()) if kept_PK.any() else math.nan
+
+
+def reward_spread(batch: Batch) -> float:
+    """Standard deviation of the rewards within prompts, of those whose responses differ in them."""
+    weight_PK = (batch.weight_PK > 0).double()
+    better_PK = centred(batch.reward_PK.double(), weight_PK)
+    size_P = torch.where(weight_PK > 0, batch.reward_PK.double(), 0.0).abs().amax(dim=1)
+    differ_P = better_PK.abs().amax(dim=1) > ROUNDING * size_P
+    count = float(weight_PK[differ_P].sum())
+    return math.sqrt(float(better_PK[differ_P].square().sum()) / count) if count else 0.0
 
 
 def agreement(reward_PK: Tensor, drift_PK: Tensor, known_PK: Tensor) -> float | None:

@@ -82,6 +82,10 @@ class Gate:
             raise Interrupted
         wanted = min(self.config.train.prompts_per_step, self.num_train_prompts)
         self.row["batch_prompts"], self.row["prompts_wanted"] = min(feed.replay.num_prompts, wanted), wanted
+        return self.is_open(feed)
+
+    def is_open(self, feed: Feed) -> bool:
+        """Whether there is enough to train on."""
         return self._within_ratio(feed) and self._full_batch(feed) and self._first_fill(feed)
 
     def _within_ratio(self, feed: Feed) -> bool:

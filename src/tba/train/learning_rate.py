@@ -1,27 +1,30 @@
 """The learning rate of each update: a schedule that was given, or `auto`.
 
-What a rate does depends on the model, the task and the state of Adam. What it should do can be said once. An update should
-move log_pi of responses that it has not seen by
+What a rate does depends on the model, the task and the state of Adam; what an update should do does not. `auto` has each
+update move log_pi of a new response by
 
-    SIZE x signal x sqrt(entropy)    nats,
+    train.target_drift x sqrt(signal x entropy)    nats.
 
-where the entropy is that of a response, and the signal is the share of an update that is not noise: the correlation, within
-prompts, of the drift of new responses with their rewards. (An update of length m gains in proportion to m x signal and
-loses in proportion to m^2, so the best length is in proportion to the signal. Log-probs of a policy's own samples lie about
-sqrt(entropy) apart.) Both drift and signal are measured for nothing: a new batch has been generated some updates ago, and
-was not trained on since.
+The entropy is that of a response: log-probs of a policy's own samples lie about its square root apart. The signal is the
+share of recent updates that is no noise: the correlation, within prompts, of the drift of new responses with their rewards.
+Both are measured for nothing. A new batch was generated some updates ago and has not been trained on since, so its drift,
+log_pi now - log_pi when generated, is the work of the updates in between.
 
-The first update has nothing to go by: it is made longer or shorter until it moves its own batch by FIRST x sqrt(entropy).
-From then on the stiffness, drift per unit of rate, is a mean over batches that becomes longer as the run goes on; where one
-batch has drifted further than the mean explains, the next update is shortened at once. At the end of the run
-(train.settle) the rate falls to zero.
+1. The first update has no drift to go by. It is made longer or shorter until it moves its own batch by FIRST x
+   train.target_drift x sqrt(entropy).
+2. The stiffness, drift per unit of rate, is averaged over the batches so far, at most MEMORY of them. The rate is the size
+   above over the stiffness. It rises by at most RISE in a step.
+3. Where a batch has drifted further than the average explains, its own update goes by its own stiffness: a policy that
+   runs away from its data is held at once.
+4. In the last part of the run (train.settle) the rate falls to zero.
+
+Where searcher and trainer take turns without a lag nothing drifts. The movement of the batch by its own update stands in
+for it, and the signal is taken to be the usual one.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,14 +32,25 @@ from typing import Any
 
 from tba.config import Config
 
-_X = json.loads(os.environ.get("TBA_X", "{}"))
-
-FIRST = _X.get("first", 0.3)
-SIZE = _X.get("size", 0.18)
-USUAL, LEAST, MOST = _X.get("usual", 0.1), _X.get("least", 0.03), _X.get("most", 0.5)
-RISE = _X.get("rise", 2.0)
-MEMORY = _X.get("memory", 32)
+START = 1e-6
+"""Rate of the first update before its length is known: so low that it does no harm to any model."""
+FIRST = 1.7
+"""Movement of the first update, in units of train.target_drift x sqrt(entropy): Adam's first update is several times as long
+as later ones."""
+USUAL_SIGNAL, LEAST_SIGNAL, MOST_SIGNAL = 0.1, 0.03, 0.15
+"""What the signal is taken to be before the first batch shows it, and at least: it is known to .02 after 32 batches."""
+LEAST_ENTROPY = 0.01
+"""Nats per response. A policy that is surer than that has nothing left to learn by sampling."""
+RISE = 2.0
+"""Largest factor by which the rate rises from one step to the next."""
+MEMORY = 32
+"""Number of batches that the averages are over, in the end."""
+ENTROPY_STEPS = 8
+"""Number of batches that the mean entropy is over."""
 LEAST_DECAY = 0.1
+"""Share of its height below which the rate only falls: drifts become too small to measure."""
+VERSIONS_KEPT = 1024
+"""Number of versions whose rates are remembered; what is older counts as of the oldest."""
 
 
 @dataclass
@@ -44,90 +58,112 @@ class LearningRate:
     """The rate in use; what it has learned is part of a checkpoint."""
 
     config: Config
-    exact_drift: bool = True
     rate: float = field(init=False)
+    """Rate of `auto` before it falls at the end of the run."""
     stiffness: float = field(init=False, default=math.nan)
-    """Log of the drift by one update over its rate."""
-    signal: float = field(init=False, default=USUAL)
-    entropy: float = field(init=False, default=0.0)
-    measured: int = field(init=False, default=0)
-    path: deque[float] = field(init=False, default_factory=lambda: deque([0.0], maxlen=1024))
-    """Sum of the squares of all rates used before each version, the newest last."""
-    used: float = field(init=False, default=0.0)
-    drift: float = field(init=False, default=0.0)
+    """Log of the drift in nats that one update of rate 1 would make; NaN = not measured yet."""
+    signal: float = field(init=False, default=USUAL_SIGNAL)
+    entropy: float = field(init=False, default=math.nan)
+    """Nats per response, over the last batches; NaN = not measured yet."""
+    batches: int = field(init=False, default=0)
+    """Number of batches whose drift was measured."""
+    squares: float = field(init=False, default=0.0)
+    """Sum of the squares of the rates of all updates: steps in directions of their own add up by their squares."""
+    squares_before: deque[float] = field(init=False)
+    """The same before each of the last versions, the newest last."""
     scale: float = field(init=False, default=1.0)
+    """Factor of the given schedule, or of the size that `auto` aims at: less than 1 after a collapse."""
 
     def __post_init__(self) -> None:
-        self.rate = self.config.train.first_learning_rate or 0.0
+        self.rate = START
+        self.squares_before = deque([0.0], maxlen=VERSIONS_KEPT)
 
     @property
     def is_auto(self) -> bool:
         return self.config.train.learning_rate is None
 
-    def at(self, step: int) -> float:
-        """For optimizer step `step` (0 is the first)."""
+    def at(self, step: int, progress: float) -> float:
+        """For optimizer step `step` (0 is the first), before which `progress` (0 to 1) of the run is done."""
         if self.is_auto:
-            return self.rate * self.decay(step)
-        return self.scale * self.config.learning_rate_at(step)
+            return self.rate * self.decay(progress)
+        return self.scale * self.config.learning_rate_at(step, progress)
 
-    def decay(self, step: int) -> float:
+    def decay(self, progress: float) -> float:
         """1, then in the last part of the run a straight line to 0."""
-        train = self.config.train
-        falling = train.settle * train.max_steps
-        return min(1.0, (train.max_steps - step) / falling) if falling > 0 else 1.0
+        settle = self.config.train.settle
+        return min(1.0, (1.0 - progress) / settle) if settle > 0 else 1.0
 
-    def first_movement(self, step: int) -> float | None:
-        return FIRST if self.is_auto and step == 0 else None
+    def for_batch(self, step: int, progress: float, found: Mapping[str, float], *, entropy: float) -> float:
+        """The rate for a new batch, after what it shows of the updates before it."""
+        if math.isfinite(entropy):
+            entropy = max(LEAST_ENTROPY, entropy)
+            self.entropy = (
+                entropy if math.isnan(self.entropy) else self.entropy + (entropy - self.entropy) / ENTROPY_STEPS
+            )
+        drift, squares = found.get("off_policy/drift", 0.0), self._squares_since(found.get("off_policy/drift_lag", 0.0))
+        if not (self.is_auto and drift > 0.0 and squares > 0.0):
+            return self.at(step, progress)
+        agreement = found.get("off_policy/agreement", self.signal)
+        self.signal += (agreement - self.signal) / min(self.batches + 2, MEMORY)
+        stiffness = math.log(drift) - 0.5 * math.log(squares)
+        self._follow(stiffness, progress)
+        return min(self.at(step, progress), self.size * math.exp(-stiffness) * self.decay(progress))
 
-    def begin(self, step: int, rate: float, is_new: bool) -> None:
-        """Takes the rate of an update that was made."""
-        self.used += rate**2
-        if is_new:
-            self.path.append(self.used)
-            if self.is_auto and step == 0:
-                self.rate = rate
+    @property
+    def first_movement(self) -> float:
+        """Nats that the first update moves log_pi by."""
+        return FIRST * self.target * math.sqrt(self.entropy)
 
-    def see_entropy(self, nats: float) -> None:
-        self.entropy += (max(0.01, nats) - self.entropy) / (8 if self.entropy else 1)
+    @property
+    def target(self) -> float:
+        return self.scale * self.config.train.target_drift
 
-    def _since(self, lag: float) -> float:
-        """Sum of the squares of the rates used in the last `lag` steps."""
-        low = min(len(self.path) - 1, int(lag))
-        high = min(len(self.path) - 1, low + 1)
-        then = self.path[-1 - low] + (lag - int(lag)) * (self.path[-1 - high] - self.path[-1 - low])
-        return self.used - then
+    @property
+    def size(self) -> float:
+        """Nats that an update is to move log_pi of a new response by."""
+        return self.target * math.sqrt(max(LEAST_SIGNAL, self.signal) * self.entropy)
 
-    def after(self, step: int, found: Mapping[str, float]) -> float:
-        if not self.is_auto or not found.get("drift_lag") or self.decay(step) < LEAST_DECAY:
-            return self.at(step)
-        drift = found["off_policy/drift"]
-        squares = self._since(found["drift_lag"])
-        if drift <= 0.0 or squares <= 0.0 or not _X.get("follow", 1):
-            return self.at(step)
-        if self.exact_drift:
-            agreement = found.get("off_policy/agreement", self.signal)
-            self.signal += (agreement - self.signal) / min(self.measured + 2, MEMORY)
-        else:
-            noise = _X.get("noise", 0.016) * math.sqrt(found["tokens"])
-            drift = math.sqrt(max(drift**2 - noise**2, (0.3 * drift) ** 2))
-        return self.correct(step, math.log(drift) - 0.5 * math.log(squares))
+    def drift(self, progress: float) -> float:
+        """Nats by which the next update will move it, as far as is known."""
+        return 0.0 if math.isnan(self.stiffness) else self.at(0, progress) * math.exp(self.stiffness)
 
-    def correct(self, step: int, stiffness: float) -> float:
-        if math.isnan(self.stiffness):
-            self.stiffness = stiffness
-        self.measured += 1
-        self.stiffness += (stiffness - self.stiffness) / min(1 + self.measured / 3, MEMORY)
-        target = self.scale * SIZE * min(MOST, max(LEAST, self.signal)) ** _X.get("power", 0.5) * math.sqrt(self.entropy)
-        self.rate = min(RISE * self.rate, target * math.exp(-self.stiffness))
-        self.drift = self.rate * self.decay(step) * math.exp(self.stiffness)
-        return min(self.rate, target * math.exp(-stiffness)) * self.decay(step) if _X.get("brake", 1) else self.at(step)
+    def made(self, rate: float, *, of_new_batch: bool) -> None:
+        """Take the rate of an update that was made."""
+        self.squares += rate**2
+        if of_new_batch:
+            self.squares_before.append(self.squares)
+
+    def moved(self, nats: float, rate: float, progress: float) -> None:
+        """Take the movement of a batch by its own update, where nothing else shows what updates do."""
+        if nats > 0.0 and rate > 0.0:
+            self._follow(math.log(nats / rate), progress)
+
+    def _follow(self, stiffness: float, progress: float) -> None:
+        if self.decay(progress) < LEAST_DECAY:
+            return
+        self.batches += 1
+        before = stiffness if math.isnan(self.stiffness) else self.stiffness
+        self.stiffness = before + (stiffness - before) / min(1 + self.batches / 3, MEMORY)
+        self.rate = min(RISE * self.rate, self.size * math.exp(-self.stiffness))
+
+    def _squares_since(self, lag: float) -> float:
+        """The sum over the updates of the last `lag` steps; of a mean lag between two numbers, in between."""
+        kept, whole = len(self.squares_before) - 1, int(lag)
+        newer, older = (self.squares_before[-1 - min(kept, steps)] for steps in (whole, whole + 1))
+        return self.squares - (newer + (lag - whole) * (older - newer))
 
     def soften(self, scale: float) -> None:
+        """Go on with another `scale`, at once."""
         self.rate, self.scale = self.rate * scale / self.scale, scale
 
     def state(self) -> dict[str, Any]:
-        own = ("rate", "stiffness", "signal", "entropy", "measured", "used", "drift", "scale")
-        return {"path": list(self.path), **{name: getattr(self, name) for name in own}}
+        return {**{name: getattr(self, name) for name in SAVED}, "squares_before": list(self.squares_before)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        vars(self).update({**state, "path": deque(state["path"], maxlen=1024)})
+        for name in SAVED:
+            setattr(self, name, state[name])
+        self.squares_before = deque(state["squares_before"], maxlen=VERSIONS_KEPT)
+
+
+SAVED = ("rate", "stiffness", "signal", "entropy", "batches", "squares", "scale")
+"""Attributes that a checkpoint holds, besides `squares_before`."""

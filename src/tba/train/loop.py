@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +26,8 @@ from tba.train.batch import batch_metrics, combine, target_metrics, watched_metr
 from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
 from tba.train.health import Health
+from tba.train.learning_rate import LearningRate
 from tba.train.mismatch import MismatchProbe, mismatch_of_batch
-from tba.train.optimizer import LearningRate
 from tba.train.recovery import resume, roll_back
 from tba.train.reference import Beta, ReferenceResets
 from tba.train.state import Stateful
@@ -81,6 +82,8 @@ class Trainer:
     """Rewards of the responses that came since the last step, before the buffer drops or draws any."""
     fresh_reward: float = field(default=math.nan, init=False)
     """Their mean; where none came, that of the step before."""
+    was_ready: deque[bool] = field(default_factory=lambda: deque(maxlen=4), init=False)
+    """Whether each of the last batches was there before the trainer had done with the one before."""
     step_index: int = field(default=0, init=False)
     """Number of optimizer steps done, which is the version of the weights at the end of a step."""
     batch: Batch | None = field(default=None, init=False)
@@ -99,7 +102,9 @@ class Trainer:
         self.receive()
         again = waited = 0.0
         if self.gate is not None:
-            again = self.train_again()
+            # Only in time that the trainer would have waited: a new batch has more to give than one that was trained.
+            self.was_ready.append(self.gate.is_open(self))
+            again = 0.0 if self.step_index < 2 or all(self.was_ready) else self.train_again()
             self.train_step.moved = False  # nothing of it is left to do, should the wait for the next batch be the end
             waited = self.gate.wait(self) if self.needs_batch else 0.0
         self.recorder.training_starts()
@@ -110,7 +115,6 @@ class Trainer:
         measured = {**result.metrics, **batch_metrics(batch, log_pi_N, step=self.step_index)}
         measured |= {**self.measure_mismatch(batch, log_pi_N), **self.measure_target(batch, log_pi_N)}
         measured |= self.schedules()
-        self.rate.follow(self.step_index, measured, progress)
         self.beta.follow(measured)
         self.batch = with_old_values(batch, result)
         self.counts.trained += batch.totals.responses
@@ -162,7 +166,7 @@ class Trainer:
         """Values of the schedules for the step that is made now."""
         step, progress = self.step_index, self.progress
         return {
-            "beta": self.beta.at(step, progress),
+            "beta": self.beta.at(step, progress) * self.updates.reward_unit,
             "reference_weight": self.config.reference_weight_at(step, progress),
             "target_temperature": self.config.target_temperature_at(step, progress),
         }
@@ -172,7 +176,7 @@ class Trainer:
         step, has_target = self.step_index, self.train_step.objective.needs.target
         if not has_target or not self.config.has_plain_target_at(step, self.progress):
             return {}
-        return target_metrics(batch, log_pi_N, beta=self.beta.at(step, self.progress))
+        return target_metrics(batch, log_pi_N, beta=self.beta.at(step, self.progress) * self.updates.reward_unit)
 
     @property
     def needs_batch(self) -> bool:

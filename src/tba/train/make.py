@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from tba.config import Config
 from tba.generate.engine import Scorer, make_scorer
 from tba.models.load import LoadedModel, checkpoint_layers, compile_layers
@@ -24,9 +22,10 @@ from tba.train.batch import Budget
 from tba.train.checkpoint import Checkpoints
 from tba.train.gate import Gate
 from tba.train.health import Health
+from tba.train.learning_rate import LearningRate
 from tba.train.loop import Trainer
 from tba.train.mismatch import MismatchProbe
-from tba.train.optimizer import LearningRate, MasterAdamW
+from tba.train.optimizer import MasterAdamW
 from tba.train.ranks import ALONE, ConnectedRanks, Ranks
 from tba.train.reference import Beta, ReferenceResets, on_cpu
 from tba.train.sharded import ShardedTrainStep
@@ -77,7 +76,7 @@ def make_trainer(
     with weights that it has gone back to; `published` has the weights of a version as searchers got them, while they are at
     hand.
     """
-    train_step, rate = learner.train_step, LearningRate(config, exact_drift=loaded.model.dtype == torch.float32)
+    train_step, rate = learner.train_step, LearningRate(config)
     beta = Beta(config)
     saved = dict(parts)
     checkpoints = make_checkpoints(config, loaded, train_step, recorder, saved)

@@ -60,8 +60,6 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def __init__(self, groups: Any, *, chunk: int = CHUNK, **settings: Any) -> None:
         super().__init__(groups, fused=True, **settings)
-        self.found_inf: Tensor | None = None
-        """fp32 [] on the device: where it is not 0 nothing moves, as torch's gradient scaler has it."""
         self._chunk = chunk
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         loose = [tuple(parameter.shape) for parameter in parameters if not parameter.is_contiguous()]
@@ -134,7 +132,6 @@ class OffloadedAdamW(torch.optim.AdamW):
             [],
             counts,
             fused=True,
-            found_inf=self.found_inf,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,

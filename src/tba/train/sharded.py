@@ -42,19 +42,13 @@ class ShardedTrainStep(TrainStep):
 
     # What rank 0 is asked for. The others are told of it, and do their part.
 
-    def __call__(
-        self, batch: Batch, *, beta: float, learning_rate: float, measure_movement: bool = False
-    ) -> StepResult:
+    def gradients(self, batch: Batch, *, beta: float) -> StepResult:
         log_z = self.policy.log_z
         start = None if log_z is None or not log_z.started else float(log_z.start)
-        return self._lead(
-            "step",
-            batch=batch,
-            log_z_start=start,
-            beta=beta,
-            learning_rate=learning_rate,
-            measure_movement=measure_movement,
-        )
+        return self._lead("gradients", batch=batch, log_z_start=start, beta=beta)
+
+    def move(self, learning_rate: float, *, nats: float | None = None, measure: bool = False) -> dict[str, float]:
+        return self._lead("move", learning_rate=learning_rate, nats=nats, measure=measure)
 
     def restart_log_z(self) -> None:
         self._lead("restart")
@@ -125,13 +119,16 @@ class ShardedTrainStep(TrainStep):
 
     # What every rank does
 
-    def _step(self, batch: Batch, log_z_start: float | None, **values: Any) -> StepResult:
+    def _gradients(self, batch: Batch, log_z_start: float | None, beta: float) -> StepResult:
         log_z = self.policy.log_z
         if log_z is not None and self.ranks.rank > 0:  # a resumed trainer knows of it, its ranks do not
             log_z.started = log_z_start is not None
             if log_z_start is not None:
                 log_z.start.fill_(log_z_start)
-        return super().__call__(batch, **values)
+        return super().gradients(batch, beta=beta)
+
+    def _move(self, **values: Any) -> dict[str, float]:
+        return super().move(**values)
 
     def _restart(self) -> None:
         super().restart_log_z()

@@ -42,13 +42,8 @@ from tba.types import Batch, Forward, Loss, Weights
 
 MEASURED_RESPONSES = 32
 """Responses whose movement by an update is measured."""
-MEASURED_STEP = 4.0
-"""Length of the step whose movement is measured where weights are rounded to bf16, in steps."""
-LEAST_SPREAD = 0.1
-"""Square root of an entropy of .01 nats: a policy that is sure of every token has nothing left to learn by sampling."""
-MOST_ENTROPY = 10.0
-"""Nats per response beyond which the unit of the movement grows no more: what noise spoils grows with the distance, however
-many responses there are to choose from. Not in bf16: half the movement gained nothing on GSM8K (docs/log.md)."""
+TRIALS, NEAR, MOST_STRETCH = 4, 0.25, 30.0
+"""Lengths of the first update that are tried at most, the log of a factor that needs no other, and the largest factor."""
 
 
 class NonFiniteLoss(RuntimeError):
@@ -79,12 +74,6 @@ class Gradients:
     ranks: Ranks
     """Ranks that have other losses than this one; `ALONE` = all have the same."""
 
-    @property
-    def finite(self) -> Tensor:
-        """bool []: whether all losses of this rank are finite."""
-        values = [loss.value.detach().reshape(()) for loss, _ in self.losses] or [self.outputs.log_pi_N.new_zeros(())]
-        return torch.isfinite(torch.stack(values)).all()
-
     def read(self) -> StepResult:
         """Wait for the device; raises `NonFiniteLoss` where a loss of any rank is not finite."""
         return _result(self.losses, self.outputs, self.ranks)
@@ -114,6 +103,8 @@ class TrainStep:
             budget = replace(budget, share_prompts=False)
         self.budget = budget
         self.temperature = temperature
+        self._passed: tuple[Batch, StepResult] | None = None
+        """The batch whose gradients wait for their update."""
         self.moved = False
         """Whether the optimizer has begun to move weights in a step that its caller has not finished."""
 
@@ -129,66 +120,71 @@ class TrainStep:
     def is_finite(self) -> bool:
         return all(bool(torch.isfinite(parameter).all()) for parameter in self.policy.model.parameters())
 
-    def __call__(
-        self, batch: Batch, *, beta: float, learning_rate: float, measure_movement: bool = False
-    ) -> StepResult:
-        found, before = self.launch(batch, beta=beta), self.moved
-        norm = self.optimizer.clip_gradients()
-        if batch.totals.responses:
-            self.moved = True
-            self.optimizer.step(learning_rate, unless=self._refused(found, norm))
-        else:  # no response has weight: Adam's momentum alone would move the weights
-            self.optimizer.drop_gradients()
-        try:
-            result, grad_norm = found.read(), norm.item()
-            if not math.isfinite(grad_norm):
-                raise NonFiniteLoss(f"gradient norm is {grad_norm} (loss {result.metrics['loss']}).")
-        except NonFiniteLoss:
-            self.moved = before  # a step may have moved by its first update when its second is refused
-            raise
-        metrics = {**result.metrics, "grad_norm": grad_norm, "learning_rate": learning_rate}
-        if batch.totals.responses and measure_movement:
-            with self.optimizer.extrapolated(MEASURED_STEP) as factor:
-                metrics["movement"] = self.movement(batch, result.outputs) / factor
-        return replace(result, metrics=metrics)
+    def __call__(self, batch: Batch, *, beta: float, learning_rate: float) -> StepResult:
+        """One update: gradients, then a move by this rate."""
+        result = self.gradients(batch, beta=beta)
+        return replace(result, metrics={**result.metrics, **self.move(learning_rate)})
 
-    def _refused(self, found: Gradients, norm: Tensor) -> Tensor:
-        """fp32 [], on the device: 0 where losses and gradients of all ranks are finite, and the optimizer may move."""
-        unsound = (~(found.finite & torch.isfinite(norm).to(self.policy.device))).float()
-        return self.ranks.sum_(unsound).clamp(max=1.0)
+    def move(self, learning_rate: float, *, nats: float | None = None, measure: bool = False) -> dict[str, float]:
+        """Make the update of the last gradients. With `nats` it is then made as much longer or shorter as it takes to move
+        log_pi so far. Returns the norm of the gradients and the rate, and where it is asked for the movement in nats."""
+        assert self._passed is not None, "there are gradients"
+        (batch, result), self._passed = self._passed, None
+        norm = self.optimizer.clip_gradients().item()
+        if not math.isfinite(norm):
+            self.optimizer.drop_gradients()
+            raise NonFiniteLoss(f"gradient norm is {norm} (loss {result.metrics['loss']}).")
+        if not batch.totals.responses:  # no response has weight: Adam's momentum alone would move the weights
+            self.optimizer.drop_gradients()
+            return {"grad_norm": norm, "learning_rate": learning_rate}
+        self.moved = True
+        self.optimizer.step(learning_rate)
+        if nats is not None:
+            learning_rate *= self._stretch(batch, result.outputs, nats)
+        movement = {"movement": self.movement(batch, result.outputs)} if measure else {}
+        return {"grad_norm": norm, "learning_rate": learning_rate, **movement}
+
+    def _stretch(self, batch: Batch, before: Forward, nats: float) -> float:
+        """Make the update just made as much longer or shorter as it takes to move log_pi so far; returns the factor."""
+        whole = 1.0
+        for _ in range(TRIALS):
+            factor = min(MOST_STRETCH, max(1.0 / MOST_STRETCH, nats / max(self.movement(batch, before), 1e-12)))
+            self.optimizer.stretch(factor)
+            whole *= factor
+            if abs(math.log(factor)) < NEAR:
+                break
+        return whole
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the policy computes in fp32."""
+        return self.policy.model.dtype == torch.float32
 
     @torch.no_grad()
-    def movement(self, batch: Batch, outputs: Forward) -> float:
-        """How far log_pi has moved since these outputs of the batch: mean |change| of a few responses, in units of
-        the mean square root of their entropy, or of MOST_ENTROPY where that is less.
-
-        Between samples of a policy the log-prob of a response varies by about the square root of its entropy. That of a sure
-        policy varies little, and the same change of log_pi means more to it.
-        """
+    def movement(self, batch: Batch, before: Forward) -> float:
+        """Nats that log_pi has moved since these outputs of the batch: mean |change| of a few responses."""
         (P, K), count = batch.shape, min(len(batch.lengths), MEASURED_RESPONSES)
         responses = sorted({index * P * K // count for index in range(count)})
         change_R = torch.zeros(len(responses), device=self.policy.device)
         dealt = deal_responses(batch, self.budget, responses, num_ranks=self.ranks.size)
         for micro_batch in self._own_micro_batches(batch, dealt):
-            moved_N = self._forward(micro_batch).log_pi_N - outputs.log_pi_N[micro_batch.tokens_N]
+            moved_N = self._forward(micro_batch).log_pi_N - before.log_pi_N[micro_batch.tokens_N]
             chosen_N = torch.where(batch.loss_mask_N.to(moved_N.device)[micro_batch.tokens_N], moved_N, 0.0)
             place = torch.tensor([responses.index(response) for response in micro_batch.responses.tolist()]).long()
             place_N = torch.repeat_interleave(place, batch.lengths[micro_batch.responses]).to(moved_N.device)
             change_R.index_add_(0, place_N, chosen_N.float())
         self.ranks.sum_(change_R)
-        assert outputs.entropy_N is not None
-        entropy_R = batch.sum_per_response(outputs.entropy_N.to(batch.log_ref_N.device)).flatten()[responses]
-        most = MOST_ENTROPY if self.policy.model.dtype == torch.float32 else math.inf
-        return float(change_R.abs().mean()) / max(LEAST_SPREAD, float(entropy_R.clamp(0.0, most).sqrt().mean()))
+        return float(change_R.abs().mean())
 
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
         """Leave the gradients of the whole batch in the optimizer's weights; none where the loss is not finite."""
-        found = self.launch(batch, beta=beta)
         try:
-            return found.read()
+            result = self.launch(batch, beta=beta).read()
         except NonFiniteLoss:
             self.optimizer.drop_gradients()
             raise
+        self._passed = batch, result
+        return result
 
     def launch(self, batch: Batch, *, beta: float) -> Gradients:
         """Tell the device to leave the gradients of the whole batch in the optimizer's weights, without waiting for it."""

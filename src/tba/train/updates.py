@@ -8,8 +8,10 @@ spare, or generated, where the roles take turns.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,8 @@ from typing import Any
 from safetensors.torch import save_file
 
 from tba.config import Config
-from tba.train.batch import shape_target
-from tba.train.optimizer import LearningRate
+from tba.train.batch import drift_metrics, entropy_of, reward_spread, shape_target
+from tba.train.learning_rate import LearningRate
 from tba.train.reference import Beta
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import TOKEN_FIELDS, Batch
@@ -36,17 +38,30 @@ class Updates:
     """Where a batch is saved that cannot be trained on."""
     trained_once: deque[Batch] = field(init=False)
     """The last batches, the oldest first, at most as many as there are steps between the two updates."""
+    reward_unit: float = field(init=False)
+    """What rewards are divided by (objective.reward_unit)."""
 
     def __post_init__(self) -> None:
         self.trained_once = deque(maxlen=self.config.train.second_update_after or 0)
+        self.reward_unit = (
+            1.0 if self.config.objective.reward_unit == "spread" else self.config.objective.reward_unit or 1.0
+        )
+        self._spread = 0.0
+        """Largest spread of rewards within prompts so far."""
 
     def first(self, batch: Batch, *, step: int, progress: float) -> StepResult:
         """The update of this step, on a new batch. `progress` is the share of the run that is done before it."""
-        measures = self.rate.measures(step, progress)
-        result = self._update(batch, f"step {step}", step=step, progress=progress, measure_movement=measures)
+        self._see_rewards(batch)
+        with self._naming(batch, f"step {step}", step):
+            result = self._gradients(batch, step=step, progress=progress)
+            exact = self.train_step.is_exact
+            found = drift_metrics(batch, result.outputs.log_pi_N.cpu(), step=step, exact=exact)
+            rate = self.rate.for_batch(step, progress, found, entropy=entropy_of(batch, result.outputs))
+            metrics = self._move(rate, step=step, progress=progress, lags="off_policy/drift" in found)
         if self.config.train.second_update_after and batch.totals.responses:
             self.trained_once.append(with_old_values(batch, result))
-        return result
+        signal = {"off_policy/signal": self.rate.signal} if self.rate.is_auto else {}
+        return replace(result, metrics={**result.metrics, **found, **metrics, **signal})
 
     def second(self, *, step: int, progress: float) -> int:
         """The second update on the batch whose turn it is; returns the number of its responses, 0 where there is none."""
@@ -54,8 +69,10 @@ class Updates:
         if not after or len(self.trained_once) < after:
             return 0
         batch = self.trained_once.popleft()
-        name = f"the second update before step {step}"
-        self._update(batch, name, step=step, progress=progress, measure_movement=False)
+        with self._naming(batch, f"the second update before step {step}", step):
+            self._gradients(batch, step=step, progress=progress)
+            found = self.train_step.move(self.rate.at(step, progress))
+        self.rate.made(found["learning_rate"], of_new_batch=False)
         return batch.totals.responses
 
     def forget(self) -> None:
@@ -64,19 +81,44 @@ class Updates:
         self.trained_once.clear()
 
     def state(self) -> dict[str, Any]:
-        return {"trained_once": list(self.trained_once)}
+        return {"trained_once": list(self.trained_once), "reward_unit": self.reward_unit, "spread": self._spread}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Of a run that was at its end, or had another setting, the newest that it would hold now."""
         self.trained_once.clear()
         self.trained_once.extend(state["trained_once"])
+        self.reward_unit, self._spread = state["reward_unit"], state["spread"]
 
-    def _update(self, batch: Batch, name: str, *, step: int, progress: float, measure_movement: bool) -> StepResult:
+    def _see_rewards(self, batch: Batch) -> None:
+        """The unit only grows: a policy that has learned its prompts gives them rewards that hardly differ."""
+        if self.config.objective.reward_unit == "spread":
+            self._spread = max(self._spread, reward_spread(batch))
+            self.reward_unit = 2.0 * self._spread or 1.0
+
+    def _gradients(self, batch: Batch, *, step: int, progress: float) -> StepResult:
+        batch = replace(batch, reward_PK=batch.reward_PK / self.reward_unit, usual_drift=self.rate.drift(progress))
         shaped, beta = shape_target(batch, self.config, step, progress, beta=self.beta.at(step, progress))
-        rate = self.rate.at(step, progress)
+        return self.train_step.gradients(shaped, beta=beta)
+
+    def _move(self, rate: float, *, step: int, progress: float, lags: bool) -> dict[str, float]:
+        """The update of a new batch, and what it takes to know the next rate where no response lags behind."""
+        first = self.rate.is_auto and step == 0 and math.isfinite(self.rate.entropy)
+        measured = self.rate.is_auto and not lags and self.config.takes_turns
+        found = self.train_step.move(rate, nats=self.rate.first_movement if first else None, measure=measured)
+        if first:
+            self.rate.rate = found["learning_rate"]
+        self.rate.made(found["learning_rate"], of_new_batch=True)
+        self.rate.moved(found.pop("movement", 0.0), found["learning_rate"], progress)
+        return found
+
+    @contextmanager
+    def _naming(self, batch: Batch, name: str, step: int) -> Iterator[None]:
+        """Say which update was refused, and keep its batch."""
+        before = self.train_step.moved
         try:
-            return self.train_step(shaped, beta=beta, learning_rate=rate, measure_movement=measure_movement)
+            yield
         except NonFiniteLoss as error:
+            self.train_step.moved = before  # a step may have moved by its first update when its second is refused
             path = save_batch(batch, self.folder / f"failed-batch-step-{step}.safetensors")
             raise NonFiniteLoss(
                 f"{name} stopped before the optimizer moved: {error} The batch is saved in {path}. "
