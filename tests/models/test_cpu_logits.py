@@ -94,3 +94,11 @@ def test_no_rows_have_no_log_probs_and_a_gradient_of_zero():
     log_pi.sum().backward()
     assert len(log_pi) == 0
     assert not given["head"].grad.any()
+
+
+def test_tokens_without_weight_give_a_gradient_of_zero():
+    given = inputs()
+    log_pi, _ = chosen_log_probs(given["hidden"], given["head"], targets(), temperature=1.0)
+    (log_pi * 0.0).sum().backward()
+    assert not given["hidden"].grad.any()
+    assert not given["head"].grad.any()

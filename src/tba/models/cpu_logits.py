@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -72,7 +73,7 @@ class _ChosenLogProbs(torch.autograd.Function):
         head = Head(weight_VD=head_VD, bias_V=bias_V, softcap=softcap, temperature=temperature)
         rows, words = len(hidden_MD), len(head_VD)
         trains = any(ctx.needs_input_grad)
-        slopes_MV = hidden_MD.new_empty(rows, words) if trains and rows * words <= KEPT_LOGITS else None
+        slopes_MV = _large(rows, words, hidden_MD.dtype) if trains and rows * words <= KEPT_LOGITS else None
         log_prob_M, entropy_M, sum_M = (hidden_MD.new_empty(rows) for _ in range(3))
         for part in _parts(rows, words):
             own_RV = None if slopes_MV is None else slopes_MV[part]
@@ -92,9 +93,9 @@ class _ChosenLogProbs(torch.autograd.Function):
         head = Head(weight_VD=head_VD, bias_V=bias_V, softcap=ctx.softcap, temperature=ctx.temperature)
         factor_M1 = (gradient_M / (sum_M * -ctx.temperature))[:, None]
         d_hidden_MD = torch.zeros_like(hidden_MD) if wants_hidden else None
-        d_head_VD = torch.zeros_like(head_VD) if wants_head else None
+        d_head_VD = torch.empty_like(head_VD) if wants_head else None
         d_bias_V = torch.zeros_like(bias_V) if wants_bias else None
-        rows, words = hidden_MD.shape[0], head_VD.shape[0]
+        (rows, words), kept = (hidden_MD.shape[0], head_VD.shape[0]), 0.0  # what lies in a new matrix does not count
         for part in _parts(rows, words) if slopes_MV is None else [slice(0, rows)]:
             if not factor_M1[part].any():  # tokens without weight
                 continue
@@ -106,10 +107,18 @@ class _ChosenLogProbs(torch.autograd.Function):
             if d_hidden_MD is not None:
                 torch.mm(slopes_RV, head_VD, out=d_hidden_MD[part]).mul_(factor_M1[part])
             if d_head_VD is not None:
-                d_head_VD.addmm_(slopes_RV.t(), hidden_MD[part] * factor_M1[part])
+                d_head_VD.addmm_(slopes_RV.t(), hidden_MD[part] * factor_M1[part], beta=kept)
+                kept = 1.0
             if d_bias_V is not None:
                 d_bias_V.addmv_(slopes_RV.t(), factor_M1[part, 0])
+        if d_head_VD is not None and not kept:  # no token had weight
+            d_head_VD.zero_()
         return d_hidden_MD, d_head_VD, d_bias_V, None, None, None
+
+
+def _large(rows: int, words: int, dtype: torch.dtype) -> Tensor:
+    """A new matrix in huge pages, which NumPy asks for: to touch it for the first time takes half as long."""
+    return torch.from_numpy(np.empty((rows, words), dtype=np.float64 if dtype == torch.float64 else np.float32))
 
 
 def _parts(rows: int, words: int, at_once: int | None = None) -> Iterator[slice]:
