@@ -331,3 +331,18 @@ def test_slots_that_no_memory_could_hold_are_refused_with_the_most_that_fit():
         ConfigError, match=r"generate\.slots=100000000 .* does not fit on cpu: .* Give at most \d+, or leave it"
     ):
         with_defaults(load_config(None, ["model.device=cpu", "generate.slots=100000000"]), loaded)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "tokens"),
+    [(15_000_000, 1111), (135_000_000, 512), (300_000, 4096)],  # 10^11 / (6 x 15 x 10^6) = 1111
+)
+def test_a_micro_batch_on_a_cpu_is_about_a_second_of_work(parameters, tokens):
+    loaded = shaped(
+        Qwen2Config(
+            hidden_size=288, intermediate_size=768, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=6
+        )
+    )
+    loaded.num_parameters = parameters
+    config = load_config(None, ["model.device=cpu"])
+    assert tokens_for(config, loaded, RolePlacement.of(config), keys_and_values=0) == tokens

@@ -7,7 +7,7 @@ import pytest
 
 from tba.config import load_config
 from tba.runtime import threads
-from tba.runtime.threads import RoleThreads, threads_alone, threads_of, usable_cores
+from tba.runtime.threads import RoleThreads, threads_alone, threads_of, usable_cores, workers_of
 
 
 @pytest.fixture
@@ -60,6 +60,33 @@ def write(system: Path, path: str, text: str) -> None:
 def test_cores_are_shared_out(machine, cores, settings, trainer, searcher):
     machine(cores)
     assert threads_of(load_config(None, settings)) == RoleThreads(trainer=trainer, searcher=searcher)
+
+
+@pytest.mark.parametrize(
+    ("cores", "settings", "workers"),
+    [
+        (1, [], 1),
+        (2, [], 2),  # beside the searcher, which has one thread
+        (2, ["mode=sync"], 2),
+        (4, [], 2),  # the searcher has two, which must not wait for each other
+        (4, ["mode=sync"], 4),
+        (8, ["search.num_searchers=7"], 8),
+        (64, ["mode=sync"], 16),
+        (8, ["runtime.threads=3"], 3),
+        (8, ["model.device=cuda"], 1),
+        (9, ["train.ranks=2", "search.num_searchers=2"], 2),
+        (8, ["runtime.kind=ray", "runtime.trainer_cpus=6"], 6),
+    ],
+)
+def test_a_trainer_has_a_worker_for_each_core(machine, cores, settings, workers):
+    machine(cores)
+    assert workers_of(load_config(None, settings)) == workers
+
+
+def test_a_trainer_has_no_more_workers_than_the_environment_allows(machine, monkeypatch):
+    machine(8)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert workers_of(load_config(None, ["mode=sync"])) == 3
 
 
 @pytest.mark.parametrize("mode", ["mode=sync", "mode=fixed_lag"])

@@ -15,6 +15,7 @@ from tba.models.packing import pack
 from tba.models.policy import PolicyModel, make_critic, make_log_z
 from tba.objectives.registry import OBJECTIVES
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.train import step as train_step
 from tba.train.batch import Budget
 from tba.train.optimizer import MasterAdamW
 from tba.train.step import NonFiniteLoss, TrainStep
@@ -62,6 +63,37 @@ def test_a_token_budget_smaller_than_any_response_still_trains_them_one_by_one()
     got, _ = gradients(Budget(max_tokens=1))
     want = plain_gradients()
     assert (got - want).abs().max() < 1e-5 * max(1.0, want.abs().max().item())
+
+
+@pytest.mark.parametrize("max_responses", [1, K])
+def test_gradients_are_the_same_bit_for_bit_however_many_workers_there_are(monkeypatch, max_responses):
+    """In one pass over whole prompts, and in two over single responses."""
+    monkeypatch.setattr(train_step, "LEAST_WORK", 0.0)
+    found = []
+    for workers in (1, 2, 5):
+        policy = PolicyModel(tiny_llama())
+        optimizer = MasterAdamW(policy.model.parameters(), TrainConfig())
+        budget = Budget(max_tokens=10_000, max_responses=max_responses)
+        objective = TrajectoryBalance(off_policy="exact")
+        step = TrainStep(policy, objective, optimizer, budget=budget, temperature=0.7, workers=workers)
+        assert (step._workers is not None) == (workers > 1)
+        result = step.gradients(ragged_batch(P, K), beta=0.1)
+        numbers = [result.outputs.log_pi_N, torch.tensor(result.metrics["loss"])]
+        numbers += [parameter.grad for parameter in policy.model.parameters()]
+        found.append(torch.cat([number.flatten() for number in numbers]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_a_large_model_has_no_more_workers_than_its_gradients_leave_room_for(monkeypatch):
+    monkeypatch.setattr(train_step, "LEAST_WORK", 0.0)
+    policy = PolicyModel(tiny_llama())
+    optimizer = MasterAdamW(policy.model.parameters(), TrainConfig())
+    monkeypatch.setattr(train_step, "MOST_PENDING", 3 * 4 * policy.model.num_parameters())  # of fp32, three times
+
+    step = TrainStep(policy, TrajectoryBalance(), optimizer, budget=Budget(max_tokens=99), temperature=1.0, workers=8)
+    assert step._workers is not None
+    assert step._workers.count == 3
 
 
 def heads_step(name: str, budget: Budget, *, separate: bool = False) -> TrainStep:

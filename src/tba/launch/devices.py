@@ -35,6 +35,9 @@ AdamW's two moments."""
 
 MOST_TOKENS = {"cpu": 4_096, "cuda": 32_768}
 LEAST_TOKENS = 512
+MICRO_BATCH_FLOP = 1e11
+"""On a CPU a micro-batch has about so many floating-point operations, forward and backward: one second of a core. Workers on
+several cores then find enough of them, and the logits of a small model are few enough to be kept."""
 KEPT_PER_HIDDEN, KEPT_PER_INNER = 20, 6
 """Numbers kept per token and layer for the backward pass, for each hidden unit and each unit of the MLP."""
 
@@ -161,6 +164,8 @@ def tokens_for(config: Config, loaded: LoadedModel, placement: RolePlacement, *,
             memory.device,
             memory,
         )
+    if kind == "cpu":
+        fit = min(fit, int(MICRO_BATCH_FLOP / (6 * loaded.num_parameters)))
     return max(least, min(MOST_TOKENS[kind], fit))
 
 

@@ -23,6 +23,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from tba.models.cpu_logits import chosen_log_probs as chosen_on_cpu
 from tba.models.load import ADAPTER, has_adapter
 from tba.models.packed_attention import NAME as PACKED
 from tba.models.packed_attention import PackedLayout, use_packed_attention
@@ -319,6 +320,8 @@ def chosen_log_probs(
         keep = hidden_MD.requires_grad and _may_keep_logits(hidden_MD, head_VD)
         at_once = LOGITS_PER_CHUNK_CUDA
         return fused(hidden_MD, head_VD, targets_M, temperature=temperature, logits_at_once=at_once, keep=keep)
+    if hidden_MD.device.type == "cpu" and hidden_MD.dtype in (torch.float32, torch.float64):
+        return chosen_on_cpu(hidden_MD, head_VD, targets_M, temperature=temperature, bias_V=bias_V, softcap=softcap)
     rows = max(1, LOGITS_PER_CHUNK // head_VD.shape[0])
 
     def chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

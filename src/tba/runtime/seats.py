@@ -15,7 +15,7 @@ from tba.runtime.board import Board, MemoryHandle, Place, SharedMemory
 from tba.runtime.deadlines import Idleness
 from tba.runtime.links import Failed, Link, RelayedLink, StartSearchers
 from tba.runtime.processes import Role, RoleProcess, may_fork
-from tba.runtime.threads import threads_of
+from tba.runtime.threads import threads_of, workers_of
 
 MakeLink = Callable[[Connection], RelayedLink]
 """Makes the supervisor's end of a role's link."""
@@ -48,7 +48,7 @@ class LocalRoles:
             target,
             arguments,
             log=None,
-            threads=threads_of(self.config).trainer,
+            threads=max(threads_of(self.config).trainer, workers_of(self.config)),
             forked=may_fork(),
             starts_roles=arguments["config"].train.ranks > 1,
             make_link=make_link,

@@ -52,6 +52,22 @@ def threads_of(config: Config, *, num_searchers: int = 0) -> RoleThreads:
     return RoleThreads(trainer=_bounded(found.trainer), searcher=_bounded(found.searcher))
 
 
+def workers_of(config: Config) -> int:
+    """Number of the trainer's threads that compute whole micro-batches, each with a single thread (runtime/workers.py).
+
+    They do not wait for each other, so they may be as many as there are cores, also where other processes compute on these:
+    a trainer and its searcher on two cores take two and one. Searchers with several threads each keep theirs to themselves.
+    """
+    threads = threads_of(config)
+    if config.runtime.threads is not None or _is_elsewhere(config) or config.train.ranks > 1:
+        return threads.trainer
+    placement = RolePlacement.of(config, auto="cuda:0" if sees_gpu(SYSTEM) else "cpu")
+    if placement.trainer[0] != "cpu":
+        return 1
+    is_alone = config.takes_turns or threads.searcher == 1
+    return _bounded(usable_cores()) if is_alone else threads.trainer
+
+
 def threads_alone(config: Config) -> int:
     """The threads of a process that has the machine to itself, as in an evaluation."""
     if config.runtime.threads is not None:

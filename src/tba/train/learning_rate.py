@@ -38,7 +38,8 @@ FIRST = 1.7
 """Movement of the first update, in units of train.target_drift x sqrt(entropy): Adam's first update is several times as long
 as later ones."""
 USUAL_SIGNAL, LEAST_SIGNAL, MOST_SIGNAL = 0.1, 0.03, 0.15
-"""What the signal is taken to be before the first batch shows it, and at least: it is known to .02 after 32 batches."""
+"""What the signal is taken to be before the first batch shows it, at least and at most. It is known to .02 after 32 batches,
+and where nearly all of an update is signal, longer ones are soon noise."""
 LEAST_ENTROPY = 0.01
 """Nats per response. A policy that is surer than that has nothing left to learn by sampling."""
 RISE = 2.0
@@ -121,7 +122,7 @@ class LearningRate:
     @property
     def size(self) -> float:
         """Nats that an update is to move log_pi of a new response by."""
-        return self.target * math.sqrt(max(LEAST_SIGNAL, self.signal) * self.entropy)
+        return self.target * math.sqrt(min(MOST_SIGNAL, max(LEAST_SIGNAL, self.signal)) * self.entropy)
 
     def drift(self, progress: float) -> float:
         """Nats by which the next update will move it, as far as is known."""

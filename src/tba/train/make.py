@@ -17,6 +17,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.replay.durable import make_store
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.runtime.leases import VisitLedger
+from tba.runtime.threads import workers_of
 from tba.tasks.base import Task
 from tba.train.batch import Budget
 from tba.train.checkpoint import Checkpoints
@@ -148,7 +149,8 @@ def make_train_step(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -
     temperature = config.generate.temperature
     if isinstance(ranks, ConnectedRanks):
         return ShardedTrainStep(policy, objective, optimizer, budget=budget, temperature=temperature, ranks=ranks)
-    return TrainStep(policy, objective, optimizer, budget=budget, temperature=temperature)
+    workers = workers_of(config)
+    return TrainStep(policy, objective, optimizer, budget=budget, temperature=temperature, workers=workers)
 
 
 def make_probe(train_step: TrainStep, published: Callable[[int], Weights | None] | None) -> MismatchProbe | None:

@@ -17,8 +17,9 @@ with fewer micro-batches than others take part with empty ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from tba.models.policy import PolicyModel
 from tba.models.weights import make_weights
 from tba.objectives.base import Objective
 from tba.observe.metrics import reduce_metrics
+from tba.runtime.workers import Workers
 from tba.train.batch import (
     Budget,
     MicroBatch,
@@ -44,6 +46,15 @@ MEASURED_RESPONSES = 32
 """Responses whose movement by an update is measured."""
 TRIALS, NEAR, MOST_STRETCH = 4, 0.25, 30.0
 """Lengths of the first update that are tried at most, the log of a factor that needs no other, and the largest factor."""
+
+LEAST_WORK = 2e9
+"""Floating-point operations of a full micro-batch, forward and backward, below which one thread computes all of them. Here
+two workers cost as much processor time as one (0.2M parameters, 1,024 tokens); below, they mostly wait for Python's lock."""
+MOST_PENDING = 4 * 2**30
+"""Bytes of the gradients that workers have in their hands: large models have fewer workers."""
+
+Piece = TypeVar("Piece")
+Found = TypeVar("Found")
 
 
 class NonFiniteLoss(RuntimeError):
@@ -91,7 +102,9 @@ class TrainStep:
         budget: Budget,
         temperature: float,
         ranks: Ranks = ALONE,
+        workers: int = 1,
     ) -> None:
+        """`workers` threads compute micro-batches side by side on a CPU; what comes of them does not depend on how many."""
         self.policy = policy
         self.ranks = ranks
         self.objective = objective
@@ -105,6 +118,12 @@ class TrainStep:
         self.temperature = temperature
         self._passed: tuple[Batch, StepResult] | None = None
         """The batch whose gradients wait for their update."""
+        # Models that switch rotary angles by length do so in a buffer, which passes would share.
+        side_by_side = policy.device.type == "cpu" and ranks.size == 1 and policy.packed and policy.switch is None
+        size = policy.model.num_parameters()
+        workers = min(workers, MOST_PENDING // (size * policy.model.dtype.itemsize))
+        work = 6.0 * size * budget.max_tokens
+        self._workers = Workers(workers) if side_by_side and workers > 1 and work >= LEAST_WORK else None
         self.moved = False
         """Whether the optimizer has begun to move weights in a step that its caller has not finished."""
 
@@ -209,15 +228,19 @@ class TrainStep:
         K, losses, outputs = batch.shape[1], [], GatheredOutputs(batch)
         own = dealt[self.ranks.rank]
         responses = [[[prompt * K + k for prompt in prompts for k in range(K)] for prompts in parts] for parts in dealt]
-        for index, micro_batch in enumerate(self._own_micro_batches(host, responses)):
+
+        def compute(piece: tuple[int, MicroBatch]) -> tuple[tuple[MicroBatch, Forward, Loss | None], Tensor]:
+            index, micro_batch = piece
             forward = self._forward(micro_batch)
-            if index < len(own):
-                part = batch.take(own[index])
-                loss = self.objective(part, forward, beta=beta)
-                self._backward(loss.value)
-                losses.append((loss, part.shape[0]))
-            else:
-                self._backward(_sum_of_nothing(forward))
+            if index >= len(own):
+                return (micro_batch, forward, None), _sum_of_nothing(forward)
+            loss = self.objective(batch.take(own[index]), forward, beta=beta)
+            return (micro_batch, forward, loss), loss.value
+
+        pieces = enumerate(self._own_micro_batches(host, responses))
+        for index, (micro_batch, forward, loss) in enumerate(self._back_propagated(compute, pieces)):
+            if loss is not None:
+                losses.append((loss, len(own[index])))
             outputs.add(forward, micro_batch)
         outputs.sum_over(self.ranks)
         return Gradients(losses=losses, outputs=outputs.forward, ranks=self.ranks)
@@ -229,8 +252,12 @@ class TrainStep:
         leaves = outputs.with_gradients()
         loss = self.objective(batch, leaves, beta=beta)
         coefficients = _coefficients(loss.value, leaves)
-        for micro_batch in micro_batches:
-            self._backward(_weighted_sum(self._forward(micro_batch), coefficients, micro_batch))
+
+        def compute(micro_batch: MicroBatch) -> tuple[None, Tensor]:
+            return None, _weighted_sum(self._forward(micro_batch), coefficients, micro_batch)
+
+        for _ in self._back_propagated(compute, micro_batches):
+            pass
         return Gradients(losses=[(loss, batch.shape[0])], outputs=outputs.forward, ranks=ALONE)
 
     def _all_responses(self, batch: Batch) -> list[list[list[int]]]:
@@ -248,10 +275,21 @@ class TrainStep:
     @torch.no_grad()
     def _gather(self, batch: Batch, micro_batches: Iterable[MicroBatch]) -> GatheredOutputs:
         outputs = GatheredOutputs(batch)
-        for micro_batch in micro_batches:
-            outputs.add(self._forward(micro_batch), micro_batch)
+        for forward, micro_batch in self._computed(micro_batches):
+            outputs.add(forward, micro_batch)
         outputs.sum_over(self.ranks)
         return outputs
+
+    def _computed(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[Forward, MicroBatch]]:
+        """Outputs without gradients."""
+
+        def compute(micro_batch: MicroBatch) -> tuple[Forward, MicroBatch]:
+            with torch.no_grad():  # each thread has its own
+                return self._forward(micro_batch), micro_batch
+
+        if self._workers is None:
+            return map(compute, micro_batches)
+        return self._workers.in_order(compute, micro_batches)
 
     def _own_micro_batches(self, batch: Batch, dealt: list[list[list[int]]]) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the responses dealt to all ranks, as many as the rank with the most has; each is
@@ -269,6 +307,33 @@ class TrainStep:
     def _forward(self, micro_batch: MicroBatch) -> Forward:
         forward = self.policy.forward(micro_batch.packed, temperature=self.temperature)
         return forward if len(micro_batch.responses) else forward.nothing()
+
+    def _back_propagated(
+        self, compute: Callable[[Piece], tuple[Found, Tensor]], pieces: Iterable[Piece]
+    ) -> Iterator[Found]:
+        """Compute pieces of the loss and leave its gradients in the optimizer's weights; yields the rest in order.
+
+        Gradients are added in the order of the pieces, so that they are the same bit for bit however many workers there are.
+        """
+        if self._workers is None:
+            for piece in pieces:
+                found, value = compute(piece)
+                self._backward(value)
+                yield found
+            return
+        parameters = self.optimizer.parameters
+
+        def differentiate(piece: Piece) -> tuple[Found, tuple[Tensor | None, ...]]:
+            found, value = compute(piece)
+            return found, torch.autograd.grad(value, parameters, allow_unused=True)
+
+        for found, gradients in self._workers.in_order(differentiate, pieces):
+            for parameter, gradient in zip(parameters, gradients):
+                if gradient is not None:
+                    # A gradient may share its memory with another one, so that the first is copied.
+                    parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad.add_(gradient)
+            self.optimizer.accumulate()
+            yield found
 
     def _backward(self, value: Tensor) -> None:
         # Ranks are averaged over where gradients meet, and a loss is the sum of theirs.
