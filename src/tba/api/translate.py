@@ -260,8 +260,8 @@ def _optimizer(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, 
         raise ConfigError(f"lr_scheduler_type={kind!r} cannot be kept: use one of {', '.join(SCHEDULES)}.")
     if rate is None and ("lr_scheduler_type" in given or warmup):
         tell(
-            "lr_scheduler_type and warm-up have no meaning without learning_rate: the rate then follows the movement of the "
-            "policy, begins low and falls to zero at the end."
+            "lr_scheduler_type and warm-up have no meaning without learning_rate: the rate then follows from how far an "
+            "update moves the policy, and falls to zero at the end."
         )
     elif rate is not None and not isinstance(rate, (int, float)):
         train["learning_rate"] = rate

@@ -44,10 +44,12 @@ class RuntimeConfig(Section):
     placement: PlacementConfig | None = None
     """Devices of this machine for trainer and searchers; None = all use model.device."""
     threads: int | None = Field(default=None, ge=1)
-    """Number of threads of each process; None = the cores of the machine but one, shared out among trainer and searchers
-    (all cores where that gives each two threads instead of one), or all cores but one for a process that is alone (sync
-    runs, evaluations); at most OMP_NUM_THREADS where that is set, otherwise 16; one for a role on a GPU; on a Ray cluster
-    its CPUs. More threads than free cores make all of them slow."""
+    """Number of threads that each process computes a product of matrices with; None = the cores of the machine but one,
+    shared out among trainer and searchers (all cores where that gives each two threads instead of one), or all cores but one
+    for a process that is alone (sync runs, evaluations); at most OMP_NUM_THREADS where that is set, otherwise 16; one for a
+    role on a GPU; on a Ray cluster its CPUs. More threads than free cores make all of them slow. A trainer on a CPU computes
+    its micro-batches side by side with so many workers, each a single thread. With None it has one worker for each core
+    where it is alone or searchers have one thread, within the same limits, and otherwise one for each of its threads."""
     channel_groups: int = Field(default=64, ge=1)
     """Number of groups that a searcher may have sent and the trainer not yet stored before the searcher waits."""
     start_seconds: float = Field(default=300.0, gt=0.0)

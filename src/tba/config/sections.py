@@ -230,17 +230,20 @@ class TrainConfig(Section):
     """Number of optimizer steps on the same batch before the next is sampled (PPO's epochs, GRPO's mu)."""
     second_update_after: int | None = Field(default=None, ge=0, le=100)
     """Number of steps after which a batch is trained a second time; 0 = never. The second update is made between two
-    steps, and max_steps does not count it. So many batches are kept in the host's memory and in checkpoints. None = 3
+    steps, and max_steps does not count it. In mode=async it is made only in time that the trainer would spend waiting. It is
+    left out while each of the last four batches was there before it was needed; a trainer that is the bottleneck makes none.
+    So many batches are kept in the host's memory and in checkpoints. None = 3
     for objectives that bound the push of stale responses (tb), where the rate is auto, the policy computes in fp32 (as
     on a CPU; not on Ray nodes, unless model.dtype or model.device says so), nobody else's responses are trained on, and
     no setting of replay says how often or how late a response may be trained; otherwise 0. In bf16 it gained nothing."""
     learning_rate: Annotated[Schedule | None, Auto] = None
-    """Learning rate of AdamW, a number or a schedule; None or auto = each update moves the policy as far as target_drift
-    says, and less towards the end (settle)."""
+    """Learning rate of AdamW, a number or a schedule; None or auto = the rate at which each update moves the policy as far
+    as target_drift says, and less towards the end (settle)."""
     target_drift: float = Field(default=0.18, gt=0.0, le=10.0)
     """Drift that learning_rate=auto aims at: the mean |change of log_pi| of a new response by one update, in units of
     sqrt(signal x entropy). The entropy is that of a response in nats. The signal is the correlation of the drift of new
-    responses with their rewards, .1 where it cannot be seen. Lower it where a run is unstable."""
+    responses with their rewards, within .03 and .15; .1 where it cannot be seen. Lower target_drift where a run is
+    unstable."""
     settle: float = Field(default=0.5, ge=0.0, le=1.0)
     """Share of the run, at its end, in which the rate of learning_rate=auto falls to zero."""
     adam_betas: tuple[AdamBeta, AdamBeta] = (0.9, 0.999)
@@ -250,11 +253,12 @@ class TrainConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0.0, le=10.0)
     """Weight decay of AdamW."""
     max_grad_norm: float | None = Field(default=1.0, gt=0.0)
-    """Norm that gradients are clipped to. They are in reward units (see docs/algorithm.md), so it means the same at
-    every beta. None = no clipping."""
+    """Norm that gradients are clipped to. They are in units of the reward, divided by objective.reward_unit
+    (docs/algorithm.md), so it means the same at every beta. None = no clipping."""
     tokens_per_micro_batch: int | None = Field(default=None, ge=1)
     """Most tokens in one forward and backward pass; a longer response still runs, alone. None = as many as about 1 GiB
-    (GPU: a third of its memory, half where no searcher uses it) holds the activations of, at most 4,096 (GPU: 32,768)."""
+    (GPU: a third of its memory, half where no searcher uses it) holds the activations of, at most 4,096 (GPU: 32,768). On a
+    CPU it is also no more than about a second of one core computes, 1e11 floating-point operations, but at least 512."""
     responses_per_micro_batch: int | None = Field(default=None, ge=1)
     """Most responses in one pass, besides the token limit; None = as many as fit."""
     ranks: int = Field(default=1, ge=1)
@@ -366,7 +370,7 @@ class ObserveConfig(Section):
     on_collapse: Annotated[Literal["warn", "stop", "rollback", "off"], OnOff] = "warn"
     """What happens when length, entropy, cut-off responses, KL or reward of the trained batches leave their past
     (`guard/alarm`): warn; stop, with a non-zero exit status; rollback = go back to the newest checkpoint from before and
-    on from there with half the learning rate (auto: half the movement); off = they are not watched. The newest
+    on from there with half the learning rate (auto: half of train.target_drift); off = they are not watched. The newest
     checkpoint from before is kept."""
     max_rollbacks: int = Field(default=2, ge=1)
     """Number of times that a run may go back with on_collapse=rollback; the next collapse stops it."""

@@ -100,7 +100,8 @@ class TrajectoryBalance(Objective):
     tba.objectives.trajectory_balance.gradient_share tells the rules apart. exact = the paper's loss."""
     max_drift: float = Field(default=0.15, gt=0.0)
     """Largest drift, in units of the square root of the entropy that responses of the prompt had (off_policy=response) or in
-    nats per token (off_policy=token)."""
+    nats per token (off_policy=token). With off_policy=response and train.learning_rate=auto it is at least 1.5 times what
+    one update moves a response by."""
     residual_clip: float | None = Field(default=None, gt=0.0)
     """Largest |beta * residual| in reward units whose gradient grows; beyond it the pull is constant (Huber). None = no
     clip."""
@@ -220,10 +221,10 @@ def gradient_share(
         exact       trajectory balance as it is
 
     A response that is held back keeps its place in its prompt's log Z. The root of the entropy is about how far the
-    log-probs of a policy's own samples lie apart, and the unit of the movement that the learning rate follows
-    (train/optimizer.py; up to 10 nats there): short and long responses, sure and unsure policies are held back alike. The
-    small gap between a bf16 engine and its trainer, which grows with the square root of the tokens, closes no gate
-    (ROUNDING).
+    log-probs of a policy's own samples lie apart, and the learning rate follows it too (train/learning_rate.py): short
+    and long responses, sure and unsure policies are held back alike. Two things are no reason to hold a response back: what
+    one update moves all responses by (USUAL), and the gap between a bf16 engine and its trainer, which grows with the square
+    root of the tokens (ROUNDING).
     """
     # The policy's own log-probs, not the behaviour's: exploration and top-p shift those. Where they are unknown (imports,
     # responses of the reference) the drift is 0 and nothing is held back.

@@ -38,7 +38,7 @@ METRICS = (
     Metric(
         name="loss", unit="reward", reduction="sum", meaning="What is back-propagated; for TB (beta / 2) x tb/loss."
     ),
-    Metric(name="seconds", unit="seconds", reduction="last", meaning="Time since the first optimizer step began."),
+    Metric(name="seconds", unit="seconds", reduction="last", meaning="Seconds of training, as train.max_seconds counts."),
     Metric(
         name="reward",
         unit="reward",
@@ -83,7 +83,12 @@ METRICS = (
         name="off_policy/drift", unit="nats", meaning="Mean |log_pi now - log_pi when generated| of a late response."
     ),
     Metric(name="off_policy/drift_lag", unit="steps", meaning="Mean lag of the responses that drift is measured on."),
-    Metric(name="off_policy/signal", unit="share", reduction="last", meaning="Agreement, over the last batches."),
+    Metric(
+        name="off_policy/signal",
+        unit="correlation",
+        reduction="last",
+        meaning="Mean of off_policy/agreement over recent batches; the learning rate follows it.",
+    ),
     Metric(name="tb/clip_fraction", unit="share", meaning="Share of responses beyond objective.residual_clip."),
     Metric(name="objective/*", unit="", meaning="A number of the objective; its own file says which."),
     Metric(

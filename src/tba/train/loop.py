@@ -83,7 +83,7 @@ class Trainer:
     fresh_reward: float = field(default=math.nan, init=False)
     """Their mean; where none came, that of the step before."""
     was_ready: deque[bool] = field(default_factory=lambda: deque(maxlen=4), init=False)
-    """Whether each of the last batches was there before the trainer had done with the one before."""
+    """Whether each of the last batches was there before it was needed. Where all were, the trainer is the bottleneck."""
     step_index: int = field(default=0, init=False)
     """Number of optimizer steps done, which is the version of the weights at the end of a step."""
     batch: Batch | None = field(default=None, init=False)

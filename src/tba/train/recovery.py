@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tba")
 
 GENTLER = 0.5
-"""Factor of the learning rate, or of the movement that `auto` aims at, with each rollback."""
+"""Factor of the learning rate, or of the drift that `auto` aims at, with each rollback."""
 
 
 def resume(trainer: Trainer, checkpoint: Path | None) -> None:
