@@ -38,7 +38,9 @@ METRICS = (
     Metric(
         name="loss", unit="reward", reduction="sum", meaning="What is back-propagated; for TB (beta / 2) x tb/loss."
     ),
-    Metric(name="seconds", unit="seconds", reduction="last", meaning="Seconds of training, as train.max_seconds counts."),
+    Metric(
+        name="seconds", unit="seconds", reduction="last", meaning="Seconds of training, as train.max_seconds counts."
+    ),
     Metric(
         name="reward",
         unit="reward",
