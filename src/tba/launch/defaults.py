@@ -21,8 +21,8 @@ what the paper uses instead stands in its config files.
                                             one factor, with no study in docs/log.md
     train.learning_rate auto,               bench, one seed each: a fixed drift of .08 sqrt(entropy) costs word_sums and
         target_drift .18                    one_family, of .05 sort_digits. With the root of the signal one_family has .936
-                                            (.971 with the rule before); the others are level (docs/log.md). More seeds are
-                                            being measured
+                                            (.971 with the rule before), the others are within .015 of it (docs/log.md).
+                                            More seeds are being measured
     signal at most .15, at least .03        .15: without it quickstart dipped to 75% and a collapse was called. .03: no study
     train.settle .5                         bench with the rate before this one, and the embedded maths task, where
                                             evaluations stop swinging
