@@ -20,7 +20,7 @@ helpers of TRL's scripts may stand in the same import: they are TRL's own and ne
 
 **Arguments.** `GRPOConfig` is a dataclass with TRL's fields, for `TrlParser` and `HfArgumentParser` too. What is given keeps
 its meaning. What is left out is ours, not TRL's: without `loss_type` the objective is `tb`, without `learning_rate` the rate
-finds itself. Without `beta` it is {beta:g}, or {beta_times_tokens:g} / `max_completion_length` where that is above
+finds itself, without `beta` it is {beta:g}, or {beta_times_tokens:g} / `max_completion_length` where that is above
 {beta_tokens}, and falls where the policy is so far from the reference that beta x KL would exceed {penalty:g}. Rewards are
 then divided by their spread first, so rewards of any scale learn alike (`objective.reward_unit`). Our own
 settings stand beside TRL's as sections: `GRPOConfig(max_steps=200, replay={{"lag": "drop"}})`. With
