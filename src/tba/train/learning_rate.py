@@ -16,7 +16,8 @@ log_pi now - log_pi when generated, is the work of the updates in between.
    above over the stiffness. It rises by at most RISE in a step.
 3. Where a batch has drifted further than the average explains, its own update goes by its own stiffness: a policy that
    runs away from its data is held at once.
-4. In the last part of the run (train.settle) the rate falls to zero.
+4. All movements are longer in a run of few steps and shorter in one of many, by the root of their number.
+5. In the last part of the run (train.settle) the rate falls to zero.
 
 Where searcher and trainer take turns without a lag nothing drifts. The movement of the batch by its own update stands in
 for it, and the signal is taken to be the usual one.
@@ -42,6 +43,8 @@ USUAL_SIGNAL, LEAST_SIGNAL, MOST_SIGNAL = 0.1, 0.03, 0.15
 and where nearly all of an update is signal, longer ones are soon noise."""
 LEAST_ENTROPY = 0.01
 """Nats per response. A policy that is surer than that has nothing left to learn by sampling."""
+STEPS, MOST_HORIZON = 200, 2.5
+"""Steps of the run that train.target_drift is said for, and the largest factor for shorter and longer ones."""
 RISE = 2.0
 """Largest factor by which the rate rises from one step to the next."""
 MEMORY = 32
@@ -72,6 +75,8 @@ class LearningRate:
     """Sum of the squares of the rates of all updates: steps in directions of their own add up by their squares."""
     squares_before: deque[float] = field(init=False)
     """The same before each of the last versions, the newest last."""
+    stretch: float = field(init=False, default=1.0)
+    """The horizon's factor at the last batch."""
     scale: float = field(init=False, default=1.0)
     """Factor of the given schedule, or of the size that `auto` aims at: less than 1 after a collapse."""
 
@@ -96,6 +101,7 @@ class LearningRate:
 
     def for_batch(self, step: int, progress: float, found: Mapping[str, float], *, entropy: float) -> float:
         """The rate for a new batch, after what it shows of the updates before it."""
+        self.stretch = self.horizon(step, progress)
         if math.isfinite(entropy):
             entropy = max(LEAST_ENTROPY, entropy)
             self.entropy = (
@@ -110,6 +116,15 @@ class LearningRate:
         self._follow(stiffness, progress)
         return min(self.at(step, progress), self.size * math.exp(-stiffness) * self.decay(progress))
 
+    def horizon(self, step: int, progress: float) -> float:
+        """Factor of all movements: the fewer steps a run has, the longer they are, by the root. Noise that many steps add up
+        to averages out; what few steps do not reach is lost."""
+        train = self.config.train
+        steps = math.inf if train.max_steps is None else float(train.max_steps)
+        if train.max_seconds is not None and progress > 0.0:
+            steps = min(steps, (step + 1) / progress)
+        return min(MOST_HORIZON, max(1.0 / MOST_HORIZON, math.sqrt(STEPS / steps)))
+
     @property
     def first_movement(self) -> float:
         """Nats that the first update moves log_pi by."""
@@ -117,7 +132,8 @@ class LearningRate:
 
     @property
     def target(self) -> float:
-        return self.scale * self.config.train.target_drift
+        """Nats of drift for each sqrt(signal x entropy)."""
+        return self.scale * self.stretch * self.config.train.target_drift
 
     @property
     def size(self) -> float:
@@ -166,5 +182,5 @@ class LearningRate:
         self.squares_before = deque(state["squares_before"], maxlen=VERSIONS_KEPT)
 
 
-SAVED = ("rate", "stiffness", "signal", "entropy", "batches", "squares", "scale")
+SAVED = ("rate", "stiffness", "signal", "entropy", "batches", "squares", "stretch", "scale")
 """Attributes that a checkpoint holds, besides `squares_before`."""

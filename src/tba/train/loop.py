@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +31,7 @@ from tba.train.recovery import resume, roll_back
 from tba.train.reference import Beta, ReferenceResets
 from tba.train.state import Stateful
 from tba.train.step import StepResult, TrainStep
-from tba.train.updates import Updates, with_old_values
+from tba.train.updates import SpareTime, Updates, with_old_values
 from tba.types import Batch, ResponseCounts, TrajectoryGroup
 
 logger = logging.getLogger("tba")
@@ -82,8 +81,7 @@ class Trainer:
     """Rewards of the responses that came since the last step, before the buffer drops or draws any."""
     fresh_reward: float = field(default=math.nan, init=False)
     """Their mean; where none came, that of the step before."""
-    was_ready: deque[bool] = field(default_factory=lambda: deque(maxlen=4), init=False)
-    """Whether each of the last batches was there before it was needed. Where all were, the trainer is the bottleneck."""
+    spare: SpareTime = field(default_factory=SpareTime, init=False)
     step_index: int = field(default=0, init=False)
     """Number of optimizer steps done, which is the version of the weights at the end of a step."""
     batch: Batch | None = field(default=None, init=False)
@@ -102,12 +100,15 @@ class Trainer:
         self.receive()
         again = waited = 0.0
         if self.gate is not None:
-            # Only in time that the trainer would have waited: a new batch has more to give than one that was trained.
-            self.was_ready.append(self.gate.is_open(self))
-            again = 0.0 if self.step_index < 2 or all(self.was_ready) else self.train_again()
+            was_ready = self.gate.is_open(self)
+            again = self.train_again() if self.spare.is_enough else 0.0
             self.train_step.moved = False  # nothing of it is left to do, should the wait for the next batch be the end
             waited = self.gate.wait(self) if self.needs_batch else 0.0
+            if self.step_index > 0:  # before the first step searchers load their models
+                self.spare.add(waited + (0.0 if was_ready else again))
         self.recorder.training_starts()
+        if self.step_index == 0:
+            self.recorder.step_done(0)  # what the first responses took is known by now
         started, progress = time.perf_counter(), self.progress
         batch = self.sample() if self.batch is None or self.needs_batch else self.batch
         result = self.updates.first(batch, step=self.step_index, progress=progress)
@@ -131,6 +132,7 @@ class Trainer:
             "step": time.perf_counter() - started,
             "publish_weights": publishing,
         }
+        self.spare.updated(times["step"])
         self.receive_seconds = 0.0
         watched = {**watched_metrics(batch, log_pi_N), "entropy": result.entropy}
         self.record(batch, measured, watched, times)

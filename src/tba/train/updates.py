@@ -25,6 +25,30 @@ from tba.train.reference import Beta
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import TOKEN_FIELDS, Batch
 
+SPARE_STEPS, WORTH = 8, 0.3
+"""Steps that spare time is summed over, and the share of a step that makes a second update worth its time: it has less to
+give than a new batch, and one that is bought with no waiting at all delays the next."""
+
+
+@dataclass
+class SpareTime:
+    """Whether an asynchronous trainer has time for second updates: seconds that it has waited for batches, or would have."""
+
+    waits: deque[float] = field(default_factory=lambda: deque(maxlen=SPARE_STEPS))
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=SPARE_STEPS))
+    """Seconds of the updates on new batches."""
+
+    @property
+    def is_enough(self) -> bool:
+        return bool(self.steps) and sum(self.waits) >= WORTH * sum(self.steps)
+
+    def add(self, seconds: float) -> None:
+        """Seconds waited before a step, with those of a second update that was made while no batch was there."""
+        self.waits.append(seconds)
+
+    def updated(self, seconds: float) -> None:
+        self.steps.append(seconds)
+
 
 @dataclass
 class Updates:
