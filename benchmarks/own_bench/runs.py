@@ -202,8 +202,8 @@ def scores_at_ends(problem: Problem, start: Mapping[str, float], final: Mapping[
 
 
 MEASURED = (
-    "movement", "tb/held_back", "off_policy/kl", "off_policy/ess", "learning_rate", "kl", "entropy",
-    "grad_norm", "completions/mean_length", "reward",
+    "off_policy/drift", "off_policy/signal", "tb/held_back", "off_policy/kl", "off_policy/ess", "learning_rate", "kl",
+    "entropy", "grad_norm", "completions/mean_length", "reward",
 )  # fmt: skip
 """Metrics of training that are kept, as means over the thirds of a run."""
 

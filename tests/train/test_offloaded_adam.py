@@ -47,8 +47,6 @@ def test_it_moves_as_torchs_adamw_does(device, chunk):
     for step in range(6):
         with_gradients(plain, step)
         with_gradients(own, step)
-        broken = torch.tensor(float(step == 3), device=device)  # nothing moves, and the step does not count
-        theirs.found_inf = ours.found_inf = broken
         theirs.step()
         ours.step()
         for a, b in zip(plain, own):
