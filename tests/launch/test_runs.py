@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from problem import make_config, scores_of, start_model
+from problem import make_config, scores_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config import load_config

@@ -54,8 +54,8 @@ class Updates:
         self._see_rewards(batch)
         with self._naming(batch, f"step {step}", step):
             result = self._gradients(batch, step=step, progress=progress)
-            exact = self.train_step.is_exact
-            found = drift_metrics(batch, result.outputs.log_pi_N.cpu(), step=step, exact=exact)
+            exact, own = self.train_step.is_exact, self._in_own_unit(batch)
+            found = drift_metrics(own, result.outputs.log_pi_N.cpu(), step=step, exact=exact)
             rate = self.rate.for_batch(step, progress, found, entropy=entropy_of(batch, result.outputs))
             metrics = self._move(rate, step=step, progress=progress, lags="off_policy/drift" in found)
         if self.config.train.second_update_after and batch.totals.responses:
@@ -95,8 +95,11 @@ class Updates:
             self._spread = max(self._spread, reward_spread(batch))
             self.reward_unit = 2.0 * self._spread or 1.0
 
+    def _in_own_unit(self, batch: Batch) -> Batch:
+        return replace(batch, reward_PK=batch.reward_PK / self.reward_unit)
+
     def _gradients(self, batch: Batch, *, step: int, progress: float) -> StepResult:
-        batch = replace(batch, reward_PK=batch.reward_PK / self.reward_unit, usual_drift=self.rate.drift(progress))
+        batch = replace(self._in_own_unit(batch), usual_drift=self.rate.drift(progress))
         shaped, beta = shape_target(batch, self.config, step, progress, beta=self.beta.at(step, progress))
         return self.train_step.gradients(shaped, beta=beta)
 
