@@ -109,12 +109,31 @@ def test_updates_add_up_by_their_squares_over_the_lag(lag, size):
     assert math.exp(rate.stiffness) == pytest.approx(0.6 / (size * 1e-4))
 
 
-def test_second_updates_count_in_the_step_that_they_were_made_in():
-    for lag, size in ((0, 5.0), (1, 34**0.5), (0.5, 29.5**0.5)):  # 5^2, 5^2 + 3^2, in between
-        rate = begun(12e-4, 4e-4, 3e-4)
+@pytest.mark.parametrize(
+    ("mode", "sizes"),
+    [
+        # A second update of 5 after the first of 4, whose version was published before: 5^2 + 3^2 since then, and 4^2 more.
+        ("mode=async", ((0, 0.0), (1, 34.0), (1.5, 42.0), (2, 50.0))),
+        # Where the roles take turns the version is published after it.
+        ("mode=fixed_lag", ((0, 0.0), (1, 9.0), (1.5, 29.5), (2, 50.0))),
+    ],
+)
+def test_second_updates_count_in_the_version_that_they_were_made_for(mode, sizes):
+    for lag, squares in sizes:
+        rate = begun(12e-4, 4e-4, overrides=(mode, *(["lag_steps=2"] if "lag" in mode else [])))
         rate.made(5e-4, of_new_batch=False)
+        rate.made(3e-4, of_new_batch=True)
         rate.for_batch(3, 0.0, drifted(0.6, lag=lag), entropy=4.0)
-        assert math.exp(rate.stiffness) == pytest.approx(0.6 / (size * 1e-4))
+        assert rate.batches == (squares > 0)
+        if squares:
+            assert math.exp(rate.stiffness) == pytest.approx(0.6 / (squares**0.5 * 1e-4))
+
+
+def test_an_update_after_the_last_version_counts_even_without_lag():
+    rate = begun(3e-4)
+    rate.made(5e-4, of_new_batch=False)
+    rate.for_batch(3, 0.0, drifted(0.6, lag=0.5), entropy=4.0)  # half-way between 5^2 and 5^2 + 3^2
+    assert math.exp(rate.stiffness) == pytest.approx(0.6 / (29.5**0.5 * 1e-4))
 
 
 def test_a_lag_beyond_the_versions_that_are_kept_counts_as_that_of_the_oldest():

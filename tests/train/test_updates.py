@@ -167,6 +167,18 @@ def test_the_first_update_of_auto_moves_its_batch_by_as_many_nats_as_it_should(t
     assert updates.rate.squares == pytest.approx(updates.rate.rate**2)
 
 
+def test_a_batch_without_weight_is_no_update_and_the_first_that_has_any_is_the_first(tmp_path):
+    updates, batch = make_auto(tmp_path, make_step()), own_batch(0)
+    before = weights(updates.train_step)
+    empty = replace(batch, weight_PK=torch.zeros_like(batch.weight_PK), totals=Totals(prompts=0, responses=0, tokens=0))
+    updates.first(empty, step=0, progress=0.0)
+    assert torch.equal(weights(updates.train_step), before)
+    assert (updates.rate.squares, len(updates.rate.squares_before)) == (0.0, 2)  # a version without an update
+    result = updates.first(own_batch(1), step=1, progress=0.0)
+    wanted = 1.7 * 0.18 * updates.rate.entropy**0.5
+    assert updates.train_step.movement(own_batch(1), result.outputs) == pytest.approx(wanted, rel=0.25)
+
+
 def test_the_rate_of_auto_follows_the_drift_of_late_batches(tmp_path):
     """Its own update comes after: the drift that a batch shows is of the updates before it."""
     step = make_step()
