@@ -25,10 +25,10 @@ class Timetable:
 
 
 def second_updates(config: Config, ready: list[bool]) -> list[bool]:
-    """Which steps made one, with batches that are ready at once or are not: a real trainer on what a real engine generates."""
+    """Which steps made one, with batches that are there at once or are not; trainer and engine are real ones."""
     config = with_objective_defaults(config)
-    inputs, folder = load_inputs(config), RunFolder.create(config.run_folder, overwrite=False)
-    run, made = SyncRun.make(config, folder, inputs, Board.create()), []
+    place = RunFolder.create(config.run_folder, overwrite=False)
+    run, made = SyncRun.make(config, place, load_inputs(config), Board.create()), []
     run.trainer.gate = Timetable(ready)
     try:
         for _ in ready:
