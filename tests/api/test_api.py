@@ -22,7 +22,6 @@ from transformers import (
 
 from tba import TBAConfig, TBATrainer
 from tba.config import dump_config, load_config
-from tba.launch.defaults import learning_rate_for
 from tba.observe.contents import foreign
 from tba.observe.files import RunFolder
 from tba.tasks.rewards.functions import RewardSet
@@ -270,9 +269,3 @@ def test_what_is_missing_is_said(folder):
         TBATrainer(model="x", reward_funcs=sevens, train_dataset=[], reward_weights=[1, 2])
     with pytest.raises(ValueError, match="model is a object: give a folder"):
         TBATrainer(model=object(), reward_funcs=sevens, train_dataset=[{"prompt": "x"}], args=make_config(folder))
-
-
-def test_the_default_learning_rate_falls_with_the_models_size():
-    assert learning_rate_for(313_824) == 2e-4
-    assert learning_rate_for(494_000_000) == pytest.approx(2.4e-6, rel=0.05)
-    assert learning_rate_for(7_000_000_000) == pytest.approx(4.9e-7, rel=0.05)

@@ -73,11 +73,10 @@ CONFIGS = {
         ["train.learning_rate={kind: linear, start: 1e-4, end: -1}"],
         "train.learning_rate=-1 is not between",
     ),
-    "an absurd first rate": (
-        ["train.first_learning_rate=50"],
-        "train.first_learning_rate: Input should be less than or",
-    ),
-    "an absurd movement": (["train.movement=1e9"], "train.movement: Input should be less than or equal to 10"),
+    "an absurd drift": (["train.target_drift=1e9"], "train.target_drift: Input should be less than or equal to 10"),
+    "no drift at all": (["train.target_drift=0"], "train.target_drift: Input should be greater than 0, got 0"),
+    "a unit of rewards that is none": (["objective.reward_unit=0"], "objective.reward_unit"),
+    "a unit of rewards by an unknown rule": (["objective.reward_unit=mean"], "objective.reward_unit"),
     "an absurd weight decay": (
         ["train.weight_decay=1e9"],
         "train.weight_decay: Input should be less than or equal to 10",

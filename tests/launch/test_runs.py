@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
-from problem import make_config, scores_of, start_model
+from problem import make_config, scores_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config import load_config
 from tba.launch import train
-from tba.launch.defaults import learning_rate_for, with_objective_defaults
+from tba.launch.defaults import with_objective_defaults
 from tba.launch.run import load_inputs
 from tba.launch.sync_run import SyncRun
 from tba.observe.files import RunFolder
@@ -40,11 +40,10 @@ def test_a_sync_run_writes_its_folder(folder):
     assert (summary["outcome"], summary["error"], summary["final_step"]) == ("finished", None, 6)
     saved = load_config(run.config)
     assert saved.replay.capacity_per_prompt == 100
-    assert saved.train.first_learning_rate == learning_rate_for(sum(p.numel() for p in start_model().parameters()))
     asked = with_objective_defaults(config)
     assert saved.replay.model_copy(update={"capacity_per_prompt": None}) == asked.replay
-    assert saved.train.model_copy(update={"first_learning_rate": None}) == asked.train
-    assert saved.model_copy(update={"replay": asked.replay, "train": asked.train}) == asked
+    assert (saved.train.target_drift, saved.objective.reward_unit) == (0.18, "spread")
+    assert saved.model_copy(update={"replay": asked.replay}) == asked
     assert [path.name for path in sorted(run.checkpoints.iterdir())] == [
         f"best-step-{summary['best']['step']}",
         "step-4",

@@ -147,11 +147,12 @@ def tb(
     residual_clip: float | None = None,
     off_policy: str = "exact",
     max_drift: float = 0.15,
+    usual_drift: float = 0.0,
     frozen: list[Prompt] | None = None,
 ) -> Answer:
     """VarGrad trajectory balance: (beta / 2) * mean residual^2.
 
-    off_policy, max_drift: which part of the gradient is kept, see `kept_share`.
+    off_policy, max_drift, usual_drift: which part of the gradient is kept, see `kept_share`.
 
     beta / 2 turns the gradient into -(1 / n) sum A grad log pi with
     A = (r - rbar) - beta (KL - KLbar), whose scale does not change with beta.
@@ -173,14 +174,23 @@ def tb(
                 edge = residual_clip / beta
                 square, half_slope = edge * (2 * abs(residual) - edge), edge * np.sign(residual)
             loss += beta / 2 * square / num_responses
-            share = kept_share(response, up=residual < 0, off_policy=off_policy, max_drift=max_drift, entropy=entropy)
+            share = kept_share(
+                response,
+                up=residual < 0,
+                off_policy=off_policy,
+                max_drift=max_drift,
+                usual_drift=usual_drift,
+                entropy=entropy,
+            )
             d_log_pi[p][k][response.mask] = beta * half_slope / num_responses * share
     return Answer(loss=float(loss), d_log_pi=d_log_pi)
 
 
-def kept_share(response: Response, *, up: bool, off_policy: str, max_drift: float, entropy: float) -> np.ndarray:
+def kept_share(
+    response: Response, *, up: bool, off_policy: str, max_drift: float, usual_drift: float, entropy: float
+) -> np.ndarray:
     """For each chosen token the share of its gradient that is kept, given which way the response is pushed. `entropy`: mean
-    -log pi of the prompt's responses when they were generated."""
+    -log pi of the prompt's responses when they were generated; `usual_drift`: nats that one update moves log pi."""
     drift_T = [
         pi - old for pi, old, chosen in zip(response.log_pi, response.policy, response.mask, strict=True) if chosen
     ]
@@ -188,7 +198,7 @@ def kept_share(response: Response, *, up: bool, off_policy: str, max_drift: floa
     if off_policy == "token":
         return np.array([0.0 if sign * drift > max_drift else 1.0 for drift in drift_T])
     if off_policy == "response":
-        limit = max(max_drift * entropy**0.5, 0.02 * len(drift_T) ** 0.5)
+        limit = max(max_drift * entropy**0.5, 0.02 * len(drift_T) ** 0.5, 1.5 * usual_drift)
         return np.array(0.0 if sign * sum(drift_T) > limit else 1.0)
     if off_policy == "taper":
         return np.array(1.0 if up else min(1.0, np.exp(sum(drift_T))))

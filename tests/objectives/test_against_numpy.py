@@ -1,6 +1,6 @@
 """Every objective against `numpy_objectives.py`, which was written from the formulas alone by someone who had not seen
 this code: loss and gradients agree to 1e-6 on ragged, masked, stale data. (Later additions were written there by the
-author of the code: `kl_policy` of tba_prime, whitening and k3 of vineppo.)"""
+author of the code: `kl_policy` of tba_prime, whitening and k3 of vineppo, the usual drift.)"""
 
 from dataclasses import dataclass, replace
 
@@ -19,6 +19,7 @@ CASES = [
     ("tb", {"off_policy": "exact"}, 0.3),
     ("tb", {"off_policy": "exact", "residual_clip": 0.4}, 0.3),
     ("tb", {"off_policy": "response", "max_drift": 0.5}, 0.3),
+    ("tb", {"off_policy": "response", "max_drift": 0.05, "usual_drift": 0.4}, 0.3),
     ("tb", {"off_policy": "token", "max_drift": 0.3}, 0.3),
     ("tb", {"off_policy": "taper"}, 0.3),
     ("tb_learned_z", {}, 0.3),
@@ -133,6 +134,7 @@ def test_loss_and_gradient_agree_with_the_second_implementation(name, settings, 
     settings = dict(settings)
     data = random_data(seed, old_values=settings.pop("old_values", False))
     answer = getattr(numpy_objectives, name)(as_numpy_prompts(data), beta=beta, **settings)
+    data.batch = replace(data.batch, usual_drift=settings.pop("usual_drift", 0.0))
     loss, (d_log_pi, d_values, d_log_z) = ours(name, settings, data, beta)
     assert loss == pytest.approx(answer.loss, abs=1e-6, rel=1e-6)
     want = np.concatenate([tokens for own in answer.d_log_pi for tokens in own])

@@ -1,6 +1,7 @@
 """The bound on off-policy pushes, worked out by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,6 +55,21 @@ def test_the_limit_follows_the_entropy_of_the_prompts_responses_and_not_their_to
             log_pi_N = policy_N + drift / 4
             share_N = gradient_share(made, log_pi_N, torch.tensor([[True, True]]), rule="response", max_drift=0.1)
             assert share_N.tolist() == [kept] * 8
+
+
+def test_a_drift_that_all_responses_have_holds_none_back():
+    """.1 x sqrt(4 nats) = .2, and one and a half times what an update usually does: that is more from .1333 nats on."""
+    batch, _ = four_tokens([[0.0] * 4, [0.0] * 4])
+    for usual, limit in ((0.0, 0.2), (0.1, 0.2), (0.13, 0.2), (0.4, 0.6)):
+        made = replace(batch, usual_drift=usual)
+        for drift, kept in ((0.99 * limit, 1.0), (1.01 * limit, 0.0)):
+            log_pi_N = batch.policy_N + torch.tensor([drift, -drift]).repeat_interleave(4) / 4
+            share_N = gradient_share(made, log_pi_N, torch.tensor([[True, False]]), rule="response", max_drift=0.1)
+            assert share_N.tolist() == [kept] * 8
+            # By tokens and by taper it says nothing.
+            for rule in ("token", "taper"):
+                pushed = {"push_up_PK": torch.tensor([[True, False]]), "rule": rule, "max_drift": 0.1}
+                assert torch.equal(gradient_share(made, log_pi_N, **pushed), gradient_share(batch, log_pi_N, **pushed))
 
 
 def test_a_response_with_unknown_log_probs_says_nothing_of_the_entropy():

@@ -1,5 +1,6 @@
-"""The target of a step, by hand."""
+"""The target of a step and what its batch shows, by hand."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,13 +12,17 @@ from tba.objectives.registry import make_objective
 from tba.objectives.trajectory_balance import log_z_estimates
 from tba.train.batch import (
     Budget,
+    agreement,
     batch_metrics,
+    drift_metrics,
+    entropy_of,
+    reward_spread,
     shape_target,
     split_responses,
     split_whole_prompts,
     target_metrics,
 )
-from tba.types import Batch
+from tba.types import Batch, Forward
 
 
 def config(**objective):
@@ -132,3 +137,101 @@ def test_micro_batches_are_as_few_as_the_budget_allows_and_of_about_the_same_siz
 def test_a_response_beyond_the_budget_runs_alone():
     batch = of_lengths(10, 500, 20, 20, 20)
     assert split_responses(batch, Budget(max_tokens=100), range(4)) == [[0], [1, 2, 3]]
+
+
+def drifted(drift: list[float], *, versions: list[int], length: int = 4) -> tuple[Batch, torch.Tensor]:
+    """One prompt with responses of so many tokens, and log_pi that has drifted by these nats since they were generated."""
+    K = len(drift)
+    batch = of_lengths(3, *[length] * K)
+    numbers = {name: torch.full((length * K,), -1.0) for name in ("policy_N", "behaviour_N", "log_ref_N")}
+    batch = replace(
+        batch, **numbers, weight_PK=torch.ones(1, K), version_PK=torch.tensor([versions]),
+        loss_mask_N=torch.ones(length * K, dtype=torch.bool), prompt_tokens=batch.prompt_tokens[:1],
+        reward_PK=torch.tensor([[float(k % 2) for k in range(K)]]),
+    )  # fmt: skip
+    return batch, batch.policy_N + batch.per_token(torch.tensor([drift])) / length
+
+
+def test_drift_is_that_of_late_responses():
+    batch, log_pi_N = drifted([0.9, -0.1, 0.5, 7.0], versions=[10, 9, 7, 9])
+    batch.weight_PK[0, 3] = 0.0
+    found = drift_metrics(batch, log_pi_N, step=10, exact=True)
+    assert found["off_policy/drift"] == pytest.approx(0.3)  # (.1 + .5) / 2: not of the first, which is of this version
+    assert found["off_policy/drift_lag"] == pytest.approx(2.0)  # (1 + 3) / 2
+    assert found["off_policy/kl"] == pytest.approx(-1.3 / 3)
+    fresh, log_pi_N = drifted([0.9, -0.1], versions=[10, 10])
+    assert "off_policy/drift" not in drift_metrics(fresh, log_pi_N, step=10, exact=True)
+
+
+def test_a_response_whose_log_probs_are_unknown_has_no_drift():
+    batch, log_pi_N = drifted([0.9, -0.1, 0.5, 7.0], versions=[9, 9, 7, 9])
+    batch.policy_N[5] = math.nan  # of the second
+    batch.behaviour_N[15] = math.nan  # of the last
+    found = drift_metrics(batch, log_pi_N, step=10, exact=True)
+    assert found["off_policy/drift"] == pytest.approx(0.7)  # (.9 + .5) / 2
+    assert found["off_policy/drift_lag"] == pytest.approx(2.0)
+    unknown = replace(batch, policy_N=torch.full_like(batch.policy_N, math.nan))
+    assert drift_metrics(unknown, log_pi_N, step=10, exact=True) == {}
+
+
+def test_the_rounding_of_bf16_is_taken_off_a_drift():
+    """.016 nats x sqrt(4 tokens) = .032: of a drift of .04 sqrt(.04^2 - .032^2) = .024 is left, and of .02 three tenths."""
+    for nats, left in ((0.04, 0.024), (0.02, 0.006)):
+        batch, log_pi_N = drifted([nats, -nats], versions=[9, 9])
+        found = drift_metrics(batch, log_pi_N, step=10, exact=False)
+        assert found["off_policy/drift"] == pytest.approx(left, rel=1e-3)
+        assert "off_policy/agreement" not in found
+        assert drift_metrics(batch, log_pi_N, step=10, exact=True)["off_policy/drift"] == pytest.approx(nats, rel=1e-3)
+
+
+def test_agreement_is_the_correlation_of_rewards_and_drift_within_prompts():
+    # Prompt 0: rewards 1, 0 -> +-.5, drift .3, .1 -> +-.1. Prompt 1: rewards 0, 1 -> -+.5, drift 2.2, 2.0 -> +-.1.
+    # Prompt 2 has one response that is known: it is compared with nothing.
+    reward = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    drift = torch.tensor([[0.3, 0.1], [2.2, 2.0], [0.7, torch.nan]])
+    known = torch.isfinite(drift)
+    assert agreement(reward, drift, known) == pytest.approx(0.0, abs=1e-6)
+    assert agreement(reward[:1], drift[:1], known[:1]) == pytest.approx(1.0)
+    assert agreement(reward[1:2], drift[1:2], known[1:2]) == pytest.approx(-1.0)
+    # Prompts 0 and 1 with twice the drift in prompt 0: (.5 x .2 x 2 - .5 x .1 x 2) / sqrt(4 x .25 x (2 x .04 + 2 x .01))
+    wider = torch.tensor([[0.5, 0.1], [2.2, 2.0]])
+    assert agreement(reward[:2], wider, known[:2]) == pytest.approx(0.1 / 0.1**0.5)
+    assert agreement(torch.ones(2, 2), wider, known[:2]) is None
+
+
+@pytest.mark.parametrize(("factor", "shift"), [(0.1, 0.0), (1e4, 0.0), (2.0, -1.0), (1.0, 1000.0)])
+def test_agreement_does_not_depend_on_the_scale_of_rewards(factor, shift):
+    # Drift .01, .03, -.02, .01 around its mean of .0075: .0025, .0225, -.0275, .0025; rewards 0, 1, 0, 1: -+.5.
+    # .5 x (-.0025 + .0225 + .0275 + .0025) / sqrt(4 x .25 x (.0025^2 + .0225^2 + .0275^2 + .0025^2))
+    batch, log_pi_N = drifted([0.01, 0.03, -0.02, 0.01], versions=[9, 9, 9, 9])
+    scaled = replace(batch, reward_PK=factor * batch.reward_PK + shift)
+    found = drift_metrics(scaled, log_pi_N, step=10, exact=True)
+    assert found["off_policy/agreement"] == pytest.approx(0.025 / 1.275e-3**0.5, rel=1e-3)
+
+
+def spread(*rewards: list[float], weights: list[list[float]] | None = None) -> float:
+    reward_PK = torch.tensor(rewards)
+    weight_PK = torch.ones_like(reward_PK) if weights is None else torch.tensor(weights)
+    return reward_spread(replace(ragged_batch(*reward_PK.shape), reward_PK=reward_PK, weight_PK=weight_PK))
+
+
+def test_the_spread_of_rewards_is_their_standard_deviation_within_the_prompts_where_they_differ():
+    assert spread([0.0, 1.0, 1.0, 0.0]) == pytest.approx(0.5)
+    assert spread([-1.0, 1.0]) == pytest.approx(1.0)
+    assert spread([1000.0, 1001.0]) == pytest.approx(0.5)
+    assert spread([0.0, 1.0], [7.0, 7.0]) == pytest.approx(0.5)  # not .35: nothing is learned from the second
+    assert spread([0.0, 1.0], [0.0, 4.0]) == pytest.approx(2.125**0.5)  # (2 x .25 + 2 x 4) / 4
+    assert spread([1.0, 1.0], [0.1, 0.10000001]) == 0.0  # rounding
+    # Without weight: a response, whose prompt then has one reward alone; and one of three, 2 and 0 being left.
+    assert spread([0.0, 1.0], weights=[[1.0, 0.0]]) == 0.0
+    assert spread([0.0, 2.0, 9.0], weights=[[1.0, 1.0, 0.0]]) == pytest.approx(1.0)
+    assert spread([math.nan, 1.0], [0.0, 1.0]) == pytest.approx(0.5)  # the step is refused for its loss
+
+
+def test_the_entropy_of_a_batch_is_the_mean_of_its_responses_that_count():
+    batch, _ = drifted([0.0] * 4, versions=[0] * 4)
+    batch.weight_PK[0, 3] = 0.0
+    batch.loss_mask_N[0] = False
+    outputs = Forward(log_pi_N=batch.policy_N, entropy_N=torch.tensor([1.0] * 4 + [2.0] * 4 + [0.25] * 4 + [9.0] * 4))
+    assert entropy_of(batch, outputs) == pytest.approx(4.0)  # (3 + 8 + 1) / 3
+    assert math.isnan(entropy_of(replace(batch, weight_PK=torch.zeros(1, 4)), outputs))

@@ -47,8 +47,6 @@ def test_it_moves_as_torchs_adamw_does(device, chunk):
     for step in range(6):
         with_gradients(plain, step)
         with_gradients(own, step)
-        broken = torch.tensor(float(step == 3), device=device)  # nothing moves, and the step does not count
-        theirs.found_inf = ours.found_inf = broken
         theirs.step()
         ours.step()
         for a, b in zip(plain, own):
@@ -84,6 +82,57 @@ def test_a_checkpoint_goes_from_one_kind_to_the_other(device):
     for other in (second, third):
         for a, b in zip(first.masters, other.masters):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_an_update_made_twice_as_long_is_one_of_twice_the_rate(device, dtype, offload, weight_decay):
+    """Of the policy: a head has a rate of its own. What comes after is the same too."""
+
+    def make() -> tuple[MasterAdamW, torch.nn.Parameter]:
+        own = [torch.nn.Parameter(parameter.detach().to(dtype)) for parameter in parameters(device)]
+        head = torch.nn.Parameter(torch.ones(3, device=device))
+        config = TrainConfig(offload_optimizer=offload, weight_decay=weight_decay)
+        return MasterAdamW(own, config, heads=[head], heads_rate=0.5), head
+
+    def step(optimizer: MasterAdamW, number: int, rate: float) -> None:
+        with_gradients(optimizer.parameters, number)
+        optimizer.accumulate()
+        optimizer.clip_gradients()
+        optimizer.step(rate)
+
+    (stretched, head), (plain, other_head) = make(), make()
+    for number in range(3):
+        step(stretched, number, 1e-3)
+        step(plain, number, 1e-3)
+    step(stretched, 3, 1e-3)
+    stretched.stretch(0.5)
+    stretched.stretch(4.0)
+    step(plain, 3, 2e-3)
+    for number in (4, 5):
+        for one, other in zip(stretched.masters, plain.masters, strict=True):
+            # Weight decay is of the weights before the update, and by those after it here: rate^2 x .1 of them.
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+        for parameter, master in zip(stretched.parameters, stretched.masters):
+            assert torch.equal(parameter, master.to(parameter.dtype))
+        step(stretched, number, 1e-3)
+        step(plain, number, 1e-3)
+    assert torch.equal(head, other_head)
+    step(stretched, 6, 1e-3)
+    stretched.stretch(3.0)
+    assert [group["lr"] for group in stretched.adam.param_groups] == pytest.approx([3e-3, 0.5])
+
+
+def test_a_weight_without_a_gradient_is_not_stretched():
+    own = parameters("cpu")
+    optimizer = MasterAdamW(own, TrainConfig())
+    with_gradients(own, 0)  # the second has none
+    before = own[1].detach().clone()
+    optimizer.step(1e-2)
+    optimizer.stretch(5.0)
+    assert torch.equal(own[1], before)
 
 
 def test_forgotten_moments_begin_anew():

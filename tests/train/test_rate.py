@@ -1,24 +1,23 @@
-"""The learning rate that follows the movement of the policy."""
+"""The learning rate that follows the drift of new responses, worked out by hand.
+
+At the drift asked for here, .2, and 4 nats of entropy an update moves log_pi by .2 x sqrt(signal x 4) nats: .4 x sqrt(.1) =
+.12649 at the usual signal.
+"""
 
 import math
 
 import pytest
-import torch
-from builders import ragged_batch, tiny_llama
 
-from tba.config import TrainConfig, load_config
+from tba.config import load_config
 from tba.launch.defaults import with_objective_defaults
-from tba.models.policy import PolicyModel
-from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.train.batch import Budget, agreement
-from tba.train.optimizer import LearningRate, MasterAdamW
-from tba.train.step import MOST_ENTROPY, TrainStep
+from tba.train.learning_rate import RISE, START, VERSIONS_KEPT, LearningRate
+
+USUAL = 0.4 * 0.1**0.5
+"""Nats that an update is to move log_pi by at the usual signal."""
 
 
 def rate_of(*overrides: str) -> LearningRate:
-    settings = ["train.max_steps=200", "train.first_learning_rate=1e-4", *overrides]
-    if not any(override.startswith("train.second_update_after") for override in overrides):
-        settings.append("train.second_update_after=0")
+    settings = ["train.max_steps=200", "train.target_drift=0.2", *overrides]
     return LearningRate(with_objective_defaults(load_config(None, settings)))
 
 
@@ -26,248 +25,266 @@ def at(rate: LearningRate, step: int) -> float:
     return rate.at(step, rate.config.progress_at(step))
 
 
-def measures(rate: LearningRate, step: int) -> bool:
-    return rate.measures(step, rate.config.progress_at(step))
+def begun(*rates: float, overrides: tuple[str, ...] = ()) -> LearningRate:
+    """After updates of these rates on new batches, none of which showed a drift. Next comes a rate like the last."""
+    rate = rate_of(*overrides)
+    for used in rates:
+        rate.for_batch(0, 0.0, {}, entropy=4.0)
+        rate.rate = used
+        rate.made(used, of_new_batch=True)
+    return rate
 
 
-def follow(rate: LearningRate, step: int, metrics: dict[str, float]) -> None:
-    rate.follow(step, metrics, rate.config.progress_at(step))
+def drifted(nats: float, *, lag: float = 1.0, **found: float) -> dict[str, float]:
+    return {"off_policy/drift": nats, "off_policy/drift_lag": lag, **{f"off_policy/{k}": v for k, v in found.items()}}
+
+
+def see(rate: LearningRate, stiffness: float, *, progress: float = 0.0, **found: float) -> float:
+    """Take a batch, one step behind, that drifted by `stiffness` x the last rate; returns the rate of its own update."""
+    last = (rate.squares - rate.squares_before[-2]) ** 0.5
+    return rate.for_batch(1, progress, drifted(stiffness * last, **found), entropy=4.0)
 
 
 def test_a_given_schedule_is_used_as_it_is():
-    rate = rate_of("train.learning_rate=3e-4")
-    assert [at(rate, step) for step in (0, 100, 199)] == [3e-4] * 3
-    assert not measures(rate, 0)
+    rate = rate_of("train.learning_rate={kind: linear, start: 4e-4, end: 0}")
+    for step, expected in ((0, 4e-4), (100, 2e-4), (150, 1e-4)):
+        used = rate.for_batch(step, rate.config.progress_at(step), drifted(50.0, agreement=0.9), entropy=4.0)
+        assert used == pytest.approx(expected)
+        rate.made(used, of_new_batch=True)
+    assert math.isnan(rate.stiffness)
+    assert rate.drift(0.0) == 0.0
 
 
-def test_auto_begins_at_a_tenth_of_the_guess_and_falls_to_zero_over_the_second_half():
-    rate = rate_of()
+def test_auto_falls_to_zero_over_the_second_half():
+    rate = begun(1e-4)
     # settle .5 of 200 steps: from step 100 on (200 - step) / 100
-    assert [at(rate, step) for step in (0, 100, 150, 199)] == pytest.approx([1e-5, 1e-5, 5e-6, 1e-7])
-    assert at(rate_of("train.settle=0"), 199) == pytest.approx(1e-5)
+    assert [at(rate, step) for step in (0, 100, 150, 199, 200)] == pytest.approx([1e-4, 1e-4, 5e-5, 1e-6, 0.0])
+    assert at(begun(1e-4, overrides=("train.settle=0",)), 199) == 1e-4
 
 
 def test_the_rate_of_a_run_by_seconds_falls_with_the_time():
-    rate = rate_of("train.max_steps=null", "train.max_seconds=60")
+    rate = begun(1e-4, overrides=("train.max_steps=null", "train.max_seconds=60"))
     seconds = (0, 30, 45, 60)
-    assert [rate.at(7, rate.config.progress_at(7, used)) for used in seconds] == pytest.approx([1e-5, 1e-5, 5e-6, 0.0])
+    assert [rate.at(7, rate.config.progress_at(7, used)) for used in seconds] == pytest.approx([1e-4, 1e-4, 5e-5, 0.0])
     # both limits: the nearer one, 150 of 200 steps rather than 10 of 60 seconds
-    both = rate_of("train.max_seconds=60")
-    assert both.at(150, both.config.progress_at(150, 10.0)) == pytest.approx(5e-6)
+    both = begun(1e-4, overrides=("train.max_seconds=60",))
+    assert both.at(150, both.config.progress_at(150, 10.0)) == pytest.approx(5e-5)
 
 
-@pytest.mark.parametrize("wrong_by", [0.1, 1.0, 10.0])
-def test_a_wrong_guess_is_mended_within_fifty_steps(wrong_by):
-    """A policy whose movement is proportional to the rate: .1 at 1e-4."""
-    rate = rate_of(f"train.first_learning_rate={wrong_by * 1e-4}")
-    highest = 0.0
-    for step in range(50):
-        used = at(rate, step)
-        highest = max(highest, used)
-        follow(rate, step, {"movement": 0.1 * used / 1e-4})
-    assert at(rate, 50) == pytest.approx(1e-4, rel=0.1)
-    assert highest < 2e-4  # and no harm is done on the way
-
-
-def test_where_nothing_moves_the_rate_stays_within_bounds():
+def test_the_first_update_moves_its_batch_by_a_set_number_of_nats_at_a_rate_to_be_found():
     rate = rate_of()
-    for step in range(90):
-        follow(rate, step, {"movement": 0.0})
-    assert rate.rate == pytest.approx(30 * 1e-4)
+    assert rate.for_batch(0, 0.0, {}, entropy=4.0) == START == 1e-6
+    assert rate.first_movement == pytest.approx(1.7 * 0.2 * 2.0)
+    sure = rate_of()
+    sure.for_batch(0, 0.0, {}, entropy=0.0)  # taken for .01 nats
+    assert sure.first_movement == pytest.approx(1.7 * 0.2 * 0.1)
 
 
-def test_a_rate_that_is_found_rises_slowly_and_falls_as_fast_as_before():
-    rate = rate_of("train.max_steps=2000")
-    for step in range(40):
-        follow(rate, step, {"movement": 0.1 * at(rate, step) / 1e-4})
-    found = rate.rate
-    for step in range(40, 80, 4):  # measured after every fourth step; gradients have become a tenth
-        follow(rate, step, {"movement": 0.01 * at(rate, step) / 1e-4})
-    assert rate.rate == pytest.approx(found * 1.02**10)
-    follow(
-        rate, 80, {"movement": 10.0}
-    )  # one that goes a hundred times too far: (.1 / 10) ** .3 = .25, a third at most
-    assert rate.rate == pytest.approx(found * 1.02**10 * 0.67)
-
-
-def test_a_rate_that_was_sent_down_comes_back_fast_up_to_where_it_was():
-    rate = rate_of("train.max_steps=2000")
-    for step in range(40):
-        follow(rate, step, {"movement": 0.1 * at(rate, step) / 1e-4})
-    highest = rate.found
-    for step in range(40, 80, 4):  # 5 nats from the data: sqrt(.2 / 5) ** .3 = .62, a third less at most
-        follow(rate, step, {"movement": 0.1, "off_policy/kl": 5.0})
-    low = rate.rate
-    assert low < highest / 4
-    for step in range(80, 200):  # near the data again
-        follow(rate, step, {"off_policy/kl": 0.0})
-    follow(rate, 200, {"movement": 1e-3})  # (.1 / .001) ** .3 = 4: a quarter more at most
-    assert rate.rate == pytest.approx(1.25 * low)
-    for step in range(204, 300, 4):
-        before = rate.rate
-        follow(rate, step, {"movement": 1e-3})
-        # To where it was and no further, or slowly beyond it.
-        assert rate.rate == pytest.approx(min(1.25 * before, max(highest, 1.02 * before)))
-    assert rate.rate > highest
-
-
-def test_each_response_trained_four_times_halves_the_movement():
-    assert rate_of().wanted == pytest.approx(0.1)
-    assert rate_of("replay.max_trained_per_generated=4").wanted == pytest.approx(0.05)
-
-
-def test_a_second_update_on_each_batch_divides_the_movement_by_the_root_of_two():
-    rate = rate_of("train.second_update_after=3")
-    assert rate.wanted == pytest.approx(0.1 / 2**0.5)
-    follow(rate, 0, {"off_policy/agreement": 0.43})  # the batch of a step is new all the same
-    assert rate.wanted == pytest.approx(0.11 / 2**0.5)
-
-
-def test_the_movement_follows_the_share_of_signal_in_recent_updates():
+def test_the_entropy_is_a_mean_over_eight_batches():
     rate = rate_of()
-    follow(rate, 0, {"off_policy/agreement": 0.43})  # .1 + (.43 - .1) / 33 = .11
-    assert rate.wanted == pytest.approx(0.11)
-    for step in range(1, 500):
-        follow(rate, step, {"off_policy/agreement": -0.05})
-    assert rate.wanted == pytest.approx(0.07)  # nothing but noise: .7 of the movement
-    for step in range(500, 1000):
-        follow(rate, step, {"off_policy/agreement": 0.8})
-    assert rate.wanted == pytest.approx(0.15)  # half more at most
+    rate.for_batch(0, 0.0, {}, entropy=math.nan)  # a batch without weight
+    assert math.isnan(rate.entropy)
+    rate.for_batch(1, 0.0, {}, entropy=4.0)
+    rate.for_batch(2, 0.0, {}, entropy=12.0)  # 4 + (12 - 4) / 8
+    rate.for_batch(3, 0.0, {}, entropy=math.nan)
+    assert rate.entropy == pytest.approx(5.0)
+    assert rate.size == pytest.approx(0.2 * (0.1 * 5.0) ** 0.5)
 
 
 @pytest.mark.parametrize(
-    "setting", ["replay.max_trained_per_generated=4", "mode=sync", "replay.on_policy_probability=0.5"]
+    ("lag", "size"),
+    [
+        (1, 3.0),
+        (2, 5.0),  # sqrt(3^2 + 4^2)
+        (3, 13.0),  # sqrt(3^2 + 4^2 + 12^2)
+        (1.5, 17**0.5),  # half-way between 3^2 = 9 and 5^2 = 25
+        (2.25, 61**0.5),  # a quarter of the way from 25 to 169
+        (3.5, 13.0),  # there were no more updates
+        (9, 13.0),
+    ],
 )
-def test_responses_that_were_trained_on_before_are_no_test_of_updates(setting):
-    rate = rate_of(setting)
-    before = rate.wanted
-    follow(rate, 0, {"off_policy/agreement": 0.9})
-    assert rate.wanted == before
+def test_updates_add_up_by_their_squares_over_the_lag(lag, size):
+    rate = begun(12e-4, 4e-4, 3e-4)
+    rate.for_batch(3, 0.0, drifted(0.6, lag=lag), entropy=4.0)
+    assert math.exp(rate.stiffness) == pytest.approx(0.6 / (size * 1e-4))
 
 
-def test_the_rate_falls_until_the_policy_stays_near_the_one_that_generated():
-    rate = rate_of()
-    for step in range(90):
-        moved = 0.1 * at(rate, step) / 1e-4
-        follow(rate, step, {"movement": moved, "off_policy/kl": 80.0 * moved**2})  # .8 nats at the movement asked for
-    assert 80.0 * (0.1 * at(rate, 90) / 1e-4) ** 2 == pytest.approx(0.2, rel=0.1)
-    near = rate_of()
-    for step in range(90):
-        moved = 0.1 * at(near, step) / 1e-4
-        follow(near, step, {"movement": moved, "off_policy/kl": 10.0 * moved**2})
-    assert at(near, 90) == pytest.approx(1e-4, rel=0.1)
+@pytest.mark.parametrize(
+    ("mode", "sizes"),
+    [
+        # A second update of 5 after the first of 4, whose version was published before: 5^2 + 3^2 since then, and 4^2 more.
+        ("mode=async", ((0, 0.0), (1, 34.0), (1.5, 42.0), (2, 50.0))),
+        # Where the roles take turns the version is published after it.
+        ("mode=fixed_lag", ((0, 0.0), (1, 9.0), (1.5, 29.5), (2, 50.0))),
+    ],
+)
+def test_second_updates_count_in_the_version_that_they_were_made_for(mode, sizes):
+    for lag, squares in sizes:
+        rate = begun(12e-4, 4e-4, overrides=(mode, *(["lag_steps=2"] if "lag" in mode else [])))
+        rate.made(5e-4, of_new_batch=False)
+        rate.made(3e-4, of_new_batch=True)
+        rate.for_batch(3, 0.0, drifted(0.6, lag=lag), entropy=4.0)
+        assert rate.batches == (squares > 0)
+        if squares:
+            assert math.exp(rate.stiffness) == pytest.approx(0.6 / (squares**0.5 * 1e-4))
 
 
-def test_a_policy_far_from_its_data_takes_smaller_steps_at_once_and_full_ones_when_it_is_back():
-    rate = rate_of()
-    for step in range(90):
-        follow(rate, step, {"movement": 0.1 * at(rate, step) / 1e-4})
-    usual = at(rate, 90)
-    follow(rate, 90, {"off_policy/kl": 0.4})  # beyond what the mean may be, but single batches are
-    assert at(rate, 91) == usual
-    follow(rate, 91, {"off_policy/kl": 1.6})
-    assert at(rate, 92) == pytest.approx(usual / 4)
-    again = rate_of()
-    again.load_state(rate.state())
-    assert at(again, 92) == at(rate, 92)
-    follow(rate, 92, {"movement": 0.025, "off_policy/kl": 0.1})  # as far as a quarter of the rate should go
-    # The mean KL went from 0 over .05 and .244 to .226 (an eighth of the way each): sqrt(.2 / .226) ** .3 = .982.
-    assert at(rate, 93) == pytest.approx(0.982 * usual, rel=1e-3)
+def test_an_update_after_the_last_version_counts_even_without_lag():
+    rate = begun(3e-4)
+    rate.made(5e-4, of_new_batch=False)
+    rate.for_batch(3, 0.0, drifted(0.6, lag=0.5), entropy=4.0)  # half-way between 5^2 and 5^2 + 3^2
+    assert math.exp(rate.stiffness) == pytest.approx(0.6 / (29.5**0.5 * 1e-4))
 
 
-def test_agreement_is_the_correlation_of_rewards_and_drift_within_prompts():
-    # Prompt 0: rewards 1, 0 -> +-.5, drift .3, .1 -> +-.1. Prompt 1: rewards 0, 1 -> -+.5, drift 2.2, 2.0 -> +-.1.
-    # Prompt 2 has one response that is known: it is compared with nothing.
-    reward = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-    drift = torch.tensor([[0.3, 0.1], [2.2, 2.0], [0.7, torch.nan]])
-    known = torch.isfinite(drift)
-    assert agreement(reward, drift, known) == pytest.approx(0.0, abs=1e-6)
-    assert agreement(reward[:1], drift[:1], known[:1]) == pytest.approx(1.0)
-    assert agreement(reward[1:2], drift[1:2], known[1:2]) == pytest.approx(-1.0)
-    # Prompts 0 and 1 with twice the drift in prompt 0: (.5 x .2 x 2 - .5 x .1 x 2) / sqrt(4 x .25 x (2 x .04 + 2 x .01))
-    wider = torch.tensor([[0.5, 0.1], [2.2, 2.0]])
-    assert agreement(reward[:2], wider, known[:2]) == pytest.approx(0.1 / 0.1**0.5)
-    assert agreement(torch.ones(2, 2), wider, known[:2]) is None
+def test_a_lag_beyond_the_versions_that_are_kept_counts_as_that_of_the_oldest():
+    rate = begun(1e-4)
+    for _ in range(VERSIONS_KEPT + 100):
+        rate.made(1e-4, of_new_batch=True)
+    assert len(rate.squares_before) == VERSIONS_KEPT
+    rate.for_batch(3, 0.0, drifted(0.6, lag=VERSIONS_KEPT + 50), entropy=4.0)
+    assert math.exp(rate.stiffness) == pytest.approx(0.6 / (1e-4 * (VERSIONS_KEPT - 1) ** 0.5))
+
+
+def test_the_rate_is_the_drift_asked_for_over_the_stiffness():
+    rate = begun(1e-4)
+    # .4 nats at a rate of 1e-4: a stiffness of 4000
+    assert rate.for_batch(1, 0.0, drifted(0.4), entropy=4.0) == pytest.approx(USUAL / 4000)
+    assert rate.drift(0.0) == pytest.approx(USUAL)
+    assert rate.drift(0.75) == pytest.approx(USUAL / 2)  # the rate has fallen to half
+
+
+def test_without_drift_or_updates_nothing_is_learned():
+    rate = begun(1e-4)
+    for found in ({}, drifted(0.0), drifted(0.4, lag=0.0)):
+        assert rate.for_batch(1, 0.0, found, entropy=4.0) == 1e-4
+    assert (rate.batches, rate.drift(0.0)) == (0, 0.0)
+    assert rate_of().for_batch(1, 0.0, drifted(0.4), entropy=4.0) == START  # a drift of no update
+
+
+def test_the_stiffness_is_a_mean_of_logs_over_the_batches_so_far_and_then_over_thirty_two():
+    rate = begun(1e-4)
+    see(rate, 1000.0)
+    see(rate, 32_000.0)  # 1 / (1 + 2 / 3) = .6 of the way: 32 ** .6 = 8
+    assert math.exp(rate.stiffness) == pytest.approx(8000.0)
+    see(rate, 500.0)  # 1 / (1 + 3 / 3) = half of the way: (1 / 16) ** .5
+    assert math.exp(rate.stiffness) == pytest.approx(2000.0)
+    for _ in range(100):
+        see(rate, 2000.0)
+    see(rate, 2000.0 * 2**32)  # a 32nd of the way
+    assert math.exp(rate.stiffness) == pytest.approx(4000.0)
+
+
+def test_a_batch_that_drifted_further_than_the_mean_explains_has_a_rate_of_its_own():
+    rate = begun(1e-4)
+    assert see(rate, 1000.0) == pytest.approx(USUAL / 1000)
+    assert see(rate, 32_000.0) == pytest.approx(USUAL / 32_000)  # the mean is 8000
+    assert rate.rate == pytest.approx(USUAL / 8000)
+    assert see(rate, 4000.0) == rate.rate == pytest.approx(USUAL / 8000 * 2**0.5)  # one that drifted less has none
+
+
+def test_the_rate_rises_by_at_most_a_factor_of_two_in_a_step():
+    rate = begun(1e-6)
+    assert [see(rate, 1000.0) for _ in range(3)] == pytest.approx([2e-6, 4e-6, 8e-6])
+    assert see(rate, 1e9) < 1e-9  # and falls at once
+
+
+def test_the_signal_is_the_mean_agreement_and_counts_within_bounds():
+    rate = begun(1e-4)
+    see(rate, 1000.0, agreement=0.5)  # .1 + (.5 - .1) / 2
+    assert rate.signal == pytest.approx(0.3)
+    assert rate.size == pytest.approx(0.4 * 0.15**0.5)  # no more than .15
+    see(rate, 1000.0, agreement=0.0)  # .3 - .3 / 3
+    assert rate.signal == pytest.approx(0.2)
+    see(rate, 1000.0, agreement=-0.2)  # .2 - .4 / 4
+    assert rate.signal == pytest.approx(0.1)
+    assert see(rate, 1000.0) == pytest.approx(USUAL / 1000)  # in bf16 nothing is known of it
+    assert rate.signal == pytest.approx(0.1)
+    for _ in range(100):
+        see(rate, 1000.0, agreement=-0.1)
+    assert rate.size == pytest.approx(0.4 * 0.03**0.5)  # nothing but noise: no less than .03
+    before = rate.signal
+    see(rate, 1000.0, agreement=before + 0.32)  # a mean over 32 batches in the end
+    assert rate.signal == pytest.approx(before + 0.01)
+
+
+def test_below_a_tenth_of_its_height_the_rate_only_falls():
+    rate = begun(1e-4)
+    see(rate, 1000.0)
+    found, stiffness = rate.rate, rate.stiffness
+    assert found == pytest.approx(USUAL / 1000)
+    # progress .96: (1 - .96) / .5 = .08 of the height. What drifts is too little to measure,
+    assert see(rate, 10.0, progress=0.96) == pytest.approx(0.08 * found)
+    assert see(rate, 4000.0, progress=0.96) == pytest.approx(0.08 * USUAL / 4000)  # but a runaway is held
+    rate.moved(1e-9, 1e-5, 0.96)
+    assert (rate.rate, rate.stiffness) == (found, stiffness)
+    see(rate, 10.0, progress=0.94)  # .12 of it
+    assert rate.stiffness < stiffness
+
+
+@pytest.mark.parametrize("lag", [1.0, 1.6, 3.0])
+@pytest.mark.parametrize("second_updates", [False, True])
+def test_a_rate_that_is_a_hundred_times_too_low_is_mended_within_a_dozen_steps(lag, second_updates):
+    """A policy whose drift is the root of the sum of the squares of the last rates, times a stiffness that asks for 1e-4."""
+    wanted, stiffness, rate = 1e-4, USUAL / 1e-4, begun(1e-6)
+    squares = [1e-12]  # between one version and the next, the last first
+    for step in range(1, 13):
+        second = at(rate, step) if second_updates else 0.0
+        rate.made(second, of_new_batch=False)
+        whole = int(lag)
+        since = second**2 + sum(squares[:whole]) + (lag - whole) * sum(squares[whole : whole + 1])
+        used = rate.for_batch(step, 0.0, drifted(stiffness * since**0.5, lag=lag), entropy=4.0)
+        assert used < 1.0001 * wanted, "no harm is done on the way"
+        rate.made(used, of_new_batch=True)
+        squares.insert(0, second**2 + used**2)
+    assert at(rate, 13) == pytest.approx(wanted, rel=1e-3)
+
+
+def test_where_the_roles_take_turns_the_movement_of_a_batch_by_its_own_update_stands_in_for_its_drift():
+    rate = begun(1e-4, overrides=("mode=sync",))
+    rate.moved(0.1, 1e-4, 0.0)  # a stiffness of 1000
+    assert rate.rate == pytest.approx(min(RISE * 1e-4, USUAL / 1000))
+    rate.moved(3.2, 1e-4, 0.0)  # 32 times as far: .6 of the way to it, 8000
+    assert rate.rate == pytest.approx(USUAL / 8000)
+    for nats, used in ((0.0, 1e-4), (0.1, 0.0)):  # nothing was measured, or nothing moved
+        rate.moved(nats, used, 0.0)
+    assert rate.rate == pytest.approx(USUAL / 8000)
+    assert rate.signal == 0.1
+
+
+def test_without_lag_a_rate_that_is_a_hundred_times_too_low_is_mended_within_a_dozen_steps():
+    rate = begun(1e-6, overrides=("mode=sync",))
+    for step in range(1, 13):
+        used = rate.for_batch(step, 0.0, {}, entropy=4.0)
+        rate.made(used, of_new_batch=True)
+        rate.moved(used * USUAL / 1e-4, used, 0.0)
+    assert at(rate, 13) == pytest.approx(1e-4)
 
 
 def test_the_rate_is_part_of_a_checkpoint():
-    rate = rate_of()
-    for step in range(5):
-        follow(rate, step, {"movement": 0.01, "off_policy/agreement": 0.2})
-    expected = {"rate": at(rate, 5), "found": at(rate, 5), "factor": 1.0, "agreement": rate.agreement, "kl": 0.0}
-    expected |= {"caution": 1.0}
-    assert rate.state() == expected != rate_of().state()
-    assert rate.agreement > rate_of().agreement
+    rate = begun(12e-4, 4e-4, 3e-4)
+    see(rate, 1000.0, agreement=0.3)
+    rate.made(5e-4, of_new_batch=False)
+    rate.soften(0.5)
     again = rate_of()
+    assert again != rate
     again.load_state(rate.state())
     assert again == rate
+    found = drifted(0.3, lag=2.5, agreement=0.2)
+    assert again.for_batch(4, 0.0, found, entropy=5.0) == rate.for_batch(4, 0.0, found, entropy=5.0)
+    again.made(1e-4, of_new_batch=True)
+    assert len(again.squares_before) == len(rate.squares_before) + 1  # nothing is shared
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, MOST_ENTROPY), (torch.bfloat16, math.inf)])
-def test_movement_is_the_mean_change_of_log_pi_in_units_of_the_root_of_the_entropy_up_to_ten_nats(dtype, most):
-    """In bf16 of all of it."""
-    model = tiny_llama().to(dtype)
-    policy = PolicyModel(model)
-    optimizer = MasterAdamW(model.parameters(), TrainConfig())
-    step = TrainStep(policy, TrajectoryBalance(), optimizer, budget=Budget(max_tokens=60), temperature=1.0)
-    batch = ragged_batch(3, 4)
-    before = step.gradients(batch, beta=0.1).outputs
-    optimizer.drop_gradients()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    after = step.gradients(batch, beta=0.1).outputs
-    change = batch.sum_per_response(after.log_pi_N) - batch.sum_per_response(before.log_pi_N)
-    entropy = batch.sum_per_response(before.entropy_N)
-    assert entropy.max() > MOST_ENTROPY > entropy.min()
-    want = change.abs().mean() / entropy.clamp(max=most).sqrt().mean()
-    assert step.movement(batch, before) == pytest.approx(want.item(), rel=1e-5)
-
-
-def test_a_bf16_policy_is_measured_four_steps_along_the_line_and_put_back():
-    weight = torch.nn.Parameter(torch.linspace(-2.0, 2.0, 64).bfloat16())
-    optimizer = MasterAdamW([weight], TrainConfig(weight_decay=0.1, max_grad_norm=None))
-    (master,) = optimizer.masters
-    for sign in (1.0, -1.0, -1.0):
-        before = master.detach().clone()
-        weight.grad = (sign * torch.linspace(0.1, 1.0, 64)).bfloat16()
-        optimizer.accumulate()
-        optimizer.step(0.1)
-    moved = master.detach() - before
-    with optimizer.extrapolated(4.0) as factor:
-        assert factor == 4.0
-        assert torch.allclose(weight.float(), before + 4.0 * moved, atol=0.02)  # to the rounding of bf16
-    assert torch.equal(weight, master.bfloat16())
-
-
-def test_an_fp32_policy_is_measured_where_it_is():
-    weight = torch.nn.Parameter(torch.ones(4))
-    optimizer = MasterAdamW([weight], TrainConfig())
-    weight.grad = torch.ones(4)
-    optimizer.step(0.1)
-    after = weight.detach().clone()
-    with optimizer.extrapolated(4.0) as factor:
-        assert factor == 1.0
-        assert torch.equal(weight, after)
-
-
-def test_the_rounding_of_bf16_is_no_sign_of_agreement():
-    rate = LearningRate(rate_of().config, exact_drift=False)
-    follow(rate, 0, {"off_policy/agreement": -0.9})
-    assert rate.agreement == rate_of().agreement
-
-
-def test_after_a_collapse_a_given_rate_is_halved_and_so_is_the_movement_of_auto():
-    given, auto = rate_of("train.learning_rate=3e-4"), rate_of("train.settle=0")
-    wanted, before = auto.wanted, at(auto, 0)
+def test_after_a_collapse_a_given_rate_is_halved_and_so_is_the_drift_that_auto_aims_at():
+    given, auto = rate_of("train.learning_rate=3e-4"), begun(1e-4)
+    see(auto, 1000.0)
     for factor in (0.5, 0.25):
         given.soften(factor)
         auto.soften(factor)
         assert at(given, 7) == pytest.approx(factor * 3e-4)
-        assert auto.wanted == pytest.approx(factor * wanted)
-        assert at(auto, 7) == pytest.approx(factor * before)
+        assert auto.size == pytest.approx(factor * USUAL)
+        assert at(auto, 7) == pytest.approx(factor * USUAL / 1000)  # at once
+        assert see(auto, 1000.0) == pytest.approx(factor * USUAL / 1000)  # and from then on
     again = rate_of("train.learning_rate=3e-4")
     again.load_state(given.state())
     assert at(again, 7) == at(given, 7)
-    again.load_state({"rate": 1e-4, "agreement": 0.1})  # of an older version of tba
-    assert at(again, 7) == 3e-4

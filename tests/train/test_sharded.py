@@ -63,12 +63,14 @@ def make_step(config: Config, ranks: Ranks = ALONE) -> TrainStep:
 
 
 def train(step: TrainStep, shapes: Sequence[tuple[int, int]], *, steps: Sequence[int] = range(10)) -> list[dict]:
-    """Metrics of optimizer steps on ragged batches of these (prompts, responses)."""
+    """Metrics of updates on ragged batches of these (prompts, responses)."""
     found = []
     for index in steps:
         P, K = shapes[index % len(shapes)]
-        batch, measure = ragged_batch(P, K, seed=index), index % 3 == 0
-        found.append(dict(step(batch, beta=0.1, learning_rate=1e-2, measure_movement=measure).metrics))
+        result = step.gradients(ragged_batch(P, K, seed=index), beta=0.1)
+        # The first update is as long as it takes to move log_pi by so many nats, as that of learning_rate=auto.
+        moved = step.move(1e-4 if index == 0 else 1e-2, nats=1.0 if index == 0 else None, measure=index % 3 == 0)
+        found.append({**result.metrics, **moved})
     return found
 
 
@@ -173,6 +175,20 @@ def test_a_loss_that_is_not_finite_stops_before_any_rank_has_moved(model_path, r
     with pytest.raises(NonFiniteLoss):
         step(bad, beta=0.1, learning_rate=1e-2)
     assert step.is_finite
+    assert not step.moved
+    assert_same_metrics(train(make_step(config), SHAPES, steps=[0]), train(step, SHAPES, steps=[0]))
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_before_any_has_moved(model_path, ranks):
+    step, config = make_step(make_config(model_path), ranks), make_config(model_path)
+    before = whole(step)
+    step.gradients(ragged_batch(3, 4), beta=0.1)
+    step.optimizer.masters[0].grad.view(-1)[0] = float("inf")
+    with pytest.raises(NonFiniteLoss, match="gradient norm is"):
+        step.move(1e-2)
+    assert not step.moved
+    assert all(map(torch.equal, before.values(), whole(step).values()))
     assert_same_metrics(train(make_step(config), SHAPES, steps=[0]), train(step, SHAPES, steps=[0]))
 
 

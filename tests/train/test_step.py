@@ -303,26 +303,97 @@ def test_a_non_finite_loss_stops_before_the_optimizer_moves(max_responses):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_that_is_refused_leaves_weights_and_moments_as_they_are(dtype):
-    """The optimizer is told to move before the host knows that the gradient is not finite."""
-    parameter, head = torch.nn.Parameter(torch.ones(3, dtype=dtype)), torch.nn.Parameter(torch.ones(2))
-    optimizer = MasterAdamW([parameter], TrainConfig(max_grad_norm=1.0), heads=[head])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_move_that_is_refused_leaves_weights_and_moments_as_they_are(dtype, bad):
+    """The loss is finite, and one number of the gradient is not."""
+    step, batch = make_step(Budget(max_tokens=10_000), model=tiny_llama().to(dtype)), ragged_batch(P, K)
 
-    def move(gradient: float, *, refused: bool) -> list[torch.Tensor]:
-        parameter.grad, head.grad = torch.full((3,), gradient, dtype=dtype), torch.ones(2)
-        optimizer.accumulate()
-        norm = optimizer.clip_gradients()
-        assert torch.isfinite(norm) != refused
-        optimizer.step(0.1, unless=(~torch.isfinite(norm)).float())
-        assert all(master.grad is None for master in optimizer.masters)
-        moments = [value.clone() for state in optimizer.adam.state.values() for value in state.values()]
-        return [parameter.detach().clone(), head.detach().clone(), *moments]
+    def found() -> list[torch.Tensor]:
+        moments = [value for state in step.optimizer.adam.state.values() for value in state.values()]
+        return [tensor.detach().clone() for tensor in (*step.policy.model.parameters(), *moments)]
 
-    moved = move(0.5, refused=False)
-    assert not (moved[0] == 1.0).any()
-    for gradient in (math.nan, math.inf):
-        assert all(torch.equal(one, other) for one, other in zip(moved, move(gradient, refused=True), strict=True))
-    assert not any(torch.equal(one, other) for one, other in zip(moved[:2], move(0.5, refused=False)))
+    step(batch, beta=0.1, learning_rate=0.01)
+    assert step.moved
+    step.moved, before = False, found()
+    step.gradients(batch, beta=0.1)
+    step.optimizer.masters[3].grad.view(-1)[5] = bad
+    with pytest.raises(NonFiniteLoss, match="gradient norm is"):
+        step.move(0.01, nats=0.5)
+    assert not step.moved
+    assert all(torch.equal(one, other) for one, other in zip(before, found(), strict=True))
+    assert all(master.grad is None for master in step.optimizer.masters)
+    step(batch, beta=0.1, learning_rate=0.01)
+    assert not any(torch.equal(one, other) for one, other in zip(before[:1], found()[:1]))
+
+
+def test_a_move_is_that_of_the_last_gradients_and_made_once():
+    step, whole = make_step(Budget(max_tokens=10_000)), make_step(Budget(max_tokens=10_000))
+    result = step.gradients(ragged_batch(P, K), beta=0.1)
+    assert "learning_rate" not in result.metrics
+    moved = step.move(0.01)
+    metrics = whole(ragged_batch(P, K), beta=0.1, learning_rate=0.01).metrics
+    assert metrics == {**result.metrics, **moved}
+    assert (moved["learning_rate"], moved.keys()) == (0.01, {"grad_norm", "learning_rate"})
+    assert all(map(torch.equal, step.policy.model.parameters(), whole.policy.model.parameters()))
+    with pytest.raises(AssertionError, match="there are gradients"):
+        step.move(0.01)
+
+
+def test_after_a_loss_that_was_refused_there_is_nothing_to_move_by():
+    step, batch = make_step(Budget(max_tokens=10_000)), ragged_batch(P, K)
+    with pytest.raises(NonFiniteLoss):
+        step.gradients(replace(batch, reward_PK=torch.full((P, K), math.nan)), beta=0.1)
+    with pytest.raises(AssertionError, match="there are gradients"):
+        step.move(0.01)
+
+
+def test_a_batch_without_weight_moves_nothing():
+    """Not even by the momentum of the steps before."""
+    step, batch = make_step(Budget(max_tokens=10_000)), ragged_batch(P, K)
+    step(batch, beta=0.1, learning_rate=0.01)
+    before = [p.detach().clone() for p in step.policy.model.parameters()]
+    nothing = replace(batch, weight_PK=torch.zeros(P, K), totals=replace(batch.totals, responses=0, tokens=0))
+    step.moved = False
+    step(nothing, beta=0.1, learning_rate=0.01)
+    assert all(map(torch.equal, before, step.policy.model.parameters()))
+    assert not step.moved
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-3, 0.3])
+@pytest.mark.parametrize("nats", [0.02, 0.5])
+def test_an_update_is_made_as_long_as_it_takes_to_move_log_pi_so_far(rate, nats):
+    step, batch = make_step(Budget(max_tokens=10_000)), ragged_batch(P, K)
+    before = step.gradients(batch, beta=0.1).outputs
+    found = step.move(rate, nats=nats, measure=True)
+    assert abs(math.log(found["movement"] / nats)) < train_step.NEAR
+    assert found["movement"] == pytest.approx(step.movement(batch, before))
+    # It is the update of that rate.
+    plain = make_step(Budget(max_tokens=10_000))
+    plain(batch, beta=0.1, learning_rate=found["learning_rate"])
+    for one, other in zip(step.policy.model.parameters(), plain.policy.model.parameters()):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_movement_is_the_mean_change_of_log_pi_of_a_response_in_nats(dtype):
+    step, batch = make_step(Budget(max_tokens=60), model=tiny_llama().to(dtype)), ragged_batch(P, K)
+    before = step.gradients(batch, beta=0.1).outputs
+    step.optimizer.drop_gradients()
+    with torch.no_grad():
+        for parameter in step.policy.model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    after = step.gradients(batch, beta=0.1).outputs
+    change_PK = batch.sum_per_response(after.log_pi_N) - batch.sum_per_response(before.log_pi_N)
+    assert step.movement(batch, before) == pytest.approx(change_PK.abs().mean().item(), rel=1e-5)
+
+
+def test_of_a_large_batch_the_movement_of_thirty_two_responses_is_measured():
+    step, batch = make_step(Budget(max_tokens=200)), ragged_batch(16, 6)
+    before = step.gradients(batch, beta=0.1).outputs
+    step.move(0.01)
+    after = step.gradients(batch, beta=0.1).outputs
+    change_R = (batch.sum_per_response(after.log_pi_N) - batch.sum_per_response(before.log_pi_N)).flatten()
+    assert step.movement(batch, before) == pytest.approx(change_R[::3].abs().mean().item(), rel=1e-5)  # 96 = 3 x 32
 
 
 def test_gradients_are_clipped_to_the_threshold():

@@ -1,5 +1,7 @@
 """Second updates on earlier batches, against the same updates written out."""
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,16 +15,17 @@ from tba.models.policy import PolicyModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.observe.files import RunFolder
 from tba.train.batch import Budget
-from tba.train.optimizer import LearningRate, MasterAdamW
+from tba.train.learning_rate import LearningRate
+from tba.train.optimizer import MasterAdamW
 from tba.train.reference import Beta
 from tba.train.step import NonFiniteLoss, TrainStep
 from tba.train.updates import Updates
-from tba.types import Totals
+from tba.types import Batch, Totals
 
 
-def make_step() -> TrainStep:
+def make_step(**settings) -> TrainStep:
     policy = PolicyModel(tiny_llama())
-    optimizer = MasterAdamW(policy.model.parameters(), TrainConfig())
+    optimizer = MasterAdamW(policy.model.parameters(), TrainConfig(**settings))
     return TrainStep(policy, TrajectoryBalance(), optimizer, budget=Budget(max_tokens=200), temperature=1.0)
 
 
@@ -51,6 +54,159 @@ def test_a_batch_is_trained_a_second_time_after_so_many_steps(tmp_path):
         updates.first(batch, step=step, progress=0.0)
     assert trained == [0, 0, 12, 12, 12]
     assert torch.equal(weights(made), weights(expected))
+
+
+def own_batch(seed: int, *, version: int = 0) -> Batch:
+    """A batch that the start model has generated, said to be of this version."""
+    step, batch = make_step(), ragged_batch(seed=seed)
+    log_pi_N = step.gradients(batch, beta=0.1).outputs.log_pi_N
+    version_PK = torch.full_like(batch.version_PK, version)
+    return replace(batch, policy_N=log_pi_N, behaviour_N=log_pi_N, version_PK=version_PK)
+
+
+def make_auto(folder, step: TrainStep, *overrides: str) -> Updates:
+    """With the defaults but for these."""
+    config = config_of("train.max_steps=100", *overrides)
+    return Updates(config, step, LearningRate(config), Beta(config), folder)
+
+
+def moved_by(updates: Updates, rewards: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, list[float]]:
+    """How far four steps on stale batches, and second updates, have moved the weights, and the rates they had."""
+    start, rates = weights(updates.train_step), []
+    for step in range(5):
+        batch = own_batch(step)
+        updates.second(step=step, progress=0.0)
+        batch = replace(batch, reward_PK=rewards(batch.reward_PK), rewards={"score": rewards(batch.reward_PK)})
+        rates.append(updates.first(batch, step=step, progress=0.0).metrics["learning_rate"])
+    return weights(updates.train_step) - start, rates
+
+
+@pytest.mark.parametrize("auto", [True, False])
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        pytest.param(lambda reward_PK: 0.01 * reward_PK, id="x .01"),
+        pytest.param(lambda reward_PK: 1e-6 * reward_PK, id="x 1e-6"),
+        pytest.param(lambda reward_PK: 100.0 * reward_PK, id="x 100"),
+        pytest.param(lambda reward_PK: 1000.0 + reward_PK, id="+ 1000"),
+        pytest.param(lambda reward_PK: 2.0 * reward_PK - 1.0, id="-1 and 1"),
+    ],
+)
+def test_updates_do_not_depend_on_the_scale_of_rewards(tmp_path, rewards, auto):
+    """At the defaults, up to rounding: of 1000 + r that of the sixth decimal, divided by a beta of .01."""
+    rate = [] if auto else ["train.learning_rate=1e-3", "train.second_update_after=3"]
+    want, usual = moved_by(make_auto(tmp_path, make_step(adam_epsilon=1e-3), *rate), lambda reward_PK: reward_PK)
+    got, rates = moved_by(make_auto(tmp_path, make_step(adam_epsilon=1e-3), *rate), rewards)
+    assert rates == pytest.approx(usual, rel=0.01)
+    assert (got - want).norm() < 0.01 * want.norm()
+
+
+def test_at_a_beta_that_is_given_rewards_stay_as_they_are(tmp_path):
+    want, _ = moved_by(make_auto(tmp_path, make_step(), "objective.beta=0.01"), lambda reward_PK: reward_PK)
+    other = make_auto(tmp_path, make_step(), "objective.beta=0.01")
+    got, _ = moved_by(other, lambda reward_PK: 0.01 * reward_PK)
+    assert other.reward_unit == 1.0
+    assert (got - want).norm() > 0.1 * want.norm()
+
+
+def test_rewards_are_divided_by_the_unit_that_is_given(tmp_path):
+    """(r / 4) / beta: with rewards of 4 and 0 the target is that of 1 and 0."""
+    settings = ("objective.beta=0.01", "train.learning_rate=1e-3")
+    want, _ = moved_by(make_auto(tmp_path, make_step(), *settings), lambda reward_PK: reward_PK)
+    four = make_auto(tmp_path, make_step(), *settings, "objective.reward_unit=4")
+    got, _ = moved_by(four, lambda reward_PK: 4.0 * reward_PK)
+    assert four.reward_unit == 4.0
+    assert torch.equal(got, want)
+
+
+def test_the_unit_of_rewards_is_twice_their_largest_spread_so_far_and_part_of_a_checkpoint(tmp_path):
+    updates, batch = make_auto(tmp_path, make_step()), own_batch(0)
+
+    def see(*rewards: float) -> float:
+        reward_PK = torch.tensor(rewards).repeat(3, 1)
+        updates.first(replace(batch, reward_PK=reward_PK), step=3, progress=0.0)
+        return updates.reward_unit
+
+    assert see(3.0, 3.0, 3.0, 3.0) == 1.0  # nothing is known yet
+    assert see(0.0, 0.1, 0.1, 0.0) == pytest.approx(0.1)
+    assert see(0.0, 4.0, 4.0, 0.0) == pytest.approx(4.0)
+    assert see(0.0, 0.1, 0.1, 0.0) == pytest.approx(4.0)  # a policy that has learned them is not pushed harder
+    again = make_auto(tmp_path, make_step())
+    again.load_state(updates.state())
+    assert again.reward_unit == updates.reward_unit
+    updates = again
+    assert see(0.0, 0.1, 0.1, 0.0) == pytest.approx(4.0)
+    assert see(0.0, 8.0, 8.0, 0.0) == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unit"),
+    [
+        ([], "spread"),
+        (["objective.beta=0.01"], 1.0),
+        (["objective.beta=0.01", "objective.reward_unit=spread"], "spread"),
+        (["objective.reward_unit=2.5"], 2.5),
+        (["objective.name=tb_learned_z"], 1.0),  # its log Z would have to follow the unit
+        (["objective.name=grpo"], 1.0),
+        (["objective.name=kimi"], 1.0),
+    ],
+)
+def test_rewards_have_a_unit_of_their_own_where_beta_is_unset(overrides, unit):
+    filled = config_of(*overrides)
+    assert filled.objective.reward_unit == unit
+    assert with_objective_defaults(filled) == filled
+
+
+def test_the_first_update_of_auto_moves_its_batch_by_as_many_nats_as_it_should(tmp_path):
+    step, batch = make_step(), own_batch(0)
+    updates = make_auto(tmp_path, step)
+    result = updates.first(batch, step=0, progress=0.0)
+    entropy = batch.sum_per_response(result.outputs.entropy_N).mean().item()
+    assert step.movement(batch, result.outputs) == pytest.approx(1.7 * 0.18 * entropy**0.5, rel=0.25)
+    assert updates.rate.rate == result.metrics["learning_rate"] > 1e-5
+    assert updates.rate.squares == pytest.approx(updates.rate.rate**2)
+
+
+def test_a_batch_without_weight_is_no_update_and_the_first_that_has_any_is_the_first(tmp_path):
+    updates, batch = make_auto(tmp_path, make_step()), own_batch(0)
+    before = weights(updates.train_step)
+    empty = replace(batch, weight_PK=torch.zeros_like(batch.weight_PK), totals=Totals(prompts=0, responses=0, tokens=0))
+    updates.first(empty, step=0, progress=0.0)
+    assert torch.equal(weights(updates.train_step), before)
+    assert (updates.rate.squares, len(updates.rate.squares_before)) == (0.0, 2)  # a version without an update
+    result = updates.first(own_batch(1), step=1, progress=0.0)
+    wanted = 1.7 * 0.18 * updates.rate.entropy**0.5
+    assert updates.train_step.movement(own_batch(1), result.outputs) == pytest.approx(wanted, rel=0.25)
+
+
+def test_the_rate_of_auto_follows_the_drift_of_late_batches(tmp_path):
+    """Its own update comes after: the drift that a batch shows is of the updates before it."""
+    step = make_step()
+    updates = make_auto(tmp_path, step, "train.second_update_after=0")
+    used = updates.first(own_batch(0), step=0, progress=0.0).metrics["learning_rate"]
+    late = own_batch(1)
+    metrics = updates.first(late, step=1, progress=0.0).metrics
+    assert metrics["off_policy/drift_lag"] == 1.0
+    assert updates.rate.stiffness == pytest.approx(math.log(metrics["off_policy/drift"] / used), rel=1e-6)
+    assert metrics["learning_rate"] == pytest.approx(min(2.0 * used, updates.rate.rate))
+    assert metrics["off_policy/signal"] == updates.rate.signal
+    assert "movement" not in metrics
+
+
+def test_where_the_roles_take_turns_without_lag_the_movement_of_each_batch_is_measured(tmp_path):
+    step = make_step()
+    updates = make_auto(tmp_path, step, "mode=sync")
+    batch = own_batch(0)
+    metrics = updates.first(batch, step=0, progress=0.0).metrics
+    assert "movement" not in metrics
+    assert updates.rate.batches == 1
+    assert math.exp(updates.rate.stiffness) == pytest.approx(
+        1.7 * 0.18 * updates.rate.entropy**0.5 / metrics["learning_rate"], rel=0.25
+    )
+    lagged = make_auto(tmp_path, make_step(), "mode=fixed_lag", "lag_steps=1")
+    lagged.first(own_batch(0), step=0, progress=0.0)
+    lagged.first(own_batch(1), step=1, progress=0.0)
+    assert lagged.rate.batches == 2  # of the first, which does not lag, and of the second by its drift
 
 
 def test_without_second_updates_no_batch_is_kept(tmp_path):
@@ -167,7 +323,7 @@ def test_a_batch_cannot_be_trained_again_at_once_and_later():
 
 
 def test_a_run_that_resumes_has_the_second_updates_it_was_started_with(tmp_path):
-    config = load_config(None, ["model.device=cpu", f"output={tmp_path}", "name=run", "train.first_learning_rate=1e-4"])
+    config = load_config(None, ["model.device=cpu", f"output={tmp_path}", "name=run"])
     folder = RunFolder(config.run_folder)
     folder.path.mkdir()
     started = with_objective_defaults(config)

@@ -149,6 +149,8 @@ class LearningRate:
         self.squares += rate**2
         if of_new_batch:
             self.squares_before.append(self.squares)
+        elif self.config.takes_turns:
+            self.squares_before[-1] = self.squares  # it is made before the version is published, otherwise after
 
     def moved(self, nats: float, rate: float, progress: float) -> None:
         """Take the movement of a batch by its own update, where nothing else shows what updates do."""

@@ -78,10 +78,10 @@ class Updates:
         self._see_rewards(batch)
         with self._naming(batch, f"step {step}", step):
             result = self._gradients(batch, step=step, progress=progress)
-            exact = self.train_step.is_exact
-            found = drift_metrics(batch, result.outputs.log_pi_N.cpu(), step=step, exact=exact)
+            exact, own = self.train_step.is_exact, self._in_own_unit(batch)
+            found = drift_metrics(own, result.outputs.log_pi_N.cpu(), step=step, exact=exact)
             rate = self.rate.for_batch(step, progress, found, entropy=entropy_of(batch, result.outputs))
-            metrics = self._move(rate, step=step, progress=progress, lags="off_policy/drift" in found)
+            metrics = self._move(batch, rate, progress=progress, lags="off_policy/drift" in found)
         if self.config.train.second_update_after and batch.totals.responses:
             self.trained_once.append(with_old_values(batch, result))
         signal = {"off_policy/signal": self.rate.signal} if self.rate.is_auto else {}
@@ -119,19 +119,23 @@ class Updates:
             self._spread = max(self._spread, reward_spread(batch))
             self.reward_unit = 2.0 * self._spread or 1.0
 
+    def _in_own_unit(self, batch: Batch) -> Batch:
+        return replace(batch, reward_PK=batch.reward_PK / self.reward_unit)
+
     def _gradients(self, batch: Batch, *, step: int, progress: float) -> StepResult:
-        batch = replace(batch, reward_PK=batch.reward_PK / self.reward_unit, usual_drift=self.rate.drift(progress))
+        batch = replace(self._in_own_unit(batch), usual_drift=self.rate.drift(progress))
         shaped, beta = shape_target(batch, self.config, step, progress, beta=self.beta.at(step, progress))
         return self.train_step.gradients(shaped, beta=beta)
 
-    def _move(self, rate: float, *, step: int, progress: float, lags: bool) -> dict[str, float]:
-        """The update of a new batch, and what it takes to know the next rate where no response lags behind."""
-        first = self.rate.is_auto and step == 0 and math.isfinite(self.rate.entropy)
+    def _move(self, batch: Batch, rate: float, *, progress: float, lags: bool) -> dict[str, float]:
+        """The update of a new batch, and what it takes to know the next rate where no response lags behind. A batch without
+        weight makes none."""
+        first = self.rate.is_auto and self.rate.squares == 0.0 and math.isfinite(self.rate.entropy)
         measured = self.rate.is_auto and not lags and self.config.takes_turns
         found = self.train_step.move(rate, nats=self.rate.first_movement if first else None, measure=measured)
         if first:
             self.rate.rate = found["learning_rate"]
-        self.rate.made(found["learning_rate"], of_new_batch=True)
+        self.rate.made(found["learning_rate"] if batch.totals.responses else 0.0, of_new_batch=True)
         self.rate.moved(found.pop("movement", 0.0), found["learning_rate"], progress)
         return found
 
