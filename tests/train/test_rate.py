@@ -288,3 +288,21 @@ def test_after_a_collapse_a_given_rate_is_halved_and_so_is_the_drift_that_auto_a
     again = rate_of("train.learning_rate=3e-4")
     again.load_state(given.state())
     assert at(again, 7) == at(given, 7)
+
+
+@pytest.mark.parametrize(
+    ("limits", "step", "progress", "factor"),
+    [
+        (["train.max_steps=200"], 0, 0.0, 1.0),
+        (["train.max_steps=50"], 10, 0.2, 2.0),  # sqrt(200 / 50)
+        (["train.max_steps=800"], 0, 0.0, 0.5),
+        (["train.max_steps=10"], 0, 0.0, 2.5),  # sqrt(20) = 4.5
+        (["train.max_steps=100000"], 0, 0.0, 0.4),
+        (["train.max_seconds=60"], 0, 0.0, 1.0),  # not known yet
+        (["train.max_seconds=60"], 4, 0.05, 2.0**0.5),  # 5 steps in a twentieth: 100 steps
+        (["train.max_steps=50", "train.max_seconds=60"], 4, 0.05, 2.0),  # the nearer limit
+    ],
+)
+def test_movements_are_longer_in_a_run_of_few_steps_by_the_root(limits, step, progress, factor):
+    config = with_objective_defaults(load_config(None, [*limits, "train.second_update_after=0"]))
+    assert LearningRate(config).horizon(step, progress) == pytest.approx(factor)

@@ -19,7 +19,7 @@ from tba.train.learning_rate import LearningRate
 from tba.train.optimizer import MasterAdamW
 from tba.train.reference import Beta
 from tba.train.step import NonFiniteLoss, TrainStep
-from tba.train.updates import Updates
+from tba.train.updates import SpareTime, Updates
 from tba.types import Batch, Totals
 
 
@@ -66,7 +66,7 @@ def own_batch(seed: int, *, version: int = 0) -> Batch:
 
 def make_auto(folder, step: TrainStep, *overrides: str) -> Updates:
     """With the defaults but for these."""
-    config = config_of("train.max_steps=100", *overrides)
+    config = config_of("train.max_steps=200", *overrides)
     return Updates(config, step, LearningRate(config), Beta(config), folder)
 
 
@@ -337,3 +337,26 @@ def test_a_run_that_resumes_has_the_second_updates_it_was_started_with(tmp_path)
     resumed = with_objective_defaults(with_stored_defaults(config))
     assert resumed.train.second_update_after == 0
     assert resumed_config(resumed, folder).train.second_update_after == 0
+
+
+def spare_time(*waited: float, step: float = 1.0) -> SpareTime:
+    spare = SpareTime()
+    for seconds in waited:
+        spare.add(seconds)
+        spare.updated(step)
+    return spare
+
+
+def test_second_updates_need_waits_of_three_tenths_of_the_last_eight_steps():
+    assert not SpareTime().is_enough  # nothing is known yet
+    assert spare_time(0.3).is_enough
+    assert not spare_time(0.29).is_enough
+    # Eight steps of a second: 2.4 seconds waited in all are enough, whichever of them waited.
+    assert spare_time(2.4, *[0.0] * 7).is_enough
+    assert not spare_time(2.3, *[0.0] * 7).is_enough
+    assert not spare_time(2.4, *[0.0] * 8).is_enough  # the first wait was nine steps ago
+    assert not spare_time(0.5, 0.5, step=2.0).is_enough  # .25 of a step
+
+
+def test_a_trainer_that_never_waits_makes_no_second_update():
+    assert not spare_time(*[0.0] * 20).is_enough

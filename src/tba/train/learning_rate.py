@@ -35,9 +35,9 @@ from tba.config import Config
 
 START = 1e-6
 """Rate of the first update before its length is known: so low that it does no harm to any model."""
-FIRST = 1.7
-"""Movement of the first update, in units of train.target_drift x sqrt(entropy): Adam's first update is several times as long
-as later ones."""
+FIRST, FIRST_LENGTH = 1.7, 2.5
+"""Movement of the first update, in units of train.target_drift x sqrt(entropy), and how many times as far as later updates of
+the same rate it moves a new response: Adam's first step is a full one for every weight, whatever its gradient."""
 USUAL_SIGNAL, LEAST_SIGNAL, MOST_SIGNAL = 0.1, 0.03, 0.15
 """What the signal is taken to be before the first batch shows it, at least and at most. It is known to .02 after 32 batches,
 and where nearly all of an update is signal, longer ones are soon noise."""
@@ -123,6 +123,8 @@ class LearningRate:
         steps = math.inf if train.max_steps is None else float(train.max_steps)
         if train.max_seconds is not None and progress > 0.0:
             steps = min(steps, (step + 1) / progress)
+        elif train.max_steps is None:
+            return 1.0  # nobody knows yet how many there will be
         return min(MOST_HORIZON, max(1.0 / MOST_HORIZON, math.sqrt(STEPS / steps)))
 
     @property
@@ -146,7 +148,8 @@ class LearningRate:
 
     def made(self, rate: float, *, of_new_batch: bool) -> None:
         """Take the rate of an update that was made."""
-        self.squares += rate**2
+        length = FIRST_LENGTH if self.squares == 0.0 else 1.0
+        self.squares += (length * rate) ** 2
         if of_new_batch:
             self.squares_before.append(self.squares)
         elif self.config.takes_turns:
