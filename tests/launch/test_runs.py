@@ -209,18 +209,24 @@ def test_lag_0_in_the_async_runtime_equals_sync_mode(folder):
     assert torch.isfinite(next(a.parameters())).all()
 
 
-def test_an_asynchronous_run_trains_each_batch_again_and_goes_on_doing_so_when_it_is_resumed(folder):
+def test_an_asynchronous_run_trains_batches_again_and_goes_on_doing_so_when_it_is_resumed(folder):
+    """Where the next batch is not there yet; here the searchers are never four batches ahead for long."""
     settings = ("name=again", "train.second_update_after=2", FP32)
     summary = train(make_config(folder, *settings, "train.max_steps=6"))
     assert summary["responses_trained"] == 6 * 16
     config = make_config(folder, *settings, "train.max_steps=12")
     train(config, resume=True)
     steps = [record for record in metrics_of(config) if "loss" in record]
-    assert [record["buffer/trained_again"] for record in steps] == [16 * max(0, step - 2) for step in range(1, 13)]
+    again = [record["buffer/trained_again"] for record in steps]
+    made = [last - before for before, last in zip([0.0, *again], again)]
+    assert made[:2] == [0.0, 0.0]
+    assert set(made[2:]) <= {0.0, 16.0}
+    assert 16.0 in made[2:6]
+    assert 16.0 in made[6:]
     assert [record["buffer/trained"] for record in steps] == [16 * step for step in range(1, 13)]
-    assert all((record["time/second_update"] > 0.0) == (record["step"] > 2) for record in steps)
+    assert [record["time/second_update"] > 0.0 for record in steps] == [number > 0.0 for number in made]
     last = steps[-1]
-    assert last["buffer/replay_ratio"] == (12 * 16 + 10 * 16) / last["buffer/generated"]
+    assert last["buffer/replay_ratio"] == (12 * 16 + again[-1]) / last["buffer/generated"]
 
 
 def test_a_reset_of_the_reference_ends_second_updates_on_what_the_one_before_has_scored(folder):
@@ -228,7 +234,10 @@ def test_a_reset_of_the_reference_ends_second_updates_on_what_the_one_before_has
     config = make_config(folder, *settings, FP32)
     train(config)
     again = [record["buffer/trained_again"] / 16 for record in metrics_of(config) if "loss" in record]
-    assert again == [0, 0, 1, 2, 2, 2, 3, 4]  # two steps late, at the beginning and after step 4
+    # Two steps late, at the beginning and after step 4; and none where the batches are there in time.
+    made = [last - before for before, last in zip([0.0, *again], again)]
+    assert all(number <= most for number, most in zip(made, [0, 0, 1, 1, 0, 0, 1, 1], strict=True))
+    assert sum(made) > 0
 
 
 def test_a_run_folder_is_not_overwritten_unless_asked(folder):
