@@ -215,7 +215,7 @@ def test_below_a_tenth_of_its_height_the_rate_only_falls():
     # progress .96: (1 - .96) / .5 = .08 of the height. What drifts is too little to measure,
     assert see(rate, 10.0, progress=0.96) == pytest.approx(0.08 * found)
     assert see(rate, 4000.0, progress=0.96) == pytest.approx(0.08 * USUAL / 4000)  # but a runaway is held
-    rate.moved(1e-9, 1e-5, 0.96)
+    rate.moved(1e-9, 0.96)
     assert (rate.rate, rate.stiffness) == (found, stiffness)
     see(rate, 10.0, progress=0.94)  # .12 of it
     assert rate.stiffness < stiffness
@@ -241,12 +241,14 @@ def test_a_rate_that_is_a_hundred_times_too_low_is_mended_within_a_dozen_steps(l
 
 def test_where_the_roles_take_turns_the_movement_of_a_batch_by_its_own_update_stands_in_for_its_drift():
     rate = begun(1e-4, overrides=("mode=sync",))
-    rate.moved(0.1, 1e-4, 0.0)  # a stiffness of 1000
+    rate.moved(0.1, 0.0)  # by the update of 1e-4: a stiffness of 1000
     assert rate.rate == pytest.approx(min(RISE * 1e-4, USUAL / 1000))
-    rate.moved(3.2, 1e-4, 0.0)  # 32 times as far: .6 of the way to it, 8000
+    rate.made(1e-4, of_new_batch=True)
+    rate.moved(3.2, 0.0)  # 32 times as far: .6 of the way to it, 8000
     assert rate.rate == pytest.approx(USUAL / 8000)
-    for nats, used in ((0.0, 1e-4), (0.1, 0.0)):  # nothing was measured, or nothing moved
-        rate.moved(nats, used, 0.0)
+    rate.moved(0.0, 0.0)  # nothing was measured
+    rate.made(0.0, of_new_batch=True)
+    rate.moved(0.1, 0.0)  # nothing moved
     assert rate.rate == pytest.approx(USUAL / 8000)
     assert rate.signal == 0.1
 
@@ -256,7 +258,7 @@ def test_without_lag_a_rate_that_is_a_hundred_times_too_low_is_mended_within_a_d
     for step in range(1, 13):
         used = rate.for_batch(step, 0.0, {}, entropy=4.0)
         rate.made(used, of_new_batch=True)
-        rate.moved(used * USUAL / 1e-4, used, 0.0)
+        rate.moved(used * USUAL / 1e-4, 0.0)
     assert at(rate, 13) == pytest.approx(1e-4)
 
 

@@ -36,8 +36,8 @@ from tba.config import Config
 START = 1e-6
 """Rate of the first update before its length is known: so low that it does no harm to any model."""
 FIRST, FIRST_LENGTH = 1.7, 2.5
-"""Movement of the first update, in units of train.target_drift x sqrt(entropy), and how many times as far as later updates of
-the same rate it moves a new response: Adam's first step is a full one for every weight, whatever its gradient."""
+"""Movement of the first update, in units of train.target_drift x sqrt(entropy), and how many times as far as later updates
+of the same rate it moves a new response: Adam's first step is a full one for every weight, whatever its gradient."""
 USUAL_SIGNAL, LEAST_SIGNAL, MOST_SIGNAL = 0.1, 0.03, 0.15
 """What the signal is taken to be before the first batch shows it, at least and at most. It is known to .02 after 32 batches,
 and where nearly all of an update is signal, longer ones are soon noise."""
@@ -146,19 +146,25 @@ class LearningRate:
         """Nats by which the next update will move it, as far as is known."""
         return 0.0 if math.isnan(self.stiffness) else self.at(0, progress) * math.exp(self.stiffness)
 
+    def began(self, rate: float) -> None:
+        """Take the rate that the first update turned out to have."""
+        self.rate = rate
+        self.made(FIRST_LENGTH * rate, of_new_batch=True)
+
     def made(self, rate: float, *, of_new_batch: bool) -> None:
         """Take the rate of an update that was made."""
-        length = FIRST_LENGTH if self.squares == 0.0 else 1.0
-        self.squares += (length * rate) ** 2
+        self.squares += rate**2
         if of_new_batch:
             self.squares_before.append(self.squares)
         elif self.config.takes_turns:
             self.squares_before[-1] = self.squares  # it is made before the version is published, otherwise after
 
-    def moved(self, nats: float, rate: float, progress: float) -> None:
-        """Take the movement of a batch by its own update, where nothing else shows what updates do."""
-        if nats > 0.0 and rate > 0.0:
-            self._follow(math.log(nats / rate), progress)
+    def moved(self, nats: float, progress: float) -> None:
+        """Take the movement of a batch by its own update, the last that was made, where nothing else shows what updates
+        do."""
+        squares = self._squares_since(1.0)
+        if nats > 0.0 and squares > 0.0:
+            self._follow(math.log(nats) - 0.5 * math.log(squares), progress)
 
     def _follow(self, stiffness: float, progress: float) -> None:
         if self.decay(progress) < LEAST_DECAY:

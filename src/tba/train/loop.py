@@ -104,7 +104,7 @@ class Trainer:
             again = self.train_again() if self.spare.is_enough else 0.0
             self.train_step.moved = False  # nothing of it is left to do, should the wait for the next batch be the end
             waited = self.gate.wait(self) if self.needs_batch else 0.0
-            if self.step_index > 0:  # before the first step searchers load their models
+            if self.step_index > 1:  # before that searchers have only begun
                 self.spare.add(waited + (0.0 if was_ready else again))
         self.recorder.training_starts()
         if self.step_index == 0:
@@ -132,7 +132,7 @@ class Trainer:
             "step": time.perf_counter() - started,
             "publish_weights": publishing,
         }
-        self.spare.updated(times["step"])
+        self.spare.step_seconds = times["step"]
         self.receive_seconds = 0.0
         watched = {**watched_metrics(batch, log_pi_N), "entropy": result.entropy}
         self.record(batch, measured, watched, times)

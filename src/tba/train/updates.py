@@ -25,29 +25,27 @@ from tba.train.reference import Beta
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import TOKEN_FIELDS, Batch
 
-SPARE_STEPS, WORTH = 8, 0.3
-"""Steps that spare time is summed over, and the share of a step that makes a second update worth its time: it has less to
-give than a new batch, and one that is bought with no waiting at all delays the next."""
+RECENT, LATE = 4, 0.1
+"""Batches that are looked at, and the share of an update's seconds that makes one late."""
 
 
 @dataclass
 class SpareTime:
-    """Whether an asynchronous trainer has time for second updates: seconds that it has waited for batches, or would have."""
+    """Whether an asynchronous trainer has time for second updates: one of the last batches was late. It was waited for, or
+    would have been. A trainer whose batches are all there in time is the bottleneck: a second update would cost it a new
+    batch."""
 
-    waits: deque[float] = field(default_factory=lambda: deque(maxlen=SPARE_STEPS))
-    steps: deque[float] = field(default_factory=lambda: deque(maxlen=SPARE_STEPS))
-    """Seconds of the updates on new batches."""
+    late: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
+    step_seconds: float = 0.0
+    """Of the last update on a new batch."""
 
     @property
     def is_enough(self) -> bool:
-        return bool(self.steps) and sum(self.waits) >= WORTH * sum(self.steps)
+        return any(self.late)
 
     def add(self, seconds: float) -> None:
         """Seconds waited before a step, with those of a second update that was made while no batch was there."""
-        self.waits.append(seconds)
-
-    def updated(self, seconds: float) -> None:
-        self.steps.append(seconds)
+        self.late.append(seconds > LATE * self.step_seconds)
 
 
 @dataclass
@@ -134,9 +132,10 @@ class Updates:
         measured = self.rate.is_auto and not lags and self.config.takes_turns
         found = self.train_step.move(rate, nats=self.rate.first_movement if first else None, measure=measured)
         if first:
-            self.rate.rate = found["learning_rate"]
-        self.rate.made(found["learning_rate"] if batch.totals.responses else 0.0, of_new_batch=True)
-        self.rate.moved(found.pop("movement", 0.0), found["learning_rate"], progress)
+            self.rate.began(found["learning_rate"])
+        else:
+            self.rate.made(found["learning_rate"] if batch.totals.responses else 0.0, of_new_batch=True)
+        self.rate.moved(found.pop("movement", 0.0), progress)
         return found
 
     @contextmanager
