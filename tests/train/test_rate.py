@@ -192,7 +192,7 @@ def test_the_signal_is_the_mean_agreement_and_counts_within_bounds():
     rate = begun(1e-4)
     see(rate, 1000.0, agreement=0.5)  # .1 + (.5 - .1) / 2
     assert rate.signal == pytest.approx(0.3)
-    assert rate.size == pytest.approx(0.4 * 0.15**0.5)  # no more than .15
+    assert rate.size == pytest.approx(0.4 * 0.25**0.5)  # no more than .25
     see(rate, 1000.0, agreement=0.0)  # .3 - .3 / 3
     assert rate.signal == pytest.approx(0.2)
     see(rate, 1000.0, agreement=-0.2)  # .2 - .4 / 4

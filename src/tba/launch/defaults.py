@@ -23,7 +23,8 @@ what the paper uses instead stands in its config files.
         target_drift .18                    one_family, of .05 sort_digits. With the root of the signal one_family has .936
                                             (.971 with the rule before), the others are within .015 of it (docs/log.md).
                                             More seeds are being measured
-    signal at most .15, at least .03        .15: without it quickstart dipped to 75% and a collapse was called. .03: no study
+    signal at most .25, at least .03        .15 costs sort_digits .04; without it quickstart dipped to 75%. .03: no study
+    sqrt(200 / steps), .4 to 2.5            three_words of the story model: .40 after 180 s without it, .92 with it
     train.settle .5                         bench with the rate before this one, and the embedded maths task, where
                                             evaluations stop swinging
     train.samples_per_prompt 8              docs/results.md: 4 and 8 cannot be told apart, 16 and 32 lose 2 and 4 points

@@ -38,7 +38,7 @@ START = 1e-6
 FIRST, FIRST_LENGTH = 1.7, 2.5
 """Movement of the first update, in units of train.target_drift x sqrt(entropy), and how many times as far as later updates
 of the same rate it moves a new response: Adam's first step is a full one for every weight, whatever its gradient."""
-USUAL_SIGNAL, LEAST_SIGNAL, MOST_SIGNAL = 0.1, 0.03, 0.15
+USUAL_SIGNAL, LEAST_SIGNAL, MOST_SIGNAL = 0.1, 0.03, 0.25
 """What the signal is taken to be before the first batch shows it, at least and at most. It is known to .02 after 32 batches,
 and where nearly all of an update is signal, longer ones are soon noise."""
 LEAST_ENTROPY = 0.01
