@@ -16,7 +16,7 @@ from tba.replay.database import load_groups
 from tba.train.health import Collapsed
 
 ABSURD = "train.learning_rate={kind: cosine, start: 1e-4, end: 1.0}"
-"""Rises to a thousand times what the tiny model bears: within forty steps its responses are one or two tokens long."""
+"""Rises to a thousand times what the tiny model bears: within seventy steps its responses are one or two tokens long."""
 SETTINGS = ("mode=sync", "seed=3", "train.max_steps=100", "evaluate.num_prompts=1", "objective.beta=0.05", ABSURD)
 
 LAYERS = 2
@@ -69,16 +69,16 @@ def test_a_collapsed_run_stops_and_its_healthy_checkpoint_loads(folder):
 
 
 def test_by_default_it_warns_once_trains_on_and_pins_the_checkpoint_from_before(folder, caplog):
-    settings = [*SETTINGS, "train.max_steps=40", ABSURD.replace("}", ", steps: 100}"), "train.keep_checkpoints=3"]
+    settings = [*SETTINGS, "train.max_steps=88", ABSURD.replace("}", ", steps: 100}"), "train.keep_checkpoints=3"]
     config = make_config(folder, *settings, "name=warn", "train.checkpoint_every=4")
     with caplog.at_level(logging.WARNING, logger="tba"):
         summary = train(config)
-    assert summary["steps"] == 40
+    assert summary["steps"] == 88
     assert sum("is collapsing" in record.message for record in caplog.records) == 1
     run = RunFolder(config.run_folder)
-    pinned = max(step for step in range(0, 40, 4) if step < summary["collapse"]["since"])
+    pinned = max(step for step in range(0, 80, 4) if step < summary["collapse"]["since"])
     assert summary["collapse"]["checkpoint"] == f"checkpoints/step-{pinned}"
-    assert sorted(run.checkpoints_by_step()) == [pinned, 32, 36, 40]
+    assert sorted(run.checkpoints_by_step()) == [pinned, 80, 84, 88]
 
 
 def test_a_run_without_a_collapse_leaves_only_its_own_checkpoints(folder):

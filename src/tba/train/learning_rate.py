@@ -75,7 +75,7 @@ class LearningRate:
     """Sum of the squares of the rates of all updates: steps in directions of their own add up by their squares."""
     squares_before: deque[float] = field(init=False)
     """The same before each of the last versions, the newest last."""
-    stretch: float = field(init=False, default=1.0)
+    horizon_factor: float = field(init=False, default=1.0)
     """The horizon's factor at the last batch."""
     scale: float = field(init=False, default=1.0)
     """Factor of the given schedule, or of the size that `auto` aims at: less than 1 after a collapse."""
@@ -101,7 +101,7 @@ class LearningRate:
 
     def for_batch(self, step: int, progress: float, found: Mapping[str, float], *, entropy: float) -> float:
         """The rate for a new batch, after what it shows of the updates before it."""
-        self.stretch = self.horizon(step, progress)
+        self.horizon_factor = self.horizon(step, progress)
         if math.isfinite(entropy):
             entropy = max(LEAST_ENTROPY, entropy)
             self.entropy = (
@@ -135,7 +135,7 @@ class LearningRate:
     @property
     def target(self) -> float:
         """Nats of drift for each sqrt(signal x entropy)."""
-        return self.scale * self.stretch * self.config.train.target_drift
+        return self.scale * self.horizon_factor * self.config.train.target_drift
 
     @property
     def size(self) -> float:
@@ -193,5 +193,5 @@ class LearningRate:
         self.squares_before = deque(state["squares_before"], maxlen=VERSIONS_KEPT)
 
 
-SAVED = ("rate", "stiffness", "signal", "entropy", "batches", "squares", "stretch", "scale")
+SAVED = ("rate", "stiffness", "signal", "entropy", "batches", "squares", "horizon_factor", "scale")
 """Attributes that a checkpoint holds, besides `squares_before`."""

@@ -5,9 +5,9 @@ of the step. Otherwise (a prompt spread over micro-batches; a loss that couples 
 gradients collects what the model says, the objective turns it into one coefficient per number, and a second pass
 back-propagates those. Both give the same gradients (a test compares them).
 
-Nothing is read back from the device before the optimizer has been told to move, and what is sent there is pinned, so that
-the device need not wait for the host: micro-batches are packed while it computes those before, and whether the loss and the
-gradient are finite, without which nothing may move, is decided there. (VinePPO reads: it finds its steps on the device.)
+Gradients and the move are two calls. What the pass has found is read in between: the rate of an update depends on the drift
+of its own batch, and nothing moves unless losses and gradient are finite. What is sent to a device is pinned, and micro-batches
+are packed while it computes those before.
 
 Where a trainer has several ranks, each runs this with the same batch and computes its share of the micro-batches: whole
 prompts where there are enough of them, otherwise single responses. A sharded model computes on all ranks at once, so those
