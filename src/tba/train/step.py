@@ -6,8 +6,8 @@ gradients collects what the model says, the objective turns it into one coeffici
 back-propagates those. Both give the same gradients (a test compares them).
 
 Gradients and the move are two calls. What the pass has found is read in between: the rate of an update depends on the drift
-of its own batch, and nothing moves unless losses and gradient are finite. What is sent to a device is pinned, and micro-batches
-are packed while it computes those before.
+of its own batch, and nothing moves unless losses and gradient are finite. What is sent to a device is pinned, and
+micro-batches are packed while it computes those before.
 
 Where a trainer has several ranks, each runs this with the same batch and computes its share of the micro-batches: whole
 prompts where there are enough of them, otherwise single responses. A sharded model computes on all ranks at once, so those
