@@ -16,7 +16,7 @@ log_pi now - log_pi when generated, is the work of the updates in between.
    above over the stiffness. It rises by at most RISE in a step.
 3. Where a batch has drifted further than the average explains, its own update goes by its own stiffness: a policy that
    runs away from its data is held at once.
-4. All movements are longer in a run of few steps and shorter in one of many, by the root of their number.
+4. All movements but the first are longer in a run of few steps and shorter in one of many, by the root of their number.
 5. In the last part of the run (train.settle) the rate falls to zero.
 
 Where searcher and trainer take turns without a lag nothing drifts. The movement of the batch by its own update stands in
@@ -117,8 +117,8 @@ class LearningRate:
         return min(self.at(step, progress), self.size * math.exp(-stiffness) * self.decay(progress))
 
     def horizon(self, step: int, progress: float) -> float:
-        """Factor of all movements: the fewer steps a run has, the longer they are, by the root. Noise that many steps add up
-        to averages out; what few steps do not reach is lost."""
+        """Factor of all movements but the first. The fewer steps a run has, the longer they are, by the root: noise that many
+        steps add up to averages out, and what few steps do not reach is lost."""
         train = self.config.train
         steps = math.inf if train.max_steps is None else float(train.max_steps)
         if train.max_seconds is not None and progress > 0.0:
@@ -129,8 +129,8 @@ class LearningRate:
 
     @property
     def first_movement(self) -> float:
-        """Nats that the first update moves log_pi by."""
-        return FIRST * self.target * math.sqrt(self.entropy)
+        """Nats that the first update moves log_pi by, however long the run is."""
+        return FIRST * self.scale * self.config.train.target_drift * math.sqrt(self.entropy)
 
     @property
     def target(self) -> float:

@@ -65,9 +65,8 @@ class Updates:
 
     def __post_init__(self) -> None:
         self.trained_once = deque(maxlen=self.config.train.second_update_after or 0)
-        self.reward_unit = (
-            1.0 if self.config.objective.reward_unit == "spread" else self.config.objective.reward_unit or 1.0
-        )
+        given = self.config.objective.reward_unit
+        self.reward_unit = given if isinstance(given, float) else 1.0
         self._spread = 0.0
         """Largest spread of rewards within prompts so far."""
 
