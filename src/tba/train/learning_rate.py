@@ -117,8 +117,8 @@ class LearningRate:
         return min(self.at(step, progress), self.size * math.exp(-stiffness) * self.decay(progress))
 
     def horizon(self, step: int, progress: float) -> float:
-        """Factor of all movements but the first. The fewer steps a run has, the longer they are, by the root: noise that many
-        steps add up to averages out, and what few steps do not reach is lost."""
+        """Factor of all movements but the first. The fewer steps a run has, the longer they are, by the root: noise that
+        many steps add up to averages out, and what few steps do not reach is lost."""
         train = self.config.train
         steps = math.inf if train.max_steps is None else float(train.max_steps)
         if train.max_seconds is not None and progress > 0.0:
