@@ -35,9 +35,9 @@ from tba.config import Config
 
 START = 1e-6
 """Rate of the first update before its length is known: so low that it does no harm to any model."""
-FIRST, FIRST_LENGTH = 1.7, 2.5
-"""Movement of the first update, in units of train.target_drift x sqrt(entropy), and how many times as far as later updates
-of the same rate it moves a new response: Adam's first step is a full one for every weight, whatever its gradient."""
+FIRST = 1.7
+"""Movement of the first update, in units of train.target_drift x sqrt(entropy): Adam's first step is a full one for every
+weight, whatever its gradient, and moves several times as far as later ones of the same rate."""
 USUAL_SIGNAL, LEAST_SIGNAL, MOST_SIGNAL = 0.1, 0.03, 0.25
 """What the signal is taken to be before the first batch shows it, at least and at most. It is known to .02 after 32 batches,
 and where nearly all of an update is signal, longer ones are soon noise."""
@@ -149,7 +149,7 @@ class LearningRate:
     def began(self, rate: float) -> None:
         """Take the rate that the first update turned out to have."""
         self.rate = rate
-        self.made(FIRST_LENGTH * rate, of_new_batch=True)
+        self.made(rate, of_new_batch=True)
 
     def made(self, rate: float, *, of_new_batch: bool) -> None:
         """Take the rate of an update that was made."""
