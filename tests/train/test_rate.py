@@ -301,10 +301,21 @@ def test_after_a_collapse_a_given_rate_is_halved_and_so_is_the_drift_that_auto_a
         (["train.max_steps=10"], 0, 0.0, 2.5),  # sqrt(20) = 4.5
         (["train.max_steps=100000"], 0, 0.0, 0.4),
         (["train.max_seconds=60"], 0, 0.0, 1.0),  # not known yet
-        (["train.max_seconds=60"], 4, 0.05, 2.0**0.5),  # 5 steps in a twentieth: 100 steps
-        (["train.max_steps=50", "train.max_seconds=60"], 4, 0.05, 2.0),  # the nearer limit
+        (["train.max_seconds=60"], 5, 0.05, 2.0**0.5),  # 5 steps in a twentieth: 100 steps
+        (["train.max_steps=50", "train.max_seconds=60"], 5, 0.05, 2.0),  # the nearer limit
     ],
 )
 def test_movements_are_longer_in_a_run_of_few_steps_by_the_root(limits, step, progress, factor):
     config = with_objective_defaults(load_config(None, [*limits, "train.second_update_after=0"]))
     assert LearningRate(config).horizon(step, progress) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["replay.max_trained_per_generated=4", "replay.on_policy_probability=0.5", "train.updates_per_batch=2"],
+)
+def test_responses_that_were_trained_on_before_say_nothing_of_the_signal(setting):
+    seen = begun(1e-4, overrides=(setting,))
+    see(seen, 1000.0, agreement=0.9)
+    assert seen.signal == 0.1
+    assert math.isfinite(seen.stiffness)  # how far they drift counts all the same

@@ -55,11 +55,11 @@ def chosen_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target [M], and entropy of each distribution [M] without gradient, in the dtype of the hidden
     states, which is fp32 or fp64."""
-    log_prob_M, entropy_M = _ChosenLogProbs.apply(hidden_MD, head_VD, bias_V, targets_M, temperature, softcap)
+    log_prob_M, entropy_M = _ChosenLogProbsOnCpu.apply(hidden_MD, head_VD, bias_V, targets_M, temperature, softcap)
     return log_prob_M, entropy_M
 
 
-class _ChosenLogProbs(torch.autograd.Function):
+class _ChosenLogProbsOnCpu(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -322,12 +322,17 @@ def entropy_of(batch: Batch, outputs: Forward) -> float:
 
 def reward_spread(batch: Batch) -> float:
     """Standard deviation of the rewards within prompts, of those whose responses differ in them."""
-    weight_PK = (batch.weight_PK > 0).double()
-    better_PK = centred(batch.reward_PK.double(), weight_PK)
-    size_P = torch.where(weight_PK > 0, batch.reward_PK.double(), 0.0).abs().amax(dim=1)
-    differ_P = better_PK.abs().amax(dim=1) > ROUNDING * size_P
-    count = float(weight_PK[differ_P].sum())
+    better_PK, differ_P = _differing_rewards(batch)
+    count = int((batch.weight_PK[differ_P] > 0).sum())
     return math.sqrt(float(better_PK[differ_P].square().sum()) / count) if count else 0.0
+
+
+def _differing_rewards(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Rewards less the mean of their prompt [P, K], and whether those of a prompt differ by more than rounding [P]."""
+    kept_PK, reward_PK = batch.weight_PK > 0, batch.reward_PK.double()
+    better_PK = centred(reward_PK, kept_PK.double())
+    size_P = torch.where(kept_PK, reward_PK, 0.0).abs().amax(dim=1)
+    return better_PK, better_PK.abs().amax(dim=1) > ROUNDING * size_P
 
 
 def agreement(reward_PK: Tensor, drift_PK: Tensor, known_PK: Tensor) -> float | None:
@@ -351,16 +356,13 @@ def target_metrics(batch: Batch, log_pi_N: Tensor, *, beta: float) -> dict[str, 
     is 0. So the slope of the one on the other, within prompts, goes from 0 to 1.
     """
     kept_PK = batch.weight_PK > 0
-    weight_PK = kept_PK.double()
     log_ratio_PK = batch.sum_per_response(log_pi_N - batch.log_ref_N).double()
-    moved_PK = centred(torch.where(kept_PK, log_ratio_PK, 0.0), weight_PK)
-    better_PK = centred(batch.reward_PK.double(), weight_PK)
-    size_P = torch.where(kept_PK, batch.reward_PK.double(), 0.0).abs().amax(dim=1)
-    differ_P = better_PK.abs().amax(dim=1) > ROUNDING * size_P
+    moved_PK = centred(torch.where(kept_PK, log_ratio_PK, 0.0), kept_PK.double())
+    better_PK, differ_P = _differing_rewards(batch)
     squares = float(better_PK[differ_P].square().sum())
     if not 0.0 < squares < math.inf:
         return {}
     return {
         "tb/target_reached": beta * float((moved_PK * better_PK)[differ_P].sum()) / squares,
-        "tb/reward_spread": math.sqrt(squares / float(weight_PK[differ_P].sum())),
+        "tb/reward_spread": reward_spread(batch),
     }

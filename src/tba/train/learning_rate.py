@@ -20,7 +20,8 @@ log_pi now - log_pi when generated, is the work of the updates in between.
 5. In the last part of the run (train.settle) the rate falls to zero.
 
 Where searcher and trainer take turns without a lag nothing drifts. The movement of the batch by its own update stands in
-for it, and the signal is taken to be the usual one.
+for it, and the signal is taken to be the usual one. So it is where responses are trained on more often than once, or drawn
+from all of replay: their drift is their own push too.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ class LearningRate:
         drift, squares = found.get("off_policy/drift", 0.0), self._squares_since(found.get("off_policy/drift_lag", 0.0))
         if not (self.is_auto and drift > 0.0 and squares > 0.0):
             return self.at(step, progress)
-        agreement = found.get("off_policy/agreement", self.signal)
-        self.signal += (agreement - self.signal) / min(self.batches + 2, MEMORY)
+        if self.sees_new_responses and "off_policy/agreement" in found:
+            self.signal += (found["off_policy/agreement"] - self.signal) / min(self.batches + 2, MEMORY)
         stiffness = math.log(drift) - 0.5 * math.log(squares)
         self._follow(stiffness, progress)
         return min(self.at(step, progress), self.size * math.exp(-stiffness) * self.decay(progress))
@@ -121,11 +122,17 @@ class LearningRate:
         many steps add up to averages out, and what few steps do not reach is lost."""
         train = self.config.train
         steps = math.inf if train.max_steps is None else float(train.max_steps)
-        if train.max_seconds is not None and progress > 0.0:
-            steps = min(steps, (step + 1) / progress)
+        if train.max_seconds is not None and step > 0 and progress > 0.0:
+            steps = min(steps, step / progress)
         elif train.max_steps is None:
             return 1.0  # nobody knows yet how many there will be
         return min(MOST_HORIZON, max(1.0 / MOST_HORIZON, math.sqrt(STEPS / steps)))
+
+    @property
+    def sees_new_responses(self) -> bool:
+        """Whether no response of a batch was trained on before: the drift of one that was is its own push."""
+        train, replay = self.config.train, self.config.replay
+        return train.updates_per_batch == replay.max_trained_per_generated == replay.on_policy_probability == 1
 
     @property
     def first_movement(self) -> float:
@@ -145,11 +152,6 @@ class LearningRate:
     def drift(self, progress: float) -> float:
         """Nats by which the next update will move it, as far as is known."""
         return 0.0 if math.isnan(self.stiffness) else self.at(0, progress) * math.exp(self.stiffness)
-
-    def began(self, rate: float) -> None:
-        """Take the rate that the first update turned out to have."""
-        self.rate = rate
-        self.made(rate, of_new_batch=True)
 
     def made(self, rate: float, *, of_new_batch: bool) -> None:
         """Take the rate of an update that was made."""

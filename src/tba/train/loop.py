@@ -107,8 +107,6 @@ class Trainer:
             if self.step_index > 1:  # before that searchers have only begun
                 self.spare.add(waited + (0.0 if was_ready else again))
         self.recorder.training_starts()
-        if self.step_index == 0:
-            self.recorder.step_done(0)  # what the first responses took is known by now
         started, progress = time.perf_counter(), self.progress
         batch = self.sample() if self.batch is None or self.needs_batch else self.batch
         result = self.updates.first(batch, step=self.step_index, progress=progress)

@@ -75,21 +75,6 @@ class StepResult:
         return float(self.outputs.entropy_N.mean()) if self.outputs.entropy_N is not None else 0.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Gradients:
-    """What a pass over a batch has found, beside the gradients: still on the device, where it may not be computed yet."""
-
-    losses: list[tuple[Loss, int]]
-    """Loss of each micro-batch, with the number of its prompts."""
-    outputs: Forward
-    ranks: Ranks
-    """Ranks that have other losses than this one; `ALONE` = all have the same."""
-
-    def read(self) -> StepResult:
-        """Wait for the device; raises `NonFiniteLoss` where a loss of any rank is not finite."""
-        return _result(self.losses, self.outputs, self.ranks)
-
-
 class TrainStep:
     """Computes gradients of an objective and applies them."""
 
@@ -198,15 +183,14 @@ class TrainStep:
     def gradients(self, batch: Batch, *, beta: float) -> StepResult:
         """Leave the gradients of the whole batch in the optimizer's weights; none where the loss is not finite."""
         try:
-            result = self.launch(batch, beta=beta).read()
+            result = self._pass_over(batch, beta=beta)
         except NonFiniteLoss:
             self.optimizer.drop_gradients()
             raise
         self._passed = batch, result
         return result
 
-    def launch(self, batch: Batch, *, beta: float) -> Gradients:
-        """Tell the device to leave the gradients of the whole batch in the optimizer's weights, without waiting for it."""
+    def _pass_over(self, batch: Batch, *, beta: float) -> StepResult:
         host, batch = batch, batch.to(self.policy.device)  # packing looks at single tokens: on the host that is free
         if self.policy.log_z is not None and not self.policy.log_z.started and batch.totals.responses:
             first = self._vargrad_log_z(host, batch, beta=beta)
@@ -223,7 +207,7 @@ class TrainStep:
             self.policy.log_z.started = False
             self.optimizer.forget(self.policy.log_z.parameters())
 
-    def _one_pass(self, host: Batch, batch: Batch, dealt: list[list[list[int]]], *, beta: float) -> Gradients:
+    def _one_pass(self, host: Batch, batch: Batch, dealt: list[list[list[int]]], *, beta: float) -> StepResult:
         """`dealt`: the prompts of each micro-batch of each rank."""
         K, losses, outputs = batch.shape[1], [], GatheredOutputs(batch)
         own = dealt[self.ranks.rank]
@@ -243,9 +227,9 @@ class TrainStep:
                 losses.append((loss, len(own[index])))
             outputs.add(forward, micro_batch)
         outputs.sum_over(self.ranks)
-        return Gradients(losses=losses, outputs=outputs.forward, ranks=self.ranks)
+        return _result(losses, outputs.forward, self.ranks)
 
-    def _two_passes(self, host: Batch, batch: Batch, dealt: list[list[list[int]]], *, beta: float) -> Gradients:
+    def _two_passes(self, host: Batch, batch: Batch, dealt: list[list[list[int]]], *, beta: float) -> StepResult:
         """`dealt`: the responses of each micro-batch of each rank. The objective sees the whole batch on every rank."""
         micro_batches = list(self._own_micro_batches(host, dealt))
         outputs = self._gather(batch, micro_batches)
@@ -258,7 +242,7 @@ class TrainStep:
 
         for _ in self._back_propagated(compute, micro_batches):
             pass
-        return Gradients(losses=[(loss, batch.shape[0])], outputs=outputs.forward, ranks=ALONE)
+        return _result([(loss, batch.shape[0])], outputs.forward, ALONE)
 
     def _all_responses(self, batch: Batch) -> list[list[list[int]]]:
         return deal_responses(batch, self.budget, range(len(batch.lengths)), num_ranks=self.ranks.size)

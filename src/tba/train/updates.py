@@ -131,9 +131,8 @@ class Updates:
         measured = self.rate.is_auto and not lags and self.config.takes_turns
         found = self.train_step.move(rate, nats=self.rate.first_movement if first else None, measure=measured)
         if first:
-            self.rate.began(found["learning_rate"])
-        else:
-            self.rate.made(found["learning_rate"] if batch.totals.responses else 0.0, of_new_batch=True)
+            self.rate.rate = found["learning_rate"]
+        self.rate.made(found["learning_rate"] if batch.totals.responses else 0.0, of_new_batch=True)
         self.rate.moved(found.pop("movement", 0.0), progress)
         return found
 
