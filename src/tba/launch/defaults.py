@@ -23,10 +23,10 @@ what the paper uses instead stands in its config files.
         target_drift .18                    one_family, of .05 sort_digits. Against the rule before: quickstart and word_sums
                                             level, dense_copy .03 and sort_digits about .02 behind, one_family .03 with a
                                             variant; the whole bench has not been run (docs/log.md)
-    signal at most .25, at least .03        unbounded, quickstart dipped to 75%; .15 and .25 are level on sort_digits. .03: no
-                                            study
-    sqrt(200 / steps), .4 to 2.5            three_words of the story model: .40 after 180 s without it, .63 with it; quickstart
-                                            (400 steps) stays above 86% from step 100 on instead of 76%
+    signal at most .25, at least .03        unbounded, quickstart dipped to 75%; .15 and .25 are level on sort_digits. .03:
+                                            no study
+    sqrt(200 / steps), .4 to 2.5            three_words of the story model: .40 after 180 s without it, .63 with it;
+                                            quickstart (400 steps) stays above 86% from step 100 on instead of 76%
     train.settle .5                         bench with the rate before this one, and the embedded maths task, where
                                             evaluations stop swinging
     train.samples_per_prompt 8              docs/results.md: 4 and 8 cannot be told apart, 16 and 32 lose 2 and 4 points
