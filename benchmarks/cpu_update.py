@@ -124,8 +124,8 @@ def parts(tokens: int) -> None:
     print(f"{peak(torch.float32):.0f} GFLOP/s in fp32, {peak(torch.bfloat16):.0f} in bf16")
     micro_batches = list(step._own_micro_batches(batch, step._all_responses(batch)))
     forward = seconds(lambda: step._gather(batch, micro_batches))
-    update = seconds(lambda: step.launch(batch, beta=1.0))
-    optimizer = seconds(lambda: (step.launch(batch, beta=1.0), step.optimizer.step(1e-9)))
+    update = seconds(lambda: step.gradients(batch, beta=1.0))
+    optimizer = seconds(lambda: (step.gradients(batch, beta=1.0), step.optimizer.step(1e-9)))
     rows = {
         "forward pass alone": (forward, work),
         "forward and backward": (update, 3 * work),

@@ -125,7 +125,7 @@ def test_failed_runs_are_written_down_and_tried_again_only_when_asked(tmp_path, 
 
 
 def test_a_run_that_diverges_does_not_stop_the_others(tmp_path, monkeypatch):
-    real, calls = TrainStep.launch, []
+    real, calls = TrainStep.gradients, []
 
     def first_diverges(*arguments, **named):
         calls.append(1)
@@ -133,7 +133,7 @@ def test_a_run_that_diverges_does_not_stop_the_others(tmp_path, monkeypatch):
             raise NonFiniteLoss("loss is nan.")
         return real(*arguments, **named)
 
-    monkeypatch.setattr(TrainStep, "launch", first_diverges)
+    monkeypatch.setattr(TrainStep, "gradients", first_diverges)
     changes = {"rows": {"wild": {}, "tame": {}}, "columns": {"1": {}}, "seeds": [0]}
     results = run_study(tmp_path, changes=changes)
     assert results.cells["wild", "1"].failures

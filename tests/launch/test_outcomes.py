@@ -36,7 +36,7 @@ def failing_after(count: int, real, error: Exception):
 def test_a_loss_that_is_not_finite_saves_tells_and_can_be_resumed(folder, monkeypatch):
     config = make_config(folder, "name=not-finite", "mode=sync")
     with monkeypatch.context() as patch:
-        patch.setattr(TrainStep, "launch", failing_after(3, TrainStep.launch, NonFiniteLoss("loss is nan.")))
+        patch.setattr(TrainStep, "gradients", failing_after(3, TrainStep.gradients, NonFiniteLoss("loss is nan.")))
         with pytest.raises(NonFiniteLoss):
             train(config)
     summary = summary_of(config)
