@@ -210,11 +210,11 @@ def test_lag_0_in_the_async_runtime_equals_sync_mode(folder):
 
 
 def test_an_asynchronous_run_trains_batches_again_and_goes_on_doing_so_when_it_is_resumed(folder):
-    """Where the next batch is not there yet; here the searchers are never four batches ahead for long."""
+    """Where the next batch is not there yet: the reward takes longer than a step."""
     settings = ("name=again", "train.second_update_after=2", FP32)
-    summary = train(make_config(folder, *settings, "train.max_steps=6"))
+    summary = train(make_config(folder, *settings, "train.max_steps=6", reward="takes_its_time"))
     assert summary["responses_trained"] == 6 * 16
-    config = make_config(folder, *settings, "train.max_steps=12")
+    config = make_config(folder, *settings, "train.max_steps=12", reward="takes_its_time")
     train(config, resume=True)
     steps = [record for record in metrics_of(config) if "loss" in record]
     again = [record["buffer/trained_again"] for record in steps]
@@ -231,7 +231,7 @@ def test_an_asynchronous_run_trains_batches_again_and_goes_on_doing_so_when_it_i
 
 def test_a_reset_of_the_reference_ends_second_updates_on_what_the_one_before_has_scored(folder):
     settings = ("name=again-reset", "train.second_update_after=2", "reference.reset_every=4", "train.max_steps=8")
-    config = make_config(folder, *settings, FP32)
+    config = make_config(folder, *settings, FP32, reward="takes_its_time")
     train(config)
     again = [record["buffer/trained_again"] / 16 for record in metrics_of(config) if "loss" in record]
     # Two steps late, at the beginning and after step 4; and none where the batches are there in time.
