@@ -191,6 +191,17 @@ def test_what_is_wrong_with_a_model_is_said_once(monkeypatch, capfd):
     assert capfd.readouterr().err.count("nowhere") == 1
 
 
+def test_a_working_folder_that_is_gone_is_named(monkeypatch, capfd, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    monkeypatch.setattr(sys, "argv", ["tba", "config", "length"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    monkeypatch.undo()
+    assert ended.value.code == 2
+    assert capfd.readouterr().err == "tba: the working folder has been deleted: cd into one that is there.\n"
+
+
 def test_without_a_command_the_help_is_shown_with_exit_status_2(monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["tba"])
     with pytest.raises(SystemExit) as ended:

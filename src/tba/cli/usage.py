@@ -41,14 +41,16 @@ def whole_number(text: str, *, least: int | None = None) -> int:
     return value
 
 
-def number(text: str) -> float:
-    """Value of an option that measures something."""
+def number(text: str, *, least: float | None = None) -> float:
+    """Value of an option that measures something; `least` is the smallest that is allowed."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if math.isnan(value):
         raise typer.BadParameter(f"{text!r} is not a number: write one, for example 0.5 or 1e-5.")
+    if least is not None and value < least:
+        raise typer.BadParameter(f"{value:g} is below {least:g}: write {least:g} or more.")
     return value
 
 
@@ -57,9 +59,9 @@ def count_option(text: str, *, least: int | None = None) -> Any:
     return typer.Option(parser=partial(whole_number, least=least), metavar="INTEGER", help=text)
 
 
-def number_option(text: str) -> Any:
+def number_option(text: str, *, least: float | None = None) -> Any:
     """An option with a number."""
-    return typer.Option(parser=number, metavar="NUMBER", help=text)
+    return typer.Option(parser=partial(number, least=least), metavar="NUMBER", help=text)
 
 
 class Command(TyperCommand):
@@ -104,6 +106,7 @@ class CurrentStderr(logging.StreamHandler):
 def exit_status(action: Callable[[], Any]) -> int:
     """Do something; errors that the user can mend are printed without a traceback."""
     try:
+        _check_working_folder()
         status = action()
     except UsageError as error:
         typer.echo(usage_message(error), err=True)
@@ -117,6 +120,14 @@ def exit_status(action: Callable[[], Any]) -> int:
         typer.echo(f"tba: {bounded(str(error) or type(error).__name__)}", err=True)
         return 2
     return status if isinstance(status, int) else 0
+
+
+def _check_working_folder() -> None:
+    """Refuse to work in a folder that has been deleted: no path would be found from it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ValueError("the working folder has been deleted: cd into one that is there.") from None
 
 
 def bounded(message: str) -> str:

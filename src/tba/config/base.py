@@ -128,6 +128,11 @@ class Schedule(Section):
             )
         if self.steps is not None and self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} leaves nothing of steps={self.steps}: make it smaller.")
+        if self.steps is not None and self.warmup_steps + (self.decay_steps or 0) > self.steps:
+            raise ValueError(
+                f"decay_steps={self.decay_steps} and warmup_steps={self.warmup_steps} exceed steps={self.steps}: make them "
+                "smaller."
+            )
         return self
 
     @property

@@ -74,8 +74,17 @@ class Config(Section):
 
     @field_validator("output")
     @classmethod
-    def _expand_home(cls, output: Path) -> Path:
-        return output.expanduser()
+    def _check_output(cls, output: Path) -> Path:
+        if re.match(r"[a-z][a-z0-9+.-]+:/", str(output)):
+            raise ValueError(
+                f"{str(output)!r} is an address, and runs are written to a folder of this machine: give one."
+            )
+        if any(part.startswith("$") for part in output.parts):
+            raise ValueError(f"{str(output)!r} has a variable, which only a shell fills in: write the folder itself.")
+        try:
+            return output.expanduser()
+        except RuntimeError:
+            raise ValueError(f"{str(output)!r}: there is no such user. Write the folder in full.") from None
 
     @property
     def run_name(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from tba.config.base import Device, OnOff, Section
 
@@ -66,3 +66,12 @@ class RuntimeConfig(Section):
     between; 0 = never."""
     stop_seconds: float = Field(default=10.0, gt=0.0)
     """Time for searchers to end when asked, before they are killed."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RuntimeConfig:
+        if self.address is not None and self.kind != "ray":
+            raise ValueError(
+                f"runtime.address={self.address} is of a Ray cluster and needs runtime.kind=ray: set it, or leave the "
+                "address out (null)."
+            )
+        return self
