@@ -12,6 +12,7 @@ import targets
 from problem import wait_for
 
 from tba.runtime import forked_roles, processes
+from tba.runtime.fork_server import module_command
 from tba.runtime.forked_roles import ForkServer
 from tba.runtime.processes import RoleProcess
 
@@ -32,6 +33,13 @@ def test_a_fork_has_its_callers_descriptors_folder_and_environment(tmp_path, mon
     assert process.wait(60.0)
     os.close(reading)
     os.close(writing)
+
+
+def test_modules_of_the_working_folder_do_not_stand_for_pythons_own(tmp_path):
+    (tmp_path / "types.py").write_text("raise RuntimeError('mine')\n")
+    command = module_command("tba.runtime.fork_server", "not a socket")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "ValueError: invalid literal for int() with base 10: 'not a socket'" in done.stderr
 
 
 def test_the_log_of_a_fork_is_named_from_its_callers_folder_wherever_that_was_before(tmp_path, monkeypatch):

@@ -33,6 +33,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -78,6 +79,15 @@ class Ended:
 
     pid: int
     status: int
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Command that runs a module of the package. `python -m` would look for modules in the working folder first, where a
+    user's json.py or types.py stands for Python's own."""
+    root = str(Path(__file__).resolve().parents[2])
+    code = f"import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; import runpy; "
+    code += "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", code, module, *arguments]
 
 
 def packed(message: Any) -> bytes:

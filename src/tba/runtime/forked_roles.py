@@ -15,7 +15,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from typing import ClassVar
 
 import psutil
 
-from tba.runtime.fork_server import HEADER_BYTES, OWN_SERVER, Start, Started, packed, receive
+from tba.runtime.fork_server import HEADER_BYTES, OWN_SERVER, Start, Started, module_command, packed, receive
 
 logger = logging.getLogger("tba")
 
@@ -94,7 +93,7 @@ class ForkServer:
         """A new server, in a process that imports what its roles need."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         process = psutil.Popen(
-            [sys.executable, "-m", "tba.runtime.fork_server", str(theirs.fileno()), *PRELOADED, *preload],
+            module_command("tba.runtime.fork_server", str(theirs.fileno()), *PRELOADED, *preload),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 import cloudpickle
 
 from tba.runtime.deadlines import dump_stacks, write_stacks_when_asked
-from tba.runtime.fork_server import INTERRUPTED, OWN_SERVER, die_with_parent, show_as
+from tba.runtime.fork_server import INTERRUPTED, OWN_SERVER, die_with_parent, module_command, show_as
 from tba.runtime.forked_roles import ForkedProcess, ForkServer
 from tba.runtime.links import PARENT, Failed, Link, RunCannotGoOn, StartSearchers
 
@@ -217,7 +217,7 @@ def popen(
     None = it writes where this process does."""
     # A session of its own: Ctrl-C reaches the supervisor alone, which has the trainer save and then stops the others.
     return subprocess.Popen(
-        [sys.executable, "-m", module, str(link)],
+        module_command(module, str(link)),
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
