@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -101,6 +102,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
     with told(config.path, "cannot be loaded with its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     with told(config.path, "cannot be loaded with its weights"):
+        if getattr(shape, "quantization_config", None) is None:
+            _check_not_integers(Path(base))
         model = load_weights(AutoModelForCausalLM, base, dtype=resolve_dtype(config.dtype, device), **options)
         if adapter is not None:
             model = with_adapter(model, adapter)
@@ -150,11 +153,24 @@ def _check_finite(model: PreTrainedModel) -> None:
         raise ValueError(f"{len(broken)} of its {len(own)} tensors hold NaN or infinite numbers ({some_of(broken)})")
 
 
+def _check_not_integers(folder: Path) -> None:
+    """Refuse integers as weights, of which transformers would make floats as they stand: their scales are lost."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            weights = [name for name in tensors.keys() if name.endswith(".weight")]  # noqa: SIM118
+            if whole := [name for name in weights if tensors.get_slice(name).get_dtype()[0] in "IU"]:
+                raise ValueError(
+                    f"{some_of(whole)} of {file.name} are integers, and config.json has no quantization_config that says "
+                    "what they stand for"
+                )
+
+
 def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer with tokens beyond the embedding, which fail where one first occurs. A special token that nothing
     here writes may lie beyond: Gemma 3's for images does."""
     rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) <= rows:
+    needed = 1 + max(tokenizer.get_vocab().values(), default=0)  # ids may have gaps
+    if needed <= rows:
         return
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     written = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token}
@@ -163,7 +179,7 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     if beyond := [f"{token!r} (id {id})" for token, id in vocabulary if id >= rows and token not in idle]:
         raise ValueError(
             f"its tokenizer has tokens that its embedding of {rows} rows has none for: {some_of(beyond)}. Use the tokenizer "
-            f"that the model was trained with, or model.resize_token_embeddings({len(tokenizer)}) and save both"
+            f"that the model was trained with, or model.resize_token_embeddings({needed}) and save both"
         )
 
 
@@ -205,6 +221,10 @@ def check_generates(path: str, shape: Any) -> None:
                 f"model.path={path!r} is {kind} ({built}): what is trained here are decoder-only language models, such as "
                 "Llama, Qwen, Gemma or GPT-2. Give one of these."
             )
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        size = getattr(shape, name, None)
+        if isinstance(size, int) and size < 1:
+            raise ValueError(f"model.path={path!r}: its config.json has {name}={size}, and at least 1 is needed.")
 
 
 def _check_generation_config(path: str, folder: Path) -> None:
