@@ -93,6 +93,12 @@ def test_the_number_of_ranks_is_torchruns_or_the_configs(folder):
     started = Torchrun.found(environment | {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500"})
     assert started == Torchrun(rank=1, size=4, local_rank=1, address=("10.0.0.5", 29500))
     assert Torchrun.found({"RANK": "1", "WORLD_SIZE": "4"}) is None  # of something else that was started so
+    for wrong, message in (
+        ("one", "RANK='one' is no number"),
+        ("", "RANK='' is no number: start the command by torchrun"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Torchrun.found(environment | {"RANK": wrong, "MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500"})
     assert with_torchrun(make_config(folder), started).train.ranks == 4
     named = make_config(folder, "train.ranks=4", "runtime.placement.trainer=[cuda:4,cuda:5,cuda:6,cuda:7]")
     assert started.device(named) == "cuda:5"

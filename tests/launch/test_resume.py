@@ -254,12 +254,29 @@ def test_there_must_be_something_to_resume(copied, folder):
         run_arguments(["runs/never-started"])
     with pytest.raises(ConfigError, match=r"sets nothing: .* write train.max_steps=VALUE"):
         run_arguments(["train.max_steps"])
+    with pytest.raises(ConfigError, match=r"there is no run to resume in .* \(it has no config\.yaml\)"):
+        run_arguments([str(folder / "model")])
     run = RunFolder(copied.run_folder)
     with pytest.raises(FileNotFoundError, match=r"step-3 is no whole checkpoint .* it has step-2, step-4, step-6"):
         train(copied, resume=run.checkpoints / "step-3")
     shutil.rmtree(run.checkpoints)
     with pytest.raises(FileNotFoundError, match="has no checkpoint to resume from"):
         train(copied, resume=True)
+    run.config.write_text("")
+    with pytest.raises(FileNotFoundError, match=r"\(its config\.yaml is empty\)"):
+        train(copied, resume=True)
+
+
+def test_damaged_metrics_are_named_and_a_summary_without_numbers_is_no_hindrance(copied):
+    longer = copied.model_copy(update={"train": copied.train.model_copy(update={"max_steps": 7})})
+    run = RunFolder(copied.run_folder)
+    whole = run.metrics.read_bytes()
+    run.metrics.write_bytes(b"\xff\xfe\n" + whole)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl line 1 is damaged, it is no JSON"):
+        train(longer, resume=True)
+    run.metrics.write_bytes(whole)
+    run.summary.write_text('{"outcome": "finished"}')
+    assert train(longer, resume=True)["steps"] == 7
 
 
 def test_the_trainer_of_the_api_resumes_from_a_named_checkpoint(copied, folder):

@@ -25,7 +25,7 @@ from tba.config import (
     refuse_two_values,
     settings_by_name,
 )
-from tba.launch.checks import run_of
+from tba.launch.checks import TASK_NAMES, run_of
 from tba.observe.claim import holder_of
 from tba.observe.contents import is_begun, others_entry
 from tba.observe.streams import lasting_output
@@ -147,10 +147,11 @@ def run_arguments(arguments: list[str]) -> list[str]:
         if path is not None and (run := run_of(str(path))) is not None:
             others = [other for other in arguments if other != argument]
             return [_own_config(run.path), *others, f"output={run.path.parent}", f"name={run.path.name}"]
-        if not Path(argument).exists() and Path(argument).suffix not in (".yaml", ".yml"):
+        if Path(argument).suffix not in (".yaml", ".yml"):
             refuse_setting_without_value(argument)
+            lacks = " (it has no config.yaml)" if Path(argument).is_dir() else ""
             raise ConfigError(
-                f"there is no run to resume in {argument}: give the folder, the name or the config of a run, or "
+                f"there is no run to resume in {argument}{lacks}: give the folder, the name or the config of a run, or "
                 "one of its checkpoints."
             )
     given = _settings(arguments)
@@ -257,6 +258,11 @@ def resolve(
         config = load_config(file, overrides, **values)
     except ConfigError as error:
         raise ConfigError(with_trl_names(str(error), error.unknown)) from None
+    for option, given, without in (("--reward", reward, TASK_NAMES), ("--data", data, ("arithmetic", "red_team"))):
+        if given and config.task.name != "custom" and config.task.name in without:
+            raise ConfigError(
+                f"{option} is for task.name=custom, and task.name={config.task.name} has its own: leave out one of the two."
+            )
     if not is_given("model.path", file, overrides, **values) or is_given("task.name", file, overrides, **values):
         return config
     from tba.launch.checks import task_to_train
@@ -291,7 +297,7 @@ def compare(
     output: Annotated[Path, typer.Option(help="Folder of study folders.")] = Path("runs/studies"),
     quick: Annotated[bool, typer.Option("--quick", help="The study's `quick` section: an answer in minutes.")] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed runs once more.")] = False,
-    wait_seconds: Annotated[float, number_option("For runs that other processes of the study have.")] = 3600.0,
+    wait_seconds: Annotated[float, number_option("For runs that other processes of the study have.", least=0)] = 3600.0,
     show_list: Annotated[bool, typer.Option("--list", help="Print every run with its state and stop.")] = False,
 ) -> None:
     """A grid of training runs, then one table. Resumes; started several times, the processes share the runs. The exit

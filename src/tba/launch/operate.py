@@ -7,6 +7,7 @@ What is asked of the run stands in control.json, which it reads as often.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -110,9 +111,12 @@ def read_status(run: Path) -> dict[str, Any]:
 def _whole_status(path: Path) -> dict[str, Any]:
     """Content of a status.json with what every run writes into it."""
     needed = {"host": str, "pid": int, "pid_started": object, "step": int, "time": int | float, "roles": list}
+    of_role = {"name", "doing", "since", "responses_per_second"}
     try:
         status = json.loads(path.read_text(encoding="utf-8"))
-        if all(isinstance(status[name], kind) for name, kind in needed.items()):
+        is_whole = all(isinstance(status[name], kind) for name, kind in needed.items())
+        roles = is_whole and all(isinstance(role, dict) and role.keys() >= of_role for role in status["roles"])
+        if roles and math.isfinite(status["time"]):
             return dict(status)
         why = "a value is of another type"
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -128,7 +132,8 @@ def _is_alive(status: dict[str, Any]) -> bool | None:
         return False
     if status["host"] != socket.gethostname():
         return None
-    return start_of(status["pid"]) == status["pid_started"]
+    started = start_of(status["pid"])
+    return started is not None and started == status["pid_started"]
 
 
 def start_of(pid: Any) -> str | None:

@@ -107,8 +107,9 @@ def checkpoint_to_resume(folder: RunFolder, config: Config, resume: bool | str |
             "observe.on_collapse=rollback",
             *(folder.path, kept.since, step, kept.path),
         )
-    summary = read_summary(folder) or {"steps": 0}
-    seconds = summary["seconds"] if step >= summary["steps"] > 0 else 0.0  # an earlier checkpoint has used less
+    summary = read_summary(folder) or {}
+    steps, seconds = summary.get("steps", 0), summary.get("seconds", 0.0)
+    seconds = seconds if step >= steps > 0 else 0.0  # an earlier checkpoint has used less
     if config.progress_at(step, seconds) >= 1.0 and _is_complete(folder, step):
         limit, used = ("max_steps", step) if config.progress_at(step) >= 1.0 else ("max_seconds", seconds)
         raise RunFinished(

@@ -32,11 +32,17 @@ class Torchrun:
         """None = torchrun has not started this process."""
         if "TORCHELASTIC_RUN_ID" not in environment or environment.get("WORLD_SIZE", "1") == "1":
             return None
+        numbers = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+        if wrong := [f"{name}={text!r}" for name, text in numbers.items() if not text.isdecimal()]:
+            raise ConfigError(
+                f"TORCHELASTIC_RUN_ID is set, as by torchrun, but {', '.join(wrong)} is no number: start the command by "
+                "torchrun, or unset TORCHELASTIC_RUN_ID."
+            )
         return cls(
-            rank=int(environment["RANK"]),
-            size=int(environment["WORLD_SIZE"]),
-            local_rank=int(environment["LOCAL_RANK"]),
-            address=(environment["MASTER_ADDR"], int(environment["MASTER_PORT"])),
+            rank=int(numbers["RANK"]),
+            size=int(numbers["WORLD_SIZE"]),
+            local_rank=int(numbers["LOCAL_RANK"]),
+            address=(environment.get("MASTER_ADDR", "localhost"), int(numbers["MASTER_PORT"])),
         )
 
     def device(self, config: Config) -> str:

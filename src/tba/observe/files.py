@@ -61,7 +61,12 @@ class RunFolder:
         """Refuse a folder that `create` would refuse, and an output that cannot be written, before anything is loaded or
         made."""
         folder = cls(path)
-        existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+        above = (path, *path.absolute().parents)
+        if broken := next((parent for parent in above if parent.is_symlink() and not parent.exists()), None):
+            raise FileExistsError(
+                f"{broken} is a link to {os.readlink(broken)}, which is not there: choose another output=..., or correct it."
+            )
+        existing = next(parent for parent in above if parent.exists())
         if not existing.is_dir():
             raise FileExistsError(f"{existing} is a file, not a folder: choose another output=... or name=...")
         if existing == path and not keep_earlier:
@@ -107,9 +112,10 @@ class RunFolder:
 
     def reopen(self) -> None:
         """Go on in a claimed folder whose run is to be resumed."""
-        if not self.config.is_file():
+        if not self.config.is_file() or not self.config.stat().st_size:
+            lacks = "its config.yaml is empty" if self.config.is_file() else "it has no config.yaml"
             raise FileNotFoundError(
-                f"there is no run to resume in {self.path} (it has no config.yaml): give the config or the name of a run "
+                f"there is no run to resume in {self.path} ({lacks}): give the config or the name of a run "
                 "that was started before, or start it without --resume."
             )
         for folder in (self.logs, self.checkpoints):

@@ -51,8 +51,13 @@ def past_lines(config: Config, folder: RunFolder) -> list[PastLine]:
     if not folder.metrics.is_file():
         return []
     found = []
-    for text in folder.metrics.read_text(encoding="utf-8").split("\n")[:-1]:
-        record, prefix = json.loads(text), _evaluated_as(config)
+    for number, text in enumerate(folder.metrics.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            record, prefix = json.loads(text), _evaluated_as(config)
+        except ValueError:
+            raise ValueError(
+                f"{folder.metrics} line {number} is damaged, it is no JSON: remove the line, or move the file away."
+            ) from None
         step = record.pop("step")
         line = {name: math.nan if value is None else value for name, value in record.items()}
         own = {name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
