@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -176,7 +177,7 @@ def test_other_rows_are_evaluated_when_they_are_given(folder, tmp_path):
     assert (found["test_reward"], found["test_num_prompts"]) == (1.5, 2.0)
     assert trainer.state.log_history[-1]["test_reward"] == 1.5
     assert trainer.evaluate()["eval_reward"] == 0.0
-    with pytest.raises(ConfigError, match="prompts is a text: give a list"):
+    with pytest.raises(ConfigError, match="prompts is a str: give a list"):
         trainer.generate("w5")
 
 
@@ -186,6 +187,16 @@ def test_other_rows_are_evaluated_when_they_are_given(folder, tmp_path):
         ({"num_generations": "eight"}, "num_generations='eight' is no number"),
         ({"train": "fast"}, r"train='fast' is no section: give its settings, train=\{"),
         ({"seed": True}, "seed: a number is needed, got true"),
+        ({"bf16": "maybe"}, "bf16='maybe' is a text: give True or False"),
+        ({"output_dir": 5}, "output_dir=5 is a int: give the path of a folder"),
+        ({"generation_kwargs": "top_p=0.9"}, "generation_kwargs='top_p=0.9' is no mapping: give a dict"),
+        ({"model_init_kwargs": ["bf16"]}, r"model_init_kwargs=\['bf16'\] is no mapping"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 is below 1"),
+        ({"learning_rate": 1e-5, "warmup_ratio": 2}, "warmup_ratio=2 is no share of the run"),
+        ({"save_steps": -3}, "save_steps=-3 is no number of steps"),
+        ({"logging_steps": 0}, "logging_steps=0 is no number of steps"),
+        ({"logging_steps": 1.5}, "logging_steps=1.5 is no number of steps: write a whole one"),
+        ({"eval_strategy": "sometimes"}, "eval_strategy='sometimes' is none of no, steps, epoch"),
     ],
 )
 def test_arguments_of_a_wrong_type_are_refused_by_name(given, message):
@@ -220,6 +231,7 @@ class Judge:
         ({"callbacks": Judge()}, "callbacks has a Judge"),
         ({"processing_class": 5}, "processing_class is a int: give a tokenizer"),
         ({"processing_class": "tba:nothing"}, "is not shipped with the package"),
+        ({"processing_class": "./nowhere"}, "processing_class='./nowhere': there is no such folder"),
     ],
 )
 def test_what_is_no_reward_callback_or_tokenizer_is_refused_by_name(folder, tmp_path, given, message):
@@ -236,7 +248,26 @@ def test_a_model_without_a_head_is_refused_before_it_is_trained(folder, tmp_path
 
 def test_what_cannot_be_generated_is_refused_by_name(folder, tmp_path):
     trainer = TBATrainer(str(folder / "model"), sevens, TBAConfig(output_dir=tmp_path / "out"), ROWS)
-    with pytest.raises(ConfigError, match="num_generations=0 is below 1"):
-        trainer.generate(["w5"], num_generations=0)
+    for number in (0, "two"):
+        with pytest.raises(ConfigError, match=f"num_generations={number!r} is no number from 1 on"):
+            trainer.generate(["w5"], num_generations=number)
+    with pytest.raises(ConfigError, match="prompts is a int: give a list"):
+        trainer.generate(5)
     with pytest.raises(ConfigError, match=r"prompts\[1\] is 5: give text or a list of chat messages"):
         trainer.generate(["w5", 5])
+
+
+def test_a_start_model_that_the_run_would_move_aside_is_refused(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "out" / "checkpoints" / "step-2")
+    (tmp_path / "out" / "config.yaml").write_text("seed: 1\n")
+    trainer = TBATrainer(
+        str(tmp_path / "out" / "checkpoints" / "step-2"), sevens, TBAConfig(output_dir=tmp_path / "out"), ROWS
+    )
+    with pytest.raises(ValueError, match=r"is part of the run in .* choose another output_dir, or copy it elsewhere"):
+        trainer.train()
+
+
+def test_a_dataset_that_takes_long_is_told(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("tba.api.inputs.TOLD_EVERY_SECONDS", 0.0)
+    dataset_file([{"prompt": "a"}] * 3, tmp_path / "train.jsonl", what="train_dataset")
+    assert "train_dataset has given 2 rows, and is still read. Stop it if it has no end." in caplog.text

@@ -190,7 +190,13 @@ def _checked(name: str, value: Any) -> Any:
             value = json.loads(value)
     if is_section and value is not None and not isinstance(value, (Mapping, BaseModel)):
         raise ConfigError(f'{name}={value!r} is no section: give its settings, {name}={{"SETTING": VALUE}}.')
+    if name.endswith("_kwargs") and not isinstance(value, (Mapping, Unset, type(None))):
+        raise ConfigError(f'{name}={value!r} is no mapping: give a dict, {name}={{"NAME": VALUE}}.')
+    if name == "output_dir" and not isinstance(value, (str, Path, Unset, type(None))):
+        raise ConfigError(f"output_dir={value!r} is a {type(value).__name__}: give the path of a folder.")
     default = DEFAULTS.get(name)
+    if isinstance(value, str) and (isinstance(default, bool) or name == "bf16"):
+        raise ConfigError(f"{name}={value!r} is a text: give True or False.")
     is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
     if isinstance(value, str) and is_number and value != "auto":
         try:

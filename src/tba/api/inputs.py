@@ -6,8 +6,10 @@ from __future__ import annotations
 import filecmp
 import hashlib
 import json
+import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -16,6 +18,10 @@ from typing import Any
 from tba.config import ConfigError, RewardConfig
 from tba.models.names import check_named, resolve_path
 
+logger = logging.getLogger("tba")
+
+TOLD_EVERY_SECONDS = 10.0
+"""Time after which it is said, again and again, that a dataset is still read."""
 REWARD_TOKENS = 2048
 """Longest text that a reward model reads, in tokens, where its tokenizer does not say."""
 
@@ -45,7 +51,11 @@ def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, 
 
 def _json_lines(dataset: Iterable[Mapping[str, Any]], what: str) -> Iterator[bytes]:
     rows = "rows are mappings with a `prompt` of text or chat messages, and columns of plain data"
+    told = time.monotonic()
     for number, row in enumerate(dataset):
+        if time.monotonic() - told > TOLD_EVERY_SECONDS:
+            told = time.monotonic()
+            logger.warning("%s has given %s rows, and is still read. Stop it if it has no end.", what, f"{number:,}")
         if not isinstance(row, Mapping):
             raise ConfigError(f"row {number} of {what} is a {type(row).__name__}: {rows}.")
         try:
@@ -124,6 +134,7 @@ def _loaded(tokenizer: Any) -> Any:
         return found
     from transformers import AutoTokenizer
 
+    check_named("processing_class", str(tokenizer))
     return AutoTokenizer.from_pretrained(resolve_path(str(tokenizer)))
 
 

@@ -251,11 +251,11 @@ class TBATrainer:
         greedy where one is asked for and sampled otherwise."""
         from tba.api.generate import generate
 
-        if isinstance(prompts, str):
-            raise ConfigError("prompts is a text: give a list of prompts, also for one.")
-        if num_generations < 1:
+        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+            raise ConfigError(f"prompts is a {type(prompts).__name__}: give a list of prompts, also for one.")
+        if not isinstance(num_generations, int) or num_generations < 1:
             raise ConfigError(
-                f"num_generations={num_generations} is below 1: give the number of texts for each prompt."
+                f"num_generations={num_generations!r} is no number from 1 on: give the number of texts for each prompt."
             )
         for index, prompt in enumerate(prompts):
             if not isinstance(prompt, str) and not is_chat(prompt):

@@ -195,7 +195,10 @@ class Steps:
         batch, accumulated = given.get("per_device_train_batch_size"), given.get("gradient_accumulation_steps")
         if batch is None and accumulated is None:
             return given.get("generation_batch_size")
-        responses = (batch or 8) * (accumulated or 1) * ranks
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+            if given.get(name) is not None and given[name] < 1:
+                raise ConfigError(f"{name}={given[name]} is below 1: write 1 or more.")
+        responses = (8 if batch is None else batch) * (accumulated or 1) * ranks
         if responses % self.samples:
             raise ConfigError(
                 f"per_device_train_batch_size x gradient_accumulation_steps = {responses} responses of a step do not hold "
@@ -218,20 +221,24 @@ class Steps:
         """As many steps as the run can have."""
         return self.max_steps or (sys.maxsize if self._is_timed else DEFAULT_STEPS)
 
-    def of(self, value: float) -> int:
+    def of(self, name: str, value: float) -> int:
         """A number of steps; below 1 it is a share of the run."""
+        if not value > 0 or (value > 1 and value != int(value)):
+            raise ConfigError(
+                f"{name}={value} is no number of steps: write a whole one, or a share of the run, 0 to 1."
+            )
         if value >= 1:
             return int(value)
         return max(1, math.ceil(value * self.length))
 
-    def every(self, strategy: Any, steps: Any, *, default: float) -> int | None:
-        """Steps between two events: `no` = None, `epoch` or `steps`."""
-        strategy = _word(strategy)
+    def every(self, what: str, *, default: float) -> int | None:
+        """Steps between two events, `save` or `eval`: by their strategy `no` = None, `epoch` or `steps`."""
+        strategy, steps = _strategy(self._given, f"{what}_strategy"), self._given.get(f"{what}_steps")
         if strategy == "no":
             return None
         if strategy == "epoch":
-            return self.per_epoch or self.of(default)
-        return self.of(steps if steps is not None else default)
+            return self.per_epoch or self.of(f"{what}_steps", default)
+        return self.of(f"{what}_steps", steps if steps is not None else default)
 
     def sections(self) -> dict[str, Any]:
         train: dict[str, Any] = {}
@@ -254,6 +261,8 @@ def _optimizer(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, 
     if "max_grad_norm" in given:
         train["max_grad_norm"] = given["max_grad_norm"] or None
     kind = _word(given.get("lr_scheduler_type", "constant"))
+    if not 0 <= (given.get("warmup_ratio") or 0) <= 1:
+        raise ConfigError(f"warmup_ratio={given['warmup_ratio']} is no share of the run: write one from 0 to 1.")
     warmup = given.get("warmup_steps") or given.get("warmup_ratio") or 0
     rate = given.get("learning_rate")
     if kind not in SCHEDULES:
@@ -271,7 +280,7 @@ def _optimizer(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, 
         schedule: dict[str, Any] = {
             "kind": SCHEDULES[kind],
             "start": rate,
-            "warmup_steps": steps.of(warmup) if warmup else 0,
+            "warmup_steps": steps.of("warmup_steps", warmup) if warmup else 0,
         }
         if SCHEDULES[kind] != "constant":
             schedule["end"] = end
@@ -298,26 +307,23 @@ def _reports(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, An
     evaluate: dict[str, Any] = {}
     train: dict[str, Any] = {}
     if "save_strategy" in given or "save_steps" in given:
-        strategy = _word(given.get("save_strategy", "steps"))
-        train["checkpoint_every"] = (
-            None if strategy == "best" else steps.every(strategy, given.get("save_steps"), default=500)
-        )
+        is_best = _strategy(given, "save_strategy") == "best"
+        train["checkpoint_every"] = None if is_best else steps.every("save", default=500)
     limit = given.get("save_total_limit", 0)
     train["keep_checkpoints"] = limit if limit > 0 else steps.most  # as many as can be
     if "eval_strategy" in given or "eval_steps" in given:
         default = given.get("logging_steps") or 500
-        evaluate["every"] = (
-            steps.every(given.get("eval_strategy", "steps"), given.get("eval_steps"), default=default) or 0
-        )
+        evaluate["every"] = steps.every("eval", default=default) or 0
     if "metric_for_best_model" in given:
         evaluate["best_metric"] = str(given["metric_for_best_model"]).removeprefix("eval_")
     if given.get("greater_is_better") is False:
         evaluate["lower_is_better"] = True
     if "logging_steps" in given:
-        observe["log_every"] = steps.of(given["logging_steps"])
-    if _word(given.get("logging_strategy")) == "no":
+        observe["log_every"] = steps.of("logging_steps", given["logging_steps"])
+    logging = _strategy(given, "logging_strategy")
+    if logging == "no":
         observe["log_every"] = steps.most  # the last step has a line in any case
-    if _word(given.get("logging_strategy")) == "epoch" and steps.per_epoch is not None:
+    if logging == "epoch" and steps.per_epoch is not None:
         observe["log_every"] = steps.per_epoch
     if given.get("log_completions"):
         observe["samples_every"] = observe.get("log_every", 20)
@@ -337,6 +343,14 @@ def _sinks(report_to: Any, tell: Tell) -> list[str]:
         if name not in (*SINKS, "none"):
             tell(f"report_to={name!r} has no meaning here: metrics go to metrics.jsonl, tensorboard or wandb.")
     return [name for name in SINKS if name in wanted]
+
+
+def _strategy(given: Mapping[str, Any], name: str) -> str:
+    """When something happens: the value of `save_strategy`, `eval_strategy` or `logging_strategy`."""
+    known = ("no", "steps", "epoch", *(("best",) if name == "save_strategy" else ()))
+    if (strategy := _word(given.get(name, "steps"))) not in known:
+        raise ConfigError(f"{name}={strategy!r} is none of {', '.join(known)}: write one of them.")
+    return strategy
 
 
 def _word(value: Any) -> str:
