@@ -58,6 +58,7 @@ def importer(tmp_path):
             eos_id=EOS,
             stop_ids={EOS},
             context=20,
+            reward_names=("r",),
             score_rewards=score_rewards,
             score_reference=score_reference,
         )
@@ -174,6 +175,7 @@ def test_an_empty_or_missing_file_is_an_error(importer, tmp_path):
             eos_id=EOS,
             stop_ids={EOS},
             context=20,
+            reward_names=("r",),
             score_rewards=lambda groups: [],
             score_reference=lambda prompts, ids: [],
         )

@@ -325,6 +325,12 @@ def test_another_schema_version_is_refused(tmp_path):
             use(path)
 
 
+def test_the_database_of_another_program_is_not_to_be_removed(tmp_path):
+    sqlite3.connect(tmp_path / "r.sqlite").execute("CREATE TABLE mine (a)")
+    with pytest.raises(DurableReplayError, match=r"is the database of another program: give a run folder"):
+        ids_in(tmp_path / "r.sqlite")
+
+
 def test_a_file_that_is_no_database_is_refused(tmp_path):
     (tmp_path / "r.sqlite").write_text("hello" * 1000)
     with pytest.raises(DurableReplayError, match=r"could not be opened .*file is not a database"):

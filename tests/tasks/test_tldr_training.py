@@ -118,6 +118,7 @@ def test_too_few_pairs_to_hold_any_out_is_said_in_words(tmp_path, base):
         ("missing column", {"prompt": "w3", "chosen": "w5"}),
         ("wrong type", GOOD | {"rejected": ["w6"]}),
         ("empty response", GOOD | {"chosen": "  "}),
+        ("no preference", GOOD | {"rejected": GOOD["chosen"]}),
         ("empty prompt", GOOD | {"prompt": ""}),
         ("not JSON", b'{"prompt": '),
         ("no object", [1]),

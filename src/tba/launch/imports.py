@@ -75,6 +75,7 @@ def _import_groups(config: Config, inputs: RunInputs, *, log: Path) -> list[Traj
                 eos_id=stop_ids[0] if eos_id is None else eos_id,
                 stop_ids=stop_ids,
                 context=loaded.context,
+                reward_names=tuple(task.reward_weights),
                 score_rewards=score_rewards,
                 score_reference=lambda prompts, responses: reference.score(
                     prompts, responses, config.generate.temperature
@@ -136,13 +137,14 @@ def import_responses(
     eos_id: int,
     stop_ids: Collection[int],
     context: int,
+    reward_names: Collection[str],
     score_rewards: RewardScorer,
     score_reference: ReferenceScorer,
 ) -> list[TrajectoryGroup]:
     """The responses of one file, one group per prompt, in the order of the file. Bad lines are an error that lists them;
     nothing is half imported. `eos_id` closes texts; a response that ends with one of `stop_ids` is finished. Prompt and
     response have at most `context` tokens."""
-    reader = LineReader(PromptFinder(prompts), tokenizer, eos_id, frozenset(stop_ids), context)
+    reader = LineReader(PromptFinder(prompts), tokenizer, eos_id, frozenset(stop_ids), context, tuple(reward_names))
     responses = _read(path, reader)
     rewards = _complete_rewards(responses, score_rewards)
     log_refs = score_reference([r.prompt.token_ids for r in responses], [r.token_ids for r in responses])
@@ -213,13 +215,15 @@ def _read(path: Path, reader: LineReader) -> list[ImportedResponse]:
 
 @dataclass(frozen=True)
 class LineReader:
-    """LineReader(PromptFinder(prompts), tokenizer, eos_id=2, stop_ids={2, 5}, context=512).parse('{"id": "p0", ...}')"""
+    """LineReader(PromptFinder(prompts), tokenizer, 2, {2, 5}, context=512, reward_names=["f"]).parse('{"id": "p0", ...}')"""
 
     finder: PromptFinder
     tokenizer: Tokenizer
     eos_id: int
     stop_ids: frozenset[int]
     context: int
+    reward_names: tuple[str, ...]
+    """Names of the task's rewards."""
 
     def parse(self, text: str) -> ImportedResponse:
         try:
@@ -244,7 +248,7 @@ class LineReader:
             else line["completion"],
             token_ids=np.array(ids, np.int32),
             finished=_finish(line, "stop" if ids[-1] in self.stop_ids else "length") == "stop",
-            rewards=_given_rewards(line),
+            rewards=_given_rewards(line, self.reward_names),
         )
 
     def _tokens(self, line: Mapping[str, Any]) -> list[int]:
@@ -268,13 +272,15 @@ def _finish(line: Mapping[str, Any], otherwise: str) -> str:
     return finish
 
 
-def _given_rewards(line: Mapping[str, Any]) -> Mapping[str, float] | None:
+def _given_rewards(line: Mapping[str, Any], names: Collection[str]) -> Mapping[str, float] | None:
     """The rewards that a line gives, null = not applicable; None where it gives none."""
     given = line.get("rewards")
     if given is None:
         return None
     if not isinstance(given, dict):
         raise ValueError(f"`rewards` is a {type(given).__name__}, not an object of numbers by name")
+    if unknown := sorted(given.keys() - set(names)):
+        raise ValueError(f"has rewards {unknown}, and the task's are {sorted(names)}: rename or leave out `rewards`")
     numbers = [value for value in given.values() if value is not None]
     if not all(isinstance(value, (int, float)) and abs(value) <= LARGEST_REWARD for value in numbers):
         raise ValueError(f"`rewards` must be an object of numbers by name, of at most {LARGEST_REWARD:g}, or null")

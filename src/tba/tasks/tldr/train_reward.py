@@ -239,10 +239,13 @@ def read_pairs(path: Path, *, on_bad_row: Literal["stop", "skip"] = "stop") -> l
 
 def read_pair(row: DataRow) -> Pair:
     require_object(row, columns="a `prompt`, a `chosen` and a `rejected` response")
+    chosen, rejected = _response(row, "chosen"), _response(row, "rejected")
+    if chosen == rejected:
+        raise BadRow("no preference", f"{row.place}: `chosen` and `rejected` are the same.")
     return Pair(
         prompt=prompt_column(row, "prompt"),
-        chosen=_response(row, "chosen"),
-        rejected=_response(row, "rejected"),
+        chosen=chosen,
+        rejected=rejected,
         place=row.place,
         line=row.line,
     )
