@@ -24,6 +24,9 @@ CHAT = '{"prompt": [{"role": "alien", "content": "w5"}], "want": "w7"}\n'
 ROW = '{"prompt": "w5 w6", "want": "w7"}\n'
 GOOD = "def f(completions, **columns):\n    return [1.0] * len(completions)\n"
 STUDY = "name: s\nmetric: {}\nrows: {{tb: {{objective.name: tb}}}}\ncolumns: {{sync: {{mode: sync}}}}\nseeds: [0]\n"
+STATUS = (
+    f'{{"host": "{socket.gethostname()}", "pid": 4194302, "pid_started": null, "step": 1, "time": %s, "roles": [%s]}}'
+)
 BASE = (*SETTINGS, "mode=sync", "search.max_reward_failures=8", "task.eval_fraction=0")
 PROBLEM = ["--model", "@/model", "--data", "@/data.jsonl", "--reward", "@/rewards.py:sevens"]
 """Arguments of a good run; @ is the folder of the tiny problem."""
@@ -48,6 +51,15 @@ def imported(text: str) -> tuple[list[str], dict[str, str]]:
 
 
 CONFIGS = {
+    "an output that is an address": (["output=s3://bucket/runs"], "output: 's3:/bucket/runs' is an address"),
+    "an output with a variable": (["output=$NOWHERE/runs"], "output: '$NOWHERE/runs' has a variable"),
+    "an output of nobody": (["output=~nobodyatall/x"], "output: '~nobodyatall/x': there is no such user"),
+    "an output behind a broken link": (["output=away"], "away is a link to gone, which is not there"),
+    "an address without a cluster": (["runtime.address=auto"], "runtime.address=auto is of a Ray cluster and needs"),
+    "a decay longer than its schedule": (
+        ["train.learning_rate={kind: wsd, start: 1e-3, steps: 5, decay_steps: 50}"],
+        "train.learning_rate: decay_steps=50 and warmup_steps=0 exceed steps=5",
+    ),
     "an unknown key": (["train.max_step=1"], "did you mean train.max_steps?"),
     "an unknown section": (["trian.max_steps=1"], "unknown key trian"),
     "a word for a number": (["train.max_steps=many"], "train.max_steps: Input should be a valid integer"),
@@ -147,6 +159,28 @@ CONFIGS = {
     "a folder in use": (["name=used", "overwrite=true"], f"on this host ({socket.gethostname()})"),
 }
 FILES = {
+    "a reward for a task with its own": (
+        [*PROBLEM, "task.name=arithmetic"],
+        {},
+        "--reward is for task.name=custom, and task.name=arithmetic has its own",
+    ),
+    "a run that would replace its start model": (
+        [*own(model="runs/own/checkpoints/step-1"), "name=own", "overwrite=true"],
+        {"runs/own/config.yaml": "seed: 1\n", "runs/own/checkpoints/step-1/manifest.json": '{"files": {}}'},
+        "is part of the run in runs/own, which a new run there replaces",
+    ),
+    "imports that are a folder": ([*PROBLEM, "replay.imports=[runs]"], {}, "runs is a folder. Give a JSONL file"),
+    "imports with other rewards": (
+        *imported('{"prompt": "@", "completion": "w5", "rewards": {"other": 1}}\n'),
+        "line 1 has rewards ['other'], and the task's are ['sevens']",
+    ),
+    "a model without layers": (own(model="./flat"), {}, "its config.json has num_hidden_layers=0, and at least 1"),
+    "a tokenizer with a gap": (own(model="./gap"), {}, "'w7' (id 5000). Use the tokenizer that the model was trained"),
+    "weights that are integers": (
+        own(model="@/whole"),
+        {},
+        "and 8 more of model.safetensors are integers, and config.json has no quantization_config",
+    ),
     "a YAML file that is none": (["broken.yaml"], {"broken.yaml": "train: [1\n"}, "is not valid YAML"),
     "a YAML file of a list": (["list.yaml"], {"list.yaml": "- 1\n"}, "holds a list; expected sections"),
     "a YAML key that is a list": (["k.yaml"], {"k.yaml": "? [1, 2]\n: 3\n"}, "found unhashable key"),
@@ -289,6 +323,10 @@ FILES = {
     "a task file that exits": (["task.name=t.py:T"], {"t.py": "import sys\nsys.exit()\n"}, "t.py:2 failed: SystemExit"),
 }
 RUNS = {
+    "a reward whose error has half a character": (
+        *rewards("def f(completions): raise ValueError('\\ud83d')\n"),
+        "r.py:1: ValueError: \\ud83d",
+    ),
     "a reward that returns nothing": (
         *rewards("def f(completions): pass\n"),
         "returned a NoneType: it must return a list, one number per completion",
@@ -382,6 +420,23 @@ COMMANDS = {
         "file.txt is a file, not a folder",
     ),
     "a status that is a list": (["status", "r"], {"r/status.json": "[]"}, "r/status.json is damaged (TypeError"),
+    "a status that was never": (["status", "r"], {"r/status.json": STATUS % ("1e999", "")}, "r/status.json is damaged"),
+    "a status of texts": (
+        ["status", "r"],
+        {"r/status.json": STATUS % ("5.0", '"trainer"')},
+        "r/status.json is damaged",
+    ),
+    "a run to stop that never was": (
+        ["stop", "r"],
+        {"r/status.json": STATUS % ("5.0", "")},
+        "r does not run: it ended",
+    ),
+    "a model without layers, examined": (["doctor", "./flat"], {}, "its config.json has num_hidden_layers=0"),
+    "a study that waits for less than nothing": (
+        ["compare", "s.yaml", "--wait-seconds", "-1"],
+        {"s.yaml": STUDY.format("accuracy")},
+        "--wait-seconds: -1 is below 0",
+    ),
     "a status that is cut off": (
         ["status", "r"],
         {"r/status.json": '{"pid": 1'},
@@ -432,7 +487,8 @@ def damaged_models(folder):
     weights = load_file(folder / "model" / "model.safetensors")
     lacking = {name: tensor for name, tensor in weights.items() if "input_layernorm" not in name}
     broken = {**weights, "model.norm.weight": weights["model.norm.weight"] / 0}
-    for name, tensors in (("lacking", lacking), ("broken", broken)):
+    whole = {name: tensor.char() for name, tensor in weights.items()}
+    for name, tensors in (("lacking", lacking), ("broken", broken), ("whole", whole)):
         damaged(folder, folder / name, {"model.safetensors": lambda _, own=tensors: save(own, {"format": "pt"})})
     damaged(folder, folder / "vocabulary", {"config.json": changed(vocab_size=47)})
     damaged(folder, folder / "headless", {"config.json": changed(tie_word_embeddings=False)})
@@ -445,6 +501,7 @@ def damaged_models(folder):
 def prepare(folder, here) -> None:
     """What some of the cases find: a file, a folder of somebody's, one in use, and a model whose weights are cut off."""
     (here / "file.txt").write_text("mine")
+    (here / "away").symlink_to("gone")
     os.mkfifo(here / "pipe")
     (here / "packed.jsonl").write_bytes(gzip.compress(ROW.encode()))
     (here / "utf32.jsonl").write_bytes(ROW.encode("utf-32"))
@@ -474,6 +531,10 @@ def prepare(folder, here) -> None:
     ):
         damaged(folder, here / name, {"tokenizer_config.json": changed(chat_template=template)})
     wordless = {"type": "WordLevel", "vocab": {}, "unk_token": "<unk>"}
+    gap = json.loads((folder / "model" / "tokenizer.json").read_text())["model"]
+    gap["vocab"]["w7"] = 5000
+    damaged(folder, here / "gap", {"tokenizer.json": changed(model=gap)})
+    damaged(folder, here / "flat", {"config.json": changed(num_hidden_layers=0)})
     damaged(folder, here / "wordless", {"tokenizer.json": changed(model=wordless)})
     damaged(folder, here / "headless_attention", {"config.json": changed(num_attention_heads=0)})
     damaged(folder, here / "three_heads", {"config.json": changed(num_attention_heads=3)})
@@ -498,7 +559,8 @@ def test_a_bad_input_is_told_in_words_and_leaves_nothing(
     prepare(folder, tmp_path)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        prompt = json.loads((folder / "data.jsonl").read_text().splitlines()[0])["prompt"]
+        (tmp_path / name).write_text(text.replace("@", prompt) if name == "i.jsonl" else text)
     before = contents(tmp_path)
     monkeypatch.chdir(tmp_path)
     arguments = [argument.replace("@", str(folder)) for argument in arguments]

@@ -43,7 +43,23 @@ def check_before_loading(config: Config, *, resume: bool = False, keep_earlier: 
     check_inputs(config)
     for imported in config.replay.imports:
         if not Path(imported).is_file():
-            raise ValueError(f"replay.imports: file {imported} does not exist.")
+            found = "is a folder" if Path(imported).is_dir() else "does not exist"
+            raise ValueError(f"replay.imports: file {imported} {found}. Give a JSONL file.")
+    if (config.overwrite or keep_earlier) and not resume and config.run_folder.is_dir():
+        _refuse_replacing_inputs(config)
+
+
+def _refuse_replacing_inputs(config: Config) -> None:
+    """Refuse to replace, or to move aside, a run whose folder holds what the new run starts from."""
+    inputs = {"model.path": config.model.path, "task.data": config.task.data, "task.eval_data": config.task.eval_data}
+    named = [*inputs.items(), *(("replay.imports", str(imported)) for imported in config.replay.imports)]
+    for key, path in named:
+        place = None if path is None else Path(path).expanduser().resolve()
+        if place is not None and config.run_folder.resolve() in (place, *place.parents):
+            raise ValueError(
+                f"{key}={path} is part of the run in {config.run_folder}, which a new run there replaces: choose another "
+                "name (name=...), or copy it elsewhere first."
+            )
 
 
 def check_inputs(config: Config) -> None:

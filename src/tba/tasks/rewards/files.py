@@ -120,7 +120,8 @@ def memory_words() -> str:
 
 def shortened(text: str, limit: int = LONGEST_TEXT) -> str:
     """The beginning of a text in one line, with the number of characters left out."""
-    words = " ".join(text[:limit].split())
+    # Half a character ("\\ud83d") has no UTF-8: no log or terminal would take it.
+    words = " ".join(text[:limit].split()).encode(errors="backslashreplace").decode()
     return words if len(text) <= limit else f"{words}... ({len(text) - limit} more characters)"
 
 
