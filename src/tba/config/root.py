@@ -128,7 +128,7 @@ class Config(Section):
 
     def by_kind(self) -> dict[str | None, Config]:
         """The config of a searcher of each kind, by the kind's name; None without kinds."""
-        kinds = [self.search.kind_at(index) for index in range(self.search.num_searchers)]
+        kinds = [self.search.kind_at(index) for index in range(self.search.count)]
         return {kind: self.for_searcher(kinds.index(kind)) for kind in dict.fromkeys(kinds)}
 
     @property
@@ -157,8 +157,8 @@ class Config(Section):
             return self.replay.max_lag
         if self.replay.lag != "pace":
             return 8
-        slots = sum(self.for_searcher(index).generate.slots or 0 for index in range(self.search.num_searchers))
-        judged = self.search.num_searchers * ((self.search.reward_workers or 1) - 1) * self.samples_generated_per_prompt
+        slots = sum(self.for_searcher(index).generate.slots or 0 for index in range(self.search.count))
+        judged = self.search.count * ((self.search.reward_workers or 1) - 1) * self.samples_generated_per_prompt
         return 1 + self.spare_lag + math.ceil((slots + judged) / self.train.responses_per_step)
 
     @property
@@ -232,9 +232,9 @@ class Config(Section):
                 f"train.publish_every={self.train.publish_every} makes no sense in {self.mode} mode, where the lag of every "
                 "step is given: leave it at 1."
             )
-        if self.takes_turns and self.search.num_searchers != 1:
+        if self.takes_turns and self.search.count != 1:
             raise ValueError(
-                f"search.num_searchers={self.search.num_searchers} needs mode=async: in {self.mode} mode one searcher and "
+                f"search.num_searchers={self.search.count} needs mode=async: in {self.mode} mode one searcher and "
                 "the trainer take turns."
             )
         if self.takes_turns and self.train.ranks != 1:

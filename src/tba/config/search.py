@@ -75,10 +75,11 @@ class KindConfig(Section):
 class SearchConfig(Section):
     """The searchers, which visit prompts, generate responses and have them rewarded."""
 
-    num_searchers: int = Field(default=1, ge=1, le=64)
-    """Number of searcher processes at the start; with kinds it follows from them. Visits to prompts are handed out to
-    searchers one by one, so that they can be replaced, and `tba searchers RUN --count N` can change their number while the
-    run goes on."""
+    num_searchers: int | None = Field(default=None, ge=1, le=64)
+    """Number of searcher processes at the start; with kinds it follows from them. None = 1, or 2 where all of an
+    asynchronous run computes on the CPU of one machine: they keep its cores busy while nobody trains. Visits to prompts are
+    handed out to searchers one by one, so that they can be replaced, and `tba searchers RUN --count N` can change their
+    number while the run goes on."""
     max_searchers: int | None = Field(default=None, ge=1, le=64)
     """Number of searchers that a run may come to where the trainer would wait for responses: beginning with num_searchers,
     one joins while it waits a tenth of its time, and one leaves where they wait for the time of more than one. None =
@@ -115,6 +116,11 @@ class SearchConfig(Section):
     skip_unsolved_after: int | None = Field(default=None, ge=1)
     """Number of unsolved visits in a row after which a prompt is skipped every other epoch; None = never skipped."""
 
+    @property
+    def count(self) -> int:
+        """Number of searcher processes at the start; 1 where it was left open and the machine was not asked."""
+        return self.num_searchers or 1
+
     def kind_at(self, index: int) -> str | None:
         """Name of the kind of searcher `index`; None where all are alike."""
         names = [name for name, kind in self.kinds.items() for _ in range(kind.count)]
@@ -134,15 +140,15 @@ class SearchConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _count_kinds(cls, values: Any) -> Any:
-        """With kinds, num_searchers is their sum. 1 counts as not given: it is the default."""
+        """With kinds, num_searchers is their sum."""
         kinds = values.get("kinds") if isinstance(values, dict) else None
         if not isinstance(kinds, dict) or not kinds:
             return values
         counts = [kind.count if isinstance(kind, KindConfig) else _count_of(kind) for kind in kinds.values()]
         if any(count is None for count in counts):
             return values  # their own checks say what is wrong
-        total, given = sum(count or 0 for count in counts), values.get("num_searchers", 1)
-        if given not in (1, total):
+        total, given = sum(count or 0 for count in counts), values.get("num_searchers")
+        if given not in (None, total):
             raise ValueError(
                 f"search.num_searchers={given} contradicts search.kinds, which are {total} searchers in all: leave it out."
             )
@@ -150,7 +156,7 @@ class SearchConfig(Section):
 
     @model_validator(mode="after")
     def _check_numbers(self) -> SearchConfig:
-        if self.max_searchers is not None and self.max_searchers < self.num_searchers:
+        if self.max_searchers is not None and self.max_searchers < self.count:
             raise ValueError(
                 f"search.max_searchers={self.max_searchers} is below search.num_searchers={self.num_searchers}: raise it, "
                 "or leave it out to keep their number."

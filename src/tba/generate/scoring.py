@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tba.generate.sampling import token_log_probs
 from tba.models.build_decoder import make_decoder
 from tba.models.decoder import Decoder
 from tba.models.decoder_attention import CausalAttention, SharedPrefixAttention
@@ -25,9 +24,6 @@ from tba.models.packed_attention import PackedLayout, attend_packed
 from tba.models.packing import length_batches, pack, padded, split_by_budget
 from tba.models.policy import PolicyModel, chosen_log_probs
 from tba.types import Weights
-
-LOGITS_AT_ONCE = 2**24
-"""Most numbers in one matrix of logits (64 MB in fp32)."""
 
 
 class ReferenceScorer:
@@ -157,13 +153,8 @@ class ReferenceScorer:
         return np.split(flat.cpu().numpy(), np.cumsum(lengths)[:-1])
 
     def _log_probs(self, hidden: Tensor, tokens_N: Tensor, temperature: float) -> Tensor:
-        # Its fused kernel never holds all logits, but knows no soft cap; the decoder's own logits below are capped.
-        if self.decoder.spec.logit_cap is None and hidden.is_cuda:
-            return chosen_log_probs(hidden, self.decoder.weights.head, tokens_N, temperature=temperature)[0]
-        rows = max(1, LOGITS_AT_ONCE // self.decoder.spec.vocab_size)
-        temperature_N = torch.full(tokens_N.shape, temperature, device=hidden.device)
-        parts = zip(hidden.split(rows), tokens_N.split(rows), temperature_N.split(rows))
-        return torch.cat([token_log_probs(self.decoder.logits(h), tokens, t) for h, tokens, t in parts])
+        spec, head = self.decoder.spec, self.decoder.weights.head
+        return chosen_log_probs(hidden, head, tokens_N, temperature=temperature, softcap=spec.logit_cap)[0]
 
 
 class PackedAttention:

@@ -226,7 +226,7 @@ def make_runtime(
     return LocalRuntime(
         config.runtime,
         host,
-        num_searchers=config.search.num_searchers,
+        num_searchers=config.search.count,
         tensors=tensors,
         dtype=loaded.model.dtype,
         canary=learner.train_step.canary,

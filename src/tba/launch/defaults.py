@@ -41,17 +41,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import psutil
+import torch
+
 from tba.config import Config, Schedule
 from tba.launch.devices import placement_of, tokens_for
 from tba.launch.slots import is_short_of_memory, keys_and_values_beside_trainer, with_slots
 from tba.models.load import LoadedModel
 from tba.objectives.registry import make_objective
 from tba.runtime.placement import RolePlacement, sees_gpu
+from tba.runtime.threads import usable_cores
 from tba.tasks.registry import max_prompt_tokens
 
 SECOND_UPDATE_AFTER = 3
 """Steps between the two updates on a batch."""
 
+MEMORY_SHARE = 8
+"""A second searcher may take one of so many parts of the machine's memory."""
 LEAST_ROOM, STEPS_OF_ROOM = 100, 4
 """Responses of a prompt that replay has room for, at least (the paper's number), and in steps' worth of its visits."""
 
@@ -67,6 +73,7 @@ def with_defaults(
     tokens of the run's longest one, and is asked only where memory is short; None = as long as the settings allow. Where
     nothing `trains`, nothing is planned for it."""
     config = with_objective_defaults(config)  # changes nothing where it was done before
+    config = with_searchers(config, loaded)
     placement, longest = placement_of(config), max_prompt_tokens(config, loaded.context)
     # Looking at all prompts takes seconds where they are made when they are asked for.
     if longest_prompt is not None and is_short_of_memory(config, loaded, placement, longest_prompt=longest):
@@ -80,6 +87,25 @@ def with_defaults(
         needed = keys_and_values_beside_trainer(config, loaded, placement, longest_prompt=longest)
         tokens = tokens_for(config, loaded, placement, keys_and_values=needed)
     return config.model_copy(update={"train": train.model_copy(update={"tokens_per_micro_batch": tokens})})
+
+
+def with_searchers(config: Config, loaded: LoadedModel) -> Config:
+    """The config with search.num_searchers filled in.
+
+    On the CPU of one machine two searchers, each with one core's worth of threads, use what a waiting trainer leaves idle.
+    A single one would need threads for that, and threads of one product stand still where one of them finds its core taken.
+    Both hold the model and the reference.
+    """
+    search = config.search
+    if search.num_searchers is not None or config.takes_turns or config.runtime.kind != "local":
+        return config
+    on_cpu = set(RolePlacement.of(config, auto="cuda:0" if sees_gpu() else "cpu").devices) == {"cpu"}
+    searcher_bytes = 2 * loaded.num_parameters * torch.float32.itemsize
+    has_room = searcher_bytes * MEMORY_SHARE <= psutil.virtual_memory().total
+    count = 2 if on_cpu and has_room and usable_cores() > 1 else 1
+    return config.model_copy(
+        update={"search": search.model_copy(update={"num_searchers": min(count, search.max_searchers or count)})}
+    )
 
 
 def with_objective_defaults(config: Config) -> Config:

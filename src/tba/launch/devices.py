@@ -72,7 +72,7 @@ def _warn_of_idle(config: Config) -> None:
     placement, search = config.runtime.placement, config.search
     if placement is None:
         return
-    searchers = max(search.num_searchers, search.max_searchers or 0)
+    searchers = max(search.count, search.max_searchers or 0)
     if searchers < len(placement.searchers):
         logger.warning(
             "runtime.placement.searchers names %d devices for search.num_searchers=%d: the others stay idle.",

@@ -121,6 +121,7 @@ def _load_and_train(
     config = with_defaults(
         config, inputs.loaded, longest_prompt=partial(inputs.longest_prompt, "train", config.evaluate.split)
     )
+    use_cpu(threads_of(config).trainer)  # once more: now the number of searchers is known
     # While the model is still the reference. The replay buffer of a checkpoint holds what was imported.
     imported = import_groups(config, inputs) if checkpoint is None else []
     if not resume:

@@ -49,7 +49,7 @@ class Outside:
         self._board = board
         self._search = search
         most = search.max_searchers
-        self._rule = None if most is None else SearcherRule(least=search.num_searchers, most=most)
+        self._rule = None if most is None else SearcherRule(least=search.count, most=most)
         """Decides how many searchers there are, until somebody asks for a number; None = nobody but them does."""
         self._control = Control(folder.control)
         self._asked: int | None = None
@@ -260,7 +260,7 @@ def starters(config: Config, board: Board, logs: Path, replica: RunFolder | None
         from tba.runtime.cluster.roles import ClusterRoles, share_of_gpus
 
         available = 0.0 if config.model.device == "cpu" else ray.cluster_resources().get("GPU", 0.0)
-        gpus = share_of_gpus(available, 1 + config.search.num_searchers)
+        gpus = share_of_gpus(available, 1 + config.search.count)
         copy = None if replica is None else RunCopy(replica)
         with closing(
             ClusterRoles(config.runtime, board, logs=logs, threads=threads_of(config), gpus_each=gpus, copy=copy)

@@ -34,7 +34,7 @@ def why_no_mps(config: Config) -> str | None:
     if config.takes_turns:
         return f"in {config.mode} mode one process uses the GPU"
     placement = RolePlacement.of(config)  # what speaks for auto being cuda here is looked at next
-    if set(placement.trainer) | set(placement.searchers) == {"cpu"} or not sees_gpu():
+    if set(placement.devices) == {"cpu"} or not sees_gpu():
         return "there is no NVIDIA GPU to share"
     if not placement.shared_gpus:
         return "every role has a GPU of its own"

@@ -51,11 +51,16 @@ class RolePlacement:
         anywhere = [real(config.searcher_device(index)) for index in range(MAX_SEARCHERS)]
         return cls(
             trainer=trainer,
-            searchers=tuple(anywhere[: max(search.num_searchers, search.max_searchers or 0)]),
+            searchers=tuple(anywhere[: max(search.count, search.max_searchers or 0)]),
             later=frozenset(anywhere),
             sees_one=any(must_hide(kind) for kind in map(config.for_searcher, range(MAX_SEARCHERS))),
             on_cluster=config.runtime.kind == "ray",
         )
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Of the trainer's ranks, then of the searchers."""
+        return self.trainer + self.searchers
 
     @property
     def slots_device(self) -> str:

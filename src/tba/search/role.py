@@ -173,7 +173,7 @@ def run_searcher(link: Link, *, config: Config, index: int, incarnation: str, lo
 
 def prompts_per_searcher(config: Config) -> int:
     """A searcher's share of a step."""
-    return -(-config.train.prompts_per_step // config.search.num_searchers)
+    return -(-config.train.prompts_per_step // config.search.count)
 
 
 def config_on_device(config: Config) -> Config:
@@ -269,7 +269,7 @@ def max_unscored(config: Config) -> int:
     """Visits of a searcher that may wait for their rewards. They grow stale meanwhile: enough to keep both sides and all
     workers of the rewards busy, otherwise no more than a step's worth."""
     busy = (config.search.reward_workers or 1) + GROUPS_AT_ONCE
-    return max(2 * GROUPS_AT_ONCE, config.train.prompts_per_step // config.search.num_searchers, busy)
+    return max(2 * GROUPS_AT_ONCE, config.train.prompts_per_step // config.search.count, busy)
 
 
 def make_visits(config: Config, searcher: Searcher, role: SearcherRole) -> PacedVisits:

@@ -65,7 +65,7 @@ class Gate:
             deadline_seconds=getattr(self.config.runtime, setting),
             waiting=Waiting(
                 waiter="the trainer",
-                awaited=f"{self.config.search.num_searchers} searchers",
+                awaited=f"{self.config.search.count} searchers",
                 setting=f"runtime.{setting}",
                 heartbeats=self.heartbeats,
             ),
@@ -121,7 +121,7 @@ class Gate:
                 f"(replay.max_trained_per_generated={self._reuse:g})"
             )
         return (
-            f"the trainer waited for {' and for '.join(lacking)} from {self.config.search.num_searchers} searchers; look at "
+            f"the trainer waited for {' and for '.join(lacking)} from {self.config.search.count} searchers; look at "
             f"logs/searcher-*.log, or raise the deadline for large models and slow rewards{self._reward_words()}"
         )
 

@@ -5,10 +5,10 @@ update move log_pi of a new response by
 
     train.target_drift x sqrt(signal x entropy)    nats.
 
-The entropy is that of a response: log-probs of a policy's own samples lie about its square root apart. The signal is the
-share of recent updates that is no noise: the correlation, within prompts, of the drift of new responses with their rewards.
-Both are measured for nothing. A new batch was generated some updates ago and has not been trained on since, so its drift,
-log_pi now - log_pi when generated, is the work of the updates in between.
+The entropy is that of a response, at most MOST_ENTROPY: log-probs of a policy's own samples lie about its square root
+apart. The signal is the share of recent updates that is no noise: the correlation, within prompts, of the drift of new
+responses with their rewards. Both are measured for nothing. A new batch was generated some updates ago and has not been
+trained on since, so its drift, log_pi now - log_pi when generated, is the work of the updates in between.
 
 1. The first update has no drift to go by. It is made longer or shorter until it moves its own batch by FIRST x
    train.target_drift x sqrt(entropy).
@@ -39,19 +39,18 @@ START = 1e-6
 FIRST = 1.7
 """Movement of the first update, in units of train.target_drift x sqrt(entropy): Adam's first step is a full one for every
 weight, whatever its gradient, and moves several times as far as later ones of the same rate."""
-USUAL_SIGNAL, LEAST_SIGNAL, MOST_SIGNAL = 0.1, 0.03, 0.25
+USUAL_SIGNAL, LEAST_SIGNAL, MOST_SIGNAL = 0.1, 0.03, 0.15
 """What the signal is taken to be before the first batch shows it, at least and at most. It is known to .02 after 32 batches,
 and where nearly all of an update is signal, longer ones are soon noise."""
-LEAST_ENTROPY = 0.01
-"""Nats per response. A policy that is surer than that has nothing left to learn by sampling."""
-STEPS, MOST_HORIZON = 200, 2.5
+LEAST_ENTROPY, MOST_ENTROPY = 0.01, 10.0
+"""Nats per response. A policy that is surer has nothing left to learn by sampling; longer responses bear no longer steps:
+with 20 nats and more, what their root asks for is mostly noise (one_family: .92 instead of .98)."""
+STEPS, MOST_HORIZON = 200, 5.0
 """Steps of the run that train.target_drift is said for, and the largest factor for shorter and longer ones."""
 RISE = 2.0
 """Largest factor by which the rate rises from one step to the next."""
 MEMORY = 32
 """Number of batches that the averages are over, in the end."""
-ENTROPY_STEPS = 8
-"""Number of batches that the mean entropy is over."""
 LEAST_DECAY = 0.1
 """Share of its height below which the rate only falls: drifts become too small to measure."""
 VERSIONS_KEPT = 1024
@@ -69,7 +68,7 @@ class LearningRate:
     """Log of the drift in nats that one update of rate 1 would make; NaN = not measured yet."""
     signal: float = field(init=False, default=USUAL_SIGNAL)
     entropy: float = field(init=False, default=math.nan)
-    """Nats per response, over the last batches; NaN = not measured yet."""
+    """Nats per response of the last batch, within their bounds; NaN = not measured yet."""
     batches: int = field(init=False, default=0)
     """Number of batches whose drift was measured."""
     squares: float = field(init=False, default=0.0)
@@ -104,10 +103,7 @@ class LearningRate:
         """The rate for a new batch, after what it shows of the updates before it."""
         self.horizon_factor = self.horizon(step, progress)
         if math.isfinite(entropy):
-            entropy = max(LEAST_ENTROPY, entropy)
-            self.entropy = (
-                entropy if math.isnan(self.entropy) else self.entropy + (entropy - self.entropy) / ENTROPY_STEPS
-            )
+            self.entropy = min(MOST_ENTROPY, max(LEAST_ENTROPY, entropy))
         drift, squares = found.get("off_policy/drift", 0.0), self._squares_since(found.get("off_policy/drift_lag", 0.0))
         if not (self.is_auto and drift > 0.0 and squares > 0.0):
             return self.at(step, progress)

@@ -164,15 +164,14 @@ class TrainStep:
         """Whether the policy computes in fp32."""
         return self.policy.model.dtype == torch.float32
 
-    @torch.no_grad()
     def movement(self, batch: Batch, before: Forward) -> float:
         """Nats that log_pi has moved since these outputs of the batch: mean |change| of a few responses."""
         (P, K), count = batch.shape, min(len(batch.lengths), MEASURED_RESPONSES)
         responses = sorted({index * P * K // count for index in range(count)})
         change_R = torch.zeros(len(responses), device=self.policy.device)
         dealt = deal_responses(batch, self.budget, responses, num_ranks=self.ranks.size)
-        for micro_batch in self._own_micro_batches(batch, dealt):
-            moved_N = self._forward(micro_batch).log_pi_N - before.log_pi_N[micro_batch.tokens_N]
+        for forward, micro_batch in self._computed(self._own_micro_batches(batch, dealt)):
+            moved_N = forward.log_pi_N - before.log_pi_N[micro_batch.tokens_N]
             chosen_N = torch.where(batch.loss_mask_N.to(moved_N.device)[micro_batch.tokens_N], moved_N, 0.0)
             place = torch.tensor([responses.index(response) for response in micro_batch.responses.tolist()]).long()
             place_N = torch.repeat_interleave(place, batch.lengths[micro_batch.responses]).to(moved_N.device)
