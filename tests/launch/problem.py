@@ -74,6 +74,7 @@ SETTINGS = (
     "generate.slots=16",
     "train.tokens_per_micro_batch=4096",
     "evaluate.num_prompts=4",
+    "search.num_searchers=1",
     "observe.progress=false",
 )
 

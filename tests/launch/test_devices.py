@@ -8,8 +8,8 @@ import torch
 from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
 from tba.config import ConfigError, load_config
-from tba.launch import devices
-from tba.launch.defaults import with_defaults, with_objective_defaults
+from tba.launch import defaults, devices
+from tba.launch.defaults import with_defaults, with_objective_defaults, with_searchers
 from tba.launch.devices import KV_BYTES, check_devices, kv_bytes, published_on_gpu, tokens_for, trainer_memory
 from tba.launch.run import load_inputs
 from tba.launch.slots import slots_for
@@ -205,6 +205,27 @@ def test_searchers_divide_what_a_gpu_has_for_them(gpus):
     assert kv_bytes(placement(apart), "cuda:1") == 12 * GIB
     assert kv_bytes(placement(apart, "search.num_searchers=3"), "cuda:1") == 4 * GIB
     assert kv_bytes(placement(apart), "cpu") == GIB
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parameters", "cores", "count"),
+    [
+        (["model.device=cpu"], 15_000_000, 2, 2),
+        (["model.device=cpu"], 15_000_000, 1, 1),
+        (["model.device=cpu"], 300_000_000, 2, 1),  # two copies are 2.4 GB of 16 GB, of which an eighth is 2
+        (["model.device=cuda"], 15_000_000, 16, 1),
+        (["model.device=cpu", "runtime.placement.searchers=[cuda:1]"], 15_000_000, 16, 1),
+        (["model.device=cpu", "search.num_searchers=1"], 15_000_000, 2, 1),
+        (["model.device=cpu", "search.max_searchers=1"], 15_000_000, 2, 1),
+        (["model.device=cpu", "mode=sync"], 15_000_000, 2, 1),
+        (["model.device=cpu", "runtime.kind=ray"], 15_000_000, 2, 1),
+    ],
+)
+def test_two_searchers_share_a_cpu_where_cores_and_memory_allow(monkeypatch, overrides, parameters, cores, count):
+    monkeypatch.setattr(defaults, "usable_cores", lambda: cores)
+    monkeypatch.setattr(defaults.psutil, "virtual_memory", lambda: SimpleNamespace(total=16_000_000_000))
+    config = load_config(None, overrides)
+    assert with_searchers(config, SimpleNamespace(num_parameters=parameters)).search.count == count
 
 
 def test_slots_are_filled_in_by_the_device_of_each_kind(gpus):

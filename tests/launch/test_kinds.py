@@ -41,7 +41,9 @@ def gaps_by_searcher(config) -> dict[int, list[np.ndarray]]:
 
 def test_a_run_of_two_kinds_stores_what_each_has_sampled_and_a_later_searcher_has_its_kind(folder):
     placed = "runtime.placement={trainer: [cpu], searchers: [cpu]}"
-    config = make_config(folder, "name=kinds", "train.max_steps=500", KINDS, placed, "generate.top_p=1")
+    config = make_config(
+        folder, "name=kinds", "train.max_steps=500", KINDS, placed, "generate.top_p=1", "search.num_searchers=null"
+    )
     seen = {}
 
     def operate() -> None:

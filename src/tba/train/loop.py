@@ -105,7 +105,7 @@ class Trainer:
             self.train_step.moved = False  # nothing of it is left to do, should the wait for the next batch be the end
             waited = self.gate.wait(self) if self.needs_batch else 0.0
             if self.step_index > 1:  # before that searchers have only begun
-                self.spare.add(waited, again, was_ready=was_ready)
+                self.spare.add(waited + (0.0 if was_ready else again))
         self.recorder.training_starts()
         started, progress = time.perf_counter(), self.progress
         batch = self.sample() if self.batch is None or self.needs_batch else self.batch
@@ -130,7 +130,7 @@ class Trainer:
             "step": time.perf_counter() - started,
             "publish_weights": publishing,
         }
-        self.spare.first_seconds = times["step"]
+        self.spare.step_seconds = times["step"]
         self.receive_seconds = 0.0
         watched = {**watched_metrics(batch, log_pi_N), "entropy": result.entropy}
         self.record(batch, measured, watched, times)

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from safetensors.torch import save_file
@@ -26,38 +25,27 @@ from tba.train.reference import Beta
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import TOKEN_FIELDS, Batch
 
-RECENT, WORTH = 4, 0.4
-"""Batches that are looked at, and how much of a first update a second one is worth."""
+RECENT, LATE = 4, 0.1
+"""Batches that are looked at, and the share of an update's seconds that makes one late."""
 
 
 @dataclass
 class SpareTime:
-    """Whether an asynchronous trainer has time for second updates.
+    """Whether an asynchronous trainer has time for second updates: one of the last batches was late. It was waited for, or
+    would have been. A trainer whose batches are all there in time is the bottleneck: a second update would cost it a new
+    batch."""
 
-    A second update takes the place of waiting. Where it takes longer than the batches were late, it costs new batches: it
-    is made while it brings more updates a second, counted as WORTH of one.
-    """
-
-    late: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """Seconds by which each of the last batches was late: the trainer waited so long for it, or would have."""
-    first_seconds: float = 0.0
+    late: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
+    step_seconds: float = 0.0
     """Of the last update on a new batch."""
-    second_seconds: float = 0.0
-    """Of the last second update; the first one is tried as soon as a batch is late."""
 
     @property
     def is_enough(self) -> bool:
-        if not any(self.late):
-            return False
-        late = fmean(self.late)
-        return (1.0 + WORTH) * (self.first_seconds + late) >= self.first_seconds + max(self.second_seconds, late)
+        return any(self.late)
 
-    def add(self, waited: float, again: float, *, was_ready: bool) -> None:
-        """Take the seconds waited before a step, and those of the second update that was made before, 0 = none was. What
-        was not there before it came during it, or later."""
-        self.late.append(waited + (0.0 if was_ready else again))
-        if again:
-            self.second_seconds = again
+    def add(self, seconds: float) -> None:
+        """Seconds waited before a step, with those of a second update that was made while no batch was there."""
+        self.late.append(seconds > LATE * self.step_seconds)
 
 
 @dataclass
