@@ -212,6 +212,7 @@ def test_searchers_divide_what_a_gpu_has_for_them(gpus):
     [
         (["model.device=cpu"], 15_000_000, 2, 2),
         (["model.device=cpu"], 15_000_000, 1, 1),
+        (["model.device=cpu"], 4_900_000, 2, 1),
         (["model.device=cpu"], 300_000_000, 2, 1),  # two copies are 2.4 GB of 16 GB, of which an eighth is 2
         (["model.device=cuda"], 15_000_000, 16, 1),
         (["model.device=cpu", "runtime.placement.searchers=[cuda:1]"], 15_000_000, 16, 1),

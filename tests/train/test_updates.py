@@ -353,10 +353,10 @@ def spare_time(*waited: float) -> SpareTime:
         ([], False),  # nothing is known yet
         ([0.21], True),  # more than a tenth of an update
         ([0.19], False),
-        ([0.21, 0.0, 0.0, 0.0], True),
-        ([0.21, 0.0, 0.0, 0.0, 0.0], False),  # the last four came in time
+        ([0.21, *[0.0] * 7], True),
+        ([0.21, *[0.0] * 8], False),  # the last eight came in time
         ([0.0] * 9, False),
     ],
 )
-def test_second_updates_are_made_while_one_of_the_last_four_batches_was_late(waited, enough):
+def test_second_updates_are_made_while_one_of_the_last_eight_batches_was_late(waited, enough):
     assert spare_time(*waited).is_enough is enough

@@ -77,7 +77,8 @@ class SearchConfig(Section):
 
     num_searchers: int | None = Field(default=None, ge=1, le=64)
     """Number of searcher processes at the start; with kinds it follows from them. None = 1, or 2 where all of an
-    asynchronous run computes on the CPU of one machine: they keep its cores busy while nobody trains. Visits to prompts are
+    asynchronous run computes on the CPU of one machine, for models of 5M parameters and more: they keep its cores busy while
+    nobody trains. Visits to prompts are
     handed out to searchers one by one, so that they can be replaced, and `tba searchers RUN --count N` can change their
     number while the run goes on."""
     max_searchers: int | None = Field(default=None, ge=1, le=64)

@@ -56,8 +56,9 @@ from tba.tasks.registry import max_prompt_tokens
 SECOND_UPDATE_AFTER = 3
 """Steps between the two updates on a batch."""
 
-MEMORY_SHARE = 8
-"""A second searcher may take one of so many parts of the machine's memory."""
+LEAST_SHARED, MEMORY_SHARE = 5_000_000, 8
+"""Parameters of the smallest model that a second searcher on a CPU pays for (0.3M: it takes the trainer's time, 200 steps of
+sort_digits last 61 s instead of 51), and the part of the machine's memory that it may take, one of so many."""
 LEAST_ROOM, STEPS_OF_ROOM = 100, 4
 """Responses of a prompt that replay has room for, at least (the paper's number), and in steps' worth of its visits."""
 
@@ -92,17 +93,16 @@ def with_defaults(
 def with_searchers(config: Config, loaded: LoadedModel) -> Config:
     """The config with search.num_searchers filled in.
 
-    On the CPU of one machine two searchers, each with one core's worth of threads, use what a waiting trainer leaves idle.
-    A single one would need threads for that, and threads of one product stand still where one of them finds its core taken.
-    Both hold the model and the reference.
+    On the CPU of one machine two searchers use what a waiting trainer leaves idle. A single one would need threads for that,
+    and threads of one product stand still where one of them finds its core taken. Both hold the model and the reference.
     """
     search = config.search
     if search.num_searchers is not None or config.takes_turns or config.runtime.kind != "local":
         return config
     on_cpu = set(RolePlacement.of(config, auto="cuda:0" if sees_gpu() else "cpu").devices) == {"cpu"}
     searcher_bytes = 2 * loaded.num_parameters * torch.float32.itemsize
-    has_room = searcher_bytes * MEMORY_SHARE <= psutil.virtual_memory().total
-    count = 2 if on_cpu and has_room and usable_cores() > 1 else 1
+    pays = loaded.num_parameters >= LEAST_SHARED and searcher_bytes * MEMORY_SHARE <= psutil.virtual_memory().total
+    count = 2 if on_cpu and pays and usable_cores() > 1 else 1
     return config.model_copy(
         update={"search": search.model_copy(update={"num_searchers": min(count, search.max_searchers or count)})}
     )

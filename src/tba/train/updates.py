@@ -25,7 +25,7 @@ from tba.train.reference import Beta
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import TOKEN_FIELDS, Batch
 
-RECENT, LATE = 4, 0.1
+RECENT, LATE = 8, 0.1
 """Batches that are looked at, and the share of an update's seconds that makes one late."""
 
 
