@@ -231,7 +231,7 @@ class TrainConfig(Section):
     second_update_after: int | None = Field(default=None, ge=0, le=100)
     """Number of steps after which a batch is trained a second time; 0 = never. The second update is made between two
     steps, and max_steps does not count it. In mode=async it is made only in time that the trainer would spend waiting. It is
-    left out while each of the last four batches was there in time; a trainer that is the bottleneck makes none.
+    left out while each of the last eight batches was there in time; a trainer that is the bottleneck makes none.
     So many batches are kept in the host's memory and in checkpoints. None = 3
     for objectives that bound the push of stale responses (tb), where the rate is auto, the policy computes in fp32 (as
     on a CPU; not on Ray nodes, unless model.dtype or model.device says so), nobody else's responses are trained on, and

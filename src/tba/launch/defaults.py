@@ -21,12 +21,13 @@ what the paper uses instead stands in its config files.
                                             one factor, with no study in docs/log.md
     train.learning_rate auto,               bench, one seed each: a fixed drift of .08 sqrt(entropy) costs word_sums and
         target_drift .18                    one_family, of .05 sort_digits. Against the rule before: quickstart and word_sums
-                                            level, dense_copy .03 and sort_digits about .02 behind, one_family .03 with a
-                                            variant; the whole bench has not been run (docs/log.md)
-    signal at most .25, at least .03        unbounded, quickstart dipped to 75%; .15 and .25 are level on sort_digits. .03:
-                                            no study
-    sqrt(200 / steps), .4 to 2.5            three_words of the story model: .40 after 180 s without it, .63 with it;
+                                            and the others level (docs/log.md)
+    at most 10 nats of entropy              one_family: .92 without a bound, .97 at 16, .985 at 10
+    signal at most .15, at least .03        unbounded, quickstart dipped to 75%; at .25 one_prompt dips, and a collapse was
+                                            called. .01 instead of .03: level on word_sums and one_family
+    sqrt(200 / steps), .2 to 5              three_words of the story model: .40 after 180 s without it, .63 with it;
                                             quickstart (400 steps) stays above 86% from step 100 on instead of 76%
+    search.num_searchers 2 on a CPU         three_words of the story model after 180 s: .54 with one, .89 with two
     train.settle .5                         bench with the rate before this one, and the embedded maths task, where
                                             evaluations stop swinging
     train.samples_per_prompt 8              docs/results.md: 4 and 8 cannot be told apart, 16 and 32 lose 2 and 4 points
@@ -57,8 +58,9 @@ SECOND_UPDATE_AFTER = 3
 """Steps between the two updates on a batch."""
 
 LEAST_SHARED, MEMORY_SHARE = 5_000_000, 8
-"""Parameters of the smallest model that a second searcher on a CPU pays for (0.3M: it takes the trainer's time, 200 steps of
-sort_digits last 61 s instead of 51), and the part of the machine's memory that it may take, one of so many."""
+"""Parameters of the smallest model that a second searcher on a CPU pays for (0.3M: it takes the trainer's time for second
+updates, sort_digits .80 to .84 instead of .84 to .86), and the part of the machine's memory that it may take, one of so
+many."""
 LEAST_ROOM, STEPS_OF_ROOM = 100, 4
 """Responses of a prompt that replay has room for, at least (the paper's number), and in steps' worth of its visits."""
 
