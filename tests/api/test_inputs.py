@@ -227,6 +227,10 @@ class Judge:
     [
         ({"reward_funcs": Judge}, r"reward_funcs has the class Judge: give an object of it, Judge\(\)"),
         ({"reward_funcs": "./nowhere"}, "reward_funcs='./nowhere': there is no such folder"),
+        (
+            {"reward_funcs": "sevens"},
+            r"reward_funcs='sevens' is taken for .* a reward model \(a function is given itself, or as `file.py:name`\): ",
+        ),
         ({"callbacks": [5]}, "callbacks has a int: give a list of transformers' TrainerCallbacks"),
         ({"callbacks": Judge()}, "callbacks has a Judge"),
         ({"processing_class": 5}, "processing_class is a int: give a tokenizer"),

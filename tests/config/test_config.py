@@ -108,6 +108,16 @@ def test_a_bad_setting_is_explained(override, message):
             "generate.lora=unmerged needs model.lora and generate.engine=vllm",
         ),
         (["generate.lora=unmerged", "generate.engine=vllm"], "generate.lora=unmerged needs model.lora"),
+        (
+            [
+                "task.name=custom",
+                "task.data=d.jsonl",
+                "task.rewards=[{function: r.py:f}]",
+                "task.eval_fraction=0",
+                "evaluate.best_metric=accuracy",
+            ],
+            "evaluate.best_metric=accuracy needs evaluations, and task.eval_fraction=0 holds no prompt out",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(overrides, message):

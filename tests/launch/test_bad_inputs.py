@@ -308,7 +308,21 @@ FILES = {
     ),
     "a model that is a file": (own(model="./m.gguf"), {"m.gguf": "GGUF"}, "m.gguf': that is a file, not a folder"),
     "a model that is not shipped": (own(model="tba:nothing"), {}, "is not shipped with the package"),
-    "a model without a config": (own(model="./m"), {"m/readme.txt": "x"}, "cannot be loaded"),
+    "a model without a config": (
+        own(model="./m"),
+        {"m/readme.txt": "x"},
+        "m' cannot be loaded: the folder has no config.json. Give",
+    ),
+    "a folder of the hub's cache": (
+        own(model="./models--a--b"),
+        {"models--a--b/snapshots/0a1b/config.json": "{}"},
+        "models--a--b/snapshots/0a1b has one. Give a folder with config.json",
+    ),
+    "a file of a checkpoint to go on from": (
+        ["runs/kept/checkpoints/step-1/manifest.json", "--resume"],
+        {},
+        "step-1/manifest.json is a file: `tba train runs/kept/checkpoints/step-1 --resume` goes on from its folder",
+    ),
     "a model with a broken config": (own(model="./m"), {"m/config.json": "{"}, "cannot be loaded"),
     "weights that are cut off": (own(model="./cut"), {}, "cannot be loaded"),
     "imports that are not there": (
@@ -432,6 +446,7 @@ COMMANDS = {
         "r does not run: it ended",
     ),
     "a model without layers, examined": (["doctor", "./flat"], {}, "its config.json has num_hidden_layers=0"),
+    "a model to examine as an option": (["doctor", "--model", "m"], {}, "no option --model: write `tba doctor MODEL`"),
     "a study that waits for less than nothing": (
         ["compare", "s.yaml", "--wait-seconds", "-1"],
         {"s.yaml": STUDY.format("accuracy")},
@@ -447,6 +462,7 @@ COMMANDS = {
         {"r/status.json": "{}"},
         "r/status.json is damaged (KeyError: 'host')",
     ),
+    "a model without a config, examined": (["doctor", "runs"], {}, "cannot be read: the folder has no config.json. "),
     "a model with heads of zero, examined": (
         ["doctor", "./headless_attention"],
         {},

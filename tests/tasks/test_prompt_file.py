@@ -1,8 +1,10 @@
 """Prompts that stay in their file."""
 
+import gc
 import gzip
 import json
 import tracemalloc
+import warnings
 
 import numpy as np
 import pytest
@@ -72,6 +74,15 @@ def test_a_file_that_changes_is_noticed(tmp_path):
         file.write(b"{}")
     with pytest.raises(RuntimeError, match="has changed since the run began"):
         prompts[0]
+
+
+def test_the_file_is_closed_with_its_prompts(tmp_path):
+    write(tmp_path / "prompts.jsonl", ROWS)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", ResourceWarning)
+        task(tmp_path / "prompts.jsonl", eval_fraction=0.3)
+        gc.collect()
+    assert not [warning.message for warning in found if "prompts.jsonl" in str(warning.message)]
 
 
 def test_ids_must_be_unique_all_the_same(tmp_path):

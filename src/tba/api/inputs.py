@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import ConfigError, RewardConfig
-from tba.models.names import check_named, resolve_path
+from tba.models.names import check_named, check_there, resolve_path
 
 logger = logging.getLogger("tba")
 
@@ -178,6 +178,8 @@ def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., An
         name = str(reward)
         if ".py" not in name:
             check_named("reward_funcs", name)
+            kinds = "a reward model (a function is given itself, or as `file.py:name`)"
+            check_there(f"reward_funcs={name!r} is taken for the name of {kinds}", name)
         return name if ".py" in name else ModelReward(name, None if tokenizer is None else _name_of(tokenizer, folder))
     if hasattr(reward, "save_pretrained") and not hasattr(reward, "tokenizer"):
         reward.save_pretrained(folder)

@@ -141,7 +141,12 @@ def run_arguments(arguments: list[str]) -> list[str]:
     """Arguments of `--resume` with a run folder, one of its checkpoints, or a name without a config, replaced by the config
     of that run."""
     for argument in arguments:
-        if "=" in argument or Path(argument).is_file():
+        if "=" in argument:
+            continue
+        if Path(argument).is_file():
+            parent = Path(argument).parent
+            if Path(argument).suffix not in (".yaml", ".yml") and run_of(str(parent)) is not None:
+                raise ConfigError(f"{argument} is a file: `tba train {parent} --resume` goes on from its folder.")
             continue
         path = _run_or_checkpoint(argument, arguments)
         if path is not None and (run := run_of(str(path))) is not None:

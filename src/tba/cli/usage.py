@@ -185,6 +185,8 @@ def unknown_option(option: str, context: Any) -> str:
     """What to write instead of an option that does not exist: the nearest option or setting, then all that is allowed."""
     options, name = option_names(context), option.lstrip("-").replace("-", "_")
     hint, also = nearest(name, {known.lstrip("-").replace("-", "_"): known for known in options}), ""
+    if any(parameter.name == name for parameter in context.command.params):
+        hint = f": write `{context.command_path} {name.upper()}`."
     if any(parameter.name in ("arguments", "overrides") for parameter in context.command.params):
         also = "; settings are written section.key=value"
         words = with_trl_names(unknown_key([name]), [name]).removeprefix(f"unknown key {name}").replace("?", "=...?")

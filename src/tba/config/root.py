@@ -286,6 +286,12 @@ class Config(Section):
                 f"generate.min_new_tokens={self.generate.min_new_tokens} is above "
                 f"generate.max_new_tokens={self.generate.max_new_tokens}: no response could end."
             )
+        task, best = self.task, self.evaluate.best_metric
+        if best is not None and task.name == "custom" and task.eval_data is None and task.eval_fraction == 0.0:
+            raise ValueError(
+                f"evaluate.best_metric={best} needs evaluations, and task.eval_fraction=0 holds no prompt out for them: "
+                "raise it, give task.eval_data, or leave evaluate.best_metric out."
+            )
         return self
 
     def _check_placement(self) -> None:

@@ -11,6 +11,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from tba.models.build_decoder import native_spec
 from tba.models.decoder import UnsupportedModel
 from tba.models.decoder_spec import DecoderSpec
 from tba.models.fused_pass import why_never_fused
-from tba.models.load import check_generates, told
+from tba.models.load import check_generates, check_has_config, told
 from tba.models.names import resolve_path
 from tba.models.policy import PolicyModel
 from tba.models.text_part import stated_context, switch_length
@@ -54,6 +55,7 @@ def examine_model(path: str, *, trust_remote_code: bool = False) -> list[tuple[s
     """Findings about a model with their names, in reading order."""
     found = resolve_path(path)
     with told(path, "cannot be read"):
+        check_has_config(Path(found))
         config = AutoConfig.from_pretrained(found, trust_remote_code=trust_remote_code)
     check_generates(path, config)
     with _quiet() as heard:

@@ -95,6 +95,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     adapter = Path(path) if is_adapter(Path(path)) else None
     base = path if adapter is None else resolve_path(base_of(adapter))
     with told(config.path, "cannot be loaded"):
+        check_has_config(Path(base))
         shape = AutoConfig.from_pretrained(base, **options)
     check_generates(config.path, shape)
     _check_has_tokenizer(config.path, Path(path))
@@ -203,6 +204,13 @@ def told(path: str, what: str) -> Iterator[None]:
             f"model.path={path!r} {what}: {kind}{words}. Give a folder with config.json, tokenizer "
             "and weights, all of them whole, or a hub name that can be reached (HF_HUB_OFFLINE=1 forbids downloads)."
         ) from error
+
+
+def check_has_config(folder: Path) -> None:
+    """Refuse a folder that is no model, and name one in there that is, such as a snapshot in a folder of the hub's cache."""
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        inside = sorted(found.parent for place in ("*", "snapshots/*") for found in folder.glob(f"{place}/config.json"))
+        raise ValueError("the folder has no config.json" + (f", and {inside[0]} has one" if inside else ""))
 
 
 def check_generates(path: str, shape: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -128,6 +129,7 @@ class FilePrompts(Sequence[Prompt]):
         self._path, self._read = path, read
         self._offsets, self._lines = array("q"), array("q")
         self._file = path.open("rb")
+        weakref.finalize(self, self._file.close)  # left open, PYTHONWARNINGS=error shows it as a traceback of ours
         self._stamp = self._stamp_now()
 
     def append(self, row: DataRow) -> None:
