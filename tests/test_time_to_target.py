@@ -36,4 +36,4 @@ def test_only_a_synchronous_run_has_its_evaluations_taken_off_the_clock(mode, la
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
 def test_every_arm_is_a_config_that_is_accepted(scenario):
     for arm in scenario.arms:
-        assert load_config(None, [*arm.overrides, "model.device=cpu"]).search.num_searchers in (1, 4, 12)
+        assert load_config(None, [*arm.overrides, "model.device=cpu"]).search.count in (1, 4, 12)
