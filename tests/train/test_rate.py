@@ -189,11 +189,11 @@ def test_the_rate_rises_by_at_most_a_factor_of_two_in_a_step():
     assert see(rate, 1e9) < 1e-9  # and falls at once
 
 
-def test_the_signal_is_the_mean_agreement_and_counts_within_bounds():
+def test_the_signal_is_the_mean_agreement_and_counts_as_three_hundredths_at_least():
     rate = begun(1e-4)
     see(rate, 1000.0, agreement=0.5)  # .1 + (.5 - .1) / 2
     assert rate.signal == pytest.approx(0.3)
-    assert rate.size == pytest.approx(0.4 * 0.15**0.5)  # no more than .15
+    assert rate.size == pytest.approx(0.4 * 0.3**0.5)  # .2 x sqrt(.3 x 4)
     see(rate, 1000.0, agreement=0.0)  # .3 - .3 / 3
     assert rate.signal == pytest.approx(0.2)
     see(rate, 1000.0, agreement=-0.2)  # .2 - .4 / 4

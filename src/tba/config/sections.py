@@ -242,8 +242,8 @@ class TrainConfig(Section):
     target_drift: float = Field(default=0.18, gt=0.0, le=10.0)
     """Drift that learning_rate=auto aims at: the mean |change of log_pi| of a new response by one update, in units of
     sqrt(signal x entropy). It is said for a run of 200 steps; of N steps it is sqrt(200 / N) times that. The entropy is that
-    of a response in nats. The signal is the correlation of the drift of new responses with their rewards, within .03 and
-    .15; .1 where it cannot be seen. Lower target_drift where a run is unstable."""
+    of a response in nats. The signal is the correlation of the drift of new responses with their rewards, at least .03; .1
+    where it cannot be seen. Lower target_drift where a run is unstable."""
     settle: float = Field(default=0.5, ge=0.0, le=1.0)
     """Share of the run, at its end, in which the rate of learning_rate=auto falls to zero."""
     adam_betas: tuple[AdamBeta, AdamBeta] = (0.9, 0.999)

@@ -39,9 +39,8 @@ START = 1e-6
 FIRST = 1.7
 """Movement of the first update, in units of train.target_drift x sqrt(entropy): Adam's first step is a full one for every
 weight, whatever its gradient, and moves several times as far as later ones of the same rate."""
-USUAL_SIGNAL, LEAST_SIGNAL, MOST_SIGNAL = 0.1, 0.03, 0.15
-"""What the signal is taken to be before the first batch shows it, at least and at most. It is known to .02 after 32 batches,
-and where nearly all of an update is signal, longer ones are soon noise."""
+USUAL_SIGNAL, LEAST_SIGNAL = 0.1, 0.03
+"""What the signal is taken to be before the first batch shows it, and at least: it is known to .02 after 32 batches."""
 LEAST_ENTROPY, MOST_ENTROPY = 0.01, 10.0
 """Nats per response. A policy that is surer has nothing left to learn by sampling; longer responses bear no longer steps:
 with 20 nats and more, what their root asks for is mostly noise (one_family: .92 instead of .98)."""
@@ -143,7 +142,7 @@ class LearningRate:
     @property
     def size(self) -> float:
         """Nats that an update is to move log_pi of a new response by."""
-        return self.target * math.sqrt(min(MOST_SIGNAL, max(LEAST_SIGNAL, self.signal)) * self.entropy)
+        return self.target * math.sqrt(max(LEAST_SIGNAL, self.signal) * self.entropy)
 
     def drift(self, progress: float) -> float:
         """Nats by which the next update will move it, as far as is known."""
