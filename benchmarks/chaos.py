@@ -42,15 +42,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the plan; the runs have the seed 0")
     parser.add_argument("--steps", type=int, default=680, help="optimizer steps of both runs")
     parser.add_argument("--quick", action="store_true", help="end after the faults, without a quiet run")
-    parser.add_argument("--folder", type=Path, help="a new folder for everything, which stays")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # of all that is started here
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` ends the runs
-    if arguments.folder is None:
-        with tempfile.TemporaryDirectory(prefix="tba-chaos-") as folder:
-            sys.exit(run_all(arguments, Path(folder)))
-    arguments.folder.mkdir(parents=True)
-    sys.exit(run_all(arguments, arguments.folder))
+    with tempfile.TemporaryDirectory(prefix="tba-chaos-") as folder:
+        sys.exit(run_all(arguments, Path(folder)))
 
 
 def run_all(arguments: argparse.Namespace, folder: Path) -> int:
