@@ -34,6 +34,7 @@ VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1",
 }  # fmt: skip
 """Defaults for a machine without network; a variable that is set already keeps its value."""
 FRESH = "on_policy_probability=1 max_uses=1 max_trained_per_generated=1 deduplicate=false"
