@@ -1,12 +1,11 @@
-"""How long one update takes on a CPU, of a language model of 15M parameters with 32,000 words, and where the time goes.
+"""How long one update takes on a CPU, of a language model of 15M parameters with 32,000 words.
 
-    python benchmarks/cpu_update.py                         # parts of an update, against the core's peak: one minute
-    python benchmarks/cpu_update.py --workers 1 2           # whole updates by so many workers
+    python benchmarks/cpu_update.py --workers 1 2           # by one and by two workers
     python benchmarks/cpu_update.py --workers 1 2 --busy 1  # the same beside one busy process
 
 A batch has 32 prompts of 24 tokens with four responses of 48 to 64 tokens each. Weights are random, of the shape of
 stories15M. Seconds are those of the wall clock and, in brackets, of all cores together: beside other processes the latter
-say more. GFLOP/s count each product once, however often it is computed.
+say more.
 """
 
 from __future__ import annotations
@@ -87,55 +86,6 @@ def seconds(work: Callable[[], object]) -> tuple[float, float]:
     return min(wall for wall, _ in found), min(cores for _, cores in found)
 
 
-def peak(dtype: torch.dtype) -> float:
-    """GFLOP/s of a product of two matrices of 1024 x 1024 on one core."""
-    left, right = (torch.randn(1024, 1024).to(dtype) for _ in range(2))
-    return 10 * 2 * 1.024**3 / seconds(lambda: [left @ right for _ in range(10)])[1]
-
-
-def gflop(model: LlamaForCausalLM, batch: Batch) -> float:
-    """Products of one forward pass; attention itself is left out."""
-    head = model.lm_head.weight.numel()
-    body = sum(parameter.numel() for parameter in model.parameters()) - head
-    predicted = len(batch.token_ids_N)
-    return 2e-9 * (head * predicted + body * (predicted + PROMPTS * PROMPT_TOKENS))
-
-
-def plain_update(model: LlamaForCausalLM, batch: Batch) -> None:
-    """The same gradients the way of transformers: padded responses, logits of 16 at once, log_softmax."""
-    for first in range(0, len(batch.lengths), 16):
-        rows = []
-        for response in range(first, first + 16):
-            own = batch.token_ids_N[batch.offsets[response] : batch.offsets[response + 1]]
-            rows.append(torch.cat([batch.prompt_tokens[response // SAMPLES], own]))
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        logits = model(tokens, logits_to_keep=tokens.shape[1] - PROMPT_TOKENS + 1).logits[:, :-1]
-        log_probs = torch.log_softmax(logits, -1).gather(2, tokens[:, PROMPT_TOKENS:, None])
-        log_probs.sum().backward()
-    model.zero_grad()
-
-
-def parts(tokens: int) -> None:
-    """Print seconds and GFLOP/s of the parts of an update by one thread."""
-    step, plain = make_step(tokens), story_model()
-    batch = story_batch(step.policy.vocabulary)
-    work = gflop(plain, batch)
-    print(f"{len(batch.token_ids_N)} response tokens, {work:.0f} GFLOP a forward pass; one core reaches ", end="")
-    print(f"{peak(torch.float32):.0f} GFLOP/s in fp32, {peak(torch.bfloat16):.0f} in bf16")
-    micro_batches = list(step._own_micro_batches(batch, step._all_responses(batch)))
-    forward = seconds(lambda: step._gather(batch, micro_batches))
-    update = seconds(lambda: step.gradients(batch, beta=1.0))
-    optimizer = seconds(lambda: (step.gradients(batch, beta=1.0), step.optimizer.step(1e-9)))
-    rows = {
-        "forward pass alone": (forward, work),
-        "forward and backward": (update, 3 * work),
-        "whole update": (optimizer, 3 * work),
-        "plain transformers": (seconds(lambda: plain_update(plain, batch)), 3 * work),
-    }
-    for name, ((wall, cores), size) in rows.items():
-        print(f"{name:22} {wall:6.2f} s ({cores:.2f})  {size / cores:5.0f} GFLOP/s a core", flush=True)
-
-
 def updates(workers: int, tokens: int) -> None:
     """Print the seconds of a whole update by so many workers."""
     step = make_step(tokens, workers)
@@ -151,7 +101,7 @@ def spin() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="*", default=[], help="numbers of workers of whole updates")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1], help="numbers of workers")
     parser.add_argument("--busy", type=int, default=0, help="number of busy processes beside")
     parser.add_argument("--tokens", type=int, default=1024, help="of a micro-batch")
     given = parser.parse_args()
@@ -159,8 +109,6 @@ def main() -> None:
     neighbours = [multiprocessing.Process(target=spin, daemon=True) for _ in range(given.busy)]
     for neighbour in neighbours:
         neighbour.start()
-    if not given.workers:
-        parts(given.tokens)
     for workers in given.workers:
         updates(workers, given.tokens)
     for neighbour in neighbours:

@@ -3,7 +3,6 @@
     pip install -e '.[benchmark]' && python benchmarks/end_to_end.py                 # about 25 minutes: 3 seeds
     python benchmarks/end_to_end.py --seeds 1 --steps 60                             # speed only, 3 minutes
     python benchmarks/end_to_end.py --seeds 1 --steps 200 --evaluate-every 20 --out curves.json
-    python benchmarks/end_to_end.py --plot curves.json                               # curves.png, accuracy by seconds
 
 Both train the shipped start model on `arithmetic`: 16 prompts x 8 samples a step, temperature 1, at most 64 new tokens,
 learning rate 2e-4, AdamW, clipping at 1. tba runs one trainer and one searcher process of one thread each, with m = 1,
@@ -150,19 +149,9 @@ def measure(kind: str, seed: int, steps: int, evaluate_every: int) -> dict[str, 
     """One run in a process of its own."""
     side, threads = KINDS[kind]
     command = [sys.executable, __file__, "--side", side, "--seed", str(seed), "--steps", str(steps)]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run(
-        [*command, "--evaluate-every", str(evaluate_every)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    command += ["--evaluate-every", str(evaluate_every)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
     if done.returncode:
         raise RuntimeError(f"{side} failed:\n{done.stderr[-3000:]}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
@@ -197,29 +186,6 @@ def line_of(run: dict[str, Any]) -> str:
     )
 
 
-def draw(curves: Path) -> Path:
-    """Accuracy against seconds of every run in the file, as a PNG beside it."""
-    from tba.compare.plot import new_figure
-
-    runs, picture = json.loads(curves.read_text()), curves.with_suffix(".png")
-    colours = {kind: f"C{index}" for index, kind in enumerate(KINDS)}
-    with new_figure(picture, width=8) as figure:
-        axes = figure.subplots()
-        for run in runs:
-            kind = run["kind"]
-            axes.plot(
-                [seconds for seconds, _ in run["curve"]], [100 * accuracy for _, accuracy in run["curve"]],
-                color=colours[kind], marker="o", markersize=4, label=kind if run["seed"] == 0 else None,
-            )  # fmt: skip
-        axes.set(xlabel="seconds of training", ylabel="held-out accuracy, %", ylim=(0, 100))
-        axes.grid(alpha=0.3)
-        axes.legend(loc="lower right", frameon=False)
-        figure.suptitle(
-            f"The same {runs[0]['steps']} steps of {PROMPTS} x {SAMPLES} responses, learning rate {LEARNING_RATE:g}"
-        )
-    return picture
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
@@ -227,13 +193,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--evaluate-every", type=int, default=40, help="steps between two evaluations")
     parser.add_argument("--out", type=Path, help="JSON file for the runs and their curves")
-    parser.add_argument("--plot", type=Path, metavar="CURVES", help="draw what --out has written, and run nothing")
     parser.add_argument("--side", choices=["tba", "trl"])
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    if arguments.plot:
-        print(draw(arguments.plot))
-    elif arguments.side:
+    if arguments.side:
         run = run_tba if arguments.side == "tba" else run_trl
         print(json.dumps(run(arguments.seed, arguments.steps, arguments.evaluate_every)))
     else:

@@ -1,13 +1,12 @@
 """What one GPU does: decoding and TB training on random weights of real shapes, with the limits beside the figures.
 
-    python benchmarks/gpu.py [PARTS]       roles publish run check decode experts check_train train lora offload score
+    python benchmarks/gpu.py [PARTS]       roles publish check decode train
     python benchmarks/gpu.py decode --shapes 7B --workloads 1k 8k-shared             parts of it
     python benchmarks/gpu.py decode --shapes 0.5B 1.1B --workloads 256 shared ragged --json FILE
 
 The workloads are those of gpu_bench/workloads.py; `decode` checks greedy equality first (`--no-check`: not). Timings are of
 later passes: the first compiles kernels and captures graphs. One table at the end; lines as they come. On an H200 a shape
 takes 10 to 20 seconds to be checked, and each short workload 5 to 10 more; 7B 15 to make, and its long ones up to 40 each.
-`run` is a whole `tba train` at 7B.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from gpu_bench.decode import check_rows, decode_rows, expert_rows
+from gpu_bench.decode import check_rows, decode_rows
 from gpu_bench.publish import publish_rows
 from gpu_bench.roles import role_rows
-from gpu_bench.train import check_train_rows, lora_rows, offload_rows, score_rows, train_rows
-from gpu_bench.whole_run import run_rows
+from gpu_bench.train import train_rows
 from gpu_bench.workloads import SHAPES, WORKLOADS, Row, print_table
 
-PARTS = ("roles", "publish", "run", "check", "decode", "experts", "check_train", "train", "lora", "offload", "score")
-OWN_PROCESS = ("roles", "publish", "run")
+PARTS = ("roles", "publish", "check", "decode", "train")
+OWN_PROCESS = ("roles", "publish")
 """Parts in a process of their own, and first: they must run before it touches the GPU, and `roles` kills clients of its MPS
 daemon in the middle of their work, after which that daemon serves no others."""
 
@@ -53,12 +51,7 @@ def main() -> None:
     makers: dict[str, Callable[[], Iterator[Row]]] = {
         "check": lambda: check_rows(shapes),
         "decode": lambda: decode_rows(shapes, arguments.workloads),
-        "experts": expert_rows,
-        "check_train": lambda: check_train_rows(trained),
         "train": lambda: train_rows(trained),
-        "lora": lambda: lora_rows("7B"),
-        "offload": lambda: offload_rows("7B"),
-        "score": lambda: score_rows(trained),
     }
     rows: list[Row] = []
     for part in PARTS:
@@ -87,11 +80,7 @@ def rows_of_process(part: str) -> Iterator[Row]:
 
 
 def send_rows(part: str, rows: Connection) -> None:
-    makers: dict[str, Callable[[], Iterator[Row]]] = {
-        "roles": role_rows,
-        "publish": publish_rows,
-        "run": lambda: run_rows("7B", ["train.offload_optimizer=true"]),
-    }
+    makers: dict[str, Callable[[], Iterator[Row]]] = {"roles": role_rows, "publish": publish_rows}
     for row in makers[part]():
         rows.send(row)
 

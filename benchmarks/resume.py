@@ -1,12 +1,9 @@
-"""Checkpoints and resuming: what a checkpoint costs the trainer, and whether a run that is killed again and again is the
-same run.
+"""Whether a run that is killed again and again is the same run.
 
-    python benchmarks/resume.py cost                     # the quickstart run with a checkpoint every 10 steps
-    python benchmarks/resume.py exact --kills 5          # the embedded task, synchronous, killed at random moments
+    python benchmarks/resume.py --kills 5
 
-`cost` prints the pause of the trainer (everything is copied), the seconds that the background thread then writes, syncs and
-checks, and the size. `exact` starts a run in a process of its own, kills it with SIGKILL after a random time, resumes it
-and so on, and compares every logged number, the samples and the final weights with those of a run that nobody disturbed.
+A synchronous run of the embedded task is started in a process of its own, killed with SIGKILL after a random time, resumed,
+and so on. Every logged number, the samples and the final weights are compared with those of a run that was never killed.
 """
 
 from __future__ import annotations
@@ -16,13 +13,11 @@ import json
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 CLOCKED = ("seconds", "time/", "perf/")
 EXACT = [
@@ -30,40 +25,6 @@ EXACT = [
     *("evaluate.num_prompts=50", "evaluate.every=10", "replay.on_policy_probability=0.5", "replay.deduplicate=true"),
     *("replay.inverse_temperature=1", "search.skip_solved_after=2"),
 ]
-
-
-def cost(arguments: argparse.Namespace) -> None:
-    from tba.config import load_config
-    from tba.launch import train
-    from tba.train.checkpoint import Checkpoints
-
-    pauses: list[float] = []
-    writes: list[float] = []
-
-    def timed(method: Any, seconds: list[float]) -> Any:
-        def call(*given: Any, **named: Any) -> None:
-            started = time.perf_counter()
-            method(*given, **named)
-            seconds.append(time.perf_counter() - started)
-
-        return call
-
-    Checkpoints._write = timed(Checkpoints._write, pauses)  # type: ignore[method-assign]
-    Checkpoints._write_folder = timed(Checkpoints._write_folder, writes)  # type: ignore[method-assign]
-    with tempfile.TemporaryDirectory() as folder:
-        settings = [f"train.max_steps={arguments.steps}", "train.checkpoint_every=10", "evaluate.every=0"]
-        settings += ["observe.progress=false", "observe.on_collapse=off", f"output={folder}", "name=run"]
-        train(load_config("configs/quickstart.yaml", [*settings, *arguments.settings]))
-        run = Path(folder) / "run"
-        newest = max(run.glob("checkpoints/step-*"), key=lambda path: int(path.name.split("-")[1]))
-        size = sum(path.stat().st_size for path in newest.iterdir())
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["time/step"] for line in lines if "time/step" in line]
-    print(
-        f"{len(pauses)} checkpoints of {size / 2**20:.1f} MiB: the trainer pauses {1e3 * statistics.median(pauses):.0f} ms "
-        f"(longest {1e3 * max(pauses):.0f}); the writer takes {1e3 * statistics.median(writes):.0f} ms; "
-        f"an optimizer step takes {1e3 * statistics.median(steps):.0f} ms"
-    )
 
 
 def newest(run: Path) -> int:
@@ -116,13 +77,11 @@ def exact(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["cost", "exact"])
     parser.add_argument("settings", nargs="*", help="section.key=value, for both runs")
-    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    {"cost": cost, "exact": exact}[arguments.command](arguments)
+    exact(arguments)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,40 +30,31 @@ from gpu_bench.workloads import Row, print_table
 ROOT = Path(__file__).resolve().parents[1]
 VLLM_MEMORY, VLLM_LENGTH = 0.3, 1024
 """Share of the GPU that TRL gives to vLLM (its default), and the longest sequence there."""
-FRESH = [
-    "replay.on_policy_probability=1",
-    "replay.max_uses=1",
-    "replay.max_trained_per_generated=1",
-    "replay.deduplicate=false",
-]
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1",
+}  # fmt: skip
+"""Defaults for a machine without network; a variable that is set already keeps its value."""
+FRESH = "on_policy_probability=1 max_uses=1 max_trained_per_generated=1 deduplicate=false"
+"""Settings of `replay` with which every response is new and trained once."""
 
 
 def run_tba(arguments: argparse.Namespace) -> dict[str, Any]:
     """`tba train` in a process; its metrics tell the time of every step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tba", "train", str(ROOT / "configs" / "gsm8k_one_gpu.yaml")]
-        command += [
-            f"model.path={arguments.model}",
-            f"task.data={arguments.data}",
-            f"train.max_steps={arguments.steps}",
-        ]
-        command += [
-            f"train.responses_per_step={arguments.prompts * arguments.samples}",
-            f"train.samples_per_prompt={arguments.samples}",
-        ]
-        command += [
-            f"generate.max_new_tokens={arguments.new_tokens}",
-            "evaluate.every=0",
-            "evaluate.num_prompts=16",
-            "train.keep_checkpoints=0",
-        ]
-        command += [
-            f"output={folder}",
-            "name=run",
-            "observe.progress=false",
-            *([] if arguments.as_configured else FRESH),
-            *arguments.set,
-        ]
+        settings = {
+            "model.path": arguments.model, "task.data": arguments.data, "train.max_steps": arguments.steps,
+            "train.responses_per_step": arguments.prompts * arguments.samples,
+            "train.samples_per_prompt": arguments.samples, "generate.max_new_tokens": arguments.new_tokens,
+            "evaluate.every": 0, "evaluate.num_prompts": 16, "train.keep_checkpoints": 0,
+            "output": folder, "name": "run", "observe.progress": "false",
+        }  # fmt: skip
+        command += [f"{key}={value}" for key, value in settings.items()]
+        command += [] if arguments.as_configured else [f"replay.{setting}" for setting in FRESH.split()]
+        command += arguments.set
         # --set replaces the settings above: a key has one value on a command line.
         command = list({part.partition("=")[0]: part for part in command}.values())
         try:
@@ -80,50 +70,22 @@ def run_tba(arguments: argparse.Namespace) -> dict[str, Any]:
     count, seconds = last["step"] - first["step"], last["seconds"] - first["seconds"]
     timed = steps[arguments.skip :]
     length = sum(step["completions/mean_length"] for step in timed) / len(timed)
-    parts = {name: last[name] for name in last if name.startswith(("time/", "wait/", "lag/"))}
     reward = sum(step["reward"] for step in timed) / len(timed)
-    return figures(arguments, count, seconds, length, reward, parts)
+    return figures(arguments, count, seconds, length, reward)
 
 
-def figures(
-    arguments: argparse.Namespace, steps: int, seconds: float, length: float, reward: float, parts: dict[str, float]
-) -> dict[str, Any]:
+def figures(arguments: argparse.Namespace, steps: int, seconds: float, length: float, reward: float) -> dict[str, Any]:
     rate = steps * arguments.prompts * arguments.samples / seconds
     return {
         "responses_per_second": rate, "tokens_per_second": rate * length, "steps": steps, "step_seconds": seconds / steps,
-        "mean_length": length, "reward": reward, "parts": parts,
+        "mean_length": length, "reward": reward,
     }  # fmt: skip
-
-
-class StepClock:
-    """Seconds spent in named calls of TRL since the last reset; inner calls count in their outer ones too."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def wrap(self, owner: Any, method: str) -> None:
-        real: Callable[..., Any] = getattr(owner, method)
-
-        def timed(*positional: Any, **named: Any) -> Any:
-            import torch
-
-            started = time.perf_counter()
-            try:
-                return real(*positional, **named)
-            finally:
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                self.seconds[method] = self.seconds.get(method, 0.0) + time.perf_counter() - started
-
-        setattr(owner, method, timed)
 
 
 def run_trl(arguments: argparse.Namespace) -> dict[str, Any]:
     """GRPOTrainer as its user would run it, with a callback that notes when each step ends."""
     if arguments.trl_generate == "vllm":
-        from gpu_bench.vllm_decode import set_environment
-
-        set_environment(Path(tempfile.gettempdir()) / "tba-vllm", own_process=False)
+        os.environ.update(VLLM_ENVIRONMENT | os.environ)
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -160,20 +122,18 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, Any]:
         rewards.append(sum(found) / len(found))
         return found
 
-    clock, ends = StepClock(), []
+    ends: list[float] = []
 
     def measured() -> dict[str, Any]:
         count = len(ends) - arguments.skip
-        parts = {name: value / count for name, value in clock.seconds.items()}
         length, reward = sum(lengths) / len(lengths), sum(rewards) / len(rewards)
-        return figures(arguments, count, ends[-1] - ends[arguments.skip - 1], length, reward, parts)
+        return figures(arguments, count, ends[-1] - ends[arguments.skip - 1], length, reward)
 
     class Steps(TrainerCallback):
         def on_step_end(self, args: object, state: Any, control: object, **_: object) -> None:
             ends.append(time.perf_counter())
             print(f"  trl step {state.global_step} at {ends[-1] - begun:.1f} s, reward {rewards[-1]:.3f}", flush=True)
             if len(ends) == arguments.skip:
-                clock.seconds.clear()
                 del lengths[:], rewards[:]
             elif len(ends) > arguments.skip + 1:  # at once: one that is stopped has written what it measured
                 arguments.json.write_text(json.dumps(measured()))
@@ -195,12 +155,6 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, Any]:
             model=str(arguments.model), reward_funcs=exact_match, args=config, train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer, callbacks=[Steps()],
         )  # fmt: skip
-        if arguments.trl_generate == "vllm":
-            clock.wrap(trainer.vllm_generation, "generate")
-            clock.wrap(trainer.vllm_generation, "sync_weights")
-        for method in ("_generate_and_score_completions", "_get_per_token_logps_and_entropies", "training_step"):
-            if hasattr(trainer, method):
-                clock.wrap(trainer, method)
         begun = time.perf_counter()
         trainer.train()
     return measured()
@@ -222,19 +176,17 @@ def run(side: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
 def rows_of(results: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> list[Row]:
     rows = []
     for side, got in results.items():
-        parts = ", ".join(f"{name} {value:.2f}" for name, value in got["parts"].items())
         rows.append(
             Row(
                 work=f"GSM8K, {arguments.prompts} x {arguments.samples} a step, {side}",
                 figure=f"{got['responses_per_second']:.1f} trained responses/s, {got['tokens_per_second']:,.0f} tok/s, "
                 f"{got['step_seconds']:.2f} s a step over {got['steps']} (mean length {got['mean_length']:.0f}, reward "
                 f"{got['reward']:.3f})",
-                limit=f"seconds a step: {parts}" if parts else "",
             )
         )
     if {"tba", "trl"} <= set(results):
         ratio = results["tba"]["responses_per_second"] / results["trl"]["responses_per_second"]
-        rows.append(Row(work="tba over TRL", figure=f"{ratio:.2f}x", must="3x, stretch 5x"))
+        rows.append(Row(work="tba over TRL", figure=f"{ratio:.2f}x"))
     return rows
 
 

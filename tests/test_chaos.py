@@ -16,9 +16,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from chaos_bench.accounting import (  # noqa: E402
-    Disturbance,
     Note,
-    Recovery,
     StoredRow,
     account,
     accuracies_agree,
@@ -26,17 +24,11 @@ from chaos_bench.accounting import (  # noqa: E402
     read_notes,
     read_rows,
     searcher_recoveries,
-    undisturbed,
 )
-from chaos_bench.cluster import FirstNotes, missing_in_replica  # noqa: E402
-from chaos_bench.inject import FLIPPED_BYTES, Done, flip  # noqa: E402
-from chaos_bench.nodes import AddedNode, Nodes  # noqa: E402
+from chaos_bench.inject import FLIPPED_BYTES, flip  # noqa: E402
 from chaos_bench.plan import (  # noqa: E402
-    CLUSTER_FREQUENT,
-    CLUSTER_RARE,
     FREQUENT,
     RARE,
-    Fault,
     make_plan,
     mix,
     shortfalls,
@@ -45,7 +37,6 @@ from chaos_bench.target import StepWatch, Target, read_json  # noqa: E402
 
 from tba.replay.durable import GroupStore  # noqa: E402
 from tba.replay.payload import encode  # noqa: E402
-from tba.runtime.replica import GROUPS, Replica  # noqa: E402
 from tba.types import Prompt, TrajectoryGroup  # noqa: E402
 
 
@@ -82,18 +73,11 @@ def test_ten_minutes_have_what_they_must_within_their_time(seed):
     assert times[-1] < 600
     rare = [fault.at for fault in plan if fault.kind in RARE]
     assert min(later - earlier for earlier, later in pairwise(rare)) >= 600 / sum(RARE.values()) / 2
-    assert all((fault.seconds > 0) == (fault.kind[:4] in ("stop", "slow", "fill")) for fault in plan)
+    assert all((fault.seconds > 0) == (fault.kind[:4] in ("stop", "fill")) for fault in plan)
 
 
 def test_a_minute_has_every_kind_of_fault():
     assert {fault.kind for fault in make_plan(seed=0, minutes=1)} == FREQUENT.keys() | RARE.keys()
-
-
-@pytest.mark.parametrize("minutes", [4, 30])
-def test_a_cluster_loses_nodes_too_and_gets_them_back(minutes):
-    plan = make_plan(seed=0, minutes=minutes, cluster=True)
-    assert {fault.kind for fault in plan} == CLUSTER_FREQUENT.keys() | CLUSTER_RARE.keys()
-    assert all(fault.seconds > 0 for fault in plan if fault.kind.endswith("_node"))
 
 
 def test_faults_that_were_not_done_are_told():
@@ -176,51 +160,6 @@ def test_a_searcher_has_recovered_when_a_process_that_sent_nothing_before_has_se
     found = searcher_recoveries([(0, 10.0), (0, 20.0)], rows)
     assert [recovery.seconds for recovery in found] == [4.5, None]
     assert in_words(found) == "2 kills, median 4.5 s, worst 4.5 s, 1 never"
-
-
-def test_a_searcher_of_a_lost_node_is_back_with_the_first_note_of_another_process(tmp_path):
-    notes = FirstNotes(tmp_path)
-    (tmp_path / "1.log").write_text("searcher-0.aa/0 0a\nsearcher-0.aa/1 0b\n")
-    notes.look()
-    before = notes.seen["searcher-0.aa"]
-    fault = Fault(at=0.0, kind="kill_searcher_node", seconds=1.0, draw=0.0)
-    done = [Done(fault=fault, who="searcher-0", time=before + 1e-9), Done(fault=fault, who="searcher-1", time=before)]
-    assert [recovery.seconds for recovery in notes.recoveries(done)] == [None, None]
-    (tmp_path / "2.log").write_text("searcher-0.bb/0 0c\n")
-    notes.look()
-    first, second = notes.recoveries(done)
-    assert first.seconds == pytest.approx(notes.seen["searcher-0.bb"] - before, abs=1e-6)
-    assert second.seconds is None
-
-
-def test_acknowledged_groups_that_the_second_copy_lacks_are_told(tmp_path):
-    (tmp_path / "run.replica").mkdir()
-    replica = Replica(tmp_path / "run.replica" / GROUPS, capacity=100)
-    replica.add("searcher-0.aa/0", 8, b"")
-    replica.close()
-    assert missing_in_replica(tmp_path / "run", notes(0)) == []
-    assert missing_in_replica(tmp_path / "run", notes(0, 1)) == ["searcher-0.aa/1"]
-
-
-def test_a_node_that_was_added_is_unused_until_a_role_was_on_it_or_it_is_lost(tmp_path):
-    nodes = Nodes(tmp_path, count=2, added=[AddedNode(name="a", time=0.0), AddedNode(name="b", time=0.0, used=3.0)])
-    assert [one.name for one in nodes.unused()] == ["a"]
-    assert nodes.unused(within_seconds=60.0) == []
-    nodes.added[0].lost = True
-    assert nodes.unused() == []
-
-
-def test_a_recovery_is_disturbed_by_what_happens_to_the_run_or_to_the_same_role():
-    recovery = Recovery(who="searcher-0", killed=10.0, seconds=4.0)
-
-    def kept(who, first, last):
-        return undisturbed([recovery], [Disturbance(who=who, first=first, last=last)]) == [recovery]
-
-    assert kept("searcher-0", 10.0, 10.0)  # the kill itself
-    assert not kept("searcher-0", 12.0, 12.0)
-    assert kept("searcher-1", 12.0, 13.0)
-    assert not kept("run", 5.0, 11.0)
-    assert kept("run", 14.0, 20.0)
 
 
 def test_accuracies_agree_within_three_points_or_two_standard_errors():

@@ -1,10 +1,7 @@
 """What the GPU benchmarks ask for, and the limits that they print beside their figures."""
 
-import argparse
 import copy
-import json
 import os
-import runpy
 import select
 from pathlib import Path
 
@@ -63,33 +60,6 @@ def test_repeats_have_other_prompts_and_the_same_lengths(workloads):
     assert 32 <= ragged.lengths().min() < ragged.lengths().max() <= 320
 
 
-def test_vllm_is_started_once_for_each_number_of_slots_and_way(workloads, monkeypatch):
-    script = runpy.run_path(str(BENCHMARKS / "vllm_side_by_side.py"), run_name="not main")
-    arguments = argparse.Namespace(
-        shapes=["0.5B", "7B"],
-        workloads=["256", "1k", "8k-shared"],
-        engines=["native", "vllm"],
-        vllm=None,
-        one_start=False,
-    )
-    found = [(job.engine, job.shape, job.workloads, job.way) for job in script["jobs"](arguments)]
-    small = [
-        ("native", "0.5B", ("256", "1k", "8k-shared"), ""),
-        ("vllm", "0.5B", ("256", "1k"), "in-process"),
-        ("vllm", "0.5B", ("256", "1k"), "process"),
-        ("vllm", "0.5B", ("8k-shared",), "in-process"),
-        ("vllm", "0.5B", ("8k-shared",), "process"),
-    ]
-    large = [
-        ("native", "7B", ("256", "1k", "8k-shared"), ""),
-        ("vllm", "7B", ("256", "1k"), "process"),
-        ("vllm", "7B", ("8k-shared",), "process"),
-    ]
-    assert found == small + large
-    arguments.one_start, arguments.shapes = True, ["7B"]
-    assert [job.workloads for job in script["jobs"](arguments)] == [("256", "1k", "8k-shared")] * 2
-
-
 @pytest.mark.parametrize(("then", "seconds", "status"), [("", 60.0, 0), ("wait", 1.0, None)])
 def test_a_job_takes_the_processes_that_it_has_started_with_it(then, seconds, status, workloads, tmp_path):
     from gpu_bench.processes import run_alone
@@ -103,15 +73,6 @@ def test_a_job_takes_the_processes_that_it_has_started_with_it(then, seconds, st
     assert os.read(reader, 100) == b"started\n"
     assert select.select([reader], [], [], 10.0)[0], "somebody holds the pipe still"
     os.close(reader)
-
-
-def test_a_shape_is_written_as_a_config_that_transformers_reads(workloads, tmp_path):
-    from transformers import AutoConfig
-
-    for key, shape in workloads.SHAPES.items():
-        config = AutoConfig.from_pretrained(shape.write(tmp_path / key))
-        assert config.num_hidden_layers == shape.config["num_hidden_layers"]
-        assert json.loads((tmp_path / key / "config.json").read_text())["architectures"] == [shape.architecture]
 
 
 def test_the_searcher_of_the_publish_benchmark_takes_every_version(monkeypatch):

@@ -148,31 +148,6 @@ def searcher_recoveries(kills: Iterable[tuple[int, float]], rows: Sequence[Store
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Disturbance:
-    """Something that was the matter for a while: Disturbance(who="run", first=1.79e9, last=1.79e9 + 4)"""
-
-    who: str
-    """The role that it happened to, or "run" where everybody depends on it."""
-    first: float
-    last: float
-
-
-def undisturbed(recoveries: Iterable[Recovery], disturbances: Sequence[Disturbance]) -> list[Recovery]:
-    """Recoveries during which nothing else happened to the same role or to the run."""
-    return [
-        recovery
-        for recovery in recoveries
-        if recovery.seconds is not None
-        and not any(
-            other.who in ("run", recovery.who)
-            and other.first < recovery.killed + recovery.seconds
-            and other.last > recovery.killed
-            for other in disturbances
-        )
-    ]
-
-
 def in_words(recoveries: Sequence[Recovery]) -> str:
     """For people: "30 kills, median 4.1 s, worst 9.0 s" """
     seconds = [recovery.seconds for recovery in recoveries if recovery.seconds is not None]

@@ -6,9 +6,11 @@ import heapq
 import itertools
 import json
 import os
+import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,11 @@ from typing import Any
 import psutil
 
 from chaos_bench.accounting import Recovery
-from chaos_bench.disk import Disk
 from chaos_bench.plan import Fault
 from chaos_bench.target import GONE_SECONDS, StepWatch, Target, is_alive
 
 LATEST_SECONDS = 30.0
 """How long a fault waits for what it is done to; after that it is left out."""
-SLOW_STOPPED_SECONDS, SLOW_RUNNING_SECONDS = 0.15, 0.05
-"""A process that is slowed down is stopped and let go in turns."""
 FLIPPED_BYTES = 16
 
 
@@ -44,8 +43,6 @@ class Injector:
 
     target: Target
     watch: StepWatch
-    disk: Disk | None
-    """None = it is not filled."""
     done: list[Done] = field(default_factory=list)
     left_out: list[Fault] = field(default_factory=list)
     """Faults for which there was nothing to do them to."""
@@ -105,15 +102,6 @@ class Injector:
         name, process = self._searcher(fault)
         return name if process is not None and self._hold(process, fault.seconds) else None
 
-    def _slow_searcher(self, fault: Fault) -> str | None:
-        name, process = self._searcher(fault)
-        if process is None:
-            return None
-        period = SLOW_STOPPED_SECONDS + SLOW_RUNNING_SECONDS
-        for turn in range(int(fault.seconds / period)):
-            self._in(turn * period, lambda: self._hold(process, SLOW_STOPPED_SECONDS))
-        return name
-
     def _stop_trainer(self, fault: Fault) -> str | None:
         trainer = self.target.roles().get("trainer")
         return "trainer" if trainer is not None and self._hold(trainer, fault.seconds) else None
@@ -141,16 +129,15 @@ class Injector:
     def _fill_disk(self, fault: Fault) -> str | None:
         roles = self.target.roles()
         writers = [process for name, process in roles.items() if name in ("supervisor", "trainer")]
-        if not writers or self.disk is None:
+        if not writers:
             return None
-        self.disk.fill(writers)
+        limit_files(writers, resource.getpagesize())
         self.full = True
         self._in(fault.seconds, self._free_disk)
         return "disk"
 
     def _free_disk(self) -> None:
-        assert self.disk is not None
-        self.disk.free(self.target.tree())
+        limit_files(self.target.tree(), resource.getrlimit(resource.RLIMIT_FSIZE)[0])
         self.full = False
 
     def _searcher(self, fault: Fault) -> tuple[str, psutil.Process | None]:
@@ -211,6 +198,13 @@ def send(process: psutil.Process, number: signal.Signals) -> bool:
     except psutil.NoSuchProcess:
         return False
     return True
+
+
+def limit_files(processes: Iterable[psutil.Process], most: int) -> None:
+    """Let processes write files of at most so many bytes: a disk is full for them where that is little."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def number_of(path: Path) -> tuple[int, int]:

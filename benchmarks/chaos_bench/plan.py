@@ -9,47 +9,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 Kind = Literal[
-    "kill_searcher",
-    "stop_searcher",
-    "slow_searcher",
-    "stop_trainer",
-    "kill_trainer",
-    "kill_supervisor",
-    "corrupt_checkpoint",
-    "fill_disk",
-    "kill_searcher_node",
-    "kill_trainer_node",
-    "interrupt_run",
-]
+    "kill_searcher", "stop_searcher", "stop_trainer", "kill_trainer", "kill_supervisor", "corrupt_checkpoint", "fill_disk"
+]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-FREQUENT: dict[Kind, int] = {"kill_searcher": 30, "stop_searcher": 28, "slow_searcher": 26, "stop_trainer": 18}
+FREQUENT: dict[Kind, int] = {"kill_searcher": 30, "stop_searcher": 54, "stop_trainer": 18}
 RARE: dict[Kind, int] = {"kill_trainer": 8, "kill_supervisor": 3, "corrupt_checkpoint": 3, "fill_disk": 4}
 """Faults in ten minutes."""
 SECONDS: dict[Kind, tuple[float, float]] = {
     "stop_searcher": (1.0, 8.0),
-    "slow_searcher": (3.0, 10.0),
     "stop_trainer": (0.5, 5.0),
     "fill_disk": (1.0, 4.0),
-    "kill_searcher_node": (2.0, 15.0),
-    "kill_trainer_node": (2.0, 15.0),
 }
-"""How long a fault lasts, at least and at most; one that is not here is a moment. A lost node is replaced after it."""
-
-CLUSTER_FREQUENT: dict[Kind, float] = {"kill_searcher": 4, "stop_searcher": 4, "stop_trainer": 3}
-CLUSTER_RARE: dict[Kind, float] = {
-    "kill_trainer": 5 / 3,
-    "kill_searcher_node": 4 / 3,
-    "kill_trainer_node": 4 / 3,
-    "kill_supervisor": 2 / 3,
-    "interrupt_run": 2 / 3,
-}
-"""Faults in ten minutes on a cluster, where a node that is lost takes a quarter of a minute to be missed."""
+"""Least and greatest duration of a fault; faults that are not here are moments."""
 
 LEAST_FAULTS = 100
 LEAST_BY_KIND: dict[Kind, int] = {"kill_searcher": 15, "kill_trainer": 5}
@@ -69,15 +46,14 @@ class Fault:
     """A number in [0, 1) that decides what else is open: which searcher, which byte."""
 
 
-def make_plan(*, seed: int, minutes: float, cluster: bool = False) -> tuple[Fault, ...]:
+def make_plan(*, seed: int, minutes: float) -> tuple[Fault, ...]:
     """The faults of a run in the order of their times."""
     rng = random.Random(seed)
-    streams: tuple[Mapping[Kind, float], ...] = (CLUSTER_FREQUENT, CLUSTER_RARE) if cluster else (FREQUENT, RARE)
-    faults = [fault for stream in streams for fault in _stream(stream, rng, minutes)]
+    faults = [fault for stream in (FREQUENT, RARE) for fault in _stream(stream, rng, minutes)]
     return tuple(sorted(faults, key=lambda fault: fault.at))
 
 
-def _stream(per_ten_minutes: Mapping[Kind, float], rng: random.Random, minutes: float) -> list[Fault]:
+def _stream(per_ten_minutes: dict[Kind, int], rng: random.Random, minutes: float) -> list[Fault]:
     kinds = [kind for kind, count in per_ten_minutes.items() for _ in range(max(1, round(count * minutes / 10.0)))]
     rng.shuffle(kinds)
     window = 60.0 * minutes / len(kinds)

@@ -131,11 +131,10 @@ class Target:
             process.kill()
 
     def end(self) -> None:
-        """Kill what there is of the run."""
-        tree = self.tree()
-        for process in tree:
-            process.kill()
+        """Kill all processes of the run, if it was started."""
         if self._process is not None:
+            for process in self.tree():
+                process.kill()
             self._process.wait(GONE_SECONDS)
 
     def stop(self, seconds: float) -> None:

@@ -15,10 +15,9 @@ from statistics import fmean
 
 import numpy as np
 import torch
-from transformers import OlmoeConfig
 
-from gpu_bench.models import make_engine, make_model, random_model
-from gpu_bench.workloads import MUST, SHAPES, WORKLOADS, Row, Shape, Workload
+from gpu_bench.models import make_engine, make_model
+from gpu_bench.workloads import SHAPES, WORKLOADS, Row, Shape, Workload
 from tba.generate.native.engine import NativeEngine
 from tba.models.build_decoder import make_decoder
 from tba.types import Completion, Prompt, Request, Sampling
@@ -105,7 +104,6 @@ def decode_rows(shapes: Sequence[str], workloads: Sequence[str]) -> Iterator[Row
                 work=f"decode {SHAPES[key].name}, {name}: {WORKLOADS[name].title}",
                 figure=f"{timing.mean:,.0f} tok/s ({', '.join(f'{rate:,.0f}' for rate in timing.all)}; first pass "
                 f"{timing.first_seconds:.1f} s; log-prob gap {timing.gap:.1e}; {timing.gigabytes:.0f} GB)",
-                must=MUST.get((key, name), ""),
                 limit=f"steps alone {alone:,.0f}, with prefill {behind_prefill:,.0f}",
             )
 
@@ -163,9 +161,7 @@ def check_rows(shapes: Sequence[str]) -> Iterator[Row]:
             number = workload.prompts * workload.samples
             got, want = (greedy(engine, workload) for engine in (fused, plain))
             same = sum(np.array_equal(got[response], want[response]) for response in want)
-            yield Row(
-                work=f"{what}, {workload.name}, greedy: fused == plain", figure=f"{same} of {number}", must=str(number)
-            )
+            yield Row(work=f"{what}, {workload.name}, greedy: fused == plain", figure=f"{same} of {number}")
             gap = run_pass(fused, workload, 2).gap(plain)
             yield Row(
                 work=f"{what}, {workload.name}, sampled: log-probs, fused - one plain pass",
@@ -176,7 +172,7 @@ def check_rows(shapes: Sequence[str]) -> Iterator[Row]:
         options = {"max_new_tokens": 48, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
         out = model.generate(ids, **options)[:, ids.shape[1] :].cpu().numpy()
         equal = sum(np.array_equal(found[f"1-{i}", 0], row[: len(found[f"1-{i}", 0])]) for i, row in enumerate(out))
-        yield Row(work=f"{what}, greedy: fused == transformers generate", figure=f"{equal} of 16", must="16")
+        yield Row(work=f"{what}, greedy: fused == transformers generate", figure=f"{equal} of 16")
         del model, fused, plain, plain_decoder
         torch.cuda.empty_cache()
 
@@ -187,30 +183,3 @@ def greedy(engine: NativeEngine, workload: Workload) -> dict[tuple[str, int], np
     sampling = Sampling(max_new_tokens=workload.new_tokens, greedy=True)
     found = engine.generate(asked, samples_per_prompt=workload.samples, sampling=sampling)
     return {(completion.prompt_id, completion.sample_index): completion.token_ids for completion in found}
-
-
-# --- experts -----------------------------------------------------------------------------------------------------------
-
-
-def expert_rows() -> Iterator[Row]:
-    """A mixture of experts, the shape of OLMoE-1B-7B: the engine against transformers' `generate` of 32 tokens."""
-    config = OlmoeConfig(
-        vocab_size=50_304, hidden_size=2048, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=16,
-        num_experts=64, num_experts_per_tok=8, max_position_embeddings=4096,
-    )  # fmt: skip
-    model = random_model(config)
-    workload = WORKLOADS["256"]
-    engine = make_engine(model, max_length=512)
-    timing = time_workload(engine, workload)
-    ids = torch.from_numpy(workload.token_ids(config.vocab_size, 0)).long().to(model.device)
-    seconds = []
-    for _ in range(2):
-        started = time.perf_counter()
-        model.generate(ids, max_new_tokens=32, min_new_tokens=32, do_sample=True, pad_token_id=0)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    yield Row(
-        work=f"decode OLMoE 1B-7B, {workload.title}",
-        figure=f"{timing.mean:,.0f} tok/s (log-prob gap {timing.gap:.1e}); transformers' generate "
-        f"{256 * 32 / min(seconds):,.0f}",
-    )

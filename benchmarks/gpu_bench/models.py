@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -20,10 +18,7 @@ def device() -> torch.device:
 
 def make_model(shape: Shape, *, layers: int | None = None, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """Random weights in their dtype from the start: on a CPU, or in fp32 first, 7B would take minutes."""
-    return random_model(AutoConfig.for_model(shape.model_type, **shape.numbers(layers)), dtype)
-
-
-def random_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    config = AutoConfig.for_model(shape.model_type, **shape.numbers(layers))
     torch.manual_seed(0)
     with device():
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

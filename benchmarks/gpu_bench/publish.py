@@ -158,7 +158,6 @@ def publish_row(moments: np.ndarray, way: str) -> Row:
         work=f"publish to in-use, {SHAPES['0.5B'].name}, same GPU, in flight, {len(moments)} times, {way}",
         figure=f"median {np.median(moments[:, -1]):.1f} ms, longest {moments[:, -1].max():.1f} "
         f"({', '.join(f'{name} {value:.1f}' for name, value in named)})",
-        must="15 ms, stretch 10 ms",
         limit=f"three copies and two checksums of {size / 1e9:.1f} GB by bandwidth {8e3 * size / BYTES_PER_SECOND:.1f} "
         "ms, and the decode steps until the searcher looks and that are under way then",
     )

@@ -100,7 +100,6 @@ def measure_roles(label: str, *, seconds: float = 10.0, shares: tuple[int, int] 
         work=f"both roles on one GPU, {SHAPES['0.5B'].name}, {label}",
         figure=f"{present:.2f} of {PRESENT_SEARCH / 1e3:.0f}k and {PRESENT_TRAIN / 1e3:.0f}k alone, {own:.2f} of this "
         f"sitting's (tok/s: search {both[0]:,.0f} of {alone_search:,.0f}, train {both[1]:,.0f} of {alone_train:,.0f})",
-        must="1.4 of the former, stretch 1.6",
     )
 
 

@@ -1,11 +1,9 @@
-"""Shapes of models, and what they are asked to generate: the same for our engine and for vLLM, nothing of torch imported."""
+"""Shapes of models, and the responses that they are asked for."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,17 +20,16 @@ class Row:
 
     work: str
     figure: str
-    must: str = ""
     limit: str = ""
 
     def __post_init__(self) -> None:
-        print(f"{self.work}: {self.figure}  [must {self.must or '-'}; {self.limit or 'no limit stated'}]", flush=True)
+        print(f"{self.work}: {self.figure}  [{self.limit or 'no limit stated'}]", flush=True)
 
 
 def print_table(rows: Sequence[Row], title: str) -> None:
-    print(f"\n{title}\n\n| work | figure | must | limit |\n|---|---|---|---|")
+    print(f"\n{title}\n\n| work | figure | limit |\n|---|---|---|")
     for row in rows:
-        print(f"| {row.work} | {row.figure} | {row.must} | {row.limit} |")
+        print(f"| {row.work} | {row.figure} | {row.limit} |")
 
 
 # --- shapes ------------------------------------------------------------------------------------------------------------
@@ -43,7 +40,6 @@ class Shape:
     """The numbers of a real model's config."""
 
     name: str
-    architecture: str
     model_type: str
     config: dict[str, Any]
     checked_layers: int
@@ -73,23 +69,12 @@ class Shape:
         head_dim = c["hidden_size"] // c["num_attention_heads"]
         return int(4 * c["num_hidden_layers"] * c["num_key_value_heads"] * head_dim)
 
-    def write(self, folder: Path) -> Path:
-        """A model folder with a config and no weights, for vLLM's load_format=dummy."""
-        folder.mkdir(parents=True, exist_ok=True)
-        config = self.config | {"architectures": [self.architecture], "model_type": self.model_type}
-        config |= {"hidden_act": "silu", "torch_dtype": "bfloat16", "initializer_range": 0.02, "use_cache": True}
-        config |= {"rms_norm_eps": 1e-6, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2}
-        (folder / "config.json").write_text(json.dumps(config, indent=1))
-        (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
-        return folder
-
 
 LONGEST = 8960
 """Most positions of a sequence here; a multiple of every page and key size."""
 SHAPES = {
     "0.5B": Shape(
         name="0.5B Qwen2.5",
-        architecture="Qwen2ForCausalLM",
         model_type="qwen2",
         checked_layers=3,
         config={
@@ -100,7 +85,6 @@ SHAPES = {
     ),
     "1.1B": Shape(
         name="1.1B Llama",
-        architecture="LlamaForCausalLM",
         model_type="llama",
         checked_layers=3,
         config={
@@ -111,7 +95,6 @@ SHAPES = {
     ),
     "7B": Shape(
         name="7B Qwen2.5",
-        architecture="Qwen2ForCausalLM",
         model_type="qwen2",
         checked_layers=2,
         config={
@@ -201,14 +184,3 @@ WORKLOADS = _workloads(
     Workload(name="8k", slots=32, prompts=32, prompt_tokens=7680, samples=1, new_tokens=512),
     Workload(name="8k-shared", slots=64, prompts=16, prompt_tokens=8192, samples=8, new_tokens=512),
 )
-MUST = {
-    ("0.5B", "256"): "190k, stretch 230k",
-    ("0.5B", "shared"): "240k, stretch 300k",
-    ("0.5B", "ragged"): "165k, stretch 200k",
-    ("1.1B", "256"): "120k, stretch 135k",
-    ("1.1B", "shared"): "165k, stretch 200k",
-    ("1.1B", "ragged"): "105k, stretch 130k",
-    ("7B", "1k"): "16k and 1.0x vLLM, stretch 19k and 1.2x",
-    ("7B", "8k-shared"): "1.0x vLLM, stretch 1.5x",
-}
-"""What issue 20 asks for, in tokens per second on one H200."""

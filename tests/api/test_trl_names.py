@@ -292,11 +292,11 @@ def test_messages_have_the_names_of_a_script(words, wanted):
 
 @pytest.mark.parametrize(("tokens", "beta"), [(64, 0.01), (256, 0.0025)])
 def test_the_document_says_which_beta_there_is_without_one(tokens, beta):
-    words = "without `beta` it is 0.01, or 0.64 / `max_completion_length` where that is above 64, and falls"
+    words = "without `beta` it is 0.01, or 0.64 / `max_completion_length` beyond 64 tokens, and beta x KL is kept below"
     assert words in " ".join(document().split())
     found = with_objective_defaults(TBAConfig(max_completion_length=tokens).config).objective
     assert found.beta.start == pytest.approx(beta)
-    assert f"beta x KL would exceed {found.max_kl_penalty:g}." in " ".join(document().split())
+    assert f"beta x KL is kept below {found.max_kl_penalty:g}." in " ".join(document().split())
     assert with_objective_defaults(TBAConfig(beta=0.01).config).objective.max_kl_penalty is None
 
 

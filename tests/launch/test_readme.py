@@ -9,7 +9,7 @@ import pytest
 from commands import run_command
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notes").glob("*.md"))]
 
 
 def test_the_python_example_trains_as_it_stands(tmp_path):
@@ -25,7 +25,7 @@ def test_the_python_example_trains_as_it_stands(tmp_path):
     assert 0.0 <= final["accuracy"] <= 1.0
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_of_a_document_leads_to_a_file_and_its_heading(document):
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", document.read_text(encoding="utf-8")):
         name, _, anchor = target.partition("#")

@@ -306,7 +306,7 @@ def test_the_paper_config_has_the_paper_settings():
 @needs_math_verify
 @pytest.mark.parametrize(("file", "num_rows", "num_bad"), [("train", 7500, 2), ("test", 5000, 0), ("math500", 500, 0)])
 def test_the_gold_solutions_get_full_marks(file, num_rows, num_bad):
-    """As they are, which text decides; benchmarks/graders.py has other ways to write them, and symbols."""
+    """As they are written, so that text decides."""
     path = REAL_DATA / f"{file}.jsonl.gz"
     problems = read_problems(TaskConfig(on_bad_row="skip"), str(path), "train", MathTask.source)
     assert len(problems) == num_rows - num_bad  # two boxes are empty
@@ -323,7 +323,6 @@ def test_the_gold_solutions_get_full_marks(file, num_rows, num_bad):
 @needs_real_data
 @needs_math_verify
 def test_no_formula_of_a_test_question_is_its_answer_unless_it_is_the_stored_one():
-    """benchmarks/graders.py --attacks has other graders, and formulas in disguise."""
     problems = read_problems(TaskConfig(), str(REAL_DATA / "test.jsonl.gz"), "test", MathTask.source)
     equal, accepted, num_tried = symbolic_equality().equal, [], 0
     for problem in problems:

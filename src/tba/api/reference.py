@@ -18,27 +18,32 @@ from tba import GRPOConfig, GRPOTrainer   # was: from trl import GRPOConfig, GRP
 `GRPOConfig` is `TBAConfig` and `GRPOTrainer` is `TBATrainer`. `ModelConfig`, `ScriptArguments`, `TrlParser` and the other
 helpers of TRL's scripts may stand in the same import: they are TRL's own and need TRL installed.
 
-**Arguments.** `GRPOConfig` is a dataclass with TRL's fields, for `TrlParser` and `HfArgumentParser` too. What is given keeps
-its meaning. What is left out is ours, not TRL's: without `loss_type` the objective is `tb`, without `learning_rate` the rate
-finds itself, without `beta` it is {beta:g}, or {beta_times_tokens:g} / `max_completion_length` where that is above
-{beta_tokens}, and falls where the policy is so far from the reference that beta x KL would exceed {penalty:g}. Rewards are
-then divided by their spread first, so rewards of any scale learn alike (`objective.reward_unit`). Our own
-settings stand beside TRL's as sections: `GRPOConfig(max_steps=200, replay={{"lag": "drop"}})`. With
-`train={{"max_seconds": 600}}` a run ends after so many seconds of training, and `max_steps` may be left out.
+**Arguments.** `GRPOConfig` is a dataclass with TRL's fields, for `TrlParser` and `HfArgumentParser` too. A given
+field keeps its meaning. The defaults are ours, not TRL's:
 
-**Files.** `output_dir` is the run folder. `output_dir/checkpoint-N` loads with `from_pretrained` and is a link to
-`checkpoints/step-N`; all are kept without `save_total_limit`. `train(resume_from_checkpoint=...)` goes on from one of them
-and drops the later ones; `True` is the newest. A second `train()` without it begins anew, as in TRL. The earlier run, with
-its checkpoints, is moved to `output_dir/earlier-N`; `overwrite_output_dir=True` removes it instead. Other files stay.
+- without `loss_type` the objective is `tb`, and without `learning_rate` the rate finds itself;
+- without `beta` it is {beta:g}, or {beta_times_tokens:g} / `max_completion_length` beyond {beta_tokens} tokens, and
+  beta x KL is kept below {penalty:g}. Rewards are then divided by their spread, so rewards of any scale learn alike
+  (`objective.reward_unit`).
 
-**The trainer.** `train()` returns transformers' TrainOutput; its `metrics` also hold summary.json. After it `trainer.model`
-has the trained weights, and is a PeftModel with `peft_config`; `evaluate()`, `generate()`, `save_model()` and
-`push_to_hub()` work on them. `trainer.state` has the history, also of the steps before a resume. `log_metrics()`,
+Our own settings stand beside TRL's as sections: `GRPOConfig(max_steps=200, replay={{"lag": "drop"}})`. With
+`train={{"max_seconds": 600}}` a run ends by the clock, and `max_steps` may be left out.
+
+**Files.** `output_dir` is the run folder. `output_dir/checkpoint-N` loads with `from_pretrained` and links to
+`checkpoints/step-N`. All are kept without `save_total_limit`. `train(resume_from_checkpoint=...)` goes on from one
+of them and drops the later ones; `True` is the newest. A second `train()` without it begins anew, as in TRL. It
+moves the earlier run to `output_dir/earlier-N`; `overwrite_output_dir=True` removes it instead. Other files stay.
+
+**The trainer.** `train()` returns transformers' TrainOutput; its `metrics` also hold summary.json. `trainer.model`
+then has the trained weights, and is a PeftModel with `peft_config`. `evaluate()`, `generate()`, `save_model()` and
+`push_to_hub()` work on them. `trainer.state` has the history, also from before a resume. `log_metrics()`,
 `save_metrics()` and `save_state()` write as transformers' do. There is no optimizer, scheduler or data loader.
 
-**Callbacks** are transformers' own. `model` is None before the run where it was given by name. `on_evaluate` comes when the
-metrics do: `state.global_step` is then the step that was evaluated. **Rewards** run in processes of their own: one that
-hangs or dies costs its samples only. `log_metric` and `log_extra` write to `output_dir/logs`.
+**Callbacks** are transformers' own. `model` is None before the run when it was given by name. `on_evaluate` comes
+with the metrics: `state.global_step` is then the step that was evaluated.
+
+**Rewards** run in worker processes. If one hangs or dies, only its samples are lost. `log_metric` and `log_extra`
+write to `output_dir/logs`.
 """
 
 

@@ -115,7 +115,7 @@ def _launch(
 def choose_tile(kind: Kind, x_NE: Tensor, weight: Tensor) -> Tile | None:
     """How a product is cut; None = cuBLAS serves, because it is faster or because the kernel cannot.
 
-    Measured on an H200 with the shapes of 0.5B, 1.1B and 7B models at 32 to 256 rows (docs/log.md).
+    Measured on an H200 with the shapes of 0.5B, 1.1B and 7B models at 32 to 256 rows (notes/).
     """
     (rows, inner), size = x_NE.shape, weight.numel()
     serves = x_NE.dtype in (torch.bfloat16, torch.float16) and _is_hopper(x_NE.device) and inner % 8 == 0

@@ -1,6 +1,6 @@
 """Settings that objective, mode, model and machine decide, filled in before a run starts; its config.yaml shows them.
 
-Where the defaults that touch learning come from. "Bench" is the tuning part of benchmarks/own_problems.py (docs/log.md);
+Where the defaults that touch learning come from. "Bench" is the tuning part of benchmarks/own_problems.py (notes/);
 what the paper uses instead stands in its config files.
 
     replay.on_policy_probability 1          bench: the paper's .95 with reuse 2 collapsed on three of four problems
@@ -15,13 +15,13 @@ what the paper uses instead stands in its config files.
     objective.max_kl_penalty .05            what GSM8K's distance costs by the line above; few of the bench go so far
     objective.reward_unit spread            so that beta and max_kl_penalty fit rewards of any scale; for rewards that are
                                             right or wrong it is about 1, with which the two were tuned. No study in
-                                            docs/log.md
+                                            notes/
     objective.off_policy response, .15      bench: the best of seven ways to bound stale pushes; by tokens instead of entropy
                                             it did not bind on long responses. At least 1.5 times the drift of one update:
-                                            one factor, with no study in docs/log.md
+                                            one factor, with no study in notes/
     train.learning_rate auto,               bench, one seed each: a fixed drift of .08 sqrt(entropy) costs word_sums and
         target_drift .18                    one_family, of .05 sort_digits. Against the rule before: quickstart and word_sums
-                                            and the others level (docs/log.md)
+                                            and the others level (notes/)
     at most 10 nats of entropy              one_family: .92 without a bound, .97 at 16, .985 at 10
     signal without a bound above             at most .15: sort_digits .831 instead of .843 ± .007, one_prompt .973 instead of
                                             .987 ± .001; .01 instead of .03 below: level on word_sums and one_family
@@ -128,7 +128,7 @@ def with_objective_defaults(config: Config) -> Config:
         reset_every = 0 if without else objective.default_reset_every
     deduplicate, m, reuse = replay.deduplicate, replay.on_policy_probability, replay.max_trained_per_generated
     max_uses, lag = replay.max_uses, replay.lag
-    # By the bench of own problems (docs/log.md); the paper's m, deduplication and annealed beta stand in its config files.
+    # By the bench of own problems (notes/); the paper's m, deduplication and annealed beta stand in its config files.
     if deduplicate is None:
         deduplicate = False  # a sure policy repeats itself: groups of distinct responses only would be short
     if m is None:
@@ -144,7 +144,7 @@ def with_objective_defaults(config: Config) -> Config:
         # Drawn by age alone, some groups are trained twice and others never wherever one role stalls for a while.
         max_uses = int(uses)
     if lag is None:
-        # Without a limit twelve searchers on two cores had 74% of their responses leave untrained (docs/results.md). A slow
+        # Without a limit twelve searchers on two cores had 74% of their responses leave untrained (notes/). A slow
         # one does not hold up the others for long: the limit then leaves room for all that is in all slots (PacedVisits).
         # What a reset drops would be missing in the pace.
         drops = reset_every > 0 and replay.on_reference_reset == "drop"

@@ -110,7 +110,7 @@ class TrajectoryBalance(Objective):
     needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True, group=True)
     default_beta: ClassVar[float] = 0.01
     # The KL to the reference is a sum over tokens, the reward is not: on GSM8K (400 tokens) .01 held the policy at 14 nats,
-    # where a tenth of it went to 32 and solved 2.9 points more (docs/log.md).
+    # where a tenth of it went to 32 and solved 2.9 points more (notes/).
     default_beta_tokens: ClassVar[int | None] = 64
     # What the KL of 31 nats on GSM8K costs at that beta. Where a policy ends within 5 nats, as on most of the bench, it
     # changes nothing.
@@ -209,7 +209,7 @@ def gradient_share(
     a response that the policy gives up is hardly sampled again. On stale data it is not: a wrong response that was sampled
     once is pushed down at every further visit although the policy would not produce it any more, up to r / beta nats, and
     what it shares with right ones goes down with it. (On sort_digits of the bench exact TB ended at .43 at a lag of 3 steps
-    where the synchronous run had .69, and at .12 with each response trained four times: docs/log.md.)
+    where the synchronous run had .69, and at .12 with each response trained four times: notes/.)
 
     So the push of a response is measured by its drift, log_pi now - log_pi when it was generated, and ends once the policy
     has gone far enough in the push's own direction:

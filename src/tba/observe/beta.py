@@ -25,7 +25,7 @@ FEW_NATS = 4.0
 GOOD_NATS = 20.0
 """Spread of the rewards in units of beta that a proposed beta gives."""
 NEAR = 0.4
-"""Share of the way to the target from which on beta holds back what is earned (docs/log.md)."""
+"""Share of the way to the target from which on beta holds back what is earned (notes/)."""
 
 
 @dataclass

@@ -414,7 +414,7 @@ def advice(summary: Mapping[str, Any], *, auto_rate: bool, target_drift: float) 
 
 def waiting_advice(summary: Mapping[str, Any]) -> str | None:
     """How a run that went well would learn more in the same time, where its trainer waited for responses; None = it did
-    not. Measured in docs/results.md, "Asynchrony, time to accuracy"."""
+    not. Measured in notes/asynchrony.md."""
     found = summary["stability"]
     if found.get("waited", 0.0) < MUCH_WAITED or found.get("trained_per_generated", 1.0) > 1.5:
         return None

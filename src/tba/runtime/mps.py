@@ -69,7 +69,7 @@ def start_mps(config: Config) -> bool:
 def give_way_to_searchers(config: Config) -> None:
     """In the trainer's own process, before it touches the GPU: where searchers share the GPU through a daemon, their kernels
     go first. A decode step is hundreds of small kernels that would each wait for the trainer's large ones; the other way
-    round little is lost (docs/gpu.md)."""
+    round little is lost (notes/gpu.md)."""
     if PIPES in os.environ and not config.takes_turns and RolePlacement.of(config).shared_gpus:
         os.environ.setdefault(PRIORITY, BELOW_NORMAL)
 

@@ -3,7 +3,7 @@
 A product of matrices uses every thread that its process has, and a process that has one leaves the other cores of a laptop
 idle. But the threads of a product wait for each other: where one of them finds its core taken, all of them stand still. A
 synchronous run with two threads on two cores takes 20 s instead of the 24 with one, and 126 beside one other busy process
-(one thread: 24; docs/log.md). So one core is left for what else the machine does, and on two cores each process computes its
+(one thread: 24; notes/). So one core is left for what else the machine does, and on two cores each process computes its
 products with one thread. None is left where a process would have one thread instead of two: a trainer and a searcher with
 two each on four cores make 1.0 to 1.8 times as many steps as with one, and .76 to .94 times as many beside one other busy
 process.

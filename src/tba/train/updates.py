@@ -2,7 +2,7 @@
 
 A response has more to give than one update takes from it, and trajectory balance may take it later: with
 train.second_update_after=n, a batch is trained a second time n steps after its first. Not at once, where the second update
-follows the noise of the first (docs/log.md). Where the roles take turns, it comes before the next batch is generated. In an
+follows the noise of the first (notes/). Where the roles take turns, it comes before the next batch is generated. In an
 asynchronous run it comes before the next batch is waited for, and only where the trainer has to wait (train/loop.py).
 """
 

@@ -1,1 +1,0 @@
-"""Every family of models, tiny and random, against transformers."""

@@ -1,1 +1,0 @@
-"""Wall clock to a target accuracy, synchronous and asynchronous: scenarios, runs, tables and the picture."""
