@@ -204,6 +204,11 @@ def test_other_rows_are_evaluated_when_they_are_given(folder, tmp_path):
             {"scale_rewards": "groups", "loss_type": "grpo"},
             'scale_rewards=\'groups\' is no scale: use "group" or "none"',
         ),
+        ({"train": {"ranks": "x"}}, r"ranks: Input should be a valid integer.* got 'x'"),
+        (
+            {"save_total_limit": [3]},
+            r"one of these is of another kind than its name asks for .*: save_total_limit=\[3\]",
+        ),
         ({"report_to": 5}, "report_to=5 is no name or list of names: use tensorboard, wandb or none"),
     ],
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.api.names import DIRECT
-from tba.config import DEFAULT_STEPS, Config, ConfigError, TrainConfig, merge
+from tba.config import DEFAULT_STEPS, Config, ConfigError, TrainConfig, load_config, merge
 
 Tell = Callable[[str], None]
 
@@ -58,6 +58,17 @@ ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fu
 
 def translated(given: Mapping[str, Any], *, num_rows: int | None, tell: Tell) -> dict[str, Any]:
     """TRL's names as sections of ours, which win where both are given. `tell` says what has no meaning."""
+    try:
+        return _sections(given, num_rows=num_rows, tell=tell)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:  # a text, a list or nothing where a number is needed
+        load_config(None, (), **{name: value for name, value in given.items() if name in Config.model_fields})
+        values = ", ".join(f"{name}={value!r:.80}" for name, value in given.items())
+        raise ConfigError(f"one of these is of another kind than its name asks for ({error}): {values}.") from error
+
+
+def _sections(given: Mapping[str, Any], *, num_rows: int | None, tell: Tell) -> dict[str, Any]:
     of_trl = {name: value for name, value in given.items() if name not in Config.model_fields and value is not None}
     own = {name: value for name, value in given.items() if name in Config.model_fields}
     found: dict[str, Any] = {}
