@@ -197,6 +197,19 @@ def test_other_rows_are_evaluated_when_they_are_given(folder, tmp_path):
         ({"logging_steps": 0}, "logging_steps=0 is no number of steps"),
         ({"logging_steps": 1.5}, "logging_steps=1.5 is no number of steps: write a whole one"),
         ({"eval_strategy": "sometimes"}, "eval_strategy='sometimes' is none of no, steps, epoch"),
+        ({"eval_steps": "ten"}, "eval_steps='ten' is no number: write one"),
+        ({"num_generations": 0}, "num_generations=0 is no number from 1 on"),
+        ({"train": {"samples_per_prompt": "x"}}, r"train.samples_per_prompt='x' is no number from 1 on"),
+        (
+            {"scale_rewards": "groups", "loss_type": "grpo"},
+            'scale_rewards=\'groups\' is no scale: use "group" or "none"',
+        ),
+        ({"train": {"ranks": "x"}}, r"ranks: Input should be a valid integer.* got 'x'"),
+        (
+            {"save_total_limit": [3]},
+            r"one of these is of another kind than its name asks for .*: save_total_limit=\[3\]",
+        ),
+        ({"report_to": 5}, "report_to=5 is no name or list of names: use tensorboard, wandb or none"),
     ],
 )
 def test_arguments_of_a_wrong_type_are_refused_by_name(given, message):
@@ -205,8 +218,9 @@ def test_arguments_of_a_wrong_type_are_refused_by_name(given, message):
 
 
 def test_a_number_may_be_given_as_text_and_a_name_may_begin_as_a_mapping_does():
-    args = TBAConfig(num_generations="4", run_name="{x", learning_rate="auto")
+    args = TBAConfig(num_generations="4", run_name="{x", learning_rate="auto", save_total_limit="3")
     assert (args.config.train.samples_per_prompt, args.config.name) == (4, "{x")
+    assert args.config.train.keep_checkpoints == 3
 
 
 @pytest.mark.parametrize("epochs", [0.0, -2, float("nan"), float("inf")])

@@ -55,6 +55,10 @@ def test_bad_overrides_are_reported_for_all_runs_at_once(tmp_path):
         ({"quick": {"seed": [0]}}, "unknown key quick.seed: did you mean quick.seeds?"),
         ({"rows": {"a": {"seed": 3}}}, "rows.a sets seed, which the study sets itself: list seeds under `seeds`"),
         ({"seeds": [1, 1]}, "has a value twice"),
+        (
+            {"base": {"train.max_steps": 5, "train": {"max_steps": 6}}},
+            "train.max_steps is given twice, nested and dotted: keep one of them",
+        ),
         ({"columns": {"a b": {}, "a/b": {}}}, "'a b' and 'a/b' would share the folder a_b"),
         ({"tune": {**TUNE, "columns": ["9"]}}, "tune.columns has '9', which the study does not have: it has 1, 1.2"),
         ({"tune": {**TUNE, "seed": 1}}, "tune.seed=1 is also one of seeds"),

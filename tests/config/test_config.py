@@ -20,6 +20,26 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path):
     assert config.train.responses_per_step == 128
 
 
+def test_a_section_that_is_given_as_a_whole_leaves_the_other_settings_of_the_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("train:\n  max_steps: 7\n  learning_rate: 1e-3\n")
+    train = load_config(path, ["train.settle=0", "train={max_steps: 9, keep_checkpoints: 1}"]).train
+    assert (train.max_steps, train.learning_rate.start, train.settle, train.keep_checkpoints) == (9, 1e-3, 0, 1)
+
+
+def test_whole_numbers_are_decimal():
+    """YAML 1.1 reads 0100 as 64, and 1:30 as 90."""
+    config = load_config(None, ["train.max_steps=0100", "seed=0x10", "name=007", "replay.capacity=2_000"])
+    assert (config.train.max_steps, config.seed, config.name, config.replay.capacity) == (100, 16, "007", 2000)
+    with pytest.raises(ConfigError, match=r"train\.max_seconds: .* unable to parse string as a number, got '1:30'"):
+        load_config(None, ["train.max_seconds=1:30"])
+
+
+def test_a_reward_may_be_its_function_alone():
+    config = load_config(None, ["task.name=custom", "task.data=d.jsonl", "task.rewards=[r.py:f]"])
+    assert [(reward.function, reward.weight) for reward in config.task.rewards] == [("r.py:f", 1.0)]
+
+
 def test_yaml_reads_scientific_numbers_in_a_file_too(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("train:\n  learning_rate: 1e-5\nobjective:\n  beta: {kind: linear, start: 1e-1, end: 1e-2}\n")
@@ -70,6 +90,12 @@ def test_there_are_shipped_configs():
         ("task.preference.reward_model=DIR", "task.preference is called task.tldr"),
         ("task.rewards=[{function: 3}]", "task.rewards[].function=3 is neither `file.py:name` nor a Python function"),
         ("task.name=custom", "task.data is needed for task.name=custom"),
+        ("task.rewards=[5]", "task.rewards.0: a section is needed, got 5: write task.rewards=[{SETTING: VALUE}]"),
+        ("task.instruction=Think.", "task.instruction is for gsm8k and math, and task.name=arithmetic asks by its own"),
+        (
+            "objective.beta={start: 1, begin: 2}",
+            "unknown key objective.beta.begin: objective.beta takes kind, start, end, steps",
+        ),
         (
             "train.learning_rate.warmup_steps=-1",
             "train.learning_rate.warmup_steps: Input should be greater than or equal",
@@ -138,6 +164,9 @@ def test_a_missing_or_broken_file_is_explained(tmp_path):
     broken = tmp_path / "broken.yaml"
     broken.write_text("train: [")
     with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(broken)
+    broken.write_text("train.max_steps: 5")
+    with pytest.raises(ConfigError, match=r"in a file sections are nested, write train: \{max_steps: VALUE\}"):
         load_config(broken)
 
 

@@ -23,6 +23,7 @@ from tba.observe.claim import Claim
 CHAT = '{"prompt": [{"role": "alien", "content": "w5"}], "want": "w7"}\n'
 ROW = '{"prompt": "w5 w6", "want": "w7"}\n'
 GOOD = "def f(completions, **columns):\n    return [1.0] * len(completions)\n"
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 STUDY = "name: s\nmetric: {}\nrows: {{tb: {{objective.name: tb}}}}\ncolumns: {{sync: {{mode: sync}}}}\nseeds: [0]\n"
 STATUS = (
     f'{{"host": "{socket.gethostname()}", "pid": 4194302, "pid_started": null, "step": 1, "time": %s, "roles": [%s]}}'
@@ -246,6 +247,20 @@ FILES = {
         *data('{"prompt": "w5", "answer": "w7"}\n'),
         "d.jsonl line 1 has no `want` column, which the reward sevens needs; it has prompt, answer.",
     ),
+    "data that git-lfs has not fetched": (*data(LFS), "d.jsonl is a pointer of git-lfs to the data: `git lfs pull`"),
+    "data with the line ends of old Macs": (
+        *data(ROW.replace("\n", "\r") * 2),
+        "d.jsonl ends its lines with \\r alone",
+    ),
+    "a reward of the singular": (
+        *rewards("def f(completion): return [1.0]\n"),
+        "Did the reward mean `completions`, which",
+    ),
+    "a reward of one prompt": (
+        *rewards("def f(prompt, completions): return [1.0]\n"),
+        "r.py:f' has the parameter `prompt`, which no reward gets: write `prompts`",
+    ),
+    "weights that git-lfs has not fetched": (own(model="./pointer"), {}, "model.safetensors is a pointer of git-lfs"),
     "a device that is not there": ([*PROBLEM, "model.device=cuda:77"], {}, "model.device=cuda:77 is not there"),
     "empty data": (*data(""), "d.jsonl is empty"),
     "data that are no JSON": (*data(ROW + '{"prompt"\n'), "d.jsonl line 2 is not valid JSON"),
@@ -535,6 +550,7 @@ def prepare(folder, here) -> None:
     (here / "runs" / "mixed" / "notes.txt").write_text("mine")
     (here / "runs" / "kept" / "checkpoints" / "step-1" / "mine.txt").write_text("mine")
     damaged(folder, here / "cut", {"model.safetensors": lambda content: content[:1000]})
+    damaged(folder, here / "pointer", {"model.safetensors": lambda content: LFS.encode()})
     damaged(folder, here / "noise", {"model.safetensors": lambda content: b"\xff" * 5000})
     damaged(folder, here / "bad_tokenizer", {"tokenizer.json": lambda content: b"{"})
     damaged(folder, here / "no_tokenizer", {"tokenizer.json": None, "tokenizer_config.json": None})

@@ -329,6 +329,9 @@ def test_the_database_of_another_program_is_not_to_be_removed(tmp_path):
     sqlite3.connect(tmp_path / "r.sqlite").execute("CREATE TABLE mine (a)")
     with pytest.raises(DurableReplayError, match=r"is the database of another program: give a run folder"):
         ids_in(tmp_path / "r.sqlite")
+    (tmp_path / "cut.sqlite").touch()
+    with pytest.raises(DurableReplayError, match=r"cut\.sqlite is empty: give a run folder"):
+        ids_in(tmp_path / "cut.sqlite")
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path):

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel
 from transformers import TrainingArguments
@@ -74,16 +74,22 @@ TRUE = {name for name, default in DEFAULTS.items() if default is True} - {"gradi
 """Names of what is True in TRL and here, or ignored: a parser has --no_NAME for a field whose default is True itself."""
 
 
+TYPES: dict[str, Any] = {
+    **{name: type(value) for name, value in GRPO_DEFAULTS.items()},
+    **GRPO_UNSET,
+    **get_type_hints(TrainingArguments),
+}
+"""Type of every field."""
+
+
 def _fields() -> list[tuple[str, Any, Any]]:
     """Name, type and default of the dataclass's fields."""
-    types = {name: type(value) for name, value in GRPO_DEFAULTS.items()}
-    types |= {**GRPO_UNSET, **get_type_hints(TrainingArguments)}
     helps = {field.name: field.metadata.get("help") for field in dataclasses.fields(TrainingArguments)}
     found = []
     for name, default in DEFAULTS.items():
         shown = default if default is None or name in TRUE else Unset(default)
         words = {"help": helps.get(name) or SETTINGS.get(name, "Ignored.")}
-        found.append((name, types[name], dataclasses.field(default=shown, metadata=words)))
+        found.append((name, TYPES[name], dataclasses.field(default=shown, metadata=words)))
     return found
 
 
@@ -197,12 +203,12 @@ def _checked(name: str, value: Any) -> Any:
     default = DEFAULTS.get(name)
     if isinstance(value, str) and (isinstance(default, bool) or name == "bf16"):
         raise ConfigError(f"{name}={value!r} is a text: give True or False.")
-    is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
-    if isinstance(value, str) and is_number and value != "auto":
+    kinds = {*get_args(TYPES.get(name)), TYPES.get(name)} & {int, float, str, bool}
+    if isinstance(value, str) and kinds and kinds <= {int, float} and value != "auto":
         try:
-            return int(value) if isinstance(default, int) else float(value)
+            return int(value) if isinstance(default, int) or float not in kinds else float(value)
         except ValueError:
-            raise ConfigError(f"{name}={value!r} is no number: write one, such as {name}={default}.") from None
+            raise ConfigError(f"{name}={value!r} is no number: write one, such as {name}={default or 8}.") from None
     return value
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tba.api.names import DIRECT
-from tba.config import DEFAULT_STEPS, Config, ConfigError, TrainConfig, merge
+from tba.config import DEFAULT_STEPS, Config, ConfigError, TrainConfig, load_config, merge
 
 Tell = Callable[[str], None]
 
@@ -58,6 +58,17 @@ ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fu
 
 def translated(given: Mapping[str, Any], *, num_rows: int | None, tell: Tell) -> dict[str, Any]:
     """TRL's names as sections of ours, which win where both are given. `tell` says what has no meaning."""
+    try:
+        return _sections(given, num_rows=num_rows, tell=tell)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:  # a text, a list or nothing where a number is needed
+        load_config(None, (), **{name: value for name, value in given.items() if name in Config.model_fields})
+        values = ", ".join(f"{name}={value!r:.80}" for name, value in given.items())
+        raise ConfigError(f"one of these is of another kind than its name asks for ({error}): {values}.") from error
+
+
+def _sections(given: Mapping[str, Any], *, num_rows: int | None, tell: Tell) -> dict[str, Any]:
     of_trl = {name: value for name, value in given.items() if name not in Config.model_fields and value is not None}
     own = {name: value for name, value in given.items() if name in Config.model_fields}
     found: dict[str, Any] = {}
@@ -140,6 +151,8 @@ def _objective(given: Mapping[str, Any], own: Mapping[str, Any], tell: Tell) -> 
     used["scale_rewards"] = "scale_rewards" if name in ("grpo", "dr_grpo") else None
     if scale == "batch":
         raise ConfigError('scale_rewards="batch" cannot be kept: use "group" or "none".')
+    if scale not in (None, True, False, "group", "none"):
+        raise ConfigError(f'scale_rewards={scale!r} is no scale: use "group" or "none".')
     if scale is not None and name in ("grpo", "dr_grpo"):
         objective["scale_rewards"] = scale in (True, "group")
     for trl in [trl for trl, ours in used.items() if ours is None and given.get(trl, OFF.get(trl)) != OFF.get(trl)]:
@@ -165,17 +178,29 @@ def _objective(given: Mapping[str, Any], own: Mapping[str, Any], tell: Tell) -> 
     return found
 
 
+def _count(train: Mapping[str, Any], given: Mapping[str, Any], ours: str, trl: str, default: int) -> int:
+    """A number from 1 on, of the section `train` or by TRL's name."""
+    name, value = (f"train.{ours}", train[ours]) if ours in train else (trl, given.get(trl, default))
+    try:
+        count = int(value)
+    except (TypeError, ValueError):
+        count = 0
+    if count < 1:
+        raise ConfigError(f"{name}={value!r} is no number from 1 on: write one, such as {default}.")
+    return count
+
+
 class Steps:
     """How many responses a step has, how many steps the run, and how many an epoch."""
 
     def __init__(self, given: Mapping[str, Any], own: Mapping[str, Any], num_rows: int | None) -> None:
         train = own.get("train") or {}
         self._given = given
-        self.samples = int(train.get("samples_per_prompt", given.get("num_generations", DEFAULTS.samples_per_prompt)))
+        self.samples = _count(train, given, "samples_per_prompt", "num_generations", DEFAULTS.samples_per_prompt)
         self.responses = self._responses(given, ranks=int(train.get("ranks", 1)))
         responses = int(train.get("responses_per_step", self.responses or self._default(self.samples)))
         prompts = max(1, responses // self.samples)
-        updates = int(train.get("updates_per_batch", given.get("num_iterations", DEFAULTS.updates_per_batch)))
+        updates = _count(train, given, "updates_per_batch", "num_iterations", DEFAULTS.updates_per_batch)
         self.per_epoch = None if num_rows is None else max(1, math.ceil(num_rows / prompts)) * updates
         """Optimizer steps that visit every row once; None = not known yet."""
         asked, epochs = given.get("max_steps", -1), given.get("num_train_epochs")
@@ -336,7 +361,9 @@ def _reports(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, An
 
 
 def _sinks(report_to: Any, tell: Tell) -> list[str]:
-    wanted = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    if not isinstance(report_to, Iterable):  # text is one too
+        raise ConfigError(f"report_to={report_to!r} is no name or list of names: use {', '.join(SINKS)} or none.")
+    wanted = [report_to] if isinstance(report_to, str) else list(report_to)
     if "all" in wanted:
         return [name for name in SINKS if importlib.util.find_spec(name) is not None]
     for name in wanted:

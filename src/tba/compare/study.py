@@ -208,10 +208,10 @@ def flatten(overrides: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested or dotted settings as dotted ones: {"train": {"max_steps": 5}} -> {"train.max_steps": 5}."""
     flat: dict[str, Any] = {}
     for key, value in overrides.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
+        own = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        if twice := flat.keys() & own.keys():
+            raise ValueError(f"{min(twice)} is given twice, nested and dotted: keep one of them.")
+        flat |= own
     return flat
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any, get_args
@@ -22,8 +22,17 @@ class ConfigError(ValueError):
     """Keys that there are not; their lines begin with `unknown key KEY:`."""
 
 
+WHOLE_NUMBER = re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)")
+"""Whole numbers as YAML 1.2 has them. YAML 1.1 reads 0100 as 64 and 1:30 as 90."""
+
+
 class OneValueLoader(yaml.SafeLoader):
     """YAML's safe loader; a key that stands twice in a mapping is an error, where YAML's own keeps the last silently."""
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: tuple[bool, bool]) -> str:
+        tag = super().resolve(kind, value, implicit)
+        is_text = tag == "tag:yaml.org,2002:int" and not WHOLE_NUMBER.fullmatch(value)
+        return "tag:yaml.org,2002:str" if is_text else tag
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         # `<<` puts the keys of a mapping further up in front, and those may be given again.
@@ -55,7 +64,11 @@ def load_config(path: Path | str | None = None, overrides: Iterable[str] = (), *
     data = merge(data, values)
     for override in overrides:
         key, value = _parse_override(override)
-        _set(data, key, value)
+        if len(key) == 1 and isinstance(value, Mapping):
+            # `train={max_steps: 5}` leaves the other train settings as the file has them.
+            data = merge(data, {key[0]: value})
+        else:
+            _set(data, key, value)
     return make_config(data)
 
 
@@ -64,13 +77,22 @@ def refuse_two_values(overrides: Iterable[str], options: Mapping[str, tuple[str,
     setting that they stand for, None = not given."""
     given = {key: (f"{name} {value}", value) for key, (name, value) in options.items() if value is not None}
     for override in overrides:
-        parts, value = _parse_override(override)
-        key = ".".join(parts)
-        words, before = given.setdefault(key, (override, value))
-        if before is not value and before != value:  # NaN differs from itself
-            raise ConfigError(
-                f"{key} is given two values on the command line: {words} and {override}. Keep one of them."
-            )
+        parts, whole = _parse_override(override)
+        for key, value in _leaves(".".join(parts), whole):
+            words, before = given.setdefault(key, (override, value))
+            if before is not value and before != value:  # NaN differs from itself
+                raise ConfigError(
+                    f"{key} is given two values on the command line: {words} and {override}. Keep one of them."
+                )
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The settings that a value gives: {"train": {"settle": 0}} gives train.settle."""
+    if not isinstance(value, Mapping):
+        yield key, value
+        return
+    for name, own in value.items():
+        yield from _leaves(f"{key}.{name}", own)
 
 
 def is_given(key: str, path: Path | str | None, overrides: Iterable[str] = (), **values: Any) -> bool:
@@ -180,9 +202,10 @@ def _explain(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "tuple_type":
         return f"{key}: a list is needed, got {problem['input']!r}: write {key}=[{problem['input']}]."
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return (
-            f"{key}: a section is needed, got {problem['input']!r}: write {key}.SETTING=VALUE, a line for each setting."
-        )
+        remedy = f"write {key}.SETTING=VALUE, a line for each setting."
+        if location[-1].isdecimal():  # of a list, whose members have no keys of their own
+            remedy = f"write {'.'.join(location[:-1])}=[{{SETTING: VALUE}}]."
+        return f"{key}: a section is needed, got {problem['input']!r}: {remedy}"
     if problem["type"] == "string_type" and isinstance(problem["input"], (int, float, date)):
         kind = type(problem["input"]).__name__
         return f"""{key}: text is needed, and YAML reads {problem["input"]} as a {kind}: put it in quotes, {key}="'...'"."""
@@ -194,7 +217,11 @@ def unknown_key(location: list[str]) -> str:
     section = _section_at(location[:-1])
     known = list(section.model_fields) if section is not None else []
     prefix = ".".join(location[:-1])
-    settings = settings_by_name()
+    first, dot, rest = location[-1].partition(".")
+    if dot and first in known:
+        return f"unknown key {'.'.join(location)}: in a file sections are nested, write {first}: {{{rest}: VALUE}}."
+    # Inside of a value, such as a schedule, nothing but its own keys can be meant.
+    settings = settings_by_name() if len(location) < 3 else {}
     elsewhere = difflib.get_close_matches(location[-1], settings, n=1, cutoff=0.7)
     close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.6)
     if close and location[-1] not in elsewhere:

@@ -13,7 +13,7 @@ from tba.config.base import LocalPath, Section, full_path
 
 
 class RewardConfig(Section):
-    """A reward function and its weight."""
+    """A reward function and its weight. Text alone is the function: `rewards: [rewards.py:score]`."""
 
     function: str | Callable[..., Any]
     """Place of the function, `path/to/file.py:name`; it has TRL's signature f(prompts, completions, **columns) -> list[float
@@ -22,6 +22,11 @@ class RewardConfig(Section):
     """Factor in the sum of rewards; 0 = measured in evaluations, never trained on."""
     name: str | None = None
     """Name in metrics and stored data; None = the function's own name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_function(cls, value: Any) -> Any:
+        return {"function": value} if isinstance(value, str) else value
 
     @property
     def label(self) -> str:
@@ -224,6 +229,12 @@ class TaskConfig(Section):
             raise ValueError(
                 f"task.data is needed for task.name={self.name}: a folder with train.jsonl and test.jsonl, or "
                 f"{HUB_NAMES[self.name]}."
+            )
+        asked = [name for name in ("prompt_template", "instruction") if getattr(self, name) is not None]
+        if asked and ":" not in self.name and self.name not in HUB_NAMES:
+            raise ValueError(
+                f"task.{asked[0]} is for {' and '.join(HUB_NAMES)}, and task.name={self.name} asks by its own prompts: "
+                "leave it out, or write its text into the `prompt` column."
             )
         if self.prompt_template is not None and "{question}" not in self.prompt_template:
             raise ValueError(

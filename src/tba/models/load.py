@@ -31,7 +31,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from tba.config import ConfigError, LoraConfig, ModelConfig
-from tba.models.names import resolve_path
+from tba.models.names import LFS_POINTER, resolve_path
 from tba.models.text_part import (
     CONTEXT_NAMES,
     freeze_beside_text,
@@ -96,6 +96,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     base = path if adapter is None else resolve_path(base_of(adapter))
     with told(config.path, "cannot be loaded"):
         check_has_config(Path(base))
+        _check_fetched(Path(base))
         shape = AutoConfig.from_pretrained(base, **options)
     check_generates(config.path, shape)
     _check_has_tokenizer(config.path, Path(path))
@@ -211,6 +212,16 @@ def check_has_config(folder: Path) -> None:
     if folder.is_dir() and not (folder / "config.json").is_file():
         inside = sorted(found.parent for place in ("*", "snapshots/*") for found in folder.glob(f"{place}/config.json"))
         raise ValueError("the folder has no config.json" + (f", and {inside[0]} has one" if inside else ""))
+
+
+def _check_fetched(folder: Path) -> None:
+    """Refuse a clone without git-lfs, which has pointers in the place of large files."""
+    for file in sorted(path for path in folder.glob("*") if path.is_file()):
+        with file.open("rb") as opened:
+            if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ValueError(
+                    f"{file.name} is a pointer of git-lfs: `git lfs pull` in the folder gets the file itself"
+                )
 
 
 def check_generates(path: str, shape: Any) -> None:

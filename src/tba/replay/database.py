@@ -180,7 +180,8 @@ def check_schema(database: sqlite3.Connection, path: Path) -> None:
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version == 0:  # SQLite's own, where nobody has set one
         database.close()
-        raise DurableReplayError(f"{path} is the database of another program: give a run folder or its replay.sqlite.")
+        what = "the database of another program" if path.stat().st_size else "empty"
+        raise DurableReplayError(f"{path} is {what}: give a run folder or its replay.sqlite.")
     if version != SCHEMA_VERSION:
         database.close()
         raise DurableReplayError(

@@ -5,6 +5,7 @@ Prompts of a plain file stay there: two numbers of each are kept in memory, the 
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ from tba.config import TaskConfig
 from tba.tasks.data.prompts import make_prompt
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, RowNames, jsonl_rows, parsed_row
 from tba.tasks.data.splits import not_held_out, question_key
+from tba.tasks.rewards.files import GIVEN_ARGUMENTS
 from tba.types import Prompt
 
 Reader = Callable[[DataRow, Path], Prompt]
@@ -102,9 +104,12 @@ class PromptReader:
         for column, reward in self.needed.items():
             # verl keeps its ground truth in a column of several values.
             if column not in row.value and not (column == "ground_truth" and "reward_model" in row.value):
+                near = difflib.get_close_matches(column, GIVEN_ARGUMENTS, n=1)
+                hint = f" Did the reward mean `{near[0]}`, which every reward gets?" if near else ""
                 raise BadRow(
                     "missing column",
-                    f"{row.place} has no `{column}` column, which the reward {reward} needs; it has {', '.join(row.value)}.",
+                    f"{row.place} has no `{column}` column, which the reward {reward} needs; it has {', '.join(row.value)}."
+                    f"{hint}",
                 )
         return make_prompt(
             text=text,

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
+from tba.models.names import LFS_POINTER
+
 logger = logging.getLogger("tba.tasks")
 
 OnBadRow = Literal["stop", "skip"]
@@ -227,6 +229,13 @@ def refuse_other_formats(path: Path) -> None:
     if (packed := next((kind for magic, kind in PACKED.items() if start.startswith(magic)), None)) is not None:
         advice = "name it .jsonl.gz" if packed == "gzip" and path.suffix != ".gz" else "unpack it first"
         raise ValueError(f"{path} is packed by {packed}, and {' or '.join(SUFFIXES)} is needed: {advice}.")
+    if start.startswith(LFS_POINTER):
+        raise ValueError(f"{path} is a pointer of git-lfs to the data: `git lfs pull` in its folder gets them.")
+    if b"}\r{" in start:
+        raise ValueError(
+            f"{path} ends its lines with \\r alone, and \\n is needed: "
+            f"tr '\\r' '\\n' < {shlex.quote(str(path))} > rows.jsonl"
+        )
     readers = {b"PAR1": "read_parquet", b".csv": "read_csv", b".tsv": "read_table"}
     reader = readers.get(start[:4]) or (None if start[:1] == b"{" else readers.get(path.suffix.encode()))
     if reader is not None:

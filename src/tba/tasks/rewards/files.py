@@ -45,7 +45,8 @@ def check_reward_function(specification: str | Callable[..., Any]) -> list[str]:
         except (TypeError, ValueError):  # of a function in C
             return []
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        return _columns({own.name: own.default is not own.empty for own in parameters if own.kind not in variable})
+        has_default = {own.name: own.default is not own.empty for own in parameters if own.kind not in variable}
+        return _columns(has_default, f"reward {getattr(specification, '__name__', type(specification).__name__)!r}")
     what = f"reward {specification!r}"
     file, name = _split(specification, what=what, kind="function")
     tree = _parse(file, what)
@@ -70,13 +71,17 @@ def check_reward_function(specification: str | Callable[..., Any]) -> list[str]:
     positional, named = [*found.args.posonlyargs, *found.args.args], zip(found.args.kwonlyargs, found.args.kw_defaults)
     first_default = len(positional) - len(found.args.defaults)
     has_default = {own.arg: index >= first_default for index, own in enumerate(positional)}
-    return _columns(has_default | {own.arg: default is not None for own, default in named})
+    return _columns(has_default | {own.arg: default is not None for own, default in named}, what)
 
 
-def _columns(has_default: Mapping[str, bool]) -> list[str]:
+def _columns(has_default: Mapping[str, bool], what: str) -> list[str]:
     """Columns of the data without which a reward cannot be called: its parameters without a default, but for those that it
     is always given."""
     given = VERL_ARGUMENTS - {"ground_truth"} if set(has_default) >= VERL_ARGUMENTS else GIVEN_ARGUMENTS
+    if not has_default.get("prompt", True):  # no column of the data reaches a reward by this name
+        raise ValueError(
+            f"{what} has the parameter `prompt`, which no reward gets: write `prompts`, a list with one for each completion."
+        )
     return [name for name, has in has_default.items() if not has and name not in given]
 
 
