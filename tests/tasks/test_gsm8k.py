@@ -235,16 +235,20 @@ def test_the_default_instruction_shows_an_answer_that_the_grader_reads():
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "message"),
     [
-        ("task.name=gsm8k", "task.data is needed for task.name=gsm8k"),
-        ("task.prompt_template='Problem: {q}'", "task.prompt_template='Problem: {q}' has no {question}"),
-        ("model.path=null", "model.path has no value"),
+        (["task.name=gsm8k"], "task.data is needed for task.name=gsm8k"),
+        (
+            ["task.name=gsm8k", "task.data=data", "task.prompt_template='Problem: {q}'"],
+            "task.prompt_template='Problem: {q}' has no {question}",
+        ),
+        (["task.prompt_template='Problem: {question}'"], "task.prompt_template is for gsm8k and math"),
+        (["model.path=null"], "model.path has no value"),
     ],
 )
-def test_bad_settings_are_explained(override, message):
+def test_bad_settings_are_explained(overrides, message):
     with pytest.raises(ConfigError) as error:
-        load_config(None, [override])
+        load_config(None, overrides)
     assert message in str(error.value)
 
 
