@@ -221,7 +221,7 @@ def test_a_run_that_goes_back_forgets_everything_that_came_after(folder, setting
         return found
 
     monkeypatch.setattr(CollapseGuard, "step", alarmed_once)
-    monkeypatch.setattr("tba.train.recovery.GENTLER", 1.0)
+    monkeypatch.setattr("tba.train.loop.GENTLER", 1.0)
     summary = train(configs[1])
     assert [(rollback["step"], rollback["to"]) for rollback in summary["rollbacks"]] == [(9, 5)]
     whole, back = (what_came_of(RunFolder(config.run_folder)) for config in configs)

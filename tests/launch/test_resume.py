@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,9 @@ from tba.launch.supervise import later_checkpoints, supervise
 from tba.observe.claim import NAME as CLAIM
 from tba.observe.claim import Claim, FolderInUse
 from tba.observe.files import RunFolder, keep_lines
-from tba.observe.listener import PastLine, RunListener
+from tba.observe.recorder import PastLine, RunListener
 from tba.replay.database import DurableReplayError
-from tba.train.checkpoint_folder import drop_folder
-from tba.train.state import Snapshot, restore
+from tba.train.checkpoint import drop_folder, read_state
 
 COMMON = ("train.max_steps=12", "train.checkpoint_every=1", "evaluate.every=4")
 RUNS = {
@@ -288,10 +286,9 @@ def test_the_trainer_of_the_api_resumes_from_a_named_checkpoint(copied, folder):
 
 def visits_handed_out(run: RunFolder) -> int:
     """Visits that the searchers had been given at the newest checkpoint."""
-    snapshot = Snapshot(tree=json.loads((run.newest_checkpoint() / "state.json").read_text()), tensors={})
-    parts = dict(snapshot.tree["items"])["parts"]
-    trainer = dict(dict(parts["items"])["trainer"]["items"])
-    return restore(replace(snapshot, tree=trainer["visits"]))["handed_out"]
+    checkpoint = run.newest_checkpoint()
+    assert checkpoint is not None
+    return read_state(checkpoint)["parts"]["trainer"]["visits"]["handed_out"]
 
 
 def test_an_asynchronous_run_goes_on_where_it_was(folder):

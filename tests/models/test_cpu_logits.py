@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tba.models import cpu_logits
-from tba.models.cpu_logits import chosen_log_probs
+from tba.models.cpu import chosen_log_probs
 
 ROWS, WORDS, WIDTH = 23, 37, 8
 

@@ -12,9 +12,8 @@ import pytest
 
 from tba.config import load_config
 from tba.observe import recorder as module
-from tba.observe.clock import TrainingClock
 from tba.observe.files import RunFolder
-from tba.observe.recorder import Recorder
+from tba.observe.recorder import Recorder, TrainingClock
 from tba.types import Completion, Prompt, ResponseCounts, Trajectory, TrajectoryGroup
 
 

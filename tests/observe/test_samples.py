@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tba.observe.samples import SampleLog
+from tba.observe.recorder import SampleLog
 from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup, total_reward
 
 

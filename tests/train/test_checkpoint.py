@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tba.config import TrainConfig
 from tba.observe.files import OutputLost, RunFolder
 from tba.observe.guards import CollapseGuard
-from tba.train.checkpoint import Checkpoints
-from tba.train.checkpoint_folder import CorruptCheckpoint, check_manifest
+from tba.train.checkpoint import Checkpoints, CorruptCheckpoint, check_manifest
 from tba.train.optimizer import MasterAdamW
 from tba.train.state import restore, take_snapshot
 

@@ -18,8 +18,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tba.api.saving import link_checkpoints
 from tba.config import ConfigError
-from tba.observe.listener import PastLine, RunListener
 from tba.observe.metrics import deciding_metric
+from tba.observe.recorder import PastLine, RunListener
 
 EVALUATION = "eval_"
 """Beginning of the names of an evaluation's metrics in transformers."""

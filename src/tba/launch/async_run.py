@@ -18,8 +18,7 @@ from tba.launch.run import Interrupt, RunInputs, make_ledger, make_recorder
 from tba.models.load import LoadedModel, adapt
 from tba.models.weights import make_weights
 from tba.observe.files import RunFolder
-from tba.observe.listener import RunListener
-from tba.observe.recorder import Recorder
+from tba.observe.recorder import Recorder, RunListener
 from tba.runtime.channels import POLL_SECONDS, Idleness, Runtime
 from tba.runtime.leases import VisitLedger
 from tba.runtime.local import LocalRuntime

@@ -14,8 +14,7 @@ from tba.config import Config, ConfigError, KindConfig, load_config
 from tba.launch.checks import before_collapse
 from tba.observe.files import RunFolder, read_summary
 from tba.replay.recover import check_stored
-from tba.train.checkpoint import TRAINER, last_row_of
-from tba.train.checkpoint_folder import check_manifest, find_checkpoint
+from tba.train.checkpoint import TRAINER, check_manifest, find_checkpoint, last_row_of
 
 logger = logging.getLogger("tba")
 
@@ -28,7 +27,6 @@ MAY_CHANGE = (
     *("name", "output", "overwrite", "runtime.", "observe.", "model.device"),
     *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints", "train.ranks", "train.max_seconds"),
     *("search.num_searchers", "search.max_searchers"),  # as `tba searchers` changes them while a run goes on
-    "train.second_update_after",  # an older version has stored none; where it is not given `BY_OBJECTIVE` keeps it
     *("search.max_reward_failures", "search.reward_timeout_seconds", "search.reward_workers"),
     "search.reward_environment",
 )
@@ -40,8 +38,8 @@ BY_OBJECTIVE = {
     "replay": ("deduplicate", "on_policy_probability", "max_trained_per_generated", "max_uses", "lag"),
     "train": ("second_update_after",),
 }
-"""Settings that objective and mode decide where none is given. A resumed run keeps those it was started with: the version of
-this package that started it may have had other defaults."""
+"""Settings that objective, mode and device decide where none is given. A resumed run keeps those it was started with, also
+on another device."""
 BY_MACHINE = {
     "generate": ("slots",),
     "replay": ("capacity_per_prompt",),

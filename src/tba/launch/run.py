@@ -18,8 +18,7 @@ from tba.launch.supervise import ENDING_SIGNALS
 from tba.models.load import LoadedModel, load_model
 from tba.observe.display import RoleStatus
 from tba.observe.files import RunFolder
-from tba.observe.listener import RunListener
-from tba.observe.recorder import Recorder
+from tba.observe.recorder import Recorder, RunListener
 from tba.runtime.board import Row
 from tba.runtime.leases import VisitLedger
 from tba.search.loop import group_texts

@@ -23,7 +23,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from tba.models.cpu_logits import chosen_log_probs as chosen_on_cpu
+from tba.models.cpu import chosen_log_probs as chosen_on_cpu
 from tba.models.load import ADAPTER, has_adapter
 from tba.models.packed_attention import NAME as PACKED
 from tba.models.packed_attention import PackedLayout, use_packed_attention

@@ -265,15 +265,12 @@ def one_line(error: BaseException) -> str:
 
 
 def read_summary(folder: RunFolder) -> dict[str, Any] | None:
-    """Content of summary.json, with an `outcome` (one from before there was that field is of a finished run); None = there
-    is none that can be read."""
+    """Content of summary.json; None = there is none that can be read."""
     try:
         summary = json.loads(folder.summary.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(summary, dict) or summary.get("outcome", "finished") not in get_args(RunOutcome):
-        return None
-    return {"outcome": "finished", "error": None, **summary}
+    return summary if isinstance(summary, dict) and summary.get("outcome") in get_args(RunOutcome) else None
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -1,4 +1,5 @@
-"""Everything a run writes about itself: metrics, samples, progress, summary."""
+"""Everything a run writes about itself: metrics, samples, progress, summary; by its training clock (TrainingClock), and with
+a caller of `train` that listens (RunListener)."""
 
 from __future__ import annotations
 
@@ -6,29 +7,29 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tba.config import Config
 from tba.observe.beta import BetaWatch
-from tba.observe.clock import TrainingClock
 from tba.observe.display import Curve, Progress, RoleStatus, Stability, pace_words
 from tba.observe.files import (
     RunFolder,
     RunOutcome,
     WriteFailures,
+    append_line,
     keep_lines,
     make_sinks,
     one_line,
     write_json,
 )
-from tba.observe.listener import PastLine, RunListener
-from tba.observe.lost import LostResponses
 from tba.observe.metrics import STANDARD_ERROR, Evaluation, mean_over_steps, moving_metric
 from tba.observe.mismatch import MismatchWatch
-from tba.observe.reward_signal import RewardSignal
-from tba.observe.samples import SampleLog
-from tba.types import ResponseCounts, TrajectoryGroup
+from tba.observe.reward_signal import LostResponses, RewardSignal
+from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
 
 logger = logging.getLogger("tba")
 
@@ -44,6 +45,55 @@ PACE_STEP = 4
 """Step at which a run that is far from done is told how long it will take."""
 FAR_SECONDS = 600.0
 """Time left from which on it is far from done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastLine:
+    """A line of metrics.jsonl from before a run was resumed, with what a listener heard of it then.
+
+    PastLine(step=20, metrics={"loss": 0.1, "reward": 0.5}, is_evaluation=False)
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    is_evaluation: bool
+
+
+@dataclass
+class RunListener:
+    """Hears what happens, in the process of the trainer. Each method does nothing; override those you need. The wishes are
+    looked at after every step."""
+
+    stop: bool = False
+    """Whether the run is to end after this step, as if it were the last."""
+    save: bool = False
+    """Whether a checkpoint is wanted."""
+    evaluate: bool = False
+    """Whether an evaluation is wanted."""
+    model: Any = None
+    """The model that is trained, as it stands; None before and after the run."""
+    tokenizer: Any = None
+
+    def begins(self, step: int, past: Callable[[], Sequence[PastLine]]) -> None:
+        """Training goes on from this step, 0 for a new run; `past` reads the lines of the steps before, for who asks."""
+
+    def step_begins(self, step: int) -> None:
+        """Optimizer step `step`, counted from 0, is about to begin; an asynchronous trainer may wait for data first."""
+
+    def step_ends(self, step: int) -> None:
+        """So many optimizer steps are done."""
+
+    def logged(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A line of metrics.jsonl was written."""
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The evaluation of the weights of a step has come."""
+
+    def saved(self, step: int, path: Path, wait: Callable[[], None]) -> None:
+        """A checkpoint is being written; `wait` returns when it is there."""
+
+    def ends(self, step: int) -> None:
+        """The run is over."""
 
 
 def past_lines(config: Config, folder: RunFolder) -> list[PastLine]:
@@ -68,6 +118,82 @@ def past_lines(config: Config, folder: RunFolder) -> list[PastLine]:
 def _evaluated_as(config: Config) -> str:
     """Beginning of the names of an evaluation's metrics."""
     return f"eval/{config.task.label}/"
+
+
+@dataclass
+class TrainingClock:
+    """Seconds of training. It starts when the first response may be generated, stands still while a run in one process
+    evaluates, and never goes back."""
+
+    now: Callable[[], float] = time.perf_counter
+    """The time of this process; a test gives its own."""
+    _before: float = field(default=0.0, init=False)
+    """Seconds before it was started last."""
+    _since: float | None = field(default=None, init=False)
+    """Time at which it was started; None = it stands still."""
+
+    @property
+    def seconds(self) -> float:
+        return self._before + (0.0 if self._since is None else self.now() - self._since)
+
+    def start(self) -> None:
+        """Run from now on; one that runs goes on."""
+        if self._since is None:
+            self._since = self.now()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stand still while this lasts; one that was not started stays as it is."""
+        ran, self._before, self._since = self._since is not None, self.seconds, None
+        try:
+            yield
+        finally:
+            if ran:
+                self.start()
+
+    def go_on_from(self, seconds: float) -> None:
+        """Add the seconds of the processes before. A run that goes back to a checkpoint has used more than that holds."""
+        self._before += max(0.0, seconds - self.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleLog:
+    """The file samples.jsonl: what the policy was asked, what it answered and what it got, of a group's best and its worst
+    response by the reward that is trained on."""
+
+    path: Path
+    reward_weights: Mapping[str, float]
+    """Factors of the reward components in the sum."""
+    cut_off_reward: float | None = None
+    """Reward that training gives a response that was cut off; None = the one that it got."""
+
+    def write(self, step: int, group: TrajectoryGroup, texts: list[str]) -> None:
+        rewards = [self.reward(trajectory) for trajectory in group.trajectories]
+        chosen = sorted({rewards.index(max(rewards)), rewards.index(min(rewards))})
+        record = {
+            "step": step,
+            "prompt_id": group.prompt.id,
+            "version": group.version,
+            "prompt": group.prompt.text,
+            "responses": [
+                {
+                    "text": texts[i],
+                    "reward": _null_for_nan(rewards[i]),
+                    "rewards": {name: _null_for_nan(value) for name, value in group.trajectories[i].rewards.items()},
+                    "tokens": len(group.trajectories[i].completion.token_ids),
+                    "finish": group.trajectories[i].completion.finish,
+                }
+                for i in chosen
+            ],
+        }
+        append_line(self.path, json.dumps(record, ensure_ascii=False))
+
+    def reward(self, trajectory: Trajectory) -> float:
+        """The reward that is trained on."""
+        if self.cut_off_reward is not None and trajectory.completion.finish == "length":
+            return self.cut_off_reward
+        names, values = list(trajectory.rewards), list(trajectory.rewards.values())
+        return float(total_reward(values, [self.reward_weights[name] for name in names]))
 
 
 class Recorder:
@@ -297,10 +423,9 @@ class Recorder:
         """Go on counting. Of what was written after the state was saved, evaluations that nobody will ask for again are
         read (`late`): they are of weights from before. The lines are dropped by `cut_files`."""
         for name in COUNTED:
-            if name in state:  # what an older version saved lacks some
-                setattr(self, name, state[name])
+            setattr(self, name, state[name])
         if self.clock.seconds == 0.0:  # otherwise this process goes back, and has counted its time
-            self._elapsed_before = state.get("elapsed", 0.0)
+            self._elapsed_before = state["elapsed"]
         self.clock.go_on_from(state["seconds"])
         self.seconds = self.clock.seconds
         self.step_done(self.steps)
@@ -393,3 +518,7 @@ def thinning(step: int) -> int:
     """Times as many steps to a line of metrics.jsonl as observe.log_every says, so that long runs do not fill the disk: 1
     below step 10,000, 10 below 100,000, then 100."""
     return 10 ** max(0, len(str(step)) - 4)
+
+
+def _null_for_nan(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -8,13 +8,15 @@
 
 The trainer copies its tensors and goes on; a background thread writes, syncs, renames and drops folders, one after the
 other, so that training never waits for the disk unless it asks for a second whole checkpoint before the first is written.
-What makes a folder whole, and what a killed process leaves, is in checkpoint_folder.py.
+A process may be killed at any line here: what it leaves has the ending .partial, or lacks the manifest, and does not count.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +31,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.models.load import has_lora
-from tba.observe.files import RunFolder, WriteFailures
-from tba.train.checkpoint_folder import drop_folder, link_folder, replace_folder, write_manifest
+from tba.observe.files import MANIFEST, RunFolder, WriteFailures, sync
 from tba.train.state import Snapshot, Stateful, restore, take_snapshot
 
 logger = logging.getLogger("tba")
 
 OPTIMIZER, STATE, ARRAYS, TRAINER = "optimizer.safetensors", "state.json", "state.safetensors", "trainer.json"
+
+
+class CorruptCheckpoint(RuntimeError):
+    """A checkpoint is not what was written; the message names the file."""
 
 
 @dataclass
@@ -167,10 +172,15 @@ class Checkpoints:
         self.optimizer.load_state(_nested(load_file(path / OPTIMIZER)))
         for head in self.heads:
             head.load_state_dict(load_file(path / f"{type(head).__name__}.safetensors"))
-        tree = json.loads((path / STATE).read_text(encoding="utf-8"))
-        state = restore(Snapshot(tree=tree, tensors=load_file(path / ARRAYS)))
-        for name, part in self.parts.items():
-            part.load_state(state["parts"][name])
+        try:
+            state = read_state(path)
+            for name, part in self.parts.items():
+                part.load_state(state["parts"][name])
+        except KeyError as error:
+            raise ValueError(
+                f"checkpoint {path} was saved by another version of tba: its state has no {error}. Go on with that version, "
+                f"or start a new run from its weights, model.path={path}."
+            ) from error
         self.pinned, self.best = state["pinned"], state["best"]
         self._saved = found["step"] if path.name.startswith("step-") else None
         self._saved_best = None if self.best is None else self.best[0]
@@ -311,11 +321,17 @@ class Checkpoints:
         return any(later > step for later, _ in self.folder.resumable())
 
 
+def read_state(path: Path) -> Any:
+    """What the parts of a run gave for a checkpoint, as objects again."""
+    tree = json.loads((path / STATE).read_text(encoding="utf-8"))
+    return restore(Snapshot(tree=tree, tensors=load_file(path / ARRAYS)))
+
+
 def last_row_of(path: Path) -> int | None:
     """Number of the last group that a checkpoint knows of; None = it was saved without durable replay."""
     node = json.loads((path / STATE).read_text(encoding="utf-8"))
     for name in ("parts", "trainer", "last_row"):
-        node = dict(node["items"]).get(name)
+        node = dict(node["value"]).get(name)
     return node
 
 
@@ -348,3 +364,88 @@ def _nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
             _, index, moment = name.split(".")
             moments.setdefault(int(index), {})[moment] = value
     return {"masters": [masters[index] for index in sorted(masters)], "moments": moments}
+
+
+def find_checkpoint(folder: RunFolder) -> Path | None:
+    """The newest whole checkpoint of a run that can be resumed. A corrupt one is named in a warning and set aside; None
+    where none is left."""
+    found = {(step, path.name.startswith("step-")): path for step, path in folder.resumable()}
+    for key in sorted(found, reverse=True):
+        try:
+            check_manifest(found[key])
+            return found[key]
+        except CorruptCheckpoint as error:
+            aside = found[key].with_name(f"corrupt-{found[key].name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(found[key], aside)
+            logger.warning("%s It is set aside as %s.", error, aside)
+    return None
+
+
+def write_manifest(path: Path) -> None:
+    """Sync every file of a folder to disk and write manifest.json: from now on the folder is whole."""
+    files = {}
+    for file in sorted(path.iterdir()):
+        files[file.name] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
+        sync(file)
+    manifest = path / MANIFEST
+    manifest.write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n", encoding="utf-8")
+    for name in files:  # safetensors leaves its files to the owner alone: as the umask says
+        (path / name).chmod(manifest.stat().st_mode)
+    sync(manifest)
+    sync(path)
+
+
+def check_manifest(path: Path) -> None:
+    """Raise CorruptCheckpoint unless every file is there, as it was written."""
+    try:
+        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpoint(f"checkpoint {path} has no manifest that can be read ({error}).") from None
+    for name, wanted in files.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != wanted["bytes"]:
+            size = file.stat().st_size if file.is_file() else "no"
+            raise CorruptCheckpoint(f"checkpoint {path} is damaged: {name} has {size} bytes, not {wanted['bytes']}.")
+        if _digest(file) != wanted["sha256"]:
+            raise CorruptCheckpoint(
+                f"checkpoint {path} is damaged: {name} has another checksum than when it was written."
+            )
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def drop_folder(path: Path) -> None:
+    """Remove a checkpoint so that no part of it is ever taken for a whole one."""
+    leaving = path.with_name(f".{path.name}.dropped.partial")
+    os.replace(path, leaving)
+    shutil.rmtree(leaving)
+
+
+def replace_folder(source: Path, target: Path) -> None:
+    if target.exists():
+        drop_folder(target)
+    os.replace(source, target)
+    sync(target.parent)
+
+
+def link_folder(source: Path, name: str) -> None:
+    """Give a whole checkpoint a second name; its files are never changed, so they need not be copied."""
+    partial_path = source.with_name(f".{name}.partial")
+    shutil.rmtree(partial_path, ignore_errors=True)
+    shutil.copytree(source, partial_path, copy_function=_link)
+    sync(partial_path)
+    replace_folder(partial_path, source.with_name(name))
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)

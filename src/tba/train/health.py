@@ -1,5 +1,5 @@
-"""What a trainer does about the collapse guard: healthy checkpoints, the warning, the stop, and when a run goes back
-(recovery.py)."""
+"""What a trainer does about the collapse guard: healthy checkpoints, the warning, the stop, and when a run goes
+back (`roll_back` in loop.py)."""
 
 from __future__ import annotations
 

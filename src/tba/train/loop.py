@@ -1,4 +1,10 @@
-"""The trainer: take in what arrived, train an earlier batch again, sample, step, publish."""
+"""The trainer: take in what arrived, train an earlier batch again, sample, step, publish.
+
+It loads a checkpoint in two cases: a process resumes a run, or a run leaves a collapse behind. The durable replay then holds
+groups that the checkpoint's buffer does not. An asynchronous run that resumes takes them in again, since nobody will
+generate just these once more. They are removed where searcher and trainer take turns, which generates them again, token by
+token; and after a collapse, or where an earlier checkpoint was named, because the policy that generated them is given up.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +28,11 @@ from tba.replay.durable import GroupStore
 from tba.runtime.channels import GroupReceiver, WeightPublisher
 from tba.runtime.leases import VisitLedger
 from tba.train.batch import batch_metrics, combine, target_metrics, watched_metrics
-from tba.train.checkpoint import Checkpoints
+from tba.train.checkpoint import Checkpoints, CorruptCheckpoint, check_manifest
 from tba.train.gate import Gate
-from tba.train.health import Health
+from tba.train.health import Collapsed, Health
 from tba.train.learning_rate import LearningRate
 from tba.train.mismatch import MismatchProbe, mismatch_of_batch
-from tba.train.recovery import resume, roll_back
 from tba.train.reference import Beta, ReferenceResets
 from tba.train.state import Stateful
 from tba.train.step import StepResult, TrainStep
@@ -35,6 +40,9 @@ from tba.train.updates import SpareTime, Updates, with_old_values
 from tba.types import Batch, ResponseCounts, TrajectoryGroup
 
 logger = logging.getLogger("tba")
+
+GENTLER = 0.5
+"""Factor of the learning rate with each rollback."""
 
 
 @dataclass
@@ -90,10 +98,6 @@ class Trainer:
     """Row of the durable replay that came last when the state was saved that this trainer began with, 0 = none had come;
     None = it was saved without one."""
 
-    def resume(self, checkpoint: Path | None) -> None:
-        """Go on from a checkpoint of the run; None = from the start, also of a run that died before it had one."""
-        resume(self, checkpoint)
-
     def step(self) -> StepResult:
         """One optimizer step on what the buffer holds, and the second update on an earlier batch: before new responses are
         waited for, or, where the roles take turns, before the next ones are generated."""
@@ -136,7 +140,7 @@ class Trainer:
         self.record(batch, measured, watched, times)
         self.train_step.moved = False
         if self.health is not None and self.health.rolls_back:
-            roll_back(self, self.health)
+            self.roll_back(self.health)
             return result
         self.save_if_due()
         if self.health is not None:
@@ -310,15 +314,85 @@ class Trainer:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.step_index, self.batch = state["step"], state["batch"]
-        self.received, self.lost = state["received"], set(state.get("lost_prompts", ()))
-        self.last_row = state.get("last_row")
-        self.fresh_rewards, self.fresh_reward = state.get("fresh_rewards", []), state.get("fresh_reward", math.nan)
+        self.received, self.lost, self.last_row = state["received"], set(state["lost_prompts"]), state["last_row"]
+        self.fresh_rewards, self.fresh_reward = state["fresh_rewards"], state["fresh_reward"]
         vars(self.counts).update(state["counts"])
         if self.train_step.policy.log_z is not None:
             self.train_step.policy.log_z.started = state["log_z_started"]
         for name, part in self._parts().items():
             if name in state:  # the guard may have been switched on since
                 part.load_state(state[name])
+
+    def resume(self, checkpoint: Path | None) -> None:
+        """Go on from a checkpoint of the run; None = from the start, also of a run that died before it had one. Where later
+        checkpoints could have been gone on from, their steps are given up with what was generated for them."""
+        if checkpoint is not None:
+            self.checkpoints.load(checkpoint)
+        gives_up = self.config.takes_turns or self.checkpoints.has_later(self.step_index)
+        if gives_up:
+            self.forget_rows()
+        self.leave_behind()
+        if not gives_up and self.durable is not None and self.last_row is not None:
+            self.take_in_stored(self.durable, after=self.last_row)
+            self.durable.go_on_after(self.last_row)
+
+    def roll_back(self, health: Health) -> None:
+        """Restore the newest checkpoint from before the collapse, everything that a resumed process would restore, and go on
+        with a gentler step. What came after it is removed, and searchers begin anew: nothing of the weights given up arrives
+        later."""
+        alarm, path, recorder = health.alarm, health.kept, self.recorder
+        assert alarm is not None
+        assert path is not None
+        try:
+            check_manifest(path)
+        except CorruptCheckpoint as error:
+            raise Collapsed(
+                f"stopped at step {recorder.steps}: {alarm.words} It cannot be rolled back: {error}"
+            ) from None
+        rollbacks, is_regular = recorder.rollbacks, path.name.startswith("step-")
+        self.checkpoints.load(path)
+        self.forget_rows()
+        self.leave_behind()
+        to, factor = self.step_index, GENTLER ** (len(rollbacks) + 1)
+        self.rate.soften(factor)
+        recorder.rollbacks = [*rollbacks, {**vars(alarm), "to": to, "learning_rate_factor": factor}]
+        if is_regular:
+            self.checkpoints.pinned = to  # the only one from before: the next rollback may need it
+        if self.config.mode != "fixed_lag":  # lagged weights have loaded what is due themselves
+            self.publisher.publish(self.train_step.weights(to))
+        if self.restart_searchers is not None:
+            self.restart_searchers(self.replay.marks.by_source)
+        logger.warning(
+            "step %d: %s The run goes back to %s and on with %g of its learning rate (rollback %d of at most "
+            "observe.max_rollbacks=%d).",
+            *(alarm.step, alarm.words, path, factor, len(recorder.rollbacks), self.config.observe.max_rollbacks),
+        )
+
+    def forget_rows(self) -> None:
+        """Remove the groups of the durable replay that came after the checkpoint."""
+        if self.durable is not None and self.last_row is not None:
+            self.durable.return_to(self.last_row, self.replay.marks)
+
+    def leave_behind(self) -> None:
+        """Drop later checkpoints, then the lines of their steps: a process that is killed in between leaves a run that can
+        go on from what is left. An evaluation that came after the checkpoint was saved may be the best one."""
+        self.checkpoints.drop_after(self.step_index)
+        self.recorder.cut_files()
+        self.checkpoints.recall_best({step: self.score(metrics) for step, metrics in self.recorder.late})
+        self.recorder.best = self.checkpoints.best
+
+    def take_in_stored(self, durable: GroupStore, *, after: int) -> None:
+        """Add the groups of the durable replay after this row, in the order of their arrival, as if they arrived now."""
+        taken = 0
+        for stored in durable.load(after=after):
+            if self.add_to_buffer(stored.group):
+                taken += 1
+                if stored.group.visit >= 0:  # imported ones were not counted the first time either
+                    self.count(stored.group)
+        if taken:
+            logger.info(
+                "%d groups that were stored after step %d was saved are taken in again.", taken, self.step_index
+            )
 
     def _parts(self) -> dict[str, Stateful]:
         parts: dict[str, Stateful | None] = {

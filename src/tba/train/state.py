@@ -23,9 +23,8 @@ from torch import Tensor
 from tba.observe.beta import BetaWatch
 from tba.observe.display import Stability
 from tba.observe.guards import Alarm, CollapseGuard, Streak
-from tba.observe.lost import LostResponses
 from tba.observe.mismatch import MismatchWatch
-from tba.observe.reward_signal import RewardSignal
+from tba.observe.reward_signal import LostResponses, RewardSignal
 from tba.replay import prompts, sampling, storage
 from tba.replay.sum_trees import SumTrees
 from tba.types import Batch, HighWaterMarks, Totals, Weights
@@ -47,8 +46,30 @@ SAVED: tuple[type, ...] = (
 CLASSES = {kind.__name__: kind for kind in SAVED}
 PLAIN = (type(None), bool, int, float, str)
 """Types that JSON has. Floats come back bit for bit; NaN and infinity are written as Python's json writes them."""
-FACTORIES: dict[str, Callable[[], Any]] = {"list": list, "int": int}
-"""What a defaultdict may fill itself with, by name."""
+
+
+def _generator(state: Mapping[str, Any]) -> np.random.Generator:
+    made = np.random.Generator(np.random.PCG64())
+    made.bit_generator.state = state
+    return made
+
+
+CONTAINERS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    dict: (lambda value: [list(pair) for pair in value.items()], dict),
+    OrderedDict: (lambda value: [list(pair) for pair in value.items()], OrderedDict),
+    defaultdict: (
+        lambda value: [value.default_factory is list, dict(value)],
+        lambda found: defaultdict((int, list)[found[0]], found[1]),
+    ),
+    tuple: (list, tuple),
+    set: (list, set),
+    deque: (lambda value: [list(value), value.maxlen], lambda found: deque(*found)),
+    array: (lambda value: [value.typecode, np.array(value)], lambda found: array(found[0], found[1].tobytes())),
+    memoryview: (np.asarray, lambda found: found.data),
+    np.random.Generator: (lambda value: value.bit_generator.state, _generator),
+}
+"""How a value of each of these types is written as lists, dicts and arrays, and made of them again."""
+KINDS = {kind.__name__: kind for kind in CONTAINERS}
 BLOCK = 1 << 16
 """Number of bytes in which the zeros at the end of an array are searched for and left out."""
 ZEROS = bytes(BLOCK)
@@ -70,7 +91,7 @@ class Stateful(Protocol):
 class Snapshot:
     """Plain data of a state.
 
-    Snapshot(tree={"step": 12, "batch": {"kind": "tensor", "name": "0"}}, tensors={"0": tensor([3, 4])})
+    Snapshot(tree={"step": 12, "batch": {"kind": "Tensor", "name": "0"}}, tensors={"0": tensor([3, 4])})
     """
 
     tree: Any
@@ -105,44 +126,19 @@ class _Encoder:
         if kind in PLAIN:
             return value
         if kind is list:
-            return self._items(value)
-        if kind is dict:
-            return {"kind": "dict", "items": self._pairs(value)}
+            # Order lists of a hundred thousand numbers are copied as they are.
+            return list(value) if all(type(item) in PLAIN for item in value) else [self.encode(item) for item in value]
         if kind in CLASSES.values():
             return self._object(value)
         if kind is np.ndarray:
             return self._array(value)
-        return self._rare(value)
-
-    def _rare(self, value: Any) -> Any:
+        if kind in CONTAINERS:
+            return {"kind": kind.__name__, "value": self.encode(CONTAINERS[kind][0](value))}
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, Tensor):
-            copied = value.detach().to("cpu", copy=True).contiguous()
-            return {"kind": "tensor", "name": self._add(copied)}
-        if isinstance(value, (tuple, set)):
-            return {"kind": type(value).__name__, "items": self._items(list(value))}
-        if isinstance(value, deque):
-            return {"kind": "deque", "items": self._items(list(value)), "maxlen": value.maxlen}
-        if isinstance(value, OrderedDict):
-            return {"kind": "OrderedDict", "items": self._pairs(value)}
-        if isinstance(value, defaultdict):
-            factory = next(name for name, known in FACTORIES.items() if known is value.default_factory)
-            return {"kind": "defaultdict", "factory": factory, "items": self._pairs(value)}
-        if isinstance(value, array):
-            return {"kind": "array.array", "typecode": value.typecode, "items": self._array(np.array(value))}
-        if isinstance(value, memoryview):
-            return {"kind": "memoryview", "of": self._array(np.asarray(value))}
-        if isinstance(value, np.random.Generator):
-            return {"kind": "generator", "state": self.encode(value.bit_generator.state)}
-        raise TypeError(f"a {type(value).__name__} cannot be saved: give plain data, or list its class in SAVED.")
-
-    def _items(self, values: list[Any]) -> list[Any]:
-        # Order lists of a hundred thousand numbers are copied as they are.
-        return list(values) if all(type(value) in PLAIN for value in values) else [self.encode(v) for v in values]
-
-    def _pairs(self, value: Mapping[Any, Any]) -> list[list[Any]]:
-        return [[self.encode(key), self.encode(item)] for key, item in value.items()]
+            return {"kind": "Tensor", "name": self._add(value.detach().to("cpu", copy=True).contiguous())}
+        raise TypeError(f"a {kind.__name__} cannot be saved: give plain data, or list its class in SAVED.")
 
     def _object(self, value: Any) -> dict[str, Any]:
         number = self._objects.get(id(value))
@@ -165,7 +161,7 @@ class _Encoder:
             self._alive.append(owner)
             self._memory[id(owner)] = self._add_memory(owner)
         return {
-            "kind": "array",
+            "kind": "ndarray",
             **self._memory[id(owner)],
             "dtype": value.dtype.str,
             "shape": list(value.shape),
@@ -208,9 +204,15 @@ class _Decoder:
         if not isinstance(node, dict):
             return node
         kind = node["kind"]
-        if kind in CLASSES:
-            return self._object(node)
-        return getattr(self, f"_{kind.replace('.', '_')}")(node)
+        if kind == "same":
+            return self._objects[node["number"]]
+        if kind == "Tensor":
+            return self.tensors[node["name"]]
+        if kind == "ndarray":
+            return self._array(node)
+        if kind in KINDS:
+            return CONTAINERS[KINDS[kind]][1](self.decode(node["value"]))
+        return self._object(node)
 
     def _object(self, node: Mapping[str, Any]) -> Any:
         made: Any = object.__new__(CLASSES[node["kind"]])
@@ -219,30 +221,6 @@ class _Decoder:
             object.__setattr__(made, name, self.decode(item))
         return made
 
-    def _same(self, node: Mapping[str, Any]) -> Any:
-        return self._objects[node["number"]]
-
-    def _dict(self, node: Mapping[str, Any]) -> dict[Any, Any]:
-        return {self.decode(key): self.decode(item) for key, item in node["items"]}
-
-    def _OrderedDict(self, node: Mapping[str, Any]) -> OrderedDict[Any, Any]:
-        return OrderedDict(self._dict(node))
-
-    def _defaultdict(self, node: Mapping[str, Any]) -> defaultdict[Any, Any]:
-        return defaultdict(FACTORIES[node["factory"]], self._dict(node))
-
-    def _tuple(self, node: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(self.decode(node["items"]))
-
-    def _set(self, node: Mapping[str, Any]) -> set[Any]:
-        return set(self.decode(node["items"]))
-
-    def _deque(self, node: Mapping[str, Any]) -> deque[Any]:
-        return deque(self.decode(node["items"]), maxlen=node["maxlen"])
-
-    def _tensor(self, node: Mapping[str, Any]) -> Tensor:
-        return self.tensors[node["name"]]
-
     def _array(self, node: Mapping[str, Any]) -> np.ndarray:
         memory = self._memory.get(node["memory"])
         if memory is None:
@@ -250,14 +228,3 @@ class _Decoder:
             stored = self.tensors[node["memory"]].numpy()
             memory[: len(stored)] = stored
         return np.ndarray(node["shape"], node["dtype"], buffer=memory, offset=node["offset"], strides=node["strides"])
-
-    def _memoryview(self, node: Mapping[str, Any]) -> memoryview:
-        return self._array(node["of"]).data
-
-    def _array_array(self, node: Mapping[str, Any]) -> array[Any]:
-        return array(node["typecode"], self._array(node["items"]).tobytes())
-
-    def _generator(self, node: Mapping[str, Any]) -> np.random.Generator:
-        made = np.random.Generator(np.random.PCG64())
-        made.bit_generator.state = self.decode(node["state"])
-        return made
