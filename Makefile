@@ -24,15 +24,23 @@ TRL_STAMP := $(TRL_VENV)/.installed
 
 # Processes that run tests: one more than the cores of a small machine, because tests of runs also wait.
 WORKERS ?= 3
+PYTEST   = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: test suite test-vllm test-trl quickstart lint install clean
+.PHONY: test test-all quick suite test-vllm test-trl quickstart lint install clean
 
+# For people: all checks and the tests that are not marked `slow`. CI runs `make test-all`.
 # Side by side: mypy takes half a minute of one core where it has no cache.
 test: install
+	$(MAKE) -j 2 lint quick
+
+test-all: install
 	$(MAKE) -j 2 lint suite
 
+quick: install
+	$(PYTEST) -m "not slow"
+
 suite: install
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -k vllm tests/generate/test_engine_contract.py tests/generate/test_engine_vllm.py \

@@ -86,8 +86,6 @@ def test_there_are_shipped_configs():
         ("replay.capacity=10", "replay.capacity=10 cannot hold one step"),
         ("replay.capacity_per_prompt=4", "replay.capacity_per_prompt=4 cannot hold one visit's 8 responses"),
         ("generate.min_new_tokens=100", "generate.min_new_tokens=100 is above generate.max_new_tokens=64"),
-        ("task.name=own", "task.name=own is called custom: write task.name=custom"),
-        ("task.preference.reward_model=DIR", "task.preference is called task.tldr"),
         ("task.rewards=[{function: 3}]", "task.rewards[].function=3 is neither `file.py:name` nor a Python function"),
         ("task.name=custom", "task.data is needed for task.name=custom"),
         ("task.rewards=[5]", "task.rewards.0: a section is needed, got 5: write task.rewards=[{SETTING: VALUE}]"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -199,16 +199,6 @@ class TaskConfig(Section):
                 f"{', '.join(sorted(own))} is set by tba, for a prompt that is to be answered: leave it out."
             )
         return given
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_old_names(cls, values: Any) -> Any:
-        """A config written before a task was renamed is refused with the new name: guessing would hide what was meant."""
-        if isinstance(values, Mapping) and values.get("name") == "own":
-            raise ValueError("task.name=own is called custom: write task.name=custom.")
-        if isinstance(values, Mapping) and "preference" in values:
-            raise ValueError("task.preference is called task.tldr, as the task is: rename the section in the config.")
-        return values
 
     @model_validator(mode="after")
     def _check(self) -> TaskConfig:
