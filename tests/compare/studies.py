@@ -55,6 +55,7 @@ def write_run(
     """A finished run's folder, one logged step per off-policy KL; `final` are further metrics of its last evaluation."""
     cell.folder.mkdir(parents=True)
     summary = {
+        "outcome": "finished",
         "final": {"accuracy": accuracy, **final},
         "seconds": seconds,
         "responses_generated": 16,

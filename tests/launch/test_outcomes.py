@@ -118,14 +118,8 @@ def test_a_run_that_cannot_be_made_leaves_no_shared_memory_and_says_why(folder, 
     assert summary_of(config) == {"outcome": "failed", "error": "OSError: no more of these"}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"outcome": "splendid"}'])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"steps": 6}', '{"outcome": "splendid"}'])
 def test_nonsense_is_no_summary(text, tmp_path):
     folder = RunFolder(tmp_path)
     folder.summary.write_text(text)
     assert read_summary(folder) is None
-
-
-def test_a_summary_from_before_there_were_outcomes_is_of_a_finished_run(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.summary.write_text('{"steps": 6}')
-    assert read_summary(folder) == {"outcome": "finished", "error": None, "steps": 6}
