@@ -26,6 +26,8 @@ from tba.observe.contents import foreign
 from tba.observe.files import RunFolder
 from tba.tasks.rewards.functions import RewardSet
 
+pytestmark = pytest.mark.slow
+
 
 class Classes(TrainerCallback):
     """The class of the model at the beginning, after a step, and at the end."""

@@ -16,6 +16,8 @@ from tba.launch import train
 from tba.models.names import resolve_path
 from tba.train.step import NonFiniteLoss, TrainStep
 
+pytestmark = pytest.mark.slow
+
 STAMPED = ("summary.json", "cell.json", "metrics.jsonl")
 
 

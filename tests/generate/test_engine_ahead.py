@@ -20,6 +20,8 @@ from tba.generate.sampling import SamplingNeeds, response_key
 from tba.models.build_decoder import make_decoder
 from tba.types import Completion, Request, Sampling
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = Sampling(max_new_tokens=20)
 
 

@@ -27,6 +27,8 @@ from tba.models.build_decoder import make_decoder
 from tba.models.decoder import UnsupportedModel
 from tba.types import Sampling
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 STOPS = [2, 3, 4]
 

@@ -31,6 +31,8 @@ from tba.generate.native.paged_cache import PagedCache
 from tba.generate.sampling import SamplingNeeds, SamplingState, response_key, sample
 from tba.types import Completion, Prompt, Request, Sampling
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 41
 STOPS = [2, 3]
 MAX_LENGTH = 64

@@ -20,6 +20,8 @@ from transformers import AutoTokenizer, BertConfig, T5Config
 from tba.cli import main
 from tba.observe.claim import Claim
 
+pytestmark = pytest.mark.slow
+
 CHAT = '{"prompt": [{"role": "alien", "content": "w5"}], "want": "w7"}\n'
 ROW = '{"prompt": "w5 w6", "want": "w7"}\n'
 GOOD = "def f(completions, **columns):\n    return [1.0] * len(completions)\n"

@@ -219,6 +219,7 @@ def test_numbers_given_as_options_arrive_as_numbers():
         RUNNER.invoke(app, ["compare", "nowhere.yaml"], catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_train_and_evaluate_from_the_command_line(folder, monkeypatch, capfd):
     options = [
         "--model",
@@ -359,6 +360,7 @@ def test_doctor_names_only_packages_that_the_program_can_use():
         assert f"import {name}" in sources or f"from {name}" in sources or f"torch.utils.{name}" in sources, name
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_trained_on_pairs(tmp_path):
     pairs = [
         {"prompt": f"so place harbour {i} TL;DR:", "chosen": "place harbour", "rejected": "so so"} for i in range(40)

@@ -15,6 +15,8 @@ from tba.observe.guards import Alarm, CollapseGuard
 from tba.replay.database import load_groups
 from tba.train.health import Collapsed
 
+pytestmark = pytest.mark.slow
+
 ABSURD = "train.learning_rate={kind: cosine, start: 1e-4, end: 1.0}"
 """Rises to a thousand times what the tiny model bears: within seventy steps its responses are one or two tokens long."""
 SETTINGS = ("mode=sync", "seed=3", "train.max_steps=100", "evaluate.num_prompts=1", "objective.beta=0.05", ABSURD)

@@ -12,6 +12,8 @@ from tba.replay.database import DurableReplayError, load_groups
 from tba.replay.export import GroupFilter, export
 from tba.types import GroupId, TrajectoryGroup
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def made(monkeypatch):

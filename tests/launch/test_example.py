@@ -16,6 +16,8 @@ from tba.models.names import resolve_path
 from tba.observe.files import RunFolder
 from tba.runtime.board import Board
 
+pytestmark = pytest.mark.slow
+
 STEPS, P, K = 20, 2, 3
 Step = tuple[float, float, list[list[int]]]
 """Loss, mean reward, tokens of every response."""

@@ -61,6 +61,7 @@ def test_killed_searchers_are_replaced_and_the_run_goes_on(folder, caplog):
     assert max(record["step"] for record in records_so_far(config) if "eval/custom/solved" in record) == 24
 
 
+@pytest.mark.slow
 def test_a_hung_searcher_is_replaced(folder, caplog):
     config = make_config(
         folder, "name=silent", "train.max_steps=12", "runtime.wait_seconds=2", "runtime.stop_seconds=1"
@@ -70,6 +71,7 @@ def test_a_hung_searcher_is_replaced(folder, caplog):
     assert "has shown no sign of life for runtime.wait_seconds=2 s" in caplog.text
 
 
+@pytest.mark.slow
 def test_searchers_that_never_send_a_group_end_the_run_with_the_last_error(folder, monkeypatch):
     """Each one dies at once, with a gap between two starts that grows."""
     monkeypatch.setattr("tba.runtime.searcher_seats.FIRST_BACK_OFF_SECONDS", 0.01)
@@ -86,6 +88,7 @@ def keep_killing(config) -> None:
         wait_for(lambda seen=seen: any(p.pid != seen.pid for p in searcher_processes()), 20.0)
 
 
+@pytest.mark.slow
 def test_a_searcher_that_fails_says_why(folder):
     config = make_config(folder, "name=fails", "search.max_reward_failures=8", reward="always_raises")
     with pytest.raises(RoleDied) as error:
@@ -123,6 +126,7 @@ def test_a_killed_trainer_leaves_no_orphan(folder):
     assert wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in below), 10.0)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_leaves_nothing_running(folder):
     config = make_config(folder, "name=ctrl-c")
     with Command(command(folder, "ctrl-c")) as trainer:
@@ -138,6 +142,7 @@ def test_ctrl_c_saves_and_leaves_nothing_running(folder):
     assert (summary["outcome"], summary["error"]) == ("interrupted", None)
 
 
+@pytest.mark.slow
 def test_a_hanging_reward_costs_its_samples_only(folder, caplog):
     config = make_config(
         folder, "mode=sync", "name=hangs", "seed=1", "train.max_steps=1", "search.reward_timeout_seconds=2",
@@ -160,6 +165,7 @@ def test_a_nan_reward_costs_its_samples_only(folder):
     assert rewards == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_the_first_fill_has_a_deadline_that_names_who_waits_for_whom(folder):
     config = make_config(folder, "name=fill", "runtime.start_seconds=0.05")
     with pytest.raises(
@@ -169,6 +175,7 @@ def test_the_first_fill_has_a_deadline_that_names_who_waits_for_whom(folder):
         train(config)
 
 
+@pytest.mark.slow
 def test_a_channel_of_one_group_slows_a_run_but_does_not_stop_it(folder):
     """Also at the end: the last evaluation comes from a searcher whose channel is full."""
     config = make_config(folder, "name=narrow", "runtime.channel_groups=1", "evaluate.every=2")
@@ -179,6 +186,7 @@ def test_a_channel_of_one_group_slows_a_run_but_does_not_stop_it(folder):
     assert waited[-1] > 0
 
 
+@pytest.mark.slow
 def test_a_group_lost_whole_does_not_stop_a_paced_run(folder):
     """At lag 0 searcher and trainer wait for each other's last word: a lost group must count as one."""
     config = make_config(
@@ -188,6 +196,7 @@ def test_a_group_lost_whole_does_not_stop_a_paced_run(folder):
     assert train(config)["steps"] == 4
 
 
+@pytest.mark.slow
 def test_a_run_most_of_whose_groups_are_lost_trains_whole_batches_of_the_others(folder):
     """More are lost in a step than it trains on: were they counted as trained on, searchers would soon wait for versions
     that can never come."""
@@ -200,6 +209,7 @@ def test_a_run_most_of_whose_groups_are_lost_trains_whole_batches_of_the_others(
     assert steps[-1]["buffer/generated"] > 3 * steps[-1]["buffer/trained"]
 
 
+@pytest.mark.slow
 def test_the_trainer_waits_at_the_replay_ratio_and_never_exceeds_it(folder):
     config = make_config(folder, "name=limit", "replay.max_trained_per_generated=0.5", "train.max_steps=10")
     summary = train(config)

@@ -17,6 +17,8 @@ from tba.launch.supervise import supervise
 from tba.observe.claim import NAME, FolderInUse
 from tba.observe.files import OutputLost, RunFolder
 
+pytestmark = pytest.mark.slow
+
 ENDLESS = "train.max_steps=1000000"
 
 

@@ -15,6 +15,8 @@ from tba.config import ConfigError
 from tba.launch import train
 from tba.observe.files import RunFolder
 
+pytestmark = pytest.mark.slow
+
 ENDLESS = "train.max_steps=100000"
 SHOWN = "observe.progress=true"
 

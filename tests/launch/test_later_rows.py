@@ -9,12 +9,15 @@ import sqlite3
 import sys
 from collections import Counter
 
+import pytest
 from commands import Command
 from problem import make_config, wait_for, with_settings
 
 from tba.launch import train
 from tba.observe.files import RunFolder
 from tba.replay.database import load_groups
+
+pytestmark = pytest.mark.slow
 
 CLOCKED = ("seconds", "time/", "perf/")
 

@@ -110,6 +110,7 @@ def test_an_adapter_checkpoint_loads_evaluates_and_merges(folder, tmp_path):
         merge_adapter(str(config.run_folder), tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_sends_adapters_that_pass_the_canary(folder):
     """In bf16, where the searcher keeps them beside its matrices; the synchronous run above merges in fp32."""
     config = make_config(folder, "name=lora-async", "model.dtype=bfloat16", *LORA)

@@ -10,6 +10,8 @@ from tba.launch import train
 from tba.launch.resume import RunFinished
 from tba.observe.files import RunFolder
 
+pytestmark = pytest.mark.slow
+
 BY_TIME = (
     "train.max_steps=null",
     "model.device=cpu",

@@ -23,6 +23,8 @@ from tba.runtime.replica import GROUPS, Replica, replica_folder
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from chaos_bench.accounting import account, read_notes, read_rows
 
+pytestmark = pytest.mark.slow
+
 # Ray reads them when it is imported. A lost node is missed sooner than after 15 s.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4, "RAY_USAGE_STATS_ENABLED": "0"}
 os.environ |= {"RAY_health_check_period_ms": "500"}

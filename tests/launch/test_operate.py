@@ -20,6 +20,7 @@ def alive(config) -> float:
     return steps[-1]["searchers/alive"] if steps else 0.0
 
 
+@pytest.mark.slow
 def test_a_run_tells_what_it_does_changes_its_searchers_and_stops_when_asked(folder, capfd):
     config = make_config(folder, "name=operated", ENDLESS)
     seen = {}

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 from tba.launch import train
 from tba.observe.files import RunFolder
 
+pytestmark = pytest.mark.slow
+
 SHAPE = {
     "vocab_size": 40,
     "hidden_size": 32,

@@ -16,6 +16,8 @@ from tba.launch.torchrun import Torchrun, with_torchrun
 from tba.observe.files import RunFolder, read_summary
 from tba.runtime.fork_server import OWN_SERVER
 
+pytestmark = pytest.mark.slow
+
 RANKS = ("train.ranks=2", "train.checkpoint_every=3")
 
 

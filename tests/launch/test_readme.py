@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notes").glob("*.md"))]
 
 
+@pytest.mark.slow
 def test_the_python_example_trains_as_it_stands(tmp_path):
     """But for the number of steps: the last ones do what the first ones do."""
     example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)

@@ -89,7 +89,9 @@ def in_a_new_process(config: Config, *, resume: bool = False) -> None:
     assert supervise(config, resume=resume, target="tba.cli.training:run_trainer") == 0
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [name if name == "tb with replay" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+)
 def test_a_killed_run_continues_with_the_same_tokens_and_losses(folder, name):
     whole, killed = (RunFolder(folder / "runs" / f"{name}, {end}") for end in ("whole", "killed"))
     in_a_new_process(make_config(folder, *COMMON, *RUNS[name], f"name={whole.path.name}"))
@@ -107,6 +109,7 @@ def test_a_killed_run_continues_with_the_same_tokens_and_losses(folder, name):
         assert (killed.newest_checkpoint() / file).read_bytes() == (whole.newest_checkpoint() / file).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -277,6 +280,7 @@ def test_damaged_metrics_are_named_and_a_summary_without_numbers_is_no_hindrance
     assert train(longer, resume=True)["steps"] == 7
 
 
+@pytest.mark.slow
 def test_the_trainer_of_the_api_resumes_from_a_named_checkpoint(copied, folder):
     trainer = TBATrainer(str(folder / "model"), f"{folder}/rewards.py:sevens", copied, str(folder / "data.jsonl"))
     run = RunFolder(copied.run_folder)
@@ -291,6 +295,7 @@ def visits_handed_out(run: RunFolder) -> int:
     return read_state(checkpoint)["parts"]["trainer"]["visits"]["handed_out"]
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_goes_on_where_it_was(folder):
     settings = ["name=async", "train.checkpoint_every=2", "replay.lag=pace", "replay.max_lag=3"]
     train(make_config(folder, *settings, "train.max_steps=5"))
@@ -304,6 +309,7 @@ def test_an_asynchronous_run_goes_on_where_it_was(folder):
     assert 0 <= min(lags) <= max(lags) <= 3, "the pace limit holds after the resume as before"
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_with_another_number_of_searchers(folder):
     settings = ["name=more-searchers", "train.checkpoint_every=2"]
     train(make_config(folder, *settings, "train.max_steps=3"))
@@ -384,6 +390,7 @@ def test_what_a_run_gives_up_is_told_from_what_it_makes_again(copied):
     assert not given_up & again, "step 6 has been made again, and the next trainer goes on from there"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_goes_back_can_go_on_from_what_is_left(copied, monkeypatch):
     run = RunFolder(copied.run_folder)
     undisturbed, dropped = lines(run), []

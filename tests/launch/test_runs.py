@@ -87,6 +87,7 @@ def test_an_evaluation_that_comes_twice_counts_once_and_one_of_a_step_to_come_do
     assert [record["step"] for record in metrics_of(config)] == [0]
 
 
+@pytest.mark.slow
 def test_beta_falls_as_the_policy_leaves_the_reference_and_begins_anew_with_a_new_one(folder):
     settings = ["objective.beta=0.05", "objective.max_kl_penalty=1e-5", "train.max_steps=9", "reference.reset_every=6"]
     config = make_config(folder, "mode=sync", "name=penalty", "train.learning_rate=0.003", *settings, FP32)
@@ -101,6 +102,7 @@ def test_beta_falls_as_the_policy_leaves_the_reference_and_begins_anew_with_a_ne
     assert expected[6] == 0.05
 
 
+@pytest.mark.slow
 def test_imported_responses_are_trained_on_from_the_first_step(folder):
     rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
     path = folder / "imported.jsonl"
@@ -113,6 +115,7 @@ def test_imported_responses_are_trained_on_from_the_first_step(folder):
     assert max(record["batch/reward"] for record in metrics_of(config) if "loss" in record) > 0.2
 
 
+@pytest.mark.slow
 def test_the_embedded_task_as_an_own_problem_learns_without_tuning(folder):
     """Model, data and reward as a user gives them; every setting at its default. Of one kind of problem, of which the start
     model solves hardly any, little is enough: held-out accuracy rises from .01 to .29 and .33 with seeds 0 and 1, give or
@@ -138,6 +141,7 @@ def test_the_embedded_task_as_an_own_problem_learns_without_tuning(folder):
     assert summary["final"]["accuracy"] > summary["start"]["accuracy"] + 0.15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["stablelm", "cohere"])
 def test_a_model_that_no_fast_path_knows_trains_the_slow_way(folder, model_type, caplog):
     from builders import tiny_tokenizer
@@ -157,6 +161,7 @@ def test_a_model_that_no_fast_path_knows_trains_the_slow_way(folder, model_type,
     assert "slower" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_checkpoint_loads_with_transformers_and_evaluates(folder):
     config = make_config(folder, "mode=sync", "name=load", "train.max_steps=2")
     summary = train(config)
@@ -186,6 +191,7 @@ def test_two_searchers_and_a_trainer_for_twenty_steps(folder):
     assert RunFolder(config.run_folder).samples.read_text()
 
 
+@pytest.mark.slow
 def test_lag_0_in_the_async_runtime_equals_sync_mode(folder):
     """The same tokens, hence the same rewards and lengths, and the same losses."""
     sync = make_config(folder, "mode=sync", "name=equal-sync", ON_CPU)
@@ -209,6 +215,7 @@ def test_lag_0_in_the_async_runtime_equals_sync_mode(folder):
     assert torch.isfinite(next(a.parameters())).all()
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_trains_batches_again_and_goes_on_doing_so_when_it_is_resumed(folder):
     """Where the next batch is not there yet: the reward takes longer than a step."""
     settings = ("name=again", "train.second_update_after=2", FP32)
@@ -229,6 +236,7 @@ def test_an_asynchronous_run_trains_batches_again_and_goes_on_doing_so_when_it_i
     assert last["buffer/replay_ratio"] == (12 * 16 + again[-1]) / last["buffer/generated"]
 
 
+@pytest.mark.slow
 def test_a_reset_of_the_reference_ends_second_updates_on_what_the_one_before_has_scored(folder):
     settings = ("name=again-reset", "train.second_update_after=2", "reference.reset_every=4", "train.max_steps=8")
     config = make_config(folder, *settings, FP32, reward="takes_its_time")

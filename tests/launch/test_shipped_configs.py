@@ -43,6 +43,7 @@ def test_the_papers_gsm8k_learning_rate_has_the_official_shape():
     assert shares == pytest.approx([1, 1, 1, (2 + 3**0.5) / 4, 0.75, 0.5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tldr_cpu", "red_team_cpu"])
 def test_an_embedded_task_trains_and_evaluates(name, tmp_path):
     small = ["train.max_steps=4", "train.responses_per_step=32", "evaluate.every=2", "observe.progress=false"]

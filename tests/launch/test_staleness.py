@@ -12,6 +12,8 @@ from tba.config import load_config
 from tba.launch import train
 from tba.observe.files import RunFolder
 
+pytestmark = pytest.mark.slow
+
 
 def steps_of(config) -> list[dict]:
     records = [json.loads(line) for line in RunFolder(config.run_folder).metrics.read_text().splitlines()]

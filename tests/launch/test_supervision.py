@@ -20,6 +20,8 @@ from tba.runtime import forked_roles, processes
 from tba.runtime.forked_roles import ForkServer
 from tba.runtime.processes import prepare_roles
 
+pytestmark = pytest.mark.slow
+
 
 def role(run: RunFolder, name: str) -> dict:
     """What status.json says of a role; empty while it does not know it."""

@@ -71,6 +71,7 @@ def make_config(folder, *overrides, name="my_task.py:CountWords"):
     return load_config(None, [*SETTINGS, *overrides], **values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_task_from_a_file_trains_and_its_own_metric_is_in_the_summary(folder, here, monkeypatch, mode):
     config = make_config(folder, f"mode={mode}", "task.settings.word=w7", "train.max_steps=3", "overwrite=true")
@@ -85,6 +86,7 @@ def test_a_task_from_a_file_trains_and_its_own_metric_is_in_the_summary(folder, 
     assert evaluate_model(str(config.run_folder), [])["num_texts"] == 8
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_measures_lines(tmp_path):
     settings = [
         "task.settings.largest=12", "mode=sync", "train.max_steps=2", "train.responses_per_step=16",
@@ -226,6 +228,7 @@ def test_what_a_task_hands_over_wrongly_is_named(folder, here, name, message):
         train(odd_config(folder, here, name))
 
 
+@pytest.mark.slow
 def test_a_searcher_whose_task_returns_no_outcomes_is_not_replaced(folder, here, caplog):
     """A new one would be given the same."""
     config = odd_config(folder, here, "Few", mode="async")
@@ -287,6 +290,7 @@ def test_what_a_task_raises_is_told_with_its_own_file_and_line(folder, here, nam
         train(make_config(folder, *settings, name=f"raises.py:{name}"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_score_that_always_raises_ends_the_run_with_its_line(folder, here, caplog, mode):
     """As a reward function that raises does; a new searcher would meet it again, so that none is started."""

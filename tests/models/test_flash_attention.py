@@ -15,6 +15,8 @@ from tba.models.packed_attention import PackedLayout, attend_packed
 from tba.models.packing import pack
 from tba.models.policy import PolicyModel
 
+pytestmark = pytest.mark.slow
+
 H, K, D = 4, 2, 8
 CPU = torch.device("cpu")
 

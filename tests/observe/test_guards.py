@@ -159,6 +159,7 @@ def sparse_batches(generator: random.Random, *, prompts: int, solvable: float, r
         yield batch(generator) | {"reward": hits / (8 * prompts)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompts", "solvable", "rate"),
     [

@@ -43,6 +43,8 @@ from tba.runtime.supervisor import Supervisor
 from tba.runtime.threads import RoleThreads
 from tba.runtime.weight_slots import WeightSlots
 
+pytestmark = pytest.mark.slow
+
 # Ray reads them when it is imported.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4, "RAY_USAGE_STATS_ENABLED": "0"}
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")

@@ -15,6 +15,8 @@ from tba.tasks.gsm8k import equal_answers, given_answer, marked_answer
 from tba.tasks.math.grading import formulas_of, same_answer
 from tba.tasks.math.symbolic import symbolic_equality
 
+pytestmark = pytest.mark.slow
+
 PAIRS = [json.loads(line) for line in (Path(__file__).parent / "grader_pairs.jsonl").read_text("utf-8").splitlines()]
 KINDS = sorted({pair["kind"] for pair in PAIRS if pair["task"] == "math"})
 

@@ -10,6 +10,8 @@ from tba.tasks.red_team.task import start_model_path
 from tba.tasks.red_team.world import SHAPE, make_tokenizer, mode_of, prepare_red_team, sample_attacks
 from tba.tasks.start_models import Training, make_model, one_deterministic_thread
 
+pytestmark = pytest.mark.slow
+
 SHORT = Training(steps=3, batch_size=4)
 
 

@@ -18,6 +18,8 @@ from tba.tasks.rewards.pool import DirectRewards
 from tba.tasks.tldr.world import win_rate
 from tba.types import Request
 
+pytestmark = pytest.mark.slow
+
 
 def evaluator_and_engine(*overrides):
     config = load_config(None, list(overrides))

@@ -26,6 +26,8 @@ from tba.tasks.tldr.task import reward_model_path, start_model_path
 from tba.tasks.tldr.train_reward import RewardTraining, read_pairs
 from tba.tasks.tldr.world import WORDS, first_posts, gold_scores, reference_summary, win_rate
 
+pytestmark = pytest.mark.slow
+
 TINY = Preparing(
     shape=Shape(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, context=64),
     supervised=Training(steps=40, batch_size=16, learning_rate=1e-2, warmup_steps=5),

@@ -10,6 +10,8 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from tba.tasks.tldr.reward_model import ModelScorer, RewardModel, load_scorer, make_sequence, pad_right
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["w3 w4", "w5 w6 w7 w8 w9", "w4", "w3 w4", "w11 w12 w13"]
 RESPONSES = ["w5 w6 w7", "w8", "w20 w21 w22 w23 w24 w25", "", "w9 w9"]
 FINISHED = [True, False, True, True, False]

@@ -21,6 +21,8 @@ from tba.tasks.tldr.train_reward import (
     write_pairs,
 )
 
+pytestmark = pytest.mark.slow
+
 GOOD = {"prompt": "w3 w4", "chosen": "w5", "rejected": "w6"}
 QUICK = RewardTraining(epochs=1, batch_size=16, learning_rate=1e-2, warmup_steps=2, device="cpu")
 

@@ -28,6 +28,8 @@ from tba.train.ranks import ALONE, ConnectedRanks, Ranks, connected
 from tba.train.sharded import ShardedTrainStep
 from tba.train.step import NonFiniteLoss, TrainStep
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
