@@ -74,6 +74,14 @@ def test_a_checkpoint_holds_what_was_there_when_it_was_saved(checkpoints):
     assert json.loads((path / "trainer.json").read_text()) == {"step": 3, "seed": 0}
 
 
+def test_a_state_of_another_version_is_refused_in_one_sentence(checkpoints):
+    checkpoints.save(1)
+    path = checkpoints.by_step()[1]
+    checkpoints.parts["pace"] = Counter()
+    with pytest.raises(ValueError, match=r"step-1 was saved by another version of tba: its state has no 'pace'"):
+        checkpoints.load(path)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_optimizer_continues_with_its_moments_and_masters(checkpoints, dtype):
     model = checkpoints.model = tiny_llama().to(dtype)

@@ -58,7 +58,7 @@ CONTAINERS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     dict: (lambda value: [list(pair) for pair in value.items()], dict),
     OrderedDict: (lambda value: [list(pair) for pair in value.items()], OrderedDict),
     defaultdict: (
-        lambda value: [value.default_factory is list, dict(value)],
+        lambda value: [(int, list).index(value.default_factory), dict(value)],
         lambda found: defaultdict((int, list)[found[0]], found[1]),
     ),
     tuple: (list, tuple),
