@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCal
 from tba import TBAConfig
 from tba.api.callbacks import Callbacks
 
+pytestmark = pytest.mark.slow
+
 
 class Heard(TrainerCallback):
     """Writes down events; asks for a checkpoint when step 2 or 4 is evaluated (of 4 there is one), and for an

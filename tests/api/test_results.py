@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback, TrainerState
 
 from tba.observe.contents import foreign
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_script_logs_and_saves_metrics_and_state_after_the_run(folder, tmp_path, capsys):
     """The last lines of transformers' example scripts."""

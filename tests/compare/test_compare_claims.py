@@ -10,6 +10,8 @@ from studies import plan_study, run_study
 
 from tba.compare.runs import Claims, process_started, read_holder, state_of
 
+pytestmark = pytest.mark.slow
+
 
 def write_claim(path, *, pid: int, process_started: int | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,8 @@ from tba.models.decoder_attention import CausalAttention
 from tba.models.fused_pass import why_never_fused
 from tba.types import Sampling
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def as_on_cuda(monkeypatch):

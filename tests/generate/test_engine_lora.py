@@ -16,6 +16,8 @@ from tba.models.load import add_lora, merged
 from tba.models.weights import make_weights
 from tba.types import Sampling
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = Sampling(max_new_tokens=8)
 
 

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from tba.generate.transformers_engine import TransformersEngine, TransformersScorer
 from tba.types import Sampling, Weights
 
+pytestmark = pytest.mark.slow
+
 STOPS = [2, 3, 4]
 EXPERTS = {
     "n_routed_experts": 4,

@@ -13,6 +13,8 @@ from tba.generate.transformers_engine import TransformersEngine
 from tba.generate.transformers_trials import caches_exactly, pads_exactly, selects_exactly
 from tba.types import Request, Sampling
 
+pytestmark = pytest.mark.slow
+
 OTHERS = {
     "cohere": lambda: transformers.CohereConfig(**GROUPED),
     "bloom": lambda: transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=3, n_head=4),

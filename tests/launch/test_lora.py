@@ -93,6 +93,7 @@ def test_the_reference_is_the_base_with_the_adapter_off():
             assert np.abs(own - expected).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_an_adapter_checkpoint_loads_evaluates_and_merges(folder, tmp_path):
     config = make_config(folder, "mode=sync", "name=lora", *LORA)
     summary = train(config)

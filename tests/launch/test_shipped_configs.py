@@ -19,6 +19,7 @@ def test_every_config_is_valid(path):
     with_objective_defaults(load_config(path, ["model.path=somewhere"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((CONFIGS / "studies").glob("*.yaml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_run_of_every_study_is_valid(path, quick, tmp_path):

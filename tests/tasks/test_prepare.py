@@ -26,6 +26,8 @@ from tba.tasks.arithmetic.task import (
 )
 from tba.tasks.start_models import Training, make_model, one_deterministic_thread
 
+pytestmark = pytest.mark.slow
+
 SHORT = Training(steps=6, batch_size=4)
 
 
