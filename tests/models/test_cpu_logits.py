@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tba.models import cpu_logits
+from tba.models import cpu
 from tba.models.cpu import chosen_log_probs
 
 ROWS, WORDS, WIDTH = 23, 37, 8
@@ -48,7 +48,7 @@ def test_log_probs_entropies_and_gradients_are_those_of_the_plain_formula(
     monkeypatch, size, temperature, softcap, biased
 ):
     for name, value in zip(("LOGITS_AT_ONCE", "LOGITS_IN_CACHE", "KEPT_LOGITS"), SIZES[size]):
-        monkeypatch.setattr(cpu_logits, name, value)
+        monkeypatch.setattr(cpu, name, value)
     given, wanted = inputs(), inputs()
     options = {"temperature": temperature, "softcap": softcap}
     bias, plain_bias = (given["bias"], wanted["bias"]) if biased else (None, None)

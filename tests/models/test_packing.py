@@ -108,7 +108,7 @@ def test_chunked_log_probs_have_the_same_gradients(monkeypatch):
     from tba.models import policy
 
     generator = torch.Generator().manual_seed(0)
-    # In bf16, because in fp32 a CPU computes them in another way (cpu_logits.py).
+    # In bf16, because in fp32 a CPU computes them in another way (models/cpu.py).
     hidden, head = (torch.randn(rows, 4, generator=generator).bfloat16() for rows in (10, 6))
     targets = torch.randint(0, 6, (10,), generator=generator)
 
