@@ -189,6 +189,13 @@ def test_the_rate_rises_by_at_most_a_factor_of_two_in_a_step():
     assert see(rate, 1e9) < 1e-9  # and falls at once
 
 
+def test_a_policy_that_is_sure_of_all_its_responses_does_not_raise_the_rate():
+    """It hardly drifts whatever the rate, which rose to 1,000 and more."""
+    rate = begun(1e-4)
+    for _ in range(50):
+        assert rate.for_batch(1, 0.0, drifted(1e-6), entropy=1e-3) == pytest.approx(1e-4)
+
+
 def test_the_signal_is_the_mean_agreement_and_counts_as_three_hundredths_at_least():
     rate = begun(1e-4)
     see(rate, 1000.0, agreement=0.5)  # .1 + (.5 - .1) / 2

@@ -79,7 +79,7 @@ class Updates:
             found = drift_metrics(own, result.outputs.log_pi_N.cpu(), step=step, exact=exact)
             rate = self.rate.for_batch(step, progress, found, entropy=entropy_of(batch, result.outputs))
             metrics = self._move(batch, rate, progress=progress, lags="off_policy/drift" in found)
-        if self.config.train.second_update_after and batch.totals.responses:
+        if self.config.train.second_update_after and batch.totals.responses and metrics["learning_rate"] > 0.0:
             self.trained_once.append(with_old_values(batch, result))
         signal = {"off_policy/signal": self.rate.signal} if self.rate.is_auto else {}
         return replace(result, metrics={**result.metrics, **found, **metrics, **signal})
@@ -126,8 +126,11 @@ class Updates:
 
     def _move(self, batch: Batch, rate: float, *, progress: float, lags: bool) -> dict[str, float]:
         """The update of a new batch, and what it takes to know the next rate where no response lags behind. A batch without
-        weight makes none."""
-        first = self.rate.is_auto and self.rate.squares == 0.0 and math.isfinite(self.rate.entropy)
+        weight makes none. Nor do those before the first one whose rewards differ, where the rate is `auto`."""
+        begins = self.rate.is_auto and self.rate.squares == 0.0
+        first = begins and math.isfinite(self.rate.entropy) and reward_spread(batch) > 0.0
+        if begins and not first:
+            rate = 0.0  # rounding noise is all that this gradient holds, and Adam would make a whole step of it
         measured = self.rate.is_auto and not lags and self.config.takes_turns
         found = self.train_step.move(rate, nats=self.rate.first_movement if first else None, measure=measured)
         if first:
