@@ -199,7 +199,7 @@ def test_other_rows_are_evaluated_when_they_are_given(folder, tmp_path):
         ({"eval_strategy": "sometimes"}, "eval_strategy='sometimes' is none of no, steps, epoch"),
         ({"eval_steps": "ten"}, "eval_steps='ten' is no number: write one"),
         ({"num_generations": 0}, "num_generations=0 is no number from 1 on"),
-        ({"train": {"samples_per_prompt": "x"}}, r"train.samples_per_prompt='x' is no number from 1 on"),
+        ({"train": {"samples_per_prompt": "x"}}, r"train=\{'samples_per_prompt': 'x'\} is no number from 1 on"),
         (
             {"scale_rewards": "groups", "loss_type": "grpo"},
             'scale_rewards=\'groups\' is no scale: use "group" or "none"',

@@ -158,13 +158,14 @@ def _objective(given: Mapping[str, Any], own: Mapping[str, Any], ignored: list[s
 
 def _count(train: Mapping[str, Any], given: Mapping[str, Any], ours: str, trl: str, default: int) -> int:
     """A number from 1 on, of the section `train` or by TRL's name."""
-    name, value = (f"train.{ours}", train[ours]) if ours in train else (trl, given.get(trl, default))
+    value = train.get(ours, given.get(trl, default))
     try:
         count = int(value)
     except (TypeError, ValueError):
         count = 0
     if count < 1:
-        raise ConfigError(f"{name}={value!r} is no number from 1 on: write one, such as {default}.")
+        name = f"train={{'{ours}': {value!r}}}" if ours in train else f"{trl}={value!r}"
+        raise ConfigError(f"{name} is no number from 1 on: write one, such as {default}.")
     return count
 
 
