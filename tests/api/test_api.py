@@ -267,7 +267,7 @@ def test_config_yaml_keeps_the_name_of_a_python_function_and_asks_for_it_when_it
 def test_what_is_missing_is_said(folder):
     with pytest.raises(ValueError, match="train_dataset is missing"):
         TBATrainer(model="x", reward_funcs=sevens)
-    with pytest.raises(ValueError, match="reward_weights has 2 numbers for 1 reward_funcs"):
+    with pytest.raises(ValueError, match="reward_weights has 2 entries for 1 reward_funcs"):
         TBATrainer(model="x", reward_funcs=sevens, train_dataset=[], reward_weights=[1, 2])
     with pytest.raises(ValueError, match="model is a object: give a folder"):
         TBATrainer(model=object(), reward_funcs=sevens, train_dataset=[{"prompt": "x"}], args=make_config(folder))

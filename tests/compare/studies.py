@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from tba.compare import compare
+from tba.compare.plan import Cell, Plan, make_plan
 from tba.compare.results import Results
-from tba.compare.runs import Cell, Plan, make_plan, write_done
 from tba.compare.study import make_study
 
 BASE = {
@@ -44,28 +44,22 @@ def plan_study(folder: Path, **changes: Any) -> Plan:
     return make_plan(make_study({**STUDY, **changes}), folder / "studies")
 
 
-def write_run(
-    cell: Cell,
-    accuracy: float,
-    *,
-    kl: tuple[float | None, ...] = (1.0,),
-    seconds: float = 1.0,
-    **final: float,
-) -> None:
-    """A finished run's folder, one logged step per off-policy KL; `final` are further metrics of its last evaluation."""
-    cell.folder.mkdir(parents=True)
+def write_run(cell: Cell, accuracy: float, *, kl: float = 1.0, seconds: float = 1.0, **final: float) -> None:
+    """A finished run; `kl` is its mean off-policy KL, `final` are further metrics of its last evaluation."""
     summary = {
         "outcome": "finished",
         "final": {"accuracy": accuracy, **final},
         "seconds": seconds,
         "responses_generated": 16,
         "lag": {"mean": 2.0},
+        "stability": {"drift_nats": kl},
     }
-    (cell.folder / "summary.json").write_text(json.dumps(summary))
-    steps = [
-        {"step": step, "loss": 0.0, "kl": step, "completions/mean_length": 10 * step, "off_policy/kl": value}
-        for step, value in enumerate(kl, start=1)
-    ]
-    records = [{"step": 0, "eval/arithmetic/accuracy": 0.0}, *steps]
-    (cell.folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    write_done(cell, seconds=seconds, commit="abc")
+    cell.folder.path.mkdir(parents=True)
+    cell.folder.summary.write_text(json.dumps(summary))
+    write_record(cell, error=None)
+
+
+def write_record(cell: Cell, *, error: str | None) -> None:
+    cell.record.parent.mkdir(parents=True)
+    record = {"settings": cell.settings, "error": error, "commit": "abc", "time": 0.0}
+    cell.record.write_text(json.dumps(record))

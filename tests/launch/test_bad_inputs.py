@@ -424,7 +424,6 @@ COMMANDS = {
         "'runs/their' is no run folder: there is no such folder (the nearest is runs/there)",
     ),
     "a file to evaluate": (["evaluate", "file.txt"], {}, "file.txt is a file: give the folder of a run or a model"),
-    "a misspelt metric": (["compare", "s.yaml"], {"s.yaml": STUDY.format("acuracy")}, "did you mean accuracy?"),
     "a model to evaluate that is cut off": (["evaluate", "./cut", "--task", "arithmetic"], {}, "cannot be loaded"),
     "a model to evaluate on nothing": (["evaluate", "./cut"], {}, "what ./cut is to be evaluated on"),
     "an adapter that is not there": (["merge", "nowhere", "out"], {}, "there is no folder nowhere: give a LoRA"),

@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -38,21 +39,15 @@ class Unset:
 
 
 class _Setting:
-    """An attribute that is a setting of the run where it was not given."""
+    """An attribute that is read from the run where it was not given."""
 
     def __init__(self, place: str) -> None:
         self.place = place
 
     def __get__(self, args: TBAConfig | None, owner: type) -> Any:
-        value: Any = self if args is None else args.config
-        for part in self.place.split(".") if args is not None else ():
-            value = getattr(value, part)
-        return value
-
-
-class _OutputDir:
-    def __get__(self, args: TBAConfig | None, owner: type) -> Any:
-        return self if args is None else str(args.run_folder)
+        if args is None:
+            return self
+        return str(args.run_folder) if self.place == "output_dir" else attrgetter(self.place)(args.config)
 
 
 class _Section(_Setting):
@@ -100,7 +95,7 @@ for _name, _default in DEFAULTS.items():
     setattr(_Arguments, _name, _Setting(DIRECT[_name]) if _name in DIRECT else _default)
 for _name in Config.model_fields.keys() - DEFAULTS.keys():
     setattr(_Arguments, _name, _Section(_name))
-_Arguments.output_dir = _OutputDir()
+_Arguments.output_dir = _Setting("output_dir")
 
 
 class TBAConfig(_Arguments):
@@ -108,7 +103,8 @@ class TBAConfig(_Arguments):
     sections and our top-level keys. Both are attributes: `args.max_steps`, `args.train.max_steps`."""
 
     def __init__(self, output_dir: str | Path | None = None, **given: Any) -> None:
-        self._told: set[str] = set()
+        self._ignored: list[str] = []
+        """What the user was last told is ignored."""
         given = {"output_dir": output_dir, **given}
         unknown = [name for name in given if name not in DEFAULTS and name not in Config.model_fields]
         if unknown:
@@ -160,19 +156,17 @@ class TBAConfig(_Arguments):
         """The config for data of so many rows; None = they are not known yet."""
         given = self.given
         with in_python_words():
-            _refuse(given)
-            ignored = [name for name in given if name in DEFAULTS and name not in SETTINGS and name not in REFUSED]
-            ignored = [name for name in ignored if given[name] != DEFAULTS[name]]
-            if ignored:
-                self._tell(
-                    f"ignored: {', '.join(ignored)}. These names of TRL's have no effect here (docs/from_trl.md)."
-                )
-            return load_config(None, (), **translated(given, num_rows=num_rows, tell=self._tell))
-
-    def _tell(self, words: str) -> None:
-        if words not in self._told:
-            self._told.add(words)
-            logger.warning("%s", words)
+            for name, reason in REFUSED.items():
+                if (value := given.get(name)) and value not in (DEFAULTS[name], "no"):
+                    raise ConfigError(f"{name}={value!r} cannot be kept: {reason}.")
+            others = DEFAULTS.keys() - SETTINGS.keys() - REFUSED.keys()
+            ignored = [name for name in given if name in others and given[name] != DEFAULTS[name]]
+            config = load_config(None, (), **translated(given, num_rows=num_rows, ignored=ignored))
+        if ignored and ignored != self._ignored:
+            self._ignored = ignored
+            words = "ignored: %s. They concern TRL's own loop, or mean nothing for the objective %s (docs/from_trl.md)."
+            logger.warning(words, ", ".join(ignored), config.objective.name)
+        return config
 
     @property
     def run_folder(self) -> Path:
@@ -188,19 +182,19 @@ class TBAConfig(_Arguments):
 
 def _checked(name: str, value: Any) -> Any:
     """A value as it is meant: a mapping or a number may be given as text, as from a command line."""
-    field = Config.model_fields.get(name)
+    if value is None or isinstance(value, Unset):
+        return value
+    default, field = DEFAULTS.get(name), Config.model_fields.get(name)
     kind = None if field is None or name in DEFAULTS else field.annotation
-    is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
     if isinstance(value, str) and value.startswith("{"):
         with suppress(ValueError):  # a text may begin so too
             value = json.loads(value)
-    if is_section and value is not None and not isinstance(value, (Mapping, BaseModel)):
+    if isinstance(kind, type) and issubclass(kind, BaseModel) and not isinstance(value, (Mapping, BaseModel)):
         raise ConfigError(f'{name}={value!r} is no section: give its settings, {name}={{"SETTING": VALUE}}.')
-    if name.endswith("_kwargs") and not isinstance(value, (Mapping, Unset, type(None))):
+    if name.endswith("_kwargs") and not isinstance(value, Mapping):
         raise ConfigError(f'{name}={value!r} is no mapping: give a dict, {name}={{"NAME": VALUE}}.')
-    if name == "output_dir" and not isinstance(value, (str, Path, Unset, type(None))):
+    if name == "output_dir" and not isinstance(value, (str, Path)):
         raise ConfigError(f"output_dir={value!r} is a {type(value).__name__}: give the path of a folder.")
-    default = DEFAULTS.get(name)
     if isinstance(value, str) and (isinstance(default, bool) or name == "bf16"):
         raise ConfigError(f"{name}={value!r} is a text: give True or False.")
     kinds = {*get_args(TYPES.get(name)), TYPES.get(name)} & {int, float, str, bool}
@@ -210,10 +204,3 @@ def _checked(name: str, value: Any) -> Any:
         except ValueError:
             raise ConfigError(f"{name}={value!r} is no number: write one, such as {name}={default or 8}.") from None
     return value
-
-
-def _refuse(given: Mapping[str, Any]) -> None:
-    for name, words in REFUSED.items():
-        value = given.get(name)
-        if value and value not in (DEFAULTS[name], "no"):
-            raise ConfigError(f"{name}={value!r} cannot be kept: {words}.")

@@ -6,10 +6,8 @@ from __future__ import annotations
 import filecmp
 import hashlib
 import json
-import logging
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -18,10 +16,6 @@ from typing import Any
 from tba.config import ConfigError, RewardConfig
 from tba.models.names import check_named, check_there, resolve_path
 
-logger = logging.getLogger("tba")
-
-TOLD_EVERY_SECONDS = 10.0
-"""Time after which it is said, again and again, that a dataset is still read."""
 REWARD_TOKENS = 2048
 """Longest text that a reward model reads, in tokens, where its tokenizer does not say."""
 
@@ -51,11 +45,7 @@ def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, 
 
 def _json_lines(dataset: Iterable[Mapping[str, Any]], what: str) -> Iterator[bytes]:
     rows = "rows are mappings with a `prompt` of text or chat messages, and columns of plain data"
-    told = time.monotonic()
     for number, row in enumerate(dataset):
-        if time.monotonic() - told > TOLD_EVERY_SECONDS:
-            told = time.monotonic()
-            logger.warning("%s has given %s rows, and is still read. Stop it if it has no end.", what, f"{number:,}")
         if not isinstance(row, Mapping):
             raise ConfigError(f"row {number} of {what} is a {type(row).__name__}: {rows}.")
         try:
@@ -74,11 +64,8 @@ def _plain(value: Any) -> Any:
 def _check_dataset(dataset: Any, what: str) -> None:
     """Refuse what is no rows: several datasets, a table by its columns, or nothing that can be gone through."""
     if isinstance(dataset, Mapping) and "prompt" not in dataset:
-        names = list(dataset)
-        one = f": give one of them, {what}[{names[0]!r}]" if names else ", and empty: give a list of rows"
-        if names and what == "eval_dataset":
-            one += ", or all rows as one list; trainer.evaluate(eval_dataset=rows) measures each of them after train()"
-        raise ConfigError(f"{what} is a mapping of {', '.join(map(str, names)) or 'nothing'}{one}.")
+        names = ", ".join(map(str, dataset)) or "nothing"
+        raise ConfigError(f"{what} is a mapping of {names}: give the rows of one dataset, or all rows as one list.")
     if isinstance(dataset, Mapping) or hasattr(dataset, "iloc"):  # pandas goes through the names of its columns
         raise ConfigError(f"{what} is a table of columns: give its rows, such as table.to_dict('records').")
     if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):  # PyTorch's have the latter alone
@@ -86,56 +73,40 @@ def _check_dataset(dataset: Any, what: str) -> None:
 
 
 def model_folder(model: Any, tokenizer: Any, path: Path) -> str:
-    """The start model as a path; a model object is saved, with its tokenizer."""
-    if isinstance(model, (str, Path)) and tokenizer is None:
-        return str(model)
+    """The start model as a path; a model object, or one with a tokenizer of its own, is saved as a folder with both."""
     if isinstance(model, (str, Path)):
-        return _with_tokenizer(str(model), tokenizer, path)
+        if tokenizer is None or str(tokenizer) == str(model):
+            return str(model)
+        from transformers import AutoModelForCausalLM
+
+        from tba.models.load import load_weights
+
+        model = load_weights(AutoModelForCausalLM, str(model), dtype="auto")
     if not hasattr(model, "save_pretrained"):
         raise ConfigError(f"model is a {type(model).__name__}: give a folder, a hub name or a transformers model.")
     if not getattr(model, "can_generate", lambda: True)():
         raise ConfigError(
             f"model is a {type(model).__name__}, which has no head to generate with: load it by AutoModelForCausalLM."
         )
-    if tokenizer is None:
-        tokenizer = _tokenizer_of(model)
-    model.save_pretrained(path)
-    _loaded(tokenizer).save_pretrained(path)
+    _save_with_tokenizer(model, tokenizer, path)
     return str(path)
 
 
-def _with_tokenizer(model: str, tokenizer: Any, path: Path) -> str:
-    """A model by name with another tokenizer than its own: a folder with both."""
-    from transformers import AutoModelForCausalLM
-
-    from tba.models.load import load_weights
-
-    if isinstance(tokenizer, (str, Path)) and str(tokenizer) == model:
-        return model
-    load_weights(AutoModelForCausalLM, model, dtype="auto").save_pretrained(path)
-    _loaded(tokenizer).save_pretrained(path)
-    return str(path)
-
-
-def _tokenizer_of(model: Any) -> Any:
-    name = getattr(getattr(model, "config", None), "_name_or_path", "")
-    if not name:
+def _save_with_tokenizer(model: Any, tokenizer: Any, path: Path) -> None:
+    """Save a model object with a tokenizer, its own one by its name where none is given."""
+    if tokenizer is None and not (tokenizer := getattr(getattr(model, "config", None), "_name_or_path", "")):
         raise ConfigError("processing_class is missing: a model given as an object needs its tokenizer.")
-    return name
+    if isinstance(tokenizer, (str, Path)):
+        from transformers import AutoTokenizer
 
-
-def _loaded(tokenizer: Any) -> Any:
-    if not isinstance(tokenizer, (str, Path)):
-        found = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
-        if not hasattr(found, "save_pretrained"):
-            raise ConfigError(
-                f"processing_class is a {type(found).__name__}: give a tokenizer, or its folder or hub name."
-            )
-        return found
-    from transformers import AutoTokenizer
-
-    check_named("processing_class", str(tokenizer))
-    return AutoTokenizer.from_pretrained(resolve_path(str(tokenizer)))
+        check_named("processing_class", str(tokenizer))
+        tokenizer = AutoTokenizer.from_pretrained(resolve_path(str(tokenizer)))
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
+    if not hasattr(tokenizer, "save_pretrained"):
+        kind = type(tokenizer).__name__
+        raise ConfigError(f"processing_class is a {kind}: give a tokenizer, or its folder or hub name.")
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 def reward_configs(
@@ -145,18 +116,14 @@ def reward_configs(
     from tba.tasks.rewards.files import check_reward_function
 
     given = list(rewards) if isinstance(rewards, (list, tuple)) else [] if rewards is None else [rewards]
+    own = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(given)
     if not given:
         raise ConfigError("reward_funcs is empty: give at least one function, `file.py:name` or reward model.")
     if weights is not None and not (isinstance(weights, Sequence) and all(map(_is_finite, weights))):
         raise ConfigError(f"reward_weights={weights!r} is no list of numbers: give one for each of reward_funcs.")
-    if weights is not None and len(weights) != len(given):
-        raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(given)} reward_funcs: give one each.")
-    own = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(given)
-    if len(own) != len(given):
-        raise ConfigError(
-            f"reward_processing_classes has {len(own)} tokenizers for {len(given)} reward_funcs: give one each, None where "
-            "there is none."
-        )
+    for name, each in (("reward_weights", weights), ("reward_processing_classes", own)):
+        if each is not None and len(each) != len(given):
+            raise ConfigError(f"{name} has {len(each)} entries for {len(given)} reward_funcs: give one each.")
     found: list[dict[str, Any]] = []
     for index, reward in enumerate(given):
         function = _reward(reward, own[index], folder / f"reward-{index}")
@@ -176,18 +143,19 @@ def _is_finite(value: Any) -> bool:
 def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., Any]:
     if isinstance(reward, (str, Path)):
         name = str(reward)
-        if ".py" not in name:
-            check_named("reward_funcs", name)
-            kinds = "a reward model (a function is given itself, or as `file.py:name`)"
-            check_there(f"reward_funcs={name!r} is taken for the name of {kinds}", name)
-        return name if ".py" in name else ModelReward(name, None if tokenizer is None else _name_of(tokenizer, folder))
+        if ".py" in name:
+            return name
+        check_named("reward_funcs", name)
+        kinds = "a reward model (a function is given itself, or as `file.py:name`)"
+        check_there(f"reward_funcs={name!r} is taken for the name of {kinds}", name)
+        if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
+            tokenizer.save_pretrained(folder)
+            tokenizer = folder
+        return ModelReward(name, tokenizer and str(tokenizer))
     if hasattr(reward, "save_pretrained") and not hasattr(reward, "tokenizer"):
-        reward.save_pretrained(folder)
-        source = tokenizer if tokenizer is not None else _tokenizer_of(reward)
-        _loaded(source).save_pretrained(folder)
-        return ModelReward(
-            str(folder), None, name=Path(getattr(reward.config, "_name_or_path", "") or "reward_model").name
-        )
+        _save_with_tokenizer(reward, tokenizer, folder)
+        name = getattr(reward.config, "_name_or_path", "") or "reward_model"
+        return ModelReward(str(folder), None, name=Path(name).name)
     if isinstance(reward, type):
         raise ConfigError(f"reward_funcs has the class {reward.__name__}: give an object of it, {reward.__name__}().")
     if not callable(reward):
@@ -196,13 +164,6 @@ def _reward(reward: Any, tokenizer: Any, folder: Path) -> str | Callable[..., An
             "objects."
         )
     return reward
-
-
-def _name_of(tokenizer: Any, folder: Path) -> str:
-    if isinstance(tokenizer, (str, Path)):
-        return str(tokenizer)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 class ModelReward:
@@ -265,12 +226,8 @@ def lora_config(peft_config: Any) -> dict[str, Any] | None:
         return None
     if type(peft_config).__name__ != "LoraConfig":
         raise ConfigError(f"peft_config is a {type(peft_config).__name__}: give a LoraConfig.")
-    others = {"use_dora": False, "modules_to_save": None, "bias": "none", "use_rslora": False, "lora_dropout": 0.0}
-    for name, off in others.items():
-        value = getattr(peft_config, name, off)
-        if name == "lora_dropout" or not value:
-            continue  # dropout is always off here
-        if value != off:
+    for name in ("use_dora", "modules_to_save", "bias", "use_rslora"):  # lora_dropout is off here
+        if (value := getattr(peft_config, name, None)) and value != "none":
             raise ConfigError(
                 f"peft_config: {name}={value!r} cannot be kept: the adapter is a plain LoRA. Leave it out."
             )

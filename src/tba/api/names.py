@@ -11,13 +11,10 @@ and GRPO_DEFAULTS; a test compares them with the installed TRL.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from tba.config import Config
 
 
 def _table(text: str) -> dict[str, str]:
@@ -179,8 +176,6 @@ GRPO_DEFAULTS: dict[str, Any] = {name: json.loads(value) for name, value in re.f
 GRPO_UNSET: dict[str, Any] = {name: kind for kind, names in _UNSET.items() for name in names.split()}
 """Types of those that are None there. overwrite_output_dir, max_prompt_length and warmup_ratio are of older versions."""
 
-# Messages
-
 PLACES = {
     found[1]: name
     for name, words in reversed(SETTINGS.items())
@@ -188,60 +183,29 @@ PLACES = {
 }
 PLACES |= {"model.path": "model", "model.lora": "peft_config", "task.rewards": "reward_funcs"}
 PLACES |= {"task.data": "train_dataset", "task.eval_data": "eval_dataset"}
-"""Python's names of our settings."""
+"""A script's names of our settings."""
 COMMAND_LINE = {
     r"\boverwrite=true\b": "overwrite_output_dir=True",
-    r"\b(name|output)=\.\.\.": "output_dir=...",
-    r"another name \(output_dir=\.\.\.\)": "another output_dir",
-    r"\bgenerate\.engine=vllm\b": "use_vllm=True",
+    r"another name \(output_dir=\.\.\.\)|another name \(name=\.\.\.\)": "another output_dir",
+    r"\boutput=\.\.\.": "output_dir=...",
     r"--resume\b": "resume_from_checkpoint=True",
     r"(?<![\w-])(checkpoints/)?step-(\d+)\b": r"checkpoint-\2",
 }
 
 
 def python_words(text: str) -> str:
-    """A message with the names that a script uses: `train.samples_per_prompt=1` is `num_generations=1`, and
-    `replay.max_lag=2` is `replay={"max_lag": 2}`."""
+    """A message with the names that a script uses: `train.samples_per_prompt=1` is `num_generations=1`."""
     for pattern, words in COMMAND_LINE.items():
         text = re.sub(pattern, words, text)
-    return re.sub(r"\b([a-z_]+(?:\.[a-z_]+)+)(=[^\s,;:()]*[^\s,;:().])?", _python_setting, text)
-
-
-def _python_setting(found: re.Match[str]) -> str:
-    place, given = found[1], found[2]
-    if place in PLACES:
-        return PLACES[place] + (given or "")
-    first, *rest = place.split(".")
-    if given is None or first not in Config.model_fields:
-        return found[0]
-    try:
-        value = repr(json.loads(given[1:]))
-    except ValueError:
-        value = json.dumps(given[1:].strip("'"))
-    for part in reversed(rest):
-        value = f'{{"{part}": {value}}}'
-    return f"{first}={value}"
-
-
-class _PythonWords(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = python_words(record.getMessage()), ()
-        return True
+    return re.sub(r"\b[a-z_]+(?:\.[a-z_]+)+\b", lambda found: PLACES.get(found[0], found[0]), text)
 
 
 @contextmanager
 def in_python_words() -> Iterator[None]:
-    """Errors and warnings of the package use the names of a script, not those of the command line."""
-    own = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.split(".")[0] == "tba"]
-    words = _PythonWords()
-    for logger in own:
-        logger.addFilter(words)
+    """Errors of the package use the names of a script."""
     try:
         yield
     except Exception as error:
         if error.args and isinstance(error.args[0], str):
             error.args = (python_words(error.args[0]), *error.args[1:])
         raise
-    finally:
-        for logger in own:
-            logger.removeFilter(words)

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 import math
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi
+from transformers import TrainerState, trainer_pt_utils
 from transformers.trainer_utils import TrainOutput as TransformersOutput
 
 from tba.api.callbacks import Callbacks
 from tba.api.config import TBAConfig
 from tba.api.inputs import dataset_file, lora_config, model_folder, reward_configs
-from tba.api.model_card import model_card
 from tba.api.names import ARGUMENTS, REFUSED_ARGUMENTS, in_python_words
-from tba.api.saving import copy_model, link_checkpoints, metric_lines, save_metrics, save_state
+from tba.api.outputs import copy_model, flat, generate, link_checkpoints, list_as_saved, model_card
 from tba.config import Config, ConfigError, TaskConfig, load_config
 from tba.observe.contents import CARD
 from tba.observe.files import RunFolder, check_sinks, read_summary
@@ -93,14 +95,17 @@ class TBATrainer:
         if self.args.push_to_hub:
             self._make_repository()  # what is wrong with the hub shows before training
         train = self.config.train
-        self._steps_per_epoch = rows / train.prompts_per_step * train.updates_per_batch if rows else None
-        """Number of optimizer steps that visit every row once; None = the rows are not known."""
+        # Optimizer steps that visit every row once; None = the rows are not known.
+        epoch = rows / train.prompts_per_step * train.updates_per_batch if rows else None
+        steps = train.max_steps or 0
+        state = TrainerState(max_steps=steps, logging_steps=self.config.observe.log_every)
+        state.num_train_epochs = 0 if epoch is None else math.ceil(steps / epoch)
         self._handler = Callbacks(
             callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks],
             args=self.args,
-            state=self._new_state(),
+            state=state,
             context=self._context,
-            steps_per_epoch=self._steps_per_epoch,
+            steps_per_epoch=epoch,
         )
 
     # Training
@@ -140,11 +145,16 @@ class TBATrainer:
         self._has_trained = True
         best = RunFolder(self.run_folder).checkpoints_by_step("best-step-")
         self.state.best_model_checkpoint = str(best[max(best)]) if best else None
-        self._write_model_card(summary)
+        if (path := self._trained_path()) is not None:
+            (path / CARD).write_text(model_card(self.config, summary), encoding="utf-8")
         if self._model is not None:
             self._load_trained()
         if self.args.push_to_hub:
-            self._push_after_training()
+            try:
+                self.push_to_hub()
+            except Exception as error:  # the hub's trouble must not cost the script the rest of its lines
+                words = "the trained model could not be pushed to %s (%s): it is %s. Call trainer.push_to_hub() again."
+                logger.error(words, self.hub_model_id, error, self._trained_path())
         losses = [record["loss"] for record in self.state.log_history if "loss" in record]
         loss, seconds = sum(losses) / max(1, len(losses)), summary["seconds"]
         metrics = {
@@ -158,7 +168,7 @@ class TBATrainer:
 
     @property
     def state(self) -> Any:
-        """transformers' TrainerState: global_step, max_steps, log_history ..."""
+        """transformers' TrainerState."""
         return self._handler.state
 
     @property
@@ -173,8 +183,7 @@ class TBATrainer:
         """Whether this is the process that saves and tells: it always is, the others of a run are started by it."""
         return True
 
-    def is_local_process_zero(self) -> bool:
-        return True
+    is_local_process_zero = is_world_process_zero
 
     @cached_property
     def accelerator(self) -> Any:
@@ -203,9 +212,14 @@ class TBATrainer:
         if self._model is None:
             start = self.config.model.path
             path = start if self.config.model.lora is not None else self._trained_path() or start
-            self._model = self._adapted(_load(str(path), self.config))
+            self._model = self._adapted(self._loaded(str(path)))
             self._load_trained()
         return self._model
+
+    def _loaded(self, path: str) -> Any:
+        from tba.models.load import load_model
+
+        return load_model(self.config.model.model_copy(update={"path": path})).model
 
     def _adapted(self, model: Any) -> Any:
         if self.config.model.lora is None:
@@ -234,8 +248,7 @@ class TBATrainer:
         `ignore_keys` is TRL's, and has no meaning here."""
         from tba.launch import evaluate
 
-        path = str(self._trained_path() or self.config.model.path)
-        config = self.config.model_copy(update={"model": self._model_config(path)})
+        config = self._config_of_weights()
         if eval_dataset is not None:
             data = dataset_file(eval_dataset, self._inputs / "evaluate.jsonl", what="eval_dataset")
             config = config.model_copy(update={"task": config.task.model_copy(update={"eval_data": data})})
@@ -249,21 +262,17 @@ class TBATrainer:
     ) -> list[list[str]]:
         """Responses of the weights there are to prompts, of text or chat messages: for each prompt `num_generations` texts,
         greedy where one is asked for and sampled otherwise."""
-        from tba.api.generate import generate
-
         if isinstance(prompts, str) or not isinstance(prompts, Iterable):
             raise ConfigError(f"prompts is a {type(prompts).__name__}: give a list of prompts, also for one.")
         if not isinstance(num_generations, int) or num_generations < 1:
             raise ConfigError(
-                f"num_generations={num_generations!r} is no number from 1 on: give the number of texts for each prompt."
+                f"num_generations={num_generations!r} is no number from 1 on: give texts for each prompt."
             )
         for index, prompt in enumerate(prompts):
             if not isinstance(prompt, str) and not is_chat(prompt):
                 raise ConfigError(f"prompts[{index}] is {prompt!r:.80}: give text or a list of chat messages.")
-        path = str(self._trained_path() or self.config.model.path)
-        config = self.config.model_copy(update={"model": self._model_config(path)})
         greedy = num_generations == 1 if greedy is None else greedy
-        return generate(config, prompts, num_generations=num_generations, greedy=greedy)
+        return generate(self._config_of_weights(), prompts, num_generations=num_generations, greedy=greedy)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the trained model with its tokenizer and card, as `from_pretrained` loads it. Without a folder it is written
@@ -275,15 +284,17 @@ class TBATrainer:
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Print metrics, such as those of train() or evaluate()."""
-        print("\n".join(metric_lines(split, metrics)))
+        trainer_pt_utils.log_metrics(self, split, flat(metrics))
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Write them to SPLIT_results.json in the run folder and, `combined`, into all_results.json there."""
-        save_metrics(self.run_folder, split, metrics, combined=combined)
+        list_as_saved(self.run_folder, f"{split}_results.json", *(["all_results.json"] if combined else []))
+        trainer_pt_utils.save_metrics(self, split, dict(metrics), combined)
 
     def save_state(self) -> None:
         """Write `state` to trainer_state.json in the run folder."""
-        save_state(self.run_folder, self.state)
+        list_as_saved(self.run_folder, "trainer_state.json")
+        trainer_pt_utils.save_state(self)
 
     def push_to_hub(
         self,
@@ -296,36 +307,24 @@ class TBATrainer:
     ) -> Any:
         """Upload the trained model to the hub, through huggingface_hub; returns the commit, once it is done. `card` is
         for TRL's model card: the card here is made of the run."""
-        import tempfile
-
-        from huggingface_hub import HfApi
-
-        if self.hub_model_id is None:
-            self._make_repository(token, private)
+        hub = self._make_repository(token, private)
         with tempfile.TemporaryDirectory() as folder:
             self.save_model(folder)
-            return HfApi(token=token or self.args.hub_token).upload_folder(
+            return hub.upload_folder(
                 repo_id=str(self.hub_model_id),
                 folder_path=folder,
                 commit_message=commit_message,
                 revision=revision or self.args.hub_revision,
             )
 
-    def _make_repository(self, token: str | None = None, private: bool | None = None) -> None:
-        from huggingface_hub import HfApi
-
-        name = self.args.hub_model_id or self.run_folder.absolute().name
-        private = self.args.hub_private_repo if private is None else private
-        self.hub_model_id = (
-            HfApi(token=token or self.args.hub_token).create_repo(name, private=private, exist_ok=True).repo_id
-        )
-
-    def _push_after_training(self) -> None:
-        try:
-            self.push_to_hub()
-        except Exception as error:  # the hub's trouble must not cost the script the rest of its lines
-            words = "the trained model could not be pushed to %s (%s): it is %s. Call trainer.push_to_hub() again."
-            logger.error(words, self.hub_model_id, error, self._trained_path())
+    def _make_repository(self, token: str | None = None, private: bool | None = None) -> HfApi:
+        """The hub, with the repository of the trained model on it."""
+        hub = HfApi(token=token or self.args.hub_token)
+        if self.hub_model_id is None:
+            name = self.args.hub_model_id or self.run_folder.absolute().name
+            private = self.args.hub_private_repo if private is None else private
+            self.hub_model_id = hub.create_repo(name, private=private, exist_ok=True).repo_id
+        return hub
 
     def create_model_card(self, *arguments: Any, **options: Any) -> None:
         """Nothing to do: train() writes a card beside the trained model, and save_model() copies it."""
@@ -341,9 +340,11 @@ class TBATrainer:
             return best[max(best)]
         return newest[max(newest)] if newest else None
 
-    def _model_config(self, path: str) -> Any:
-        lora = None if (Path(path) / "adapter_config.json").is_file() else self.config.model.lora
-        return self.config.model.model_copy(update={"path": path, "lora": lora})
+    def _config_of_weights(self) -> Config:
+        """The config of the run with the trained weights as its model, the start model before train()."""
+        path, model = str(self._trained_path() or self.config.model.path), self.config.model
+        lora = None if (Path(path) / "adapter_config.json").is_file() else model.lora
+        return self.config.model_copy(update={"model": model.model_copy(update={"path": path, "lora": lora})})
 
     def _load_trained(self) -> None:
         """Put the trained weights into the model that a script has, as in TRL."""
@@ -355,21 +356,7 @@ class TBATrainer:
 
             set_peft_model_state_dict(self._model, load_peft_weights(str(path), device="cpu"))
         elif not self._by_name:  # by its name it was loaded from there
-            self._model.load_state_dict(_load(str(path), self.config).state_dict())
-
-    def _write_model_card(self, summary: Mapping[str, Any]) -> None:
-        path = self._trained_path()
-        if path is not None:
-            (path / CARD).write_text(model_card(self.config, summary), encoding="utf-8")
-
-    def _new_state(self) -> Any:
-        from transformers import TrainerState
-
-        train = self.config.train
-        state = TrainerState(max_steps=train.max_steps or 0, logging_steps=self.config.observe.log_every)
-        steps = self._steps_per_epoch
-        state.num_train_epochs = 0 if steps is None else math.ceil((train.max_steps or 0) / steps)
-        return state
+            self._model.load_state_dict(self._loaded(str(path)).state_dict())
 
     def _context(self) -> dict[str, Any]:
         """Model and tokenizer for callbacks outside of a run: None where they are known by name only."""
@@ -384,9 +371,3 @@ def _refuse(others: Mapping[str, Any]) -> None:
             raise ConfigError(f"TBATrainer has no argument {name}: it takes {', '.join(ARGUMENTS)} and reward_weights.")
         if value and value != (None, None):
             raise ConfigError(f"{name} cannot be kept: {REFUSED_ARGUMENTS[name]}.")
-
-
-def _load(path: str, config: Config) -> Any:
-    from tba.models.load import load_model
-
-    return load_model(config.model.model_copy(update={"path": path})).model

@@ -1,6 +1,6 @@
 """What a script gives in TRL's names, as sections of our config: one function for each part of it.
 
-Values that cannot be kept are refused here, those that mean nothing for the chosen objective are told once.
+Values that cannot be kept are refused here. Names that mean nothing beside the others are added to `ignored`.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tba.api.names import DIRECT
 from tba.config import DEFAULT_STEPS, Config, ConfigError, TrainConfig, load_config, merge
-
-Tell = Callable[[str], None]
 
 DEFAULTS = TrainConfig()
 
@@ -40,26 +38,27 @@ RATIOS = {
     "importance_sampling_level": "ratio",
     "off_policy_mask_threshold": "off_policy_mask",
     "top_entropy_quantile": "top_entropy",
+    "scale_rewards": "scale_rewards",
     **{name: name for name in ("sapo_temperature_pos", "sapo_temperature_neg")},
     **{name: name for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")},
 }
 """TRL's names for settings of grpo and dr_grpo."""
 OFF = {"importance_sampling_level": "token", "top_entropy_quantile": 1.0}
 """Values of these that ask for nothing."""
-CLIPS: dict[str, tuple[str | None, str | None]] = {
-    **dict.fromkeys(("grpo", "dr_grpo"), ("clip_low", "clip_high")),
-    **dict.fromkeys(("proximal_rloo", "ppo", "vineppo"), ("clip", None)),
-    "cispo": (None, "clip_high"),
+CLIPS: dict[str, dict[str, str]] = {
+    **{name: {"epsilon": "clip_low", "epsilon_high": "clip_high"} for name in ("grpo", "dr_grpo")},
+    **{name: {"epsilon": "clip"} for name in ("proximal_rloo", "ppo", "vineppo")},
+    "cispo": {"epsilon_high": "clip_high"},
 }
 """Settings that epsilon and epsilon_high are, by objective or surrogate."""
 SINKS = ("tensorboard", "wandb")
 ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
 
-def translated(given: Mapping[str, Any], *, num_rows: int | None, tell: Tell) -> dict[str, Any]:
-    """TRL's names as sections of ours, which win where both are given. `tell` says what has no meaning."""
+def translated(given: Mapping[str, Any], *, num_rows: int | None, ignored: list[str]) -> dict[str, Any]:
+    """TRL's names as sections of ours, which win where both are given."""
     try:
-        return _sections(given, num_rows=num_rows, tell=tell)
+        return _sections(given, num_rows=num_rows, ignored=ignored)
     except ConfigError:
         raise
     except (TypeError, ValueError, ArithmeticError) as error:  # a text, a list or nothing where a number is needed
@@ -68,108 +67,87 @@ def translated(given: Mapping[str, Any], *, num_rows: int | None, tell: Tell) ->
         raise ConfigError(f"one of these is of another kind than its name asks for ({error}): {values}.") from error
 
 
-def _sections(given: Mapping[str, Any], *, num_rows: int | None, tell: Tell) -> dict[str, Any]:
+def _sections(given: Mapping[str, Any], *, num_rows: int | None, ignored: list[str]) -> dict[str, Any]:
     of_trl = {name: value for name, value in given.items() if name not in Config.model_fields and value is not None}
     own = {name: value for name, value in given.items() if name in Config.model_fields}
-    found: dict[str, Any] = {}
-    for name, place in DIRECT.items():
-        if name in of_trl:
-            found = merge(found, _nested(place, of_trl[name]))
     steps = Steps(of_trl, own, num_rows)
-    parts = (_folder(of_trl), _model(of_trl, tell), _generate(of_trl), _objective(of_trl, own, tell), steps.sections())
-    for part in (*parts, _optimizer(of_trl, steps, tell), _reports(of_trl, steps, tell)):
-        found = merge(found, part)
+    settings = {place: of_trl[name] for name, place in DIRECT.items() if name in of_trl}
+    settings |= _run(of_trl, ignored) | _objective(of_trl, own, ignored) | steps.settings()
+    settings |= _optimizer(of_trl, steps, ignored) | _reports(of_trl, steps, ignored)
+    found: dict[str, Any] = {}
+    for place, value in settings.items():
+        for part in reversed(place.split(".")):
+            value = {part: value}
+        found = merge(found, value)
     return merge(found, own)
 
 
-def _folder(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`output_dir` is the run folder; `run_name` names it only where no folder is given."""
+def _known(name: str, options: Mapping[str, Any], known: Sequence[str]) -> Mapping[str, Any]:
+    """Refuse options of an argument that are not known here."""
+    for option, value in options.items():
+        if option not in known:
+            raise ConfigError(f"{name}: {option}={value!r} cannot be kept: it takes {', '.join(known)}.")
+    return options
+
+
+def _run(given: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]:
+    """The folder, the model and how it generates. `run_name` names the folder only where no `output_dir` is given."""
     name, folder = given.get("run_name"), given.get("output_dir")
-    if folder is None:
-        return {} if name is None else {"name": name}
-    path = Path(folder)
-    found: dict[str, Any] = {"output": str(path.parent), "name": path.name}
-    return found if name is None else {**found, "observe": {"label": name}}
-
-
-def _model(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    model: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    if folder is not None:
+        found |= {"output": str(Path(folder).parent), "name": Path(folder).name}
+    if name is not None:
+        found["name" if folder is None else "observe.label"] = name
     if given.get("bf16") is not None:
-        model["dtype"] = "bfloat16" if given["bf16"] else "float32"
+        found["model.dtype"] = "bfloat16" if given["bf16"] else "float32"
     if given.get("use_cpu"):
-        model["device"] = "cpu"
-    for name, value in (given.get("model_init_kwargs") or {}).items():
-        if value is None or (name, value) == ("revision", "main"):
-            continue
-        if name in ("dtype", "torch_dtype"):
-            model["dtype"] = str(value).removeprefix("torch.")
-        elif name == "trust_remote_code":
-            model["trust_remote_code"] = value
-        elif name in ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"):
-            tell(f"model_init_kwargs: {name}={value!r} has no meaning here: the trainer and the engine have their own.")
-        else:
+        found["model.device"] = "cpu"
+    for option, value in (given.get("model_init_kwargs") or {}).items():
+        if option in ("dtype", "torch_dtype") and value is not None:
+            found["model.dtype"] = str(value).removeprefix("torch.")
+        elif option == "trust_remote_code":
+            found["model.trust_remote_code"] = value
+        elif option in ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage"):
+            ignored += [] if value is None else [f"model_init_kwargs[{option!r}]"]  # trainer and engine have their own
+        elif value is not None and (option, value) != ("revision", "main"):
             raise ConfigError(
-                f"model_init_kwargs: {name}={value!r} cannot be kept: load the model yourself and give it as `model`."
+                f"model_init_kwargs: {option}={value!r} cannot be kept: load the model yourself and give it as `model`."
             )
-    return {"model": model} if model else {}
-
-
-def _generate(given: Mapping[str, Any]) -> dict[str, Any]:
-    generate: dict[str, Any] = {}
     if given.get("use_vllm"):
-        generate["engine"] = "vllm"
-    for name, value in (given.get("generation_kwargs") or {}).items():
-        if name not in ("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens"):
-            raise ConfigError(
-                f"generation_kwargs: {name}={value!r} cannot be kept: it takes temperature, top_p, top_k, max_new_tokens "
-                "and min_new_tokens."
-            )
-        generate[name] = value
-    return {"generate": generate} if generate else {}
+        found["generate.engine"] = "vllm"
+    known = ("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens")
+    options = _known("generation_kwargs", given.get("generation_kwargs") or {}, known)
+    return found | {f"generate.{option}": value for option, value in options.items()}
 
 
-def _objective(given: Mapping[str, Any], own: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """The loss, and what belongs to its ratio."""
-    objective: dict[str, Any] = {}
+def _objective(given: Mapping[str, Any], own: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]:
+    """The loss, what belongs to its ratio, and its reference."""
     loss = given.get("loss_type")
-    if loss is not None:
-        objective |= LOSSES.get(loss, {"name": loss})
+    objective = {} if loss is None else dict(LOSSES.get(loss, {"name": loss}))
     name = (own.get("objective") or {}).get("name", objective.get("name", "tb"))
-    low, high = CLIPS.get(objective.get("surrogate", name), (None, None))
-    used: dict[str, str | None] = {"epsilon": low, "epsilon_high": high}
-    if low is not None and "epsilon" in given:
-        objective[low] = given["epsilon"]
-        if high is not None:
-            objective[high] = given.get("epsilon_high", given["epsilon"])
-    elif high is not None and "epsilon_high" in given:
-        objective[high] = given["epsilon_high"]
-    for trl, ours in RATIOS.items():
-        if trl in given and name in ("grpo", "dr_grpo"):
-            objective[ours] = given[trl]
-        used[trl] = ours if name in ("grpo", "dr_grpo") else None
-    scale = given.get("scale_rewards")
-    used["scale_rewards"] = "scale_rewards" if name in ("grpo", "dr_grpo") else None
-    if scale == "batch":
+    ours = CLIPS.get(objective.get("surrogate", name), {}) | (RATIOS if name in ("grpo", "dr_grpo") else {})
+    values = dict(given)
+    if "epsilon" in given and "epsilon" in ours:
+        values.setdefault("epsilon_high", given["epsilon"])
+    if (scale := given.get("scale_rewards")) == "batch":
         raise ConfigError('scale_rewards="batch" cannot be kept: use "group" or "none".')
     if scale not in (None, True, False, "group", "none"):
         raise ConfigError(f'scale_rewards={scale!r} is no scale: use "group" or "none".')
-    if scale is not None and name in ("grpo", "dr_grpo"):
-        objective["scale_rewards"] = scale in (True, "group")
-    for trl in [trl for trl, ours in used.items() if ours is None and given.get(trl, OFF.get(trl)) != OFF.get(trl)]:
-        tell(
-            f"{trl}={given[trl]!r} has no meaning for the objective {name}: it is of losses with a clipped ratio. Give "
-            "loss_type as well."
-        )
+    if scale is not None:
+        values["scale_rewards"] = scale in (True, "group")
+    objective |= {ours[trl]: values[trl] for trl in ours if trl in values}
+    of_ratio = ("epsilon", "epsilon_high", *RATIOS)
+    ignored += [trl for trl in of_ratio if trl not in ours and given.get(trl, OFF.get(trl)) != OFF.get(trl)]
     if name in ("tb", "tb_learned_z") and given.get("beta") == 0:
         raise ConfigError(
             f"beta=0 cannot be kept for {name}: its target is the reference times exp(reward / beta). Leave beta out, or "
             'use loss_type="dr_grpo", which needs no reference.'
         )
-    found: dict[str, Any] = {"objective": objective} if objective else {}
+    found = {f"objective.{setting}": value for setting, value in objective.items()}
     if given.get("mask_truncated_completions"):
-        found["train"] = {"truncated": "drop"}
+        found["train.truncated"] = "drop"
     if given.get("sync_ref_model"):
-        found["reference"] = {"reset_every": given.get("ref_model_sync_steps", 512)}
+        found["reference.reset_every"] = given.get("ref_model_sync_steps", 512)
         if given.get("ref_model_mixup_alpha", 1.0) != 1.0:
             raise ConfigError(
                 f"ref_model_mixup_alpha={given['ref_model_mixup_alpha']} cannot be kept: at a reset the policy becomes the "
@@ -180,13 +158,14 @@ def _objective(given: Mapping[str, Any], own: Mapping[str, Any], tell: Tell) -> 
 
 def _count(train: Mapping[str, Any], given: Mapping[str, Any], ours: str, trl: str, default: int) -> int:
     """A number from 1 on, of the section `train` or by TRL's name."""
-    name, value = (f"train.{ours}", train[ours]) if ours in train else (trl, given.get(trl, default))
+    value = train.get(ours, given.get(trl, default))
     try:
         count = int(value)
     except (TypeError, ValueError):
         count = 0
     if count < 1:
-        raise ConfigError(f"{name}={value!r} is no number from 1 on: write one, such as {default}.")
+        name = f"train={{'{ours}': {value!r}}}" if ours in train else f"{trl}={value!r}"
+        raise ConfigError(f"{name} is no number from 1 on: write one, such as {default}.")
     return count
 
 
@@ -265,111 +244,81 @@ class Steps:
             return self.per_epoch or self.of(f"{what}_steps", default)
         return self.of(f"{what}_steps", steps if steps is not None else default)
 
-    def sections(self) -> dict[str, Any]:
-        train: dict[str, Any] = {}
+    def settings(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
         if self.responses is not None:
-            train["responses_per_step"] = self.responses
+            found["train.responses_per_step"] = self.responses
         elif "num_generations" in self._given:
-            train["responses_per_step"] = self._default(self.samples)
+            found["train.responses_per_step"] = self._default(self.samples)
         if self.max_steps is not None:
-            train["max_steps"] = self.max_steps
-        return {"train": train} if train else {}
+            found["train.max_steps"] = self.max_steps
+        return found
 
 
-def _optimizer(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, Any]:
-    train: dict[str, Any] = {}
-    name = _word(given.get("optim", "adamw"))
+def _optimizer(given: Mapping[str, Any], steps: Steps, ignored: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    name, kind = _word(given.get("optim", "adamw")), _word(given.get("lr_scheduler_type", "constant"))
     if name not in ADAMW:
         raise ConfigError(f"optim={name!r} cannot be kept: the optimizer is AdamW. Use one of {', '.join(ADAMW)}.")
-    if "adam_beta1" in given or "adam_beta2" in given:
-        train["adam_betas"] = (given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999))
-    if "max_grad_norm" in given:
-        train["max_grad_norm"] = given["max_grad_norm"] or None
-    kind = _word(given.get("lr_scheduler_type", "constant"))
-    if not 0 <= (given.get("warmup_ratio") or 0) <= 1:
-        raise ConfigError(f"warmup_ratio={given['warmup_ratio']} is no share of the run: write one from 0 to 1.")
-    warmup = given.get("warmup_steps") or given.get("warmup_ratio") or 0
-    rate = given.get("learning_rate")
     if kind not in SCHEDULES:
         raise ConfigError(f"lr_scheduler_type={kind!r} cannot be kept: use one of {', '.join(SCHEDULES)}.")
-    if rate is None and ("lr_scheduler_type" in given or warmup):
-        tell(
-            "lr_scheduler_type and warm-up have no meaning without learning_rate: the rate then follows from how far an "
-            "update moves the policy, and falls to zero at the end."
-        )
-    elif rate is not None and not isinstance(rate, (int, float)):
-        train["learning_rate"] = rate
-    elif rate is not None:
-        options = _schedule_options(given.get("lr_scheduler_kwargs") or {}, kind)
-        end = options.get("min_lr", options.get("min_lr_rate", 0.0) * rate)
-        schedule: dict[str, Any] = {
-            "kind": SCHEDULES[kind],
-            "start": rate,
-            "warmup_steps": steps.of("warmup_steps", warmup) if warmup else 0,
-        }
+    if "adam_beta1" in given or "adam_beta2" in given:
+        found["train.adam_betas"] = (given.get("adam_beta1", 0.9), given.get("adam_beta2", 0.999))
+    if "max_grad_norm" in given:
+        found["train.max_grad_norm"] = given["max_grad_norm"] or None
+    if not 0 <= (given.get("warmup_ratio") or 0) <= 1:
+        raise ConfigError(f"warmup_ratio={given['warmup_ratio']} is no share of the run: write one from 0 to 1.")
+    warmup, rate = given.get("warmup_steps") or given.get("warmup_ratio") or 0, given.get("learning_rate")
+    if rate is None:  # it finds itself, and falls to zero at the end
+        ignored += [name for name in ("lr_scheduler_type", "warmup_steps", "warmup_ratio") if given.get(name)]
+    elif not isinstance(rate, (int, float)):
+        found["train.learning_rate"] = rate
+    else:
+        known = ("min_lr", "min_lr_rate", *(["num_decay_steps"] if kind == "warmup_stable_decay" else []))
+        options = _known(f"lr_scheduler_kwargs of {kind}", given.get("lr_scheduler_kwargs") or {}, known)
+        schedule: dict[str, Any] = {"kind": SCHEDULES[kind], "start": rate}
+        schedule["warmup_steps"] = steps.of("warmup_steps", warmup) if warmup else 0
         if SCHEDULES[kind] != "constant":
-            schedule["end"] = end
+            schedule["end"] = options.get("min_lr", options.get("min_lr_rate", 0.0) * rate)
         if "num_decay_steps" in options:
             schedule["decay_steps"] = options["num_decay_steps"]
-        train["learning_rate"] = schedule
-    return {"train": train} if train else {}
+        found["train.learning_rate"] = schedule
+    return found
 
 
-def _schedule_options(options: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """Refuse options of a schedule that would change its shape and are not known here."""
-    known = ("min_lr", "min_lr_rate", *(["num_decay_steps"] if kind == "warmup_stable_decay" else []))
-    for name, value in options.items():
-        if name not in known:
-            raise ConfigError(
-                f"lr_scheduler_kwargs: {name}={value!r} cannot be kept for {kind}: it takes {', '.join(known)}."
-            )
-    return options
-
-
-def _reports(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, Any]:
+def _reports(given: Mapping[str, Any], steps: Steps, ignored: list[str]) -> dict[str, Any]:
     """Checkpoints, evaluations, logs."""
-    observe: dict[str, Any] = {}
-    evaluate: dict[str, Any] = {}
-    train: dict[str, Any] = {}
+    limit = given.get("save_total_limit", 0)
+    found: dict[str, Any] = {"train.keep_checkpoints": limit if limit > 0 else steps.most}  # as many as can be
     if "save_strategy" in given or "save_steps" in given:
         is_best = _strategy(given, "save_strategy") == "best"
-        train["checkpoint_every"] = None if is_best else steps.every("save", default=500)
-    limit = given.get("save_total_limit", 0)
-    train["keep_checkpoints"] = limit if limit > 0 else steps.most  # as many as can be
+        found["train.checkpoint_every"] = None if is_best else steps.every("save", default=500)
     if "eval_strategy" in given or "eval_steps" in given:
-        default = given.get("logging_steps") or 500
-        evaluate["every"] = steps.every("eval", default=default) or 0
+        found["evaluate.every"] = steps.every("eval", default=given.get("logging_steps") or 500) or 0
     if "metric_for_best_model" in given:
-        evaluate["best_metric"] = str(given["metric_for_best_model"]).removeprefix("eval_")
+        found["evaluate.best_metric"] = str(given["metric_for_best_model"]).removeprefix("eval_")
     if given.get("greater_is_better") is False:
-        evaluate["lower_is_better"] = True
+        found["evaluate.lower_is_better"] = True
     if "logging_steps" in given:
-        observe["log_every"] = steps.of("logging_steps", given["logging_steps"])
+        found["observe.log_every"] = steps.of("logging_steps", given["logging_steps"])
     logging = _strategy(given, "logging_strategy")
     if logging == "no":
-        observe["log_every"] = steps.most  # the last step has a line in any case
+        found["observe.log_every"] = steps.most  # the last step has a line in any case
     if logging == "epoch" and steps.per_epoch is not None:
-        observe["log_every"] = steps.per_epoch
+        found["observe.log_every"] = steps.per_epoch
     if given.get("log_completions"):
-        observe["samples_every"] = observe.get("log_every", 20)
+        found["observe.samples_every"] = found.get("observe.log_every", 20)
     if given.get("disable_tqdm") is not None:
-        observe["progress"] = not given["disable_tqdm"]
+        found["observe.progress"] = not given["disable_tqdm"]
     if "report_to" in given:
-        observe["sinks"] = _sinks(given["report_to"], tell)
-    parts = {"observe": observe, "evaluate": evaluate, "train": train}
-    return {name: part for name, part in parts.items() if part}
-
-
-def _sinks(report_to: Any, tell: Tell) -> list[str]:
-    if not isinstance(report_to, Iterable):  # text is one too
-        raise ConfigError(f"report_to={report_to!r} is no name or list of names: use {', '.join(SINKS)} or none.")
-    wanted = [report_to] if isinstance(report_to, str) else list(report_to)
-    if "all" in wanted:
-        return [name for name in SINKS if importlib.util.find_spec(name) is not None]
-    for name in wanted:
-        if name not in (*SINKS, "none"):
-            tell(f"report_to={name!r} has no meaning here: metrics go to metrics.jsonl, tensorboard or wandb.")
-    return [name for name in SINKS if name in wanted]
+        if not isinstance(given["report_to"], Iterable):  # text is one too
+            names = f"{', '.join(SINKS)} or none"
+            raise ConfigError(f"report_to={given['report_to']!r} is no name or list of names: use {names}.")
+        wanted = [given["report_to"]] if isinstance(given["report_to"], str) else list(given["report_to"])
+        ignored += [f"report_to={name!r}" for name in wanted if name not in (*SINKS, "all", "none")]
+        installed = [name for name in SINKS if importlib.util.find_spec(name) is not None]
+        found["observe.sinks"] = installed if "all" in wanted else [name for name in SINKS if name in wanted]
+    return found
 
 
 def _strategy(given: Mapping[str, Any], name: str) -> str:
@@ -383,9 +332,3 @@ def _strategy(given: Mapping[str, Any], name: str) -> str:
 def _word(value: Any) -> str:
     """One of transformers' enumerations, or the text that stands for it."""
     return str(getattr(value, "value", value))
-
-
-def _nested(place: str, value: Any) -> dict[str, Any]:
-    for part in reversed(place.split(".")):
-        value = {part: value}
-    return value

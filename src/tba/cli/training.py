@@ -303,21 +303,13 @@ def compare(
     quick: Annotated[bool, typer.Option("--quick", help="The study's `quick` section: an answer in minutes.")] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed runs once more.")] = False,
     wait_seconds: Annotated[float, number_option("For runs that other processes of the study have.", least=0)] = 3600.0,
-    show_list: Annotated[bool, typer.Option("--list", help="Print every run with its state and stop.")] = False,
 ) -> None:
     """A grid of training runs, then one table. Resumes; started several times, the processes share the runs. The exit
     status is 1 where some of them failed."""
     from tba.compare import compare as run_study
-    from tba.compare import list_runs
 
-    if show_list:
-        for label, state in list_runs(study, output=output, quick=quick):
-            typer.echo(f"{state:>8}  {label}")
-        return
     results = run_study(study, output=output, quick=quick, retry_failed=retry_failed, wait_seconds=wait_seconds)
     if results.failures:
         count = "1 run" if len(results.failures) == 1 else f"{len(results.failures)} runs"
-        for label, error in results.failures.items():
-            typer.echo(f"{label} failed: {bounded(error)}", err=True)
         typer.echo(f"tba: {count} failed: correct what they name, then --retry-failed.", err=True)
         raise typer.Exit(1)

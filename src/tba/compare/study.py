@@ -15,11 +15,10 @@ metric: accuracy
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -35,18 +34,10 @@ Overrides = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value 
 SET_BY_STUDY = {
     "name": "run folders are named by row, column and seed",
     "output": "it is the option --output",
-    "overwrite": "a run is replaced when its config has changed",
+    "overwrite": "a run is replaced when its settings have changed",
     "seed": "list seeds under `seeds`",
 }
 """Config keys that the study sets itself."""
-
-
-EVALUATED = (
-    *("accuracy", "pass", "avg", "reward", "solved"),
-    *("win_rate", "win_rate_greedy", "gold", "perplexity", "kl", "regularised_reward", "mean_length", "cut_off"),
-    *("success", "toxicity", "modes", "effective_modes", "cosine_distance", "vendi", "self_bleu", "distinct"),
-)
-"""Metrics of evaluations, without what follows an @ or a /: pass@8 is pass."""
 
 
 class Tune(Section):
@@ -68,33 +59,20 @@ class Tune(Section):
 
 
 class Quick(Section):
-    """What `--quick` changes; what is missing stays as in the study."""
+    """What `--quick` changes; what is missing stays as in the study, but nothing is tuned."""
 
     seeds: tuple[int, ...] | None = Field(default=None, min_length=1)
-    """Seeds of the reported runs."""
+    """Seeds of the runs."""
     rows: tuple[Label, ...] | None = Field(default=None, min_length=1)
     """Rows that are run."""
     columns: tuple[Label, ...] | None = Field(default=None, min_length=1)
     """Columns that are run."""
-    tune_values: tuple[int | float, ...] = ()
-    """Values to try; empty = no tuning, the value of base, row or column is used."""
     overrides: Overrides = Field(default_factory=dict)
-    """Settings that win over those of base, rows, columns and tune."""
-
-
-class Pareto(Section):
-    """A picture of two metrics that pull against each other: Pareto(x="kl", y="win_rate")"""
-
-    x: str
-    """Metric to the right, a key of the summary's `final`."""
-    y: str
-    """Metric upwards, a key of the summary's `final`; more is better."""
-    x_better: Literal["less", "more"] = "less"
-    """Whether less or more of x is better."""
+    """Settings that win over those of base, rows and columns."""
 
 
 class Study(Section):
-    """A whole study. `tba compare STUDY.yaml --list` shows its runs."""
+    """A whole study."""
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
     """Name of the study's folder."""
@@ -110,8 +88,9 @@ class Study(Section):
     """Metric of the table, a key of the summary's `final`; more is better."""
     also: tuple[str, ...] = ()
     """Further keys of `final`, for a table each."""
-    pareto: Pareto | None = None
-    """Picture pareto.png: a point per run, means with error bars, the frontier; None = no such picture."""
+    against: str | None = None
+    """Key of `final` that the plot shows the metric against, where the two pull against each other: kl; None = the
+    measured off-policy KL."""
     tune: Tune | None = None
     """Setting that is tuned for every row before its runs; None = nothing is tuned."""
     quick: Quick | None = None
@@ -119,39 +98,31 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Study:
-        for name, overrides in self._all_overrides():
-            _check_overrides(name, overrides)
-        for name, labels in (("rows", self.rows), ("columns", self.columns)):
-            _check_folders(name, labels)
+        quick, tune = self.quick or Quick(), self.tune
+        layers = {"base": self.base, "quick.overrides": quick.overrides}
+        layers |= {f"rows.{label}": overrides for label, overrides in self.rows.items()}
+        layers |= {f"columns.{label}": overrides for label, overrides in self.columns.items()}
+        for name, overrides in (
+            layers.items() if tune is None else [*layers.items(), ("tune.overrides", tune.overrides)]
+        ):
+            for key in flatten(overrides):
+                if key in SET_BY_STUDY:
+                    raise ValueError(f"{name} sets {key}, which the study sets itself: {SET_BY_STUDY[key]}.")
+        _check_folders("rows", self.rows)
+        _check_folders("columns", self.columns)
         _check_distinct("seeds", self.seeds)
-        named = [("metric", self.metric), *(("also", metric) for metric in self.also)]
-        named += [("tune.metric", self.tuning_metric)]
-        named += [] if self.pareto is None else [("pareto.x", self.pareto.x), ("pareto.y", self.pareto.y)]
-        for name, metric in named:
-            _check_spelling(name, metric)
-        if self.tune is not None:
-            self._check_tune(self.tune)
-        if self.quick is not None:
-            _check_known("quick.rows", self.quick.rows or (), self.rows)
-            _check_known("quick.columns", self.quick.columns or (), self.columns)
+        _check_known("quick.rows", quick.rows or (), self.rows)
+        _check_known("quick.columns", quick.columns or (), self.columns)
+        if tune is not None:
+            _check_known("tune.columns", tune.columns, self.columns)
+            _check_distinct("tune.values", tune.values)
+            if tune.seed in self.seeds:
+                raise ValueError(f"tune.seed={tune.seed} is also one of seeds={list(self.seeds)}: take another one.")
         return self
 
     @property
     def tuning_metric(self) -> str:
         return self.metric if self.tune is None or self.tune.metric is None else self.tune.metric
-
-    def _check_tune(self, tune: Tune) -> None:
-        _check_known("tune.columns", tune.columns, self.columns)
-        _check_distinct("tune.values", tune.values)
-        if tune.seed in self.seeds:
-            raise ValueError(f"tune.seed={tune.seed} is also one of seeds={list(self.seeds)}: take another one.")
-
-    def _all_overrides(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        yield "base", self.base
-        yield from ((f"rows.{label}", overrides) for label, overrides in self.rows.items())
-        yield from ((f"columns.{label}", overrides) for label, overrides in self.columns.items())
-        yield "tune.overrides", self.tune.overrides if self.tune is not None else {}
-        yield "quick.overrides", self.quick.overrides if self.quick is not None else {}
 
 
 def load_study(path: Path, *, quick: bool = False) -> Study:
@@ -188,20 +159,10 @@ def quick_study(study: Study) -> Study:
         "columns": {
             label: {**flatten(columns[label]), **flatten(quick.overrides)} for label in quick.columns or columns
         },
-        "tune": _quick_tune(study.tune, quick),
+        "tune": None,
         "quick": None,
     }
     return make_study({**dict(study), **changes}, where=f"study {study.name} with --quick")
-
-
-def _quick_tune(tune: Tune | None, quick: Quick) -> Tune | None:
-    if tune is None or not quick.tune_values:
-        return None
-    columns = tuple(label for label in tune.columns if label in (quick.columns or tune.columns))
-    if not columns:
-        raise ConfigError(f"quick.columns has none of tune.columns ({', '.join(tune.columns)}): leave tune_values out.")
-    overrides = {**flatten(tune.overrides), **flatten(quick.overrides)}
-    return tune.model_copy(update={"values": quick.tune_values, "columns": columns, "overrides": overrides})
 
 
 def flatten(overrides: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -221,12 +182,6 @@ def folder_name(label: str) -> str:
     return name if name.strip(".") else "_" * max(1, len(name))
 
 
-def _check_overrides(name: str, overrides: Mapping[str, Any]) -> None:
-    for key in flatten(overrides):
-        if key in SET_BY_STUDY:
-            raise ValueError(f"{name} sets {key}, which the study sets itself: {SET_BY_STUDY[key]}.")
-
-
 def _check_folders(name: str, labels: Iterable[str]) -> None:
     taken: dict[str, str] = {}
     for label in labels:
@@ -241,16 +196,6 @@ def _check_distinct(name: str, values: Iterable[Any]) -> None:
         raise ValueError(f"{name}={values} has a value twice: each is run once.")
 
 
-def _check_spelling(name: str, metric: str) -> None:
-    """Refuse a metric that is nearly one of those that evaluations have: a run would be made before it is missed. What
-    resembles none may be a metric of a task of the user's own."""
-    close = difflib.get_close_matches(metric.partition("@")[0].partition("/")[0], EVALUATED, n=1, cutoff=0.8)
-    if close and metric.partition("@")[0].partition("/")[0] not in EVALUATED:
-        raise ValueError(
-            f"{name}={metric!r} is no metric of an evaluation: did you mean {close[0]}? (a key of the summary's `final`)"
-        )
-
-
 def _check_known(name: str, labels: Iterable[str], known: Iterable[str]) -> None:
     for label in labels:
         if label not in known:
@@ -260,15 +205,11 @@ def _check_known(name: str, labels: Iterable[str], known: Iterable[str]) -> None
 def _explain(problem: Mapping[str, Any]) -> str:
     location = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
-        sections: dict[str, type[Section]] = {"tune": Tune, "quick": Quick, "pareto": Pareto}
-        known = list(sections.get(location[0], Study).model_fields)
-        close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*location[:-1], close[0]])}?" if close else f"allowed are {', '.join(known)}."
-        return f"unknown key {'.'.join(location)}: {hint}"
+        sections: dict[str, type[Section]] = {"tune": Tune, "quick": Quick}
+        known = sections.get(location[0], Study).model_fields
+        return f"unknown key {'.'.join(location)}: allowed are {', '.join(known)}."
     if problem["type"] == "value_error":
         return str(problem["msg"]).removeprefix("Value error, ")
-    if problem["type"] == "missing":
-        return f"{'.'.join(location)} is missing."
     if problem["type"] == "tuple_type":
         return f"{'.'.join(location)}: a list is needed, got {problem['input']!r}: write [{problem['input']}]."
     return f"{'.'.join(location) or 'the file'}: {problem['msg']}, got {problem['input']!r}."

@@ -52,7 +52,6 @@ logger = logging.getLogger("tba")
 def train(
     config: Config,
     *,
-    inputs: RunInputs | None = None,
     resume: bool | str | Path = False,
     accept_lost_replay: bool = False,
     host: Host | None = None,
@@ -77,7 +76,7 @@ def train(
     folder.claim(holder=None if host is None else host.owner)  # before anything in there is looked at or changed
     try:
         return _load_and_train(
-            config, folder, inputs, resume, accept_lost_replay, keep_earlier, host, listener or RunListener()
+            config, folder, resume, accept_lost_replay, keep_earlier, host, listener or RunListener()
         )
     finally:
         if host is None:  # otherwise the supervisor has the folder, until the run is over for good
@@ -87,7 +86,6 @@ def train(
 def _load_and_train(
     config: Config,
     folder: RunFolder,
-    inputs: RunInputs | None,
     resume: bool | str | Path,
     accept_lost_replay: bool,
     keep_earlier: bool,
@@ -113,9 +111,9 @@ def _load_and_train(
     if host is None and not config.takes_turns:
         prepare_roles()
     check_devices(config)
-    if inputs is None and config.observe.progress:
+    if config.observe.progress:
         show_line(f"loading {config.model.path} and the data")
-    inputs = inputs or load_inputs(config)
+    inputs = load_inputs(config)
     # Bad train rows show here, before anything is written.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))
     config = with_defaults(

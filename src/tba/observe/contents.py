@@ -30,7 +30,7 @@ PLOT = "evaluations.png"
 FILES = (
     re.escape(SAVED),
     re.escape(CLAIM),
-    r"\.?(config\.yaml|(status|control|summary|cell|failed)\.json)(\.\d+)?",  # with a number: being written
+    r"\.?(config\.yaml|(status|control|summary)\.json)(\.\d+)?",  # with a number: being written
     r"(metrics|samples)\.jsonl",
     r"\.?(replay|groups)\.(sqlite|location|stored)[\w.-]*",
     r"failed-batch-step-\d+\.safetensors",
