@@ -42,9 +42,9 @@ weight, whatever its gradient, and moves several times as far as later ones of t
 USUAL_SIGNAL, LEAST_SIGNAL = 0.1, 0.03
 """What the signal is taken to be before the first batch shows it, and at least: it is known to .02 after 32 batches."""
 LEAST_ENTROPY, MOST_ENTROPY = 0.01, 10.0
-"""Nats per response. A policy that is surer has nothing left to learn by sampling, and its drift of nearly nothing would have
-the rate grow without end: it stays as it is. Longer responses bear no longer steps:
-with 20 nats and more, what their root asks for is mostly noise (one_family: .92 instead of .98)."""
+"""Nats per response. A surer policy has nothing left to learn by sampling. It hardly drifts, so the rate would grow without
+end: it stays as it is. Longer responses bear no longer steps: with 20 nats and more, what their root asks for is mostly
+noise (one_family: .92 instead of .98)."""
 STEPS, MOST_HORIZON = 200, 5.0
 """Steps of the run that train.target_drift is said for, and the largest factor for shorter and longer ones."""
 RISE = 2.0
