@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from tba.cli import app
 from tba.config import Config, ConfigError, Schedule, TrainConfig
 from tba.config.base import Section
-from tba.config.reference import ObjectiveEntry, default_text, inner_section, is_by_name, reference, type_text
+from tba.config.reference import ObjectiveEntry, default_text, inner_section, reference, type_text
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -21,8 +21,7 @@ def all_fields(section=Config, prefix=""):
         if inner is None:
             yield f"{prefix}{name}", info
         else:
-            by_name = "NAME." if is_by_name(info.annotation) else ""
-            yield from all_fields(inner, f"{prefix}{name}.{by_name}")
+            yield from all_fields(inner, f"{prefix}{name}.")
 
 
 def test_the_document_is_what_the_schema_says_now():

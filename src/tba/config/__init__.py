@@ -16,7 +16,7 @@ from tba.config.files import (
 )
 from tba.config.root import Config
 from tba.config.runtime import PlacementConfig, RuntimeConfig
-from tba.config.search import ExploreConfig, KindConfig, SearchConfig
+from tba.config.search import ExploreConfig, SearchConfig
 from tba.config.sections import (
     DEFAULT_STEPS,
     EvaluateConfig,
@@ -38,7 +38,6 @@ __all__ = [
     "EvaluateConfig",
     "ExploreConfig",
     "GenerateConfig",
-    "KindConfig",
     "LoraConfig",
     "ModelConfig",
     "ObjectiveConfig",

@@ -14,6 +14,11 @@ from pydantic import BaseModel, ValidationError
 
 from tba.config.root import Config
 
+GONE = {
+    "search.kinds": "every searcher explores by search.explore, with the engine and sampling of generate",
+}
+"""What is said about settings, and sections, of earlier versions: {"key": "what stands in its place"}."""
+
 
 class ConfigError(ValueError):
     """The config cannot be used; the message says what, the value, what is allowed and what to change, a line a problem."""
@@ -213,7 +218,13 @@ def _explain(problem: Mapping[str, Any]) -> str:
 
 
 def unknown_key(location: list[str]) -> str:
-    """What is said about a key that there is not: the settings that may be meant, or those that there are."""
+    """What is said about a key that there is not: what stands in its place, the settings that may be meant, or those that
+    there are."""
+    gone = next(
+        (place for length in range(1, len(location) + 1) if (place := ".".join(location[:length])) in GONE), None
+    )
+    if gone is not None:
+        return f"unknown key {'.'.join(location)}: it is gone: {GONE[gone]}."
     section = _section_at(location[:-1])
     known = list(section.model_fields) if section is not None else []
     prefix = ".".join(location[:-1])

@@ -20,7 +20,7 @@ class PlacementConfig(Section):
     """Devices of the trainer, one per rank, such as cuda:0; empty = model.device."""
     searchers: Devices = ()
     """Devices of the searchers, such as [cuda:1, cuda:2, cuda:3]: searcher i uses number i, and where there are more
-    searchers than devices the list begins again; empty = model.device. The device of a kind (search.kinds) comes first."""
+    searchers than devices the list begins again; empty = model.device."""
 
 
 class RuntimeConfig(Section):

@@ -47,7 +47,7 @@ def make_objective(config: Config) -> Objective:
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(config, kind, problem) for problem in error.errors())) from None
     default_beta = kind.beta_where_unset(config.generate.max_new_tokens)
-    problems = refusals_by_kind(config, objective.all_needs, default_beta=default_beta)
+    problems = refusals(config, objective.all_needs, default_beta=default_beta)
     if problems:
         raise ConfigError("\n".join(problems))
     return objective
@@ -63,17 +63,6 @@ def objective_class(name: str) -> type[Objective]:
 
 LARGEST_BETA = 100.0
 """Largest beta that is taken to be meant: a reward of 100 would move a log-probability by 1."""
-
-
-def refusals_by_kind(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
-    """What in the config contradicts the objective, for all searchers or for those of one kind; empty = nothing."""
-    by_kind = {
-        name: refusals(searcher, needs, default_beta=default_beta) for name, searcher in config.by_kind().items()
-    }
-    for_all = [words for words in next(iter(by_kind.values())) if all(words in found for found in by_kind.values())]
-    return for_all + [
-        f"search.kinds.{name}: {words}" for name, found in by_kind.items() for words in found if words not in for_all
-    ]
 
 
 def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:

@@ -146,7 +146,7 @@ METRICS = (
         name="searcher/*/*",
         unit="",
         reduction="last",
-        meaning="State of one searcher, by its number and, with search.kinds, its kind.",
+        meaning="State of one searcher, by its number.",
     ),
     Metric(name="search/*", unit="", reduction="last", meaning="All searchers together."),
     Metric(
