@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from tba.config.root import Config
 
 GONE = {
+    "generate.update": "new weights arrive between two tokens in mode=async, and between two visits otherwise",
     "search.kinds": "every searcher explores by search.explore, with the engine and sampling of generate",
 }
 """What is said about settings, and sections, of earlier versions: {"key": "what stands in its place"}."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from tba.config.base import EngineName, LocalPath, OnOff, Schedule, Section, UpdateRule, check_device, number_or
+from tba.config.base import EngineName, LocalPath, OnOff, Schedule, Section, check_device, number_or
 
 Auto = BeforeValidator(lambda value: None if value == "auto" else number_or(value, also="auto"))
 """`auto` may be written for None."""
@@ -94,9 +94,6 @@ class GenerateConfig(Section):
     the loss is never truncated."""
     top_k: int = Field(default=0, ge=0)
     """Number of most probable tokens that responses are sampled from; 0 = all tokens. It changes generation only."""
-    update: UpdateRule = "in_flight"
-    """When the engine takes new weights: in_flight = between two decode steps, running responses keep their old keys
-    and values; drain = after all running responses have finished. In sync mode it drains."""
     lora: Literal["merged", "unmerged"] = "merged"
     """How vllm takes the adapter of model.lora: merged = into the weights that it decodes with, so that decoding costs no
     more than without; unmerged = beside them. The other engines decide by the dtype: beside the weights in bf16, where
