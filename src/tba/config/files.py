@@ -15,6 +15,8 @@ from pydantic import BaseModel, ValidationError
 from tba.config.root import Config
 
 GONE = {
+    "train.responses_per_micro_batch": "train.tokens_per_micro_batch alone limits a pass",
+    "train.share_prompts": "responses of a prompt always share its pass where the model's layers allow it",
     "generate.update": "new weights arrive between two tokens in mode=async, and between two visits otherwise",
     "search.kinds": "every searcher explores by search.explore, with the engine and sampling of generate",
 }

@@ -256,8 +256,6 @@ class TrainConfig(Section):
     """Most tokens in one forward and backward pass; a longer response still runs, alone. None = as many as about 1 GiB
     (GPU: a third of its memory, half where no searcher uses it) holds the activations of, at most 4,096 (GPU: 32,768). On a
     CPU it is also no more than about a second of one core computes, 1e11 floating-point operations, but at least 512."""
-    responses_per_micro_batch: int | None = Field(default=None, ge=1)
-    """Most responses in one pass, besides the token limit; None = as many as fit."""
     ranks: int = Field(default=1, ge=1)
     """Number of processes that the trainer's model is spread over, by FSDP2: each holds its part of weights, gradients and
     optimizer, on a GPU of its own where there are GPUs. Under torchrun it is the number of processes that torchrun has
@@ -271,9 +269,6 @@ class TrainConfig(Section):
     offload_optimizer: bool = False
     """Whether AdamW's moments lie in the host's memory, 8 bytes a parameter, and travel to the GPU once a step: the same
     numbers, slower steps, for models that do not fit. A checkpoint takes as much of the host's memory once more."""
-    share_prompts: bool = True
-    """Whether the responses of a prompt in a micro-batch share one pass over the prompt's tokens; exact, only
-    faster."""
     publish_every: int = Field(default=1, ge=1)
     """Number k of optimizer steps between two publications of weights."""
     truncated: Literal["keep", "drop", "penalise"] = "keep"
