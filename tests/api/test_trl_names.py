@@ -81,8 +81,6 @@ def at(config, place: str):
         ({"eval_strategy": "steps", "logging_steps": 5}, "evaluate.every", 5),
         ({"metric_for_best_model": "eval_reward"}, "evaluate.best_metric", "reward"),
         ({"greater_is_better": False}, "evaluate.lower_is_better", True),
-        ({"logging_steps": 10}, "observe.log_every", 10),
-        ({"log_completions": True, "logging_steps": 10}, "observe.samples_every", 10),
         ({"disable_tqdm": True}, "observe.progress", False),
         ({"report_to": "none"}, "observe.sinks", ()),
         ({"report_to": ["tensorboard"]}, "observe.sinks", ("tensorboard",)),
@@ -180,7 +178,6 @@ def test_epochs_become_steps_when_the_rows_are_known():
     assert TBAConfig(num_train_epochs=3, max_steps=5).resolved(num_rows=1000).train.max_steps == 5
     twice = TBAConfig(num_train_epochs=3, per_device_train_batch_size=16, num_generations=4, num_iterations=2)
     assert twice.resolved(num_rows=10).train.max_steps == 18  # each batch has two steps, and every row is visited
-    assert TBAConfig(logging_strategy="epoch", generation_batch_size=16).resolved(num_rows=10).observe.log_every == 5
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ SETTINGS = _table("""
     metric_for_best_model           evaluate.best_metric; eval_ before the name may stay
     greater_is_better               the reverse of evaluate.lower_is_better
     load_best_model_at_end          trainer.model holds the best evaluation's weights after train()
-    logging_steps                   observe.log_every; lines are means over the steps between
-    logging_strategy                observe.log_every: no = at the end only, epoch = once an epoch
-    log_completions                 observe.samples_every=logging_steps: samples.jsonl
+    logging_steps                   how often eval_strategy="steps" evaluates without eval_steps; every step is logged
+    logging_strategy                every step has a line in metrics.jsonl, whatever it says
+    log_completions                 samples.jsonl has some of every 20 steps in any case
     disable_tqdm                    the reverse of observe.progress
     report_to                       observe.sinks; tensorboard, wandb, or all that are installed
     resume_from_checkpoint          train() goes on from there

@@ -366,7 +366,7 @@ class TBATrainer:
         from transformers import TrainerState
 
         train = self.config.train
-        state = TrainerState(max_steps=train.max_steps or 0, logging_steps=self.config.observe.log_every)
+        state = TrainerState(max_steps=train.max_steps or 0, logging_steps=1)
         steps = self._steps_per_epoch
         state.num_train_epochs = 0 if steps is None else math.ceil((train.max_steps or 0) / steps)
         return state

@@ -236,7 +236,7 @@ class Steps:
         """Number of steps of the run, for shares of it."""
         if self.max_steps is None and self._is_timed:
             raise ConfigError(
-                "train.max_seconds leaves the number of steps open, and save_steps, eval_steps, logging_steps or warm-up is "
+                "train.max_seconds leaves the number of steps open, and save_steps, eval_steps or warm-up is "
                 "a share of it: give a number of steps there, or max_steps."
             )
         return self.max_steps or DEFAULT_STEPS
@@ -343,15 +343,7 @@ def _reports(given: Mapping[str, Any], steps: Steps, tell: Tell) -> dict[str, An
         evaluate["best_metric"] = str(given["metric_for_best_model"]).removeprefix("eval_")
     if given.get("greater_is_better") is False:
         evaluate["lower_is_better"] = True
-    if "logging_steps" in given:
-        observe["log_every"] = steps.of("logging_steps", given["logging_steps"])
-    logging = _strategy(given, "logging_strategy")
-    if logging == "no":
-        observe["log_every"] = steps.most  # the last step has a line in any case
-    if logging == "epoch" and steps.per_epoch is not None:
-        observe["log_every"] = steps.per_epoch
-    if given.get("log_completions"):
-        observe["samples_every"] = observe.get("log_every", 20)
+    _strategy(given, "logging_strategy")  # refuses what is no strategy; every step has a line
     if given.get("disable_tqdm") is not None:
         observe["progress"] = not given["disable_tqdm"]
     if "report_to" in given:

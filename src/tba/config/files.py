@@ -15,6 +15,11 @@ from pydantic import BaseModel, ValidationError
 from tba.config.root import Config
 
 GONE = {
+    "observe.healthy_checkpoint_every": "the collapse guard keeps one from each tenth of the run, at least 20 steps apart",
+    "observe.keep_healthy_checkpoint": "train.checkpoint_every writes checkpoints that stay",
+    "observe.log_every": "every step has a line in metrics.jsonl, every tenth from step 10,000 on",
+    "observe.max_rollbacks": "a run goes back twice at most",
+    "observe.samples_every": "samples.jsonl has an entry for every 20 steps",
     "train.responses_per_micro_batch": "train.tokens_per_micro_batch alone limits a pass",
     "train.share_prompts": "responses of a prompt always share its pass where the model's layers allow it",
     "generate.update": "new weights arrive between two tokens in mode=async, and between two visits otherwise",

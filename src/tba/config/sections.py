@@ -282,7 +282,7 @@ class TrainConfig(Section):
     drop."""
     checkpoint_every: int | None = Field(default=None, ge=1)
     """Number of optimizer steps between checkpoints, from which a run can be resumed; None = only one at the end, besides
-    those of the collapse guard (observe.healthy_checkpoint_every)."""
+    those of the collapse guard, a tenth of the run apart, of which the newest stays until the end."""
     keep_checkpoints: int = Field(default=2, ge=0)
     """Number of checkpoints kept, the newest; 0 = none is written."""
 
@@ -347,13 +347,8 @@ class EvaluateConfig(Section):
 class ObserveConfig(Section):
     """What a run shows and writes about itself, and the collapse guard."""
 
-    log_every: int = Field(default=1, ge=1)
-    """Number of optimizer steps between two lines of metrics.jsonl, each of which is the mean over them; from step 10,000 on
-    ten times as many, from 100,000 on a hundred times, and so on."""
     label: str | None = None
     """Name of the run in W&B; None = that of the run folder."""
-    samples_every: int = Field(default=20, ge=1)
-    """Number of optimizer steps between two entries of samples.jsonl."""
     progress: bool = True
     """Whether there is a live display on the terminal, and at the end the results and a picture of the evaluations
     (RUN/evaluations.png); false = a line now and then, as where there is no terminal, and the summary as JSON."""
@@ -362,12 +357,5 @@ class ObserveConfig(Section):
     on_collapse: Annotated[Literal["warn", "stop", "rollback", "off"], OnOff] = "warn"
     """What happens when length, entropy, cut-off responses, KL or reward of the trained batches leave their past
     (`guard/alarm`): warn; stop, with a non-zero exit status; rollback = go back to the newest checkpoint from before and
-    on from there with half the learning rate (auto: half of train.target_drift); off = they are not watched. The newest
-    checkpoint from before is kept."""
-    max_rollbacks: int = Field(default=2, ge=1)
-    """Number of times that a run may go back with on_collapse=rollback; the next collapse stops it."""
-    healthy_checkpoint_every: int | None = Field(default=None, ge=1)
-    """Number of optimizer steps between checkpoints/healthy-step-N, of which the newest stays; None = a tenth of the
-    run, at least 20. None is written with train.keep_checkpoints=0."""
-    keep_healthy_checkpoint: bool = False
-    """Whether healthy-step-N is kept also at the end of a run without a collapse."""
+    on from there with half the learning rate (auto: half of train.target_drift), twice at most; off = they are not watched.
+    The newest checkpoint from before is kept."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ def make_engine(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     version: int = 0,
-    update: Literal[in_flight, drain] = "in_flight",
+    update: Literal["in_flight", "drain"] = "in_flight",
     explores: bool = False,
     lora: LoraConfig | None = None,
     beside_trainer: bool = False,

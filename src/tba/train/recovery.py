@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tba.train.checkpoint_folder import CorruptCheckpoint, check_manifest
-from tba.train.health import Collapsed, Health
+from tba.train.health import MOST_ROLLBACKS, Collapsed, Health
 
 if TYPE_CHECKING:
     from tba.train.loop import Trainer
@@ -97,12 +97,11 @@ def roll_back(trainer: Trainer, health: Health) -> None:
     if trainer.restart_searchers is not None:
         trainer.restart_searchers(trainer.replay.marks.by_source)
     logger.warning(
-        "step %d: %s The run goes back to %s and on with %g of its learning rate (rollback %d of at most "
-        "observe.max_rollbacks=%d).",
+        "step %d: %s The run goes back to %s and on with %g of its learning rate (rollback %d of at most %d).",
         alarm.step,
         alarm.words,
         path,
         factor,
         len(recorder.rollbacks),
-        trainer.config.observe.max_rollbacks,
+        MOST_ROLLBACKS,
     )
