@@ -53,8 +53,7 @@ def test_devices_come_from_the_place_then_the_model():
         (["runtime.placement.trainers=cpu"], "unknown key runtime.placement.trainers"),
         (
             ["runtime.placement.trainer=cpu", "runtime.kind=ray"],
-            "runtime.placement cannot be used with runtime.kind=ray: Ray places roles, by runtime.trainer_gpus and "
-            "runtime.searcher_gpus",
+            "runtime.placement cannot be used with runtime.kind=ray: Ray places roles",
         ),
         (
             ["runtime.placement={trainer: cuda:0, searchers: cuda:1}", "mode=fixed_lag"],

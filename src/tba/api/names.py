@@ -66,7 +66,6 @@ SETTINGS = _table("""
     load_best_model_at_end          trainer.model holds the best evaluation's weights after train()
     logging_steps                   how often eval_strategy="steps" evaluates without eval_steps; every step is logged
     logging_strategy                every step has a line in metrics.jsonl, whatever it says
-    log_completions                 samples.jsonl has some of every 20 steps in any case
     disable_tqdm                    the reverse of observe.progress
     report_to                       observe.sinks; tensorboard, wandb, or all that are installed
     resume_from_checkpoint          train() goes on from there

@@ -15,6 +15,12 @@ from pydantic import BaseModel, ValidationError
 from tba.config.root import Config
 
 GONE = {
+    "runtime.channel_groups": "64 groups may be on their way",
+    "runtime.searcher_cpus": "under Ray a searcher takes up runtime.threads CPUs, or one",
+    "runtime.searcher_gpus": "under Ray a searcher takes up one GPU, or its share where there are fewer than roles",
+    "runtime.stop_seconds": "searchers have 10 s to end when asked",
+    "runtime.trainer_cpus": "under Ray each rank of the trainer takes up runtime.threads CPUs, or one",
+    "runtime.trainer_gpus": "under Ray each rank of the trainer takes up one GPU",
     "observe.healthy_checkpoint_every": "the collapse guard keeps one from each tenth of the run, at least 20 steps apart",
     "observe.keep_healthy_checkpoint": "train.checkpoint_every writes checkpoints that stay",
     "observe.log_every": "every step has a line in metrics.jsonl, every tenth from step 10,000 on",

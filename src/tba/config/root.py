@@ -284,8 +284,8 @@ class Config(Section):
         """Refuse devices where roles are placed by others, or are one process."""
         if self.runtime.kind == "ray" and self.runtime.placement is not None:
             raise ValueError(
-                "runtime.placement cannot be used with runtime.kind=ray: Ray places roles, by runtime.trainer_gpus and "
-                "runtime.searcher_gpus. Set these instead, or use runtime.kind=local."
+                "runtime.placement cannot be used with runtime.kind=ray: Ray places roles, each on a GPU where there are "
+                "some. Leave it out, or use runtime.kind=local."
             )
         devices, ranks = self.trainer_devices, self.train.ranks
         gpus = [device for device in devices if device != "cpu"]

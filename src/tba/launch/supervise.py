@@ -259,11 +259,10 @@ def starters(config: Config, board: Board, logs: Path, replica: RunFolder | None
         from tba.runtime.cluster.roles import ClusterRoles, share_of_gpus
 
         available = 0.0 if config.model.device == "cpu" else ray.cluster_resources().get("GPU", 0.0)
-        gpus = share_of_gpus(available, 1 + config.search.count)
+        gpus = share_of_gpus(available, config.train.ranks + config.search.count)
         copy = None if replica is None else RunCopy(replica)
-        with closing(
-            ClusterRoles(config.runtime, board, logs=logs, threads=threads_of(config), gpus_each=gpus, copy=copy)
-        ) as roles:
+        threads, ranks = threads_of(config), config.train.ranks
+        with closing(ClusterRoles(board, logs=logs, threads=threads, gpus_each=gpus, ranks=ranks, copy=copy)) as roles:
             yield roles
 
 

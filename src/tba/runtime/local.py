@@ -44,15 +44,15 @@ from tba.runtime.links import (
     StartSearchers,
     pickled,
 )
-from tba.runtime.processes import RoleDied, may_fork
+from tba.runtime.processes import STOP_SECONDS, RoleDied, may_fork
 from tba.runtime.seats import Host
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup, Weights
 
 logger = logging.getLogger("tba")
 
-STOP_SECONDS = 30.0
-"""Time beyond runtime.stop_seconds for the supervisor to say that all searchers have ended."""
+ALL_STOPPED_SECONDS = 30.0
+"""Time beyond STOP_SECONDS for the supervisor to say that all searchers have ended."""
 
 
 class LocalRuntime:
@@ -317,7 +317,7 @@ class LocalRuntime:
             return
         self._stopped = True
         self._link.send(EndRun())
-        deadline = time.monotonic() + self.config.stop_seconds + STOP_SECONDS
+        deadline = time.monotonic() + STOP_SECONDS + ALL_STOPPED_SECONDS
         while not self._link.closed and time.monotonic() < deadline:
             if isinstance(self._link.receive(timeout_seconds=0.1), AllStopped):
                 break
