@@ -86,10 +86,10 @@ def keep_killing(config) -> None:
 
 
 def test_a_searcher_that_fails_says_why(folder):
-    config = make_config(folder, "name=fails", "search.max_reward_failures=8", reward="always_raises")
+    config = make_config(folder, "name=fails", reward="always_raises")
     with pytest.raises(RoleDied) as error:
         train(config)
-    assert "the reward failed on 8 samples in a row" in str(error.value)
+    assert "the reward failed on 100 samples in a row" in str(error.value)
     assert "rewards.py:" in str(error.value)
     assert "KeyError: 'answer'" in str(error.value)
     summary = json.loads(RunFolder(config.run_folder).summary.read_text())

@@ -15,6 +15,9 @@ from pydantic import BaseModel, ValidationError
 from tba.config.root import Config
 
 GONE = {
+    "search.max_reward_failures": "100 samples in a row without a reward stop a run",
+    "task.red_team.short_reward": "an attack below min_attack_tokens is rewarded by -25",
+    "task.tldr.scores_per_pass": "32 summaries are scored at once",
     "runtime.channel_groups": "64 groups may be on their way",
     "runtime.searcher_cpus": "under Ray a searcher takes up runtime.threads CPUs, or one",
     "runtime.searcher_gpus": "under Ray a searcher takes up one GPU, or its share where there are fewer than roles",

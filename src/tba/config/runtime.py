@@ -40,8 +40,8 @@ class RuntimeConfig(Section):
     for a process that is alone (sync runs, evaluations); at most OMP_NUM_THREADS where that is set, otherwise 16; one for a
     role on a GPU or a Ray cluster, where a process takes up as many CPUs of its node. More threads than free cores make all
     of them slow. A trainer on a CPU computes its micro-batches side by side with so many workers, each a single thread. With
-    None it has one worker for each core where it is alone or searchers have one thread, within the same limits, and otherwise
-    one for each of its threads."""
+    None it has one worker for each core where it is alone or searchers have one thread, within the same limits, and
+    otherwise one for each of its threads."""
     start_seconds: float = Field(default=300.0, gt=0.0)
     """Deadline for a searcher's first sign of life, after its model is loaded, for the buffer's first fill, which counts
     only while no searcher works, and for the trainer's first step, which may compile kernels."""

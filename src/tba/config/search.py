@@ -65,9 +65,6 @@ class SearchConfig(Section):
     """Names of environment variables that rewards get although they look like secrets, such as [OPENAI_API_KEY]. All others
     that do (TOKEN, KEY, SECRET, PASSWORD, CREDENTIAL, AUTH in the name, AWS_*, AZURE_*) are kept from the processes of
     rewards."""
-    max_reward_failures: int = Field(default=100, ge=1)
-    """Number of samples in a row without a reward that stops the run: because it failed, or because every reward was
-    None."""
     explore: ExploreConfig = ExploreConfig()
     skip_solved_after: int | None = Field(default=None, ge=1)
     """Number of solved visits in a row after which a prompt is skipped every other epoch; None = never skipped."""

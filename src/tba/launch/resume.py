@@ -28,7 +28,7 @@ MAY_CHANGE = (
     *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints", "train.ranks", "train.max_seconds"),
     *("search.num_searchers", "search.max_searchers"),  # as `tba searchers` changes them while a run goes on
     "train.second_update_after",  # an older version has stored none; where it is not given `BY_OBJECTIVE` keeps it
-    *("search.max_reward_failures", "search.reward_timeout_seconds", "search.reward_workers"),
+    *("search.reward_timeout_seconds", "search.reward_workers"),
     "search.reward_environment",
 )
 """Settings, and sections with a dot, that may be others after a resume: they change how a run is watched and where it runs,

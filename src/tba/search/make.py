@@ -89,9 +89,9 @@ def make_step_values(
     )
 
 
-def make_search_state(config: Config) -> SearchState:
+def make_search_state() -> SearchState:
     """A searcher before its first visit."""
-    return SearchState(failures=FailureCount(config.search.max_reward_failures))
+    return SearchState(failures=FailureCount())
 
 
 def make_searcher(
