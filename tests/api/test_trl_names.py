@@ -99,11 +99,7 @@ def at(config, place: str):
             "objective.settings",
             {"aggregate": "tokens", "surrogate": "cispo", "clip_high": 5.0},
         ),
-        (
-            {"loss_type": "sapo", "sapo_temperature_neg": 1.1},
-            "objective.settings",
-            {"surrogate": "sapo", "sapo_temperature_neg": 1.1},
-        ),
+        ({"loss_type": "sapo", "sapo_temperature_neg": 1.05}, "objective.settings", {"surrogate": "sapo"}),
         ({"loss_type": "luspo"}, "objective.name", "dr_grpo"),
         ({"loss_type": "dr_grpo", "scale_rewards": "group"}, "objective.settings", {"scale_rewards": True}),
         ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, "objective.settings", {"ratio": "sequence"}),
@@ -184,6 +180,7 @@ def test_epochs_become_steps_when_the_rows_are_known():
     ("given", "words"),
     [
         ({"fp16": True}, "fp16=True cannot be kept: use bf16=True"),
+        ({"sapo_temperature_neg": 2.0}, 'sapo_temperature_neg=2.0 cannot be kept: loss_type="sapo" has the 1.05'),
         ({"min_p": 0.1}, "min_p=0.1 cannot be kept: use top_p"),
         ({"beta": 0.0}, "beta=0 cannot be kept for tb"),
         # Which beta that is depends on the objective and the length of responses.

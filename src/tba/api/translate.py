@@ -40,8 +40,6 @@ RATIOS = {
     "importance_sampling_level": "ratio",
     "off_policy_mask_threshold": "off_policy_mask",
     "top_entropy_quantile": "top_entropy",
-    **{name: name for name in ("sapo_temperature_pos", "sapo_temperature_neg")},
-    **{name: name for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")},
 }
 """TRL's names for settings of grpo and dr_grpo."""
 OFF = {"importance_sampling_level": "token", "top_entropy_quantile": 1.0}

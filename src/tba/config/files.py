@@ -15,6 +15,13 @@ from pydantic import BaseModel, ValidationError
 from tba.config.root import Config
 
 GONE = {
+    **dict.fromkeys(
+        (f"objective.sapo_temperature_{sign}" for sign in ("pos", "neg")), "surrogate=sapo has its paper's 1 and 1.05"
+    ),
+    **dict.fromkeys(
+        (f"objective.vespo_{name}_{sign}" for name in ("k", "lambda") for sign in ("pos", "neg")),
+        "surrogate=vespo has its paper's constants",
+    ),
     "search.max_reward_failures": "100 samples in a row without a reward stop a run",
     "task.red_team.short_reward": "an attack below min_attack_tokens is rewarded by -25",
     "task.tldr.scores_per_pass": "32 summaries are scored at once",
@@ -261,6 +268,13 @@ def unknown_key(location: list[str]) -> str:
         f"unknown key {'.'.join(location)}: {prefix or 'the config'} takes {', '.join(known)}. `tba config WORD` finds "
         "settings by a word."
     )
+
+
+def gone_words(key: str) -> str | None:
+    """What is said about a setting of an earlier version, or one in a section of those; None = there was none."""
+    parts = key.split(".")
+    places = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return next((f"unknown key {key}: it is gone: {GONE[place]}." for place in places if place in GONE), None)
 
 
 def abbreviates(short: str, name: str) -> bool:

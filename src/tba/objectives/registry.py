@@ -172,6 +172,8 @@ def _resets(config: Config, *, has_reference: bool) -> Iterator[Check]:
 def _explain(config: Config, kind: type[Objective], problem: Mapping[str, Any]) -> str:
     name = str(problem["loc"][0]) if problem["loc"] else ""
     if problem["type"] == "extra_forbidden":
+        if (gone := gone_words(f"objective.{name}")) is not None:
+            return gone
         known = list(kind.model_fields)
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean objective.{close[0]}?" if close else _takes(config.objective.name, known)
