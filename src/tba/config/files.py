@@ -15,31 +15,35 @@ from pydantic import BaseModel, ValidationError
 from tba.config.root import Config
 
 GONE = {
-    **dict.fromkeys(
-        (f"objective.sapo_temperature_{sign}" for sign in ("pos", "neg")), "surrogate=sapo has its paper's 1 and 1.05"
-    ),
-    **dict.fromkeys(
-        (f"objective.vespo_{name}_{sign}" for name in ("k", "lambda") for sign in ("pos", "neg")),
-        "surrogate=vespo has its paper's constants",
-    ),
-    "search.max_reward_failures": "100 samples in a row without a reward stop a run",
-    "task.red_team.short_reward": "an attack below min_attack_tokens is rewarded by -25",
-    "task.tldr.scores_per_pass": "32 summaries are scored at once",
+    "generate.update": "new weights arrive between two tokens in mode=async, and between two visits otherwise",
+    "objective.kl_clip": "10 nats are the most that a token counts",
+    "objective.log_ratio_clamp": "10 nats are the most that a token counts in the KL",
+    "objective.ratio_on_kl": "the ratio multiplies the whole advantage",
+    "objective.ratio_on_reward": "the ratio multiplies the whole advantage",
+    "objective.sapo_temperature_neg": "surrogate=sapo has the 1.05 of its paper",
+    "objective.sapo_temperature_pos": "surrogate=sapo has the 1 of its paper",
+    "objective.vespo_k_neg": "surrogate=vespo has the 3 of its paper",
+    "objective.vespo_k_pos": "surrogate=vespo has the 2 of its paper",
+    "objective.vespo_lambda_neg": "surrogate=vespo has the 2 of its paper",
+    "objective.vespo_lambda_pos": "surrogate=vespo has the 3 of its paper",
+    "objective.whiten": "advantages of vineppo are always whitened",
+    "observe.healthy_checkpoint_every": "the collapse guard keeps one from each tenth of the run, at least 20 steps apart",
+    "observe.keep_healthy_checkpoint": "train.checkpoint_every writes checkpoints that stay",
+    "observe.log_every": "every step has a line in metrics.jsonl, every tenth from step 10,000 on",
+    "observe.max_rollbacks": "a run goes back twice at most",
+    "observe.samples_every": "samples.jsonl has an entry for every 20 steps",
     "runtime.channel_groups": "64 groups may be on their way",
     "runtime.searcher_cpus": "under Ray a searcher takes up runtime.threads CPUs, or one",
     "runtime.searcher_gpus": "under Ray a searcher takes up one GPU, or its share where there are fewer than roles",
     "runtime.stop_seconds": "searchers have 10 s to end when asked",
     "runtime.trainer_cpus": "under Ray each rank of the trainer takes up runtime.threads CPUs, or one",
     "runtime.trainer_gpus": "under Ray each rank of the trainer takes up one GPU",
-    "observe.healthy_checkpoint_every": "the collapse guard keeps one from each tenth of the run, at least 20 steps apart",
-    "observe.keep_healthy_checkpoint": "train.checkpoint_every writes checkpoints that stay",
-    "observe.log_every": "every step has a line in metrics.jsonl, every tenth from step 10,000 on",
-    "observe.max_rollbacks": "a run goes back twice at most",
-    "observe.samples_every": "samples.jsonl has an entry for every 20 steps",
+    "search.kinds": "every searcher explores by search.explore, with the engine and sampling of generate",
+    "search.max_reward_failures": "100 samples in a row without a reward stop a run",
+    "task.red_team.short_reward": "an attack below min_attack_tokens is rewarded by -25",
+    "task.tldr.scores_per_pass": "32 summaries are scored at once",
     "train.responses_per_micro_batch": "train.tokens_per_micro_batch alone limits a pass",
     "train.share_prompts": "responses of a prompt always share its pass where the model's layers allow it",
-    "generate.update": "new weights arrive between two tokens in mode=async, and between two visits otherwise",
-    "search.kinds": "every searcher explores by search.explore, with the engine and sampling of generate",
 }
 """What is said about settings, and sections, of earlier versions: {"key": "what stands in its place"}."""
 
@@ -244,11 +248,8 @@ def _explain(problem: Mapping[str, Any]) -> str:
 def unknown_key(location: list[str]) -> str:
     """What is said about a key that there is not: what stands in its place, the settings that may be meant, or those that
     there are."""
-    gone = next(
-        (place for length in range(1, len(location) + 1) if (place := ".".join(location[:length])) in GONE), None
-    )
-    if gone is not None:
-        return f"unknown key {'.'.join(location)}: it is gone: {GONE[gone]}."
+    if (gone := gone_words(".".join(location))) is not None:
+        return gone
     section = _section_at(location[:-1])
     known = list(section.model_fields) if section is not None else []
     prefix = ".".join(location[:-1])

@@ -41,6 +41,8 @@ from tba.objectives.base import (
 )
 from tba.types import Batch, Forward, Loss
 
+LARGEST_K3 = 10.0
+"""Largest k3 of a token that counts in vineppo, in nats; above it nothing pulls."""
 WHITEN_EPSILON = 1e-8
 
 
@@ -172,11 +174,6 @@ class VinePPO(Objective):
     continuations: int = Field(default=9, ge=1)
     """Number of responses generated from each step's prefix to estimate its value; read by the searchers."""
 
-    kl_clip: float = Field(default=10.0, gt=0.0)
-    """Largest k3 of a token that counts, in nats; above it nothing pulls."""
-    whiten: bool = True
-    """Whether advantages are brought to mean 0 and variance 1 over all tokens of the step."""
-
     default_coupling: ClassVar[Coupling] = "batch"
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, multiplicities=True, all_responses=True)
     default_beta: ClassVar[float] = 1e-4
@@ -187,14 +184,12 @@ class VinePPO(Objective):
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         kept_N, tokens = batch.kept_N, max(1, batch.totals.tokens)
-        advantage_N = step_advantages(batch)
-        if self.whiten:
-            advantage_N = whiten(advantage_N, kept_N)
+        advantage_N = whiten(step_advantages(batch), kept_N)
         ratio_N = ratios(token_log_ratios(batch, forward.log_pi_N))
         surrogate_N = clipped_surrogate(advantage_N, ratio_N, low=self.clip, high=self.clip)
         value = torch.where(kept_N, surrogate_N, torch.zeros_like(surrogate_N)).sum() / tokens
         if beta > 0.0:
-            kl_PK = batch.sum_per_response(k3(batch, forward.log_pi_N).clamp(max=self.kl_clip))
+            kl_PK = batch.sum_per_response(k3(batch, forward.log_pi_N).clamp(max=LARGEST_K3))
             value = value + beta * mean_over_responses(kl_PK, batch)
         return Loss(value=value, metrics=ratio_metrics(ratio_N, kept_N, low=self.clip, high=self.clip))
 

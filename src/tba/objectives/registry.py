@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tba.config import Config, ConfigError, Schedule
+from tba.config import Config, ConfigError, Schedule, gone_words
 from tba.objectives.base import Needs, Objective
 from tba.objectives.dpo import OnlineDPO
 from tba.objectives.grpo import GRPO, DrGRPO

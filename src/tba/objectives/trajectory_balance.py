@@ -40,6 +40,8 @@ from tba.types import Batch, Forward, Loss
 
 ROUNDING = 0.02
 """Nats per square root of the tokens that a bf16 engine and its trainer are apart (KL 2e-4 a token at 0.5B): no drift."""
+LARGEST_TOKEN_KL = 10.0
+"""Largest |log pi - log ref| of a token that counts in the KL of tba_prime, in nats."""
 USUAL = 1.5
 """Drifts of one update that no gradient is held back for: where updates are long, most of a drift is what all have."""
 OffPolicyRule = Literal["response", "token", "taper", "exact"]
@@ -269,15 +271,9 @@ class TBAPrime(Objective):
 
     ratio_max: float = Field(default=8.0, gt=0.0)
     """Largest token ratio, at which it is clamped (the authors: "not apparently critical")."""
-    log_ratio_clamp: float = Field(default=10.0, gt=0.0)
-    """Largest |log pi - log ref| of a token that counts in KL_ij, in nats."""
     kl_policy: Literal["live", "inference"] = "live"
     """Whose KL to the reference is in the advantage: the policy's as it is now, or that of the policy that generated the
     response. The first sees how far training has gone since; the second is a constant of the response, as its reward."""
-    ratio_on_reward: bool = True
-    """Whether the reward part of the advantage multiplies the ratio; false = it multiplies log pi."""
-    ratio_on_kl: bool = True
-    """Whether the KL part of the advantage multiplies the ratio; false = it multiplies log pi."""
     normal_length: int | None = Field(default=None, ge=1)
     """Number of tokens that token losses are divided by, a constant. None = generate.max_new_tokens."""
 
@@ -301,8 +297,7 @@ class TBAPrime(Objective):
         kl_PK = centred(self._kl(batch, log_pi_N), weight_PK) if beta > 0.0 else torch.zeros_like(reward_PK)
         ratio_N = ratios(token_log_ratios(batch, log_pi_N))
         clamped_N = ratio_N.clamp(max=self.ratio_max)
-        gain_N = _factor(self.ratio_on_reward, clamped_N, log_pi_N) * batch.per_token(reward_PK)
-        gain_N = gain_N - beta * _factor(self.ratio_on_kl, clamped_N, log_pi_N) * batch.per_token(kl_PK)
+        gain_N = clamped_N * batch.per_token(reward_PK - beta * kl_PK)
         kept_N = batch.kept_N
         total = torch.where(kept_N, gain_N, torch.zeros_like(gain_N)).sum()
         metrics = {
@@ -315,9 +310,4 @@ class TBAPrime(Objective):
         """KL_ij, each token clamped before the sum."""
         # policy_N, not behaviour_N: exploration and top_p change what was sampled from, not the policy's own log-probs.
         own_N = log_pi_N.detach() if self.kl_policy == "live" else batch.policy_N
-        return batch.sum_per_response((own_N - batch.log_ref_N).clamp(-self.log_ratio_clamp, self.log_ratio_clamp))
-
-
-def _factor(by_ratio: bool, ratio_N: Tensor, log_pi_N: Tensor) -> Tensor:
-    """What the advantage multiplies: d ratio = ratio d log_pi, or d log_pi itself."""
-    return ratio_N if by_ratio else log_pi_N
+        return batch.sum_per_response((own_N - batch.log_ref_N).clamp(-LARGEST_TOKEN_KL, LARGEST_TOKEN_KL))
