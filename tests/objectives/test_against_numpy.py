@@ -17,7 +17,6 @@ from tba.types import Batch, Forward, Totals
 P, K = 5, 4
 CASES = [
     ("tb", {"off_policy": "exact"}, 0.3),
-    ("tb", {"off_policy": "exact", "residual_clip": 0.4}, 0.3),
     ("tb", {"off_policy": "response", "max_drift": 0.5}, 0.3),
     ("tb", {"off_policy": "response", "max_drift": 0.05, "usual_drift": 0.4}, 0.3),
     ("tb", {"off_policy": "token", "max_drift": 0.3}, 0.3),

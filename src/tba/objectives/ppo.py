@@ -43,6 +43,8 @@ from tba.types import Batch, Forward, Loss
 
 LARGEST_K3 = 10.0
 """Largest k3 of a token that counts in vineppo, in nats; above it nothing pulls."""
+VALUE_CLIP = 0.2
+"""Distance, in reward units, that a value may move from V_old and still lower its loss."""
 WHITEN_EPSILON = 1e-8
 
 
@@ -54,8 +56,6 @@ class PPO(Objective):
     """Learning rate of the head (and of the separate critic); None = the policy's."""
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Distance from 1 within which the token ratio counts: between 1 - clip and 1 + clip."""
-    value_clip: float = Field(default=0.2, gt=0.0)
-    """Distance, in reward units, that a value may move from V_old and still lower its loss."""
     value_coefficient: float = Field(default=0.1, ge=0.0)
     """Weight c of the value loss."""
     gamma: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -82,7 +82,7 @@ class PPO(Objective):
         return_N = advantage_N + old_N
         ratio_N = ratios(token_log_ratios(batch, forward.log_pi_N))
         surrogate_N = clipped_surrogate(whiten(advantage_N, kept_N), ratio_N, low=self.clip, high=self.clip)
-        squares_N = clipped_squares(values_N, old_N, return_N, clip=self.value_clip)
+        squares_N = clipped_squares(values_N, old_N, return_N, clip=VALUE_CLIP)
         value_loss = 0.5 * _sum(squares_N, kept_N) / tokens
         return Loss(
             value=_sum(surrogate_N, kept_N) / tokens + self.value_coefficient * value_loss,
