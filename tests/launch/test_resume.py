@@ -39,7 +39,7 @@ RUNS = {
     "ppo": ["mode=sync", "objective.name=ppo", "train.updates_per_batch=2", "train.checkpoint_every=5"],
     "fixed_lag": [
         *("mode=fixed_lag", "lag_steps=2", "train.learning_rate=auto", "search.skip_unsolved_after=1"),
-        *("train.checkpoint_every=5"),
+        "train.checkpoint_every=5",
     ],
     "resets": [
         *("mode=sync", "objective.name=tb_learned_z", "reference.reset_every=3"),
