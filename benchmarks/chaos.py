@@ -31,7 +31,7 @@ from chaos_bench.target import StepWatch, Stuck, Target
 
 SETTINGS = [
     *("search.num_searchers=2", "train.checkpoint_every=10", "train.keep_checkpoints=3", "replay.durability=process"),
-    *("observe.progress=false", "evaluate.every=100", "observe.healthy_checkpoint_every=50"),
+    *("observe.progress=false", "evaluate.every=100"),
 ]
 HELD_OUT = 2000
 

@@ -82,8 +82,6 @@ def at(config, place: str):
         ({"eval_strategy": "steps", "logging_steps": 5}, "evaluate.every", 5),
         ({"metric_for_best_model": "eval_reward"}, "evaluate.best_metric", "reward"),
         ({"greater_is_better": False}, "evaluate.lower_is_better", True),
-        ({"logging_steps": 10}, "observe.log_every", 10),
-        ({"log_completions": True, "logging_steps": 10}, "observe.samples_every", 10),
         ({"disable_tqdm": True}, "observe.progress", False),
         ({"report_to": "none"}, "observe.sinks", ()),
         ({"report_to": ["tensorboard"]}, "observe.sinks", ("tensorboard",)),
@@ -102,11 +100,7 @@ def at(config, place: str):
             "objective.settings",
             {"aggregate": "tokens", "surrogate": "cispo", "clip_high": 5.0},
         ),
-        (
-            {"loss_type": "sapo", "sapo_temperature_neg": 1.1},
-            "objective.settings",
-            {"surrogate": "sapo", "sapo_temperature_neg": 1.1},
-        ),
+        ({"loss_type": "sapo", "sapo_temperature_neg": 1.05}, "objective.settings", {"surrogate": "sapo"}),
         ({"loss_type": "luspo"}, "objective.name", "dr_grpo"),
         ({"loss_type": "dr_grpo", "scale_rewards": "group"}, "objective.settings", {"scale_rewards": True}),
         ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, "objective.settings", {"ratio": "sequence"}),
@@ -181,13 +175,13 @@ def test_epochs_become_steps_when_the_rows_are_known():
     assert TBAConfig(num_train_epochs=3, max_steps=5).resolved(num_rows=1000).train.max_steps == 5
     twice = TBAConfig(num_train_epochs=3, per_device_train_batch_size=16, num_generations=4, num_iterations=2)
     assert twice.resolved(num_rows=10).train.max_steps == 18  # each batch has two steps, and every row is visited
-    assert TBAConfig(logging_strategy="epoch", generation_batch_size=16).resolved(num_rows=10).observe.log_every == 5
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"fp16": True}, "fp16=True cannot be kept: use bf16=True"),
+        ({"sapo_temperature_neg": 2.0}, 'sapo_temperature_neg=2.0 cannot be kept: loss_type="sapo" has the 1.05'),
         ({"min_p": 0.1}, "min_p=0.1 cannot be kept: use top_p"),
         ({"beta": 0.0}, "beta=0 cannot be kept for tb"),
         # Which beta that is depends on the objective and the length of responses.

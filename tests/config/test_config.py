@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from tba.config import ConfigError, Schedule, dump_config, load_config, read_yaml
-from tba.config.files import make_config
+from tba.config.files import GONE, make_config
 from tba.launch.defaults import with_objective_defaults
+from tba.objectives.registry import make_objective
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -148,6 +149,18 @@ def test_settings_that_contradict_each_other_are_refused(overrides, message):
     with pytest.raises(ConfigError) as error:
         load_config(None, overrides)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("key", GONE)
+def test_a_setting_of_an_earlier_version_says_what_stands_in_its_place(key):
+    with pytest.raises(ConfigError) as error:
+        make_objective(load_config(None, [f"{key}=1"]))  # which knows the keys of objective
+    assert str(error.value) == f"unknown key {key}: it is gone: {GONE[key]}."
+
+
+def test_a_setting_in_a_section_of_an_earlier_version_is_told_the_same():
+    with pytest.raises(ConfigError, match=r"unknown key search\.kinds: it is gone: every searcher explores by"):
+        load_config(None, ["search.kinds.wide.count=2"])
 
 
 def test_all_problems_are_listed_at_once():

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from tba.cli import app
 from tba.config import Config, ConfigError, Schedule, TrainConfig
 from tba.config.base import Section
-from tba.config.reference import ObjectiveEntry, default_text, inner_section, is_by_name, reference, type_text
+from tba.config.reference import ObjectiveEntry, default_text, inner_section, reference, type_text
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -21,8 +21,7 @@ def all_fields(section=Config, prefix=""):
         if inner is None:
             yield f"{prefix}{name}", info
         else:
-            by_name = "NAME." if is_by_name(info.annotation) else ""
-            yield from all_fields(inner, f"{prefix}{name}.{by_name}")
+            yield from all_fields(inner, f"{prefix}{name}.")
 
 
 def test_the_document_is_what_the_schema_says_now():
@@ -89,7 +88,7 @@ def test_settings_are_found_by_their_section_or_by_a_word():
     assert found_by("train") == [f"train.{name}" for name in TrainConfig.model_fields]
     assert found_by("max_steps")[0] == "train.max_steps"
     assert {"generate.max_new_tokens", "objective.normal_length"} <= set(found_by("Length"))
-    sapo = CliRunner().invoke(app, ["config", "sapo_temperature_pos"]).stdout.splitlines()
-    assert sapo[0] == "objective.sapo_temperature_pos=1.0  (float > 0; grpo, dr_grpo)"
+    share = CliRunner().invoke(app, ["config", "top_entropy"]).stdout.splitlines()
+    assert share[0] == "objective.top_entropy=1.0  (float >= 0, <= 1; grpo, dr_grpo)"
     with pytest.raises(ConfigError, match="no setting has 'frobnicate' in its name or text"):
         found_by("frobnicate")

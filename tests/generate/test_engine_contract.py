@@ -42,8 +42,10 @@ needs_vllm = pytest.mark.skipif(
 
 def make(kind, model=None, *, update="in_flight", slots=3, seed=0, max_length=40, stop_ids=STOPS):
     model = make_tiny_model(FAMILY) if model is None else model
-    config = GenerateConfig(engine=kind, slots=slots, update=update)
-    return make_engine(where_it_runs(kind, model), stop_ids, config, seed=seed, max_length=max_length, explores=True)
+    config = GenerateConfig(engine=kind, slots=slots)
+    return make_engine(
+        where_it_runs(kind, model), stop_ids, config, seed=seed, max_length=max_length, update=update, explores=True
+    )
 
 
 def weights_for(kind, model, version):

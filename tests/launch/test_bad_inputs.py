@@ -30,7 +30,7 @@ STUDY = "name: s\nmetric: {}\nrows: {{tb: {{objective.name: tb}}}}\ncolumns: {{s
 STATUS = (
     f'{{"host": "{socket.gethostname()}", "pid": 4194302, "pid_started": null, "step": 1, "time": %s, "roles": [%s]}}'
 )
-BASE = (*SETTINGS, "mode=sync", "search.max_reward_failures=8", "task.eval_fraction=0")
+BASE = (*SETTINGS, "mode=sync", "task.eval_fraction=0")
 PROBLEM = ["--model", "@/model", "--data", "@/data.jsonl", "--reward", "@/rewards.py:sevens"]
 """Arguments of a good run; @ is the folder of the tiny problem."""
 
@@ -365,7 +365,7 @@ RUNS = {
     "a reward of one value": (*rewards("def f(completions): return [1.0]\n"), "tba: f failed ("),
     "a reward that is always None": (
         *rewards("def f(completions): return [None] * len(completions)\n"),
-        "every reward was None (not applicable) for 8 samples in a row",
+        "every reward was None (not applicable) for 100 samples in a row",
     ),
     "a reward that always raises": (*rewards("def f(completions): raise KeyError('a')\n"), "r.py:1: KeyError: 'a'"),
     "a reward that raises a book": (

@@ -39,6 +39,12 @@ def judge(completions, **columns):
 """A judge that likes everything, but for an outage of fifteen steps after the first twenty, in which it dislikes words."""
 
 
+@pytest.fixture(autouse=True)
+def healthy_every_five_steps(monkeypatch):
+    """In runs of less than sixty steps."""
+    monkeypatch.setattr("tba.train.health.LEAST_EVERY", 5)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("problem")
@@ -47,9 +53,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_collapsed_run_stops_and_its_healthy_checkpoint_loads(folder):
-    config = make_config(
-        folder, *SETTINGS, "name=stop", "observe.on_collapse=stop", "observe.healthy_checkpoint_every=5"
-    )
+    config = make_config(folder, *SETTINGS, "name=stop", "observe.on_collapse=stop")
     with pytest.raises(Collapsed, match="the run is collapsing, since about step"):
         train(config)
     run = RunFolder(config.run_folder)
@@ -64,7 +68,7 @@ def test_a_collapsed_run_stops_and_its_healthy_checkpoint_loads(folder):
     (kept,) = run.checkpoints.iterdir()
     assert kept == run.path / collapse["checkpoint"] == run.newest_checkpoint()
     step = int(kept.name.removeprefix("healthy-step-"))
-    assert step < collapse["since"] <= step + 5 + 1
+    assert step < collapse["since"] <= step + 10 + 1
     AutoModelForCausalLM.from_pretrained(kept)
     assert json.loads((kept / "trainer.json").read_text())["step"] == step
     assert "solved" in evaluate_model(str(run.path), [])
@@ -83,16 +87,12 @@ def test_by_default_it_warns_once_trains_on_and_pins_the_checkpoint_from_before(
     assert sorted(run.checkpoints_by_step()) == [pinned, 80, 84, 88]
 
 
-def test_a_run_without_a_collapse_leaves_only_its_own_checkpoints(folder):
-    settings = ["mode=sync", "train.max_steps=5", "observe.healthy_checkpoint_every=2"]
+def test_a_run_without_a_collapse_leaves_only_its_own_checkpoints(folder, monkeypatch):
+    monkeypatch.setattr("tba.train.health.LEAST_EVERY", 2)
+    settings = ["mode=sync", "train.max_steps=5"]
     config = make_config(folder, *settings, "name=well")
     assert train(config)["collapse"] is None
     assert {path.name for path in RunFolder(config.run_folder).checkpoints.iterdir()} - {"best-step-5"} == {"step-5"}
-
-    asked = make_config(folder, *settings, "name=asked", "observe.keep_healthy_checkpoint=true")
-    train(asked)
-    names = {path.name for path in RunFolder(asked.run_folder).checkpoints.iterdir()}
-    assert "healthy-step-4" in names
 
     none = make_config(folder, *settings, "name=none", "train.keep_checkpoints=0")
     train(none)
@@ -117,7 +117,7 @@ def test_a_run_that_collapses_goes_back_and_on_more_gently(tmp_path, mode, caplo
     (tmp_path / "rewards.py").write_text(OUTAGE)
     config = make_config(
         tmp_path, "seed=3", "train.max_steps=36", "evaluate.num_prompts=1", "objective.beta=0.05", *mode,
-        "train.learning_rate=3e-3", "observe.on_collapse=rollback", "observe.healthy_checkpoint_every=5",
+        "train.learning_rate=3e-3", "observe.on_collapse=rollback",
         "replay.max_lag=1", reward="judge",
     )  # fmt: skip
     with caplog.at_level(logging.WARNING, logger="tba"):
@@ -148,13 +148,14 @@ def test_a_run_that_collapses_goes_back_and_on_more_gently(tmp_path, mode, caplo
     assert responses == summary["responses_generated"]
 
 
-def test_a_run_goes_back_a_bounded_number_of_times(tmp_path):
+def test_a_run_goes_back_a_bounded_number_of_times(tmp_path, monkeypatch):
+    monkeypatch.setattr("tba.train.health.MOST_ROLLBACKS", 1)
     write_problem(tmp_path, layers=LAYERS)
     (tmp_path / "rewards.py").write_text(OUTAGE.replace("in range(320, 560)", "% 640 >= 320"))  # it comes again
     config = make_config(
         tmp_path, "mode=sync", "seed=3", "train.max_steps=80", "evaluate.num_prompts=1", "objective.beta=0.05",
-        "train.learning_rate=3e-3", "observe.on_collapse=rollback", "observe.max_rollbacks=1",
-        "observe.healthy_checkpoint_every=5", reward="judge",
+        "train.learning_rate=3e-3", "observe.on_collapse=rollback",
+        reward="judge",
     )  # fmt: skip
     with pytest.raises(Collapsed, match=r"Rollbacks before this: 1\."):
         train(config)
@@ -208,7 +209,7 @@ def test_a_run_that_goes_back_forgets_everything_that_came_after(folder, setting
     configs = [
         make_config(
             folder, *settings, f"name={case}-{end}", "train.max_steps=12", "evaluate.every=4", "model.device=cpu",
-            "observe.on_collapse=rollback", "observe.healthy_checkpoint_every=5",
+            "observe.on_collapse=rollback",
         )
         for end in ("whole", "back")
     ]  # fmt: skip

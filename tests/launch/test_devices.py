@@ -58,7 +58,6 @@ def placement(*overrides: str) -> RolePlacement:
         ("model.device=cuda:7", "model.device=cuda:7"),
         ("runtime.placement.trainer=[cuda:7]", "runtime.placement.trainer=cuda:7"),
         ("runtime.placement.searchers=[cpu, cuda:7]", "runtime.placement.searchers=cuda:7"),
-        ("search.kinds={a: {count: 1}, b: {count: 1, device: cuda:7}}", "search.kinds.b.device=cuda:7"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused_with_those_that_are(override, key):
@@ -229,24 +228,15 @@ def test_two_searchers_share_a_cpu_where_cores_and_memory_allow(monkeypatch, ove
     assert with_searchers(config, SimpleNamespace(num_parameters=parameters)).search.count == count
 
 
-def test_slots_are_filled_in_by_the_device_of_each_kind(gpus):
-    """The small GPU has room for fewer of these long responses than the large one."""
-    kinds = (
-        "search.kinds={large: {count: 1, device: cuda:0}, small: {count: 1, device: cuda:1}, set: {count: 1, slots: 3}}"
-    )
-    config = load_config(None, [kinds, "model.device=cpu", "task.num_train_prompts=3"])
+def test_of_several_devices_the_one_with_the_least_memory_decides_the_slots(gpus):
+    both = "runtime.placement={trainer: cpu, searchers: [cuda:0, cuda:1]}"
+    config = load_config(None, [both, "search.num_searchers=2", "task.num_train_prompts=3"])
     loaded, found = load_inputs(config).loaded, RolePlacement.of(config)
-    filled = with_defaults(config, loaded)
-    assert filled.search.kinds["set"].slots == 3
-    for name, device in (("large", "cuda:0"), ("small", "cuda:1")):
-        allowed = max_prompt_tokens(config, loaded.context)
-        budget = slots_for(config, loaded, found, device, longest_prompt=allowed)
-        assert filled.search.kinds[name].slots == budget.slots
-    assert filled.search.kinds["large"].slots == 256
-    assert filled.generate.slots == 128, "the least, that of a searcher on the CPU"
+    assert with_defaults(config, loaded).generate.slots == 256
     gpus["cuda:1"] = GIB // 64
-    assert with_defaults(config, loaded).search.kinds["small"].slots < 256
-    assert with_defaults(load_config(None, [kinds, "generate.slots=7"]), loaded).search.kinds["small"].slots == 7
+    small = slots_for(config, loaded, found, "cuda:1", longest_prompt=max_prompt_tokens(config, loaded.context))
+    assert with_defaults(config, loaded).generate.slots == small.slots < 256
+    assert with_defaults(load_config(None, [both, "generate.slots=7"]), loaded).generate.slots == 7
 
 
 @pytest.mark.usefixtures("gpus")
@@ -350,7 +340,7 @@ def test_where_memory_is_plenty_nobody_looks_for_the_longest_prompt(slots):
 def test_slots_that_no_memory_could_hold_are_refused_with_the_most_that_fit():
     loaded = load_inputs(load_config(None)).loaded
     with pytest.raises(
-        ConfigError, match=r"generate\.slots=100000000 .* does not fit on cpu: .* Give at most \d+, or leave it"
+        ConfigError, match=r"generate\.slots=100000000 does not fit on cpu: .* Give at most \d+, or leave it"
     ):
         with_defaults(load_config(None, ["model.device=cpu", "generate.slots=100000000"]), loaded)
 

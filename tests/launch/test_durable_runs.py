@@ -40,8 +40,7 @@ def test_a_synchronous_run_stores_every_group_under_ids_that_are_the_same_each_t
 
 
 def test_an_asynchronous_run_stores_what_it_received_and_is_sent_all_acknowledgements(folder):
-    # A window of two groups: without acknowledgements the searcher would stop after them.
-    config = make_config(folder, "name=durable-async", "runtime.channel_groups=2", "replay.durability=power")
+    config = make_config(folder, "name=durable-async", "replay.durability=power")
     summary = train(config)
     ids = [GroupId.parse(stored.group.id) for stored in load_groups(config.run_folder / "replay.sqlite")]
     assert [group.number for group in ids] == list(range(len(ids)))

@@ -78,10 +78,12 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(folder):
     assert train(later)["steps"] == 2  # one after the other works
 
 
-def test_tidying_the_folder_does_not_end_a_run(folder):
+def test_tidying_the_folder_does_not_end_a_run(folder, monkeypatch):
+    monkeypatch.setattr("tba.train.health.LEAST_EVERY", 3)
+    monkeypatch.setattr("tba.observe.recorder.SAMPLES_EVERY", 1)
     config = make_config(
         folder, "name=tidied", "train.max_steps=36", "train.checkpoint_every=5", "evaluate.every=10",
-        "observe.healthy_checkpoint_every=3", "observe.samples_every=1", "train.keep_checkpoints=2",
+        "train.keep_checkpoints=2",
     )  # fmt: skip
     run = RunFolder(config.run_folder)
 

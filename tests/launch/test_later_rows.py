@@ -91,7 +91,7 @@ def test_an_asynchronous_run_that_goes_back_forgets_what_came_after_the_checkpoi
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again_and_keeps_its_rows(folder, caplog):
     run = RunFolder(folder / "runs" / "no-checkpoint")
-    settings = ["train.max_steps=30", "observe.healthy_checkpoint_every=100", "name=no-checkpoint"]
+    settings = ["train.max_steps=30", "name=no-checkpoint"]
     command = [
         *(sys.executable, "-m", "tba", "train", "--model", f"{folder}/model", "--data", f"{folder}/data.jsonl"),
         *("--reward", f"{folder}/rewards.py:sevens", *with_settings(f"output={folder}/runs", *settings)),

@@ -35,10 +35,9 @@ RUNS = {
     "second updates": ["mode=sync", "train.second_update_after=2"],
     # Step 5 is the first of two on its batch.
     "ppo": ["mode=sync", "objective.name=ppo", "train.updates_per_batch=2", "train.checkpoint_every=5"],
-    # No regular checkpoints: it goes on from the collapse guard's.
     "fixed_lag": [
         *("mode=fixed_lag", "lag_steps=2", "train.learning_rate=auto", "search.skip_unsolved_after=1"),
-        *("train.checkpoint_every=null", "observe.healthy_checkpoint_every=5"),
+        "train.checkpoint_every=5",
     ],
     "resets": [
         *("mode=sync", "objective.name=tb_learned_z", "reference.reset_every=3"),

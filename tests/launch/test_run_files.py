@@ -70,7 +70,7 @@ def test_status_and_summary_end_with_the_outcome(folder):
     train(done)
     status = read(RunFolder(done.run_folder).status)
     assert (status["ended"], status["outcome"], status["error"]) == (True, "finished", None)
-    failed = make_config(folder, "name=failed", "mode=sync", "search.max_reward_failures=8", reward="always_raises")
+    failed = make_config(folder, "name=failed", "mode=sync", reward="always_raises")
     with pytest.raises(RuntimeError):
         train(failed)
     status, summary = read(RunFolder(failed.run_folder).status), read(RunFolder(failed.run_folder).summary)

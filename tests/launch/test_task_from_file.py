@@ -295,10 +295,12 @@ def test_what_a_task_raises_is_told_with_its_own_file_and_line(folder, here, nam
 def test_a_score_that_always_raises_ends_the_run_with_its_line(folder, here, caplog, mode):
     """As a reward function that raises does; a new searcher would meet it again, so that none is started."""
     (here / "raises.py").write_text(RAISES)
-    settings = (f"mode={mode}", "task.settings.word=w7", "search.max_reward_failures=20", f"name=always-{mode}")
+    settings = (f"mode={mode}", "task.settings.word=w7", f"name=always-{mode}")
     config = make_config(folder, *settings, name="raises.py:Score")
     where = f"{here / 'raises.py'}:7: KeyError: 'answer'"
-    with pytest.raises(RuntimeError, match=rf"failed on 20 samples in a row; the last: Score\.score failed at {where}"):
+    with pytest.raises(
+        RuntimeError, match=rf"failed on 100 samples in a row; the last: Score\.score failed at {where}"
+    ):
         train(config)
     assert "It is replaced" not in caplog.text
 

@@ -207,21 +207,6 @@ def test_tba_prime_gradient_vanishes_above_ratio_max_and_only_there():
     assert answer(TBAPrime(normal_length=4, ratio_max=1), batch, PI, beta=0.1).log_pi == exactly([0.0, 0.0, 0.01875])
 
 
-def test_tba_prime_can_keep_the_ratio_off_the_kl_or_off_the_reward():
-    # KL part on log pi: gain = 1/2 min(w, 8) - 0.2 log pi, so by log pi -(2/2 - 0.2) / 8, +0.2 / 8, -(-1/4 + 0.2) / 8
-    # and loss = -[(1 + 0.2) + (4 + 0.4) + (-1/4 - 0.2)] / 8 = -5.15 / 8
-    batch = batch_of([[1.0, 0.0]], behaviour=with_ratios(PI, PRIME_RATIOS), ref=PRIME_REF)
-    got = answer(TBAPrime(normal_length=4, ratio_on_kl=False), batch, PI, beta=0.1)
-    assert got.loss == exactly(-5.15 / 8)
-    assert got.log_pi == exactly([-0.1, 0.025, 0.00625])
-    # reward part on log pi: -(1/2 - 0.2 x 2) / 8, -(1/2) / 8, -(-1/2 + 0.2 x 1/2) / 8
-    got = answer(TBAPrime(normal_length=4, ratio_on_reward=False), batch, PI, beta=0.1)
-    assert got.log_pi == exactly([-0.0125, -0.0625, 0.05])
-    # neither: A itself, -+0.3 / 8
-    got = answer(TBAPrime(normal_length=4, ratio_on_reward=False, ratio_on_kl=False), batch, PI, beta=0.1)
-    assert got.log_pi == exactly([-0.0375, -0.0375, 0.0375])
-
-
 def test_tba_prime_bounds_what_one_token_adds_to_the_kl():
     # token log-ratios 30 -> 10 and 2, against -1: KL 12 and -1, centred +-6.5; A = 1/2 - 0.65 = -0.15 and +0.15
     batch = batch_of([[1.0, 0.0]], behaviour=PI, ref=[[[-31.0, -4.0], [0.0]]])
@@ -495,14 +480,6 @@ def test_vineppo_is_the_clipped_surrogate_of_whitened_step_advantages_plus_k3():
     got = answer(VinePPO(), batch, VINE_PI, beta=0.1)
     assert got.loss == exactly((-0.25 - 0.3 + 0.4) / VINE_SD / 4 + VINE_KL)
     assert got.log_pi == exactly([VINE_PULL[0] - 0.25 / VINE_SD / 4, *VINE_PULL[1:]])
-
-
-def test_vineppo_may_leave_the_advantages_as_they_are():
-    # -0.5; -1.2 x 0.5 (clipped); -0.5 x 0.25; 0.8 x 0.25 (clipped). Without beta nothing pulls to the reference.
-    batch = vine_batch([[[1.0, 1.5, 0.5], [0.5]]])
-    got = answer(VinePPO(whiten=False), batch, VINE_PI, beta=0.0)
-    assert got.loss == exactly((-0.5 - 0.6 - 0.125 + 0.2) / 4)
-    assert got.log_pi == exactly([-0.125, 0.0, -0.125 / 4, 0.0])
 
 
 # ------------------------------------------------------------------------------------------------ online DPO

@@ -26,16 +26,8 @@ SETTINGS = [
     {"surrogate": "cispo", "clip_high": 0.2},
     {"surrogate": "cispo", "clip_high": 1.1, "ratio": "sequence"},
     {"surrogate": "sapo"},
-    {"surrogate": "sapo", "sapo_temperature_pos": 3.0, "sapo_temperature_neg": 5.0},
     {"surrogate": "sapo", "ratio": "sequence"},
     {"surrogate": "vespo"},
-    {
-        "surrogate": "vespo",
-        "vespo_k_pos": 0.5,
-        "vespo_lambda_pos": 0.7,
-        "vespo_k_neg": 1.5,
-        "vespo_lambda_neg": 1.1,
-    },
     {"off_policy_mask": 0.05},
     {"off_policy_mask": 0.05, "surrogate": "vespo"},
     {"off_policy_mask": 0.05, "ratio": "sequence"},
@@ -112,11 +104,10 @@ def slow_surrogate(objective: GroupRelative, a: float, token_log_ratio, log_rati
     if objective.surrogate == "cispo":
         return -min(float(w.detach()), objective.clip_high) * a * log_pi
     if objective.surrogate == "sapo":
-        t = objective.sapo_temperature_pos if a > 0 else objective.sapo_temperature_neg
+        t = 1.0 if a > 0 else 1.05
         return -a * 4.0 / t / (1.0 + EXP(-t * (w - 1.0)))
     if objective.surrogate == "vespo":
-        k = objective.vespo_k_pos if a >= 0 else objective.vespo_k_neg
-        decay = objective.vespo_lambda_pos if a >= 0 else objective.vespo_lambda_neg
+        k, decay = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
         whole = float(EXP(sum(log_ratio)).detach())
         return -(whole**k) * float(EXP(torch.tensor(decay - decay * whole, dtype=torch.float64))) * a * log_pi
     low, high = 1.0 - objective.clip_low, 1.0 + objective.clip_high
@@ -233,14 +224,7 @@ def test_the_share_of_highest_values_is_a_quantile(share):
             ["surrogate=vespo", "ratio=sequence"],
             "objective.ratio=sequence has no effect with objective.surrogate=vespo",
         ),
-        (
-            ["sapo_temperature_neg=2"],
-            "with objective.surrogate=clip: it belongs to sapo. Leave objective.sapo_temperatur",
-        ),
-        (
-            ["surrogate=sapo", "vespo_k_pos=1"],
-            "it belongs to vespo. Leave objective.vespo_k_pos unset, or set objective.su",
-        ),
+        (["sapo_temperature_neg=2"], "unknown key objective.sapo_temperature_neg: it is gone: surrogate=sapo has"),
         (["surrogate=ppo"], "objective.surrogate: Input should be 'clip', 'cispo', 'sapo' or 'vespo', got 'ppo'."),
         (["top_entropy=1.5"], "objective.top_entropy: Input should be less than or equal to 1, got 1.5."),
     ],
@@ -261,7 +245,7 @@ def test_all_settings_of_another_surrogate_are_named_at_once():
 @pytest.mark.parametrize("surrogate", ["clip", "cispo", "sapo", "vespo"])
 def test_a_config_that_was_filled_in_with_defaults_is_valid(surrogate):
     resolved = with_objective_defaults(load_config(None, ["objective.name=grpo", f"objective.surrogate={surrogate}"]))
-    assert resolved.objective.settings["sapo_temperature_neg"] == 1.05
+    assert resolved.objective.settings["clip_high"] == 0.2
     assert make_objective(resolved) == GRPO(surrogate=surrogate)
 
 

@@ -63,22 +63,3 @@ def test_single_versions_at_which_the_canary_is_far_off_are_no_fault(caplog):
     watched([*usual, 0.03, 0.031, 0.032, 0.033, 0.034], CANARY)
     (record,) = caplog.records
     assert record.getMessage().startswith(f"step {FIRST + LASTING['canary']}: searcher/0/mismatch_kl is 0.032")
-
-
-def test_each_kind_of_searchers_is_judged_by_its_own_measure(caplog):
-    """One in bf16 beside one in fp32 is not at fault from its first version on."""
-    watch, exact, coarse = MismatchWatch(), "searcher/0-exact/mismatch_kl", "searcher/1-coarse/mismatch_kl"
-    for step in range(2 * FIRST):
-        watch.step(step, {exact: 1e-9 + 1e-12 * step, coarse: 1e-4 + 1e-7 * step})
-    assert caplog.text == ""
-    for step in range(30, 30 + LASTING["canary"]):
-        watch.step(step, {exact: 1e-6 * step, coarse: 1e-5 * step})
-    assert "searcher/0-exact/mismatch_kl is 3.2e-05" in caplog.text
-    assert "coarse" not in caplog.text
-
-
-def test_responses_of_several_kinds_need_more_first_measurements(caplog):
-    watch, kinds = MismatchWatch(), {"searcher/0-exact/mismatch_kl": 1e-9, "searcher/1-coarse/mismatch_kl": 1e-4}
-    for step, value in enumerate([1e-9 + 1e-12 * step for step in range(FIRST)] + [2e-3, 2.1e-3]):
-        watch.step(step, {RESPONSES: value, **kinds})
-    assert caplog.text == ""

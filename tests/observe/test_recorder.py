@@ -242,8 +242,9 @@ def test_a_run_by_seconds_is_over_when_they_are_used_and_goes_on_with_the_rest_a
         each.close()
 
 
-def test_lines_of_the_steps_before_the_time_was_over_are_written(tmp_path, clock):
-    recorder = make(RunFolder.create(tmp_path / "run", overwrite=False), "train.max_seconds=40", "observe.log_every=5")
+def test_lines_of_the_steps_before_the_time_was_over_are_written(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr("tba.observe.recorder.thinning", lambda step: 5)
+    recorder = make(RunFolder.create(tmp_path / "run", overwrite=False), "train.max_seconds=40")
     steps(recorder, clock, *[5.0] * 7)
     clock[0] += 10.0
     recorder.time_is_over()

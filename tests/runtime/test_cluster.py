@@ -183,8 +183,8 @@ class Run:
     def __init__(self, logs) -> None:
         from tba.runtime.cluster.roles import ClusterRoles
 
-        config, board = RuntimeConfig(stop_seconds=5.0, kind="ray"), Board.create()
-        self.roles = ClusterRoles(config, board, logs=logs, threads=ONE_EACH, gpus_each=0.0)
+        config, board = RuntimeConfig(kind="ray"), Board.create()
+        self.roles = ClusterRoles(board, logs=logs, threads=ONE_EACH, gpus_each=0.0)
         self.supervisor = Supervisor(config, board, logs=logs, start_searcher=self.roles.searcher)
         self.groups: list[str] = []
         self.thread = threading.Thread(target=self.supervisor.run)
@@ -309,8 +309,8 @@ def test_a_trainer_lacks_groups_until_one_on_its_node_has_said_that_they_are_sto
 
     node, board = nodes.add_node(num_cpus=4), Board.create()  # other tests leave nodes with one
     copy = RunCopy(RunFolder.create(tmp_path / "run.replica", overwrite=False))
-    config = RuntimeConfig(kind="ray", trainer_cpus=4)
-    roles = ClusterRoles(config, board, logs=tmp_path / "logs", threads=ONE_EACH, gpus_each=0.0, copy=copy)
+    threads = RoleThreads(trainer=4, searcher=1)
+    roles = ClusterRoles(board, logs=tmp_path / "logs", threads=threads, gpus_each=0.0, copy=copy)
     host = HostHandle(board=board.memory.handle(), owner=Holder.of_this_process())
     config = load_config(None, [f"output={tmp_path}", "name=run"])
     lacking = []

@@ -61,10 +61,9 @@ def test_on_a_cluster_nobody_knows_who_shares_a_gpu():
 
 def test_vllm_sees_its_own_gpu_only_and_then_gets_weights_through_host_memory():
     everywhere = "runtime.placement={trainer: cuda:1, searchers: cuda:1}"
-    config = load_config(None, [everywhere, "search.kinds={a: {count: 1}, b: {count: 1, engine: vllm}}"])
-    assert [must_hide(config.for_searcher(index)) for index in range(2)] == [False, True]
-    assert RolePlacement.of(config).slots_device == "cpu"
-    assert placement(everywhere).slots_device == "cuda:1"
+    native, vllm = load_config(None, [everywhere]), load_config(None, [everywhere, "generate.engine=vllm"])
+    assert [must_hide(config.for_searcher(0)) for config in (native, vllm)] == [False, True]
+    assert [RolePlacement.of(config).slots_device for config in (native, vllm)] == ["cuda:1", "cpu"]
     assert placement("generate.engine=vllm").slots_device == "cuda:0"
 
 

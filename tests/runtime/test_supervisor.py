@@ -41,18 +41,23 @@ DEADLINE_SECONDS = 60.0
 TENSORS = {"w": torch.zeros(4)}
 
 
+@pytest.fixture(autouse=True)
+def little_time_to_stop(monkeypatch):
+    monkeypatch.setattr("tba.runtime.searcher_seats.STOP_SECONDS", 1.0)
+
+
 class Run:
     """A trainer in this process, with its supervisor in a thread."""
 
     def __init__(self, logs, **options) -> None:
-        config = RuntimeConfig(stop_seconds=1.0)
+        config = RuntimeConfig()
         start = LocalRoles(config=Config(runtime=config), logs=logs)
         self.supervisor = Supervisor(config, Board.create(), logs=logs, start_searcher=start.searcher, **options)
         self.groups: list[TrajectoryGroup] = []
         self.thread = threading.Thread(target=self.supervisor.run)
         self.thread.start()
         self.runtime = LocalRuntime(
-            RuntimeConfig(stop_seconds=1.0),
+            config,
             Host(
                 link=Link(self.supervisor.trainer_connection),
                 board=self.supervisor.board,

@@ -52,8 +52,7 @@ def write(system: Path, path: str, text: str) -> None:
         (8, ["model.device=cuda"], 1, 1),
         (10, ["runtime.placement={trainer: [cuda:0], searchers: [cpu, cpu]}", "search.num_searchers=2"], 1, 4),
         (8, ["runtime.kind=ray"], 1, 1),
-        (8, ["runtime.kind=ray", "runtime.trainer_cpus=6", "runtime.searcher_cpus=0.5"], 6, 1),
-        (8, ["runtime.kind=ray", "runtime.trainer_cpus=6", "train.ranks=2"], 3, 1),
+        (8, ["runtime.kind=ray", "runtime.threads=6"], 6, 6),
         (8, ["runtime.threads=3"], 3, 3),
     ],
 )
@@ -75,7 +74,7 @@ def test_cores_are_shared_out(machine, cores, settings, trainer, searcher):
         (8, ["runtime.threads=3"], 3),
         (8, ["model.device=cuda"], 1),
         (9, ["train.ranks=2", "search.num_searchers=2"], 2),
-        (8, ["runtime.kind=ray", "runtime.trainer_cpus=6"], 6),
+        (8, ["runtime.kind=ray", "runtime.threads=6"], 6),
     ],
 )
 def test_a_trainer_has_a_worker_for_each_core(machine, cores, settings, workers):

@@ -37,9 +37,7 @@ def make_searcher(model, reference) -> tuple[Searcher, LocalGroups]:
         engine=engine(model),
         prompts=PromptStream([PROMPT], LedgerVisits(VisitLedger(1, seed=0)), samples_per_prompt=8),
         rewards=DirectRewards(ConstantTask()),
-        scorer=GroupScorer(
-            reference=make_scorer(reference, max_length=32), temperature=1.0, failures=FailureCount(max_in_a_row=1)
-        ),
+        scorer=GroupScorer(reference=make_scorer(reference, max_length=32), temperature=1.0, failures=FailureCount()),
         sender=groups,
         tokenizer=tiny_tokenizer(),
         solved=lambda outcome: True,

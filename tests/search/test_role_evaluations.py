@@ -56,7 +56,7 @@ def both_ends(slots):
 
 
 def evaluations_of(ends, engine):
-    heartbeat = Heartbeat(ends.row, engine, SearchState(failures=FailureCount(max_in_a_row=1)))
+    heartbeat = Heartbeat(ends.row, engine, SearchState(failures=FailureCount()))
     return heartbeat, Evaluations(ends, heartbeat, engine=engine, make=Versions)
 
 

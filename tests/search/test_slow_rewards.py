@@ -40,9 +40,7 @@ def test_a_synchronous_step_has_a_visit_rewarded_while_the_next_is_written():
         engine=make_engine(model, [2], GenerateConfig(slots=4), seed=0, max_length=32),
         prompts=PromptStream(PROMPTS, LedgerVisits(VisitLedger(2, seed=0)), samples_per_prompt=4),
         rewards=DirectRewards(task),
-        scorer=GroupScorer(
-            reference=make_scorer(model, max_length=32), temperature=1.0, failures=FailureCount(max_in_a_row=1)
-        ),
+        scorer=GroupScorer(reference=make_scorer(model, max_length=32), temperature=1.0, failures=FailureCount()),
         sender=groups,
         tokenizer=tiny_tokenizer(),
         solved=lambda outcome: True,

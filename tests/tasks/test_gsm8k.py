@@ -297,7 +297,8 @@ def test_the_one_gpu_config_asks_for_a_model():
     )
 
 
-def test_a_run_trains_and_evaluates_on_rows_of_a_folder(tmp_path):
+def test_a_run_trains_and_evaluates_on_rows_of_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("tba.observe.recorder.SAMPLES_EVERY", 1)
     for part in (tiny_llama(), tiny_tokenizer()):
         part.save_pretrained(tmp_path / "model")
     rows = [{"question": f"w{3 + i % 37} w{3 + i // 37}", "answer": "w5 + w2\n#### 7"} for i in range(60)]
@@ -308,7 +309,6 @@ def test_a_run_trains_and_evaluates_on_rows_of_a_folder(tmp_path):
     settings += [
         "generate.max_new_tokens=3",
         "objective.beta=0.05",
-        "observe.samples_every=1",
         "observe.progress=false",
     ]
     values = {"model": {"path": str(tmp_path / "model")}, "output": str(tmp_path / "runs"), "task": task}

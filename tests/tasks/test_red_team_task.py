@@ -150,7 +150,7 @@ def test_log_rewards_have_a_floor_and_are_solved_by_the_geometric_mean():
 def test_attacks_that_are_too_short_get_the_short_reward():
     # Words count, the stop token does not: HIT has 4.
     assert scores(make_task(min_attack_tokens=4), [HIT, "please wash the"]) == [1.0, -25.0]
-    assert scores(make_task(min_attack_tokens=5, short_reward=-3.0), [HIT, HIT + " today"]) == [-3.0, 1.0]
+    assert scores(make_task(min_attack_tokens=5), [HIT, HIT + " today"]) == [-25.0, 1.0]
     assert scores(make_task(min_attack_tokens=9), [HIT]) == [-25.0]
 
 

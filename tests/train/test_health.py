@@ -61,7 +61,7 @@ def saved(health: Health) -> list[str]:
 
 
 def test_only_the_newest_healthy_checkpoint_stays_once_it_is_proven(make_health):
-    health = make_health("observe.healthy_checkpoint_every=20")
+    health = make_health("train.max_steps=200")
     run(health, WELL, 1, 50)
     assert saved(health) == ["healthy-step-20", "healthy-step-40"], "40 may still turn out to be of a collapse"
     run(health, WELL, 51, 51)
@@ -96,18 +96,18 @@ def test_of_a_run_by_seconds_it_comes_with_tenths_of_them_that_are_at_least_twen
 
 
 def test_one_saved_when_the_collapse_had_begun_does_not_count(make_health):
-    health = make_health("observe.healthy_checkpoint_every=20")
+    health = make_health("train.max_steps=200")
     run(health, WELL, 1, 57)
     run(health, ILL, 58, 65)  # broken from step 63 on, by batches since step 56
     assert health.recorder.collapse["since"] == 56
     assert health.recorder.collapse["checkpoint"] == "checkpoints/healthy-step-40"
     assert saved(health) == ["healthy-step-40"]
-    run(health, ILL, 66, 200)
+    run(health, ILL, 66, 190)
     assert saved(health) == ["healthy-step-40"], "nothing is saved as healthy while the alarm lasts"
 
 
 def test_a_regular_checkpoint_from_before_is_pinned(make_health):
-    health = make_health("train.checkpoint_every=10", "train.keep_checkpoints=3", "observe.healthy_checkpoint_every=20")
+    health = make_health("train.checkpoint_every=10", "train.keep_checkpoints=3", "train.max_steps=200")
     run(health, WELL, 1, 57)
     run(health, ILL, 58, 120)
     assert health.recorder.collapse["checkpoint"] == "checkpoints/step-50"
@@ -147,7 +147,7 @@ def test_further_updates_on_a_batch_are_no_news(make_health, setting):
 
 
 def test_stop_raises_with_the_words_and_the_checkpoint(make_health):
-    health = make_health("observe.on_collapse=stop", "observe.healthy_checkpoint_every=20")
+    health = make_health("observe.on_collapse=stop", "train.max_steps=200")
     run(health, WELL, 1, 60)
     health.stop_if_asked()
     run(health, ILL, 61, 68)
@@ -156,7 +156,7 @@ def test_stop_raises_with_the_words_and_the_checkpoint(make_health):
 
 
 def test_a_run_goes_back_to_a_checkpoint_whose_last_batches_are_from_before(make_health):
-    health = make_health("observe.on_collapse=rollback", "observe.healthy_checkpoint_every=20")
+    health = make_health("observe.on_collapse=rollback", "train.max_steps=200")
     run(health, WELL, 1, 67)
     assert not health.rolls_back
     run(health, ILL, 68, 75)  # since step 66: of the batches before it the checkpoint of step 60 has seen six
@@ -167,7 +167,7 @@ def test_a_run_goes_back_to_a_checkpoint_whose_last_batches_are_from_before(make
 
 
 def test_a_checkpoint_that_the_run_went_back_to_in_vain_is_passed_over(make_health):
-    health = make_health("observe.on_collapse=rollback", "observe.healthy_checkpoint_every=20")
+    health = make_health("observe.on_collapse=rollback", "train.max_steps=200")
     run(health, WELL, 1, 67)
     health.recorder.rollbacks = [{"to": 40}]
     run(health, ILL, 68, 75)
@@ -175,19 +175,17 @@ def test_a_checkpoint_that_the_run_went_back_to_in_vain_is_passed_over(make_heal
 
 
 def test_a_run_that_went_back_as_often_as_it_may_stops(make_health):
-    health = make_health(
-        "observe.on_collapse=rollback", "observe.max_rollbacks=1", "observe.healthy_checkpoint_every=20"
-    )
-    health.recorder.rollbacks = [{"to": 20}]
+    health = make_health("observe.on_collapse=rollback", "train.max_steps=200")
+    health.recorder.rollbacks = [{"to": 20}, {"to": 20}]
     run(health, WELL, 1, 67)
     run(health, ILL, 68, 75)
     assert not health.rolls_back
-    with pytest.raises(Collapsed, match=r"is kept: .*healthy-step-40\. Rollbacks before this: 1\."):
+    with pytest.raises(Collapsed, match=r"is kept: .*healthy-step-40\. Rollbacks before this: 2\."):
         health.stop_if_asked()
 
 
 def test_a_run_without_a_checkpoint_from_before_stops(make_health):
-    health = make_health("observe.on_collapse=rollback", "observe.healthy_checkpoint_every=100")
+    health = make_health("observe.on_collapse=rollback")
     run(health, WELL, 1, 60)
     run(health, ILL, 61, 68)
     assert not health.rolls_back

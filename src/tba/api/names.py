@@ -61,9 +61,8 @@ SETTINGS = _table("""
     metric_for_best_model           evaluate.best_metric; eval_ before the name may stay
     greater_is_better               the reverse of evaluate.lower_is_better
     load_best_model_at_end          trainer.model holds the best evaluation's weights after train()
-    logging_steps                   observe.log_every; lines are means over the steps between
-    logging_strategy                observe.log_every: no = at the end only, epoch = once an epoch
-    log_completions                 observe.samples_every=logging_steps: samples.jsonl
+    logging_steps                   how often eval_strategy="steps" evaluates without eval_steps; every step is logged
+    logging_strategy                every step has a line in metrics.jsonl, whatever it says
     disable_tqdm                    the reverse of observe.progress
     report_to                       observe.sinks; tensorboard, wandb, or all that are installed
     resume_from_checkpoint          train() goes on from there
@@ -87,12 +86,6 @@ SETTINGS = _table("""
     epsilon_high                    objective.clip_high, where the objective has one
     delta                           objective.max_ratio of grpo and dr_grpo
     importance_sampling_level       objective.ratio of grpo and dr_grpo: token or sequence
-    sapo_temperature_neg            objective.sapo_temperature_neg, with loss_type="sapo"
-    sapo_temperature_pos            objective.sapo_temperature_pos, with loss_type="sapo"
-    vespo_k_pos                     objective.vespo_k_pos, with loss_type="vespo"
-    vespo_lambda_pos                objective.vespo_lambda_pos, with loss_type="vespo"
-    vespo_k_neg                     objective.vespo_k_neg, with loss_type="vespo"
-    vespo_lambda_neg                objective.vespo_lambda_neg, with loss_type="vespo"
     off_policy_mask_threshold       objective.off_policy_mask of grpo and dr_grpo
     top_entropy_quantile            objective.top_entropy of grpo and dr_grpo
     scale_rewards                   objective.scale_rewards of grpo and dr_grpo: group or none; batch is refused
@@ -112,6 +105,12 @@ REFUSED = _table("""
     vllm_mode                       vLLM runs in the searchers: leave it out, or place them with runtime={"placement": ...}
     vllm_tensor_parallel_size       each searcher has one GPU: use search={"num_searchers": N} for more of them
     vllm_structured_outputs_regex   score the format in a reward
+    sapo_temperature_neg            loss_type="sapo" has the 1.05 of its paper
+    sapo_temperature_pos            loss_type="sapo" has the 1.0 of its paper
+    vespo_k_pos                     loss_type="vespo" has the constants of its paper: 2.0 here
+    vespo_lambda_pos                loss_type="vespo" has the constants of its paper: 3.0 here
+    vespo_k_neg                     loss_type="vespo" has the constants of its paper: 3.0 here
+    vespo_lambda_neg                loss_type="vespo" has the constants of its paper: 2.0 here
     multi_objective_aggregation     rewards are added up with reward_weights first
     entropy_coef                    the objectives have no entropy bonus: raise beta, or explore with search={"explore": ...}
     use_adaptive_entropy            the objectives have no entropy bonus: raise beta, or explore with search={"explore": ...}

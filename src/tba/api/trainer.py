@@ -98,7 +98,7 @@ class TBATrainer:
         # Optimizer steps that visit every row once; None = the rows are not known.
         epoch = rows / train.prompts_per_step * train.updates_per_batch if rows else None
         steps = train.max_steps or 0
-        state = TrainerState(max_steps=steps, logging_steps=self.config.observe.log_every)
+        state = TrainerState(max_steps=steps, logging_steps=1)
         state.num_train_epochs = 0 if epoch is None else math.ceil(steps / epoch)
         self._handler = Callbacks(
             callbacks if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks],

@@ -39,8 +39,6 @@ RATIOS = {
     "off_policy_mask_threshold": "off_policy_mask",
     "top_entropy_quantile": "top_entropy",
     "scale_rewards": "scale_rewards",
-    **{name: name for name in ("sapo_temperature_pos", "sapo_temperature_neg")},
-    **{name: name for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")},
 }
 """TRL's names for settings of grpo and dr_grpo."""
 OFF = {"importance_sampling_level": "token", "top_entropy_quantile": 1.0}
@@ -215,7 +213,7 @@ class Steps:
         """Number of steps of the run, for shares of it."""
         if self.max_steps is None and self._is_timed:
             raise ConfigError(
-                "train.max_seconds leaves the number of steps open, and save_steps, eval_steps, logging_steps or warm-up is "
+                "train.max_seconds leaves the number of steps open, and save_steps, eval_steps or warm-up is "
                 "a share of it: give a number of steps there, or max_steps."
             )
         return self.max_steps or DEFAULT_STEPS
@@ -299,15 +297,7 @@ def _reports(given: Mapping[str, Any], steps: Steps, ignored: list[str]) -> dict
         found["evaluate.best_metric"] = str(given["metric_for_best_model"]).removeprefix("eval_")
     if given.get("greater_is_better") is False:
         found["evaluate.lower_is_better"] = True
-    if "logging_steps" in given:
-        found["observe.log_every"] = steps.of("logging_steps", given["logging_steps"])
-    logging = _strategy(given, "logging_strategy")
-    if logging == "no":
-        found["observe.log_every"] = steps.most  # the last step has a line in any case
-    if logging == "epoch" and steps.per_epoch is not None:
-        found["observe.log_every"] = steps.per_epoch
-    if given.get("log_completions"):
-        found["observe.samples_every"] = found.get("observe.log_every", 20)
+    _strategy(given, "logging_strategy")  # refuses what is no strategy; every step has a line
     if given.get("disable_tqdm") is not None:
         found["observe.progress"] = not given["disable_tqdm"]
     if "report_to" in given:

@@ -5,6 +5,7 @@ from tba.config.files import (
     ConfigError,
     abbreviates,
     dump_config,
+    gone_words,
     is_given,
     load_config,
     merge,
@@ -16,7 +17,7 @@ from tba.config.files import (
 )
 from tba.config.root import Config
 from tba.config.runtime import PlacementConfig, RuntimeConfig
-from tba.config.search import ExploreConfig, KindConfig, SearchConfig
+from tba.config.search import ExploreConfig, SearchConfig
 from tba.config.sections import (
     DEFAULT_STEPS,
     EvaluateConfig,
@@ -38,7 +39,6 @@ __all__ = [
     "EvaluateConfig",
     "ExploreConfig",
     "GenerateConfig",
-    "KindConfig",
     "LoraConfig",
     "ModelConfig",
     "ObjectiveConfig",
@@ -57,6 +57,7 @@ __all__ = [
     "TrainConfig",
     "abbreviates",
     "dump_config",
+    "gone_words",
     "is_given",
     "load_config",
     "merge",

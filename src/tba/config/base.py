@@ -39,7 +39,6 @@ class Section(BaseModel):
 
 
 EngineName = Literal["native", "vllm", "transformers"]
-UpdateRule = Literal["in_flight", "drain"]
 
 OnOff = BeforeValidator(lambda value: {True: "on", False: "off"}[value] if isinstance(value, bool) else value)
 """YAML 1.1 reads on and off as true and false."""

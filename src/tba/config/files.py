@@ -14,6 +14,41 @@ from pydantic import BaseModel, ValidationError
 
 from tba.config.root import Config
 
+GONE = {
+    "generate.update": "new weights arrive between two tokens in mode=async, and between two visits otherwise",
+    "objective.kl_clip": "10 nats are the most that a token counts",
+    "objective.log_ratio_clamp": "10 nats are the most that a token counts in the KL",
+    "objective.ratio_on_kl": "the ratio multiplies the whole advantage",
+    "objective.ratio_on_reward": "the ratio multiplies the whole advantage",
+    "objective.residual_clip": "objective.off_policy and train.max_grad_norm bound the pull of a response",
+    "objective.sapo_temperature_neg": "surrogate=sapo has the 1.05 of its paper",
+    "objective.sapo_temperature_pos": "surrogate=sapo has the 1 of its paper",
+    "objective.value_clip": "a value of ppo may move by 0.2 and still lower its loss",
+    "objective.vespo_k_neg": "surrogate=vespo has the 3 of its paper",
+    "objective.vespo_k_pos": "surrogate=vespo has the 2 of its paper",
+    "objective.vespo_lambda_neg": "surrogate=vespo has the 2 of its paper",
+    "objective.vespo_lambda_pos": "surrogate=vespo has the 3 of its paper",
+    "objective.whiten": "advantages of vineppo are always whitened",
+    "observe.healthy_checkpoint_every": "the collapse guard keeps one from each tenth of the run, at least 20 steps apart",
+    "observe.keep_healthy_checkpoint": "train.checkpoint_every writes checkpoints that stay",
+    "observe.log_every": "every step has a line in metrics.jsonl, every tenth from step 10,000 on",
+    "observe.max_rollbacks": "a run goes back twice at most",
+    "observe.samples_every": "samples.jsonl has an entry for every 20 steps",
+    "runtime.channel_groups": "64 groups may be on their way",
+    "runtime.searcher_cpus": "under Ray a searcher takes up runtime.threads CPUs, or one",
+    "runtime.searcher_gpus": "under Ray a searcher takes up one GPU, or its share where there are fewer than roles",
+    "runtime.stop_seconds": "searchers have 10 s to end when asked",
+    "runtime.trainer_cpus": "under Ray each rank of the trainer takes up runtime.threads CPUs, or one",
+    "runtime.trainer_gpus": "under Ray each rank of the trainer takes up one GPU",
+    "search.kinds": "every searcher explores by search.explore, with the engine and sampling of generate",
+    "search.max_reward_failures": "100 samples in a row without a reward stop a run",
+    "task.red_team.short_reward": "an attack below min_attack_tokens is rewarded by -25",
+    "task.tldr.scores_per_pass": "32 summaries are scored at once",
+    "train.responses_per_micro_batch": "train.tokens_per_micro_batch alone limits a pass",
+    "train.share_prompts": "responses of a prompt always share its pass where the model's layers allow it",
+}
+"""What is said about settings, and sections, of earlier versions: {"key": "what stands in its place"}."""
+
 
 class ConfigError(ValueError):
     """The config cannot be used; the message says what, the value, what is allowed and what to change, a line a problem."""
@@ -213,7 +248,10 @@ def _explain(problem: Mapping[str, Any]) -> str:
 
 
 def unknown_key(location: list[str]) -> str:
-    """What is said about a key that there is not: the settings that may be meant, or those that there are."""
+    """What is said about a key that there is not: what stands in its place, the settings that may be meant, or those that
+    there are."""
+    if (gone := gone_words(".".join(location))) is not None:
+        return gone
     section = _section_at(location[:-1])
     known = list(section.model_fields) if section is not None else []
     prefix = ".".join(location[:-1])
@@ -233,6 +271,13 @@ def unknown_key(location: list[str]) -> str:
         f"unknown key {'.'.join(location)}: {prefix or 'the config'} takes {', '.join(known)}. `tba config WORD` finds "
         "settings by a word."
     )
+
+
+def gone_words(key: str) -> str | None:
+    """What is said about a setting of an earlier version, or one in a section of those; None = there was none."""
+    parts = key.split(".")
+    places = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return next((f"unknown key {key}: it is gone: {GONE[place]}." for place in places if place in GONE), None)
 
 
 def abbreviates(short: str, name: str) -> bool:

@@ -99,8 +99,7 @@ def _section(key: str, section: type[BaseModel]) -> Iterator[str]:
     for name, info in section.model_fields.items():
         inner = inner_section(info.annotation)
         if inner is not None:
-            inner_key = f"{key}.{name}" if key else name
-            yield from _section(f"{inner_key}.NAME" if is_by_name(info.annotation) else inner_key, inner)
+            yield from _section(f"{key}.{name}" if key else name, inner)
 
 
 def _objective(entry: ObjectiveEntry) -> Iterator[str]:
@@ -143,11 +142,6 @@ def inner_section(annotation: Any) -> type[Section] | None:
     return next((found for found in map(inner_section, get_args(annotation)) if found is not None), None)
 
 
-def is_by_name(annotation: Any) -> bool:
-    """Whether a field holds sections by names that a user chooses."""
-    return get_origin(annotation) is dict and inner_section(annotation) is not None
-
-
 def type_text(info: FieldInfo) -> str:
     """The type of a field with its limits: `int >= 1 or None`."""
     limits = [f"{SIGNS[type(limit)]} {_limit(limit):g}" for limit in info.metadata if type(limit) in SIGNS]
@@ -178,8 +172,6 @@ def _type(annotation: Any) -> str:
         return NAMES[annotation]
     if origin is Annotated:
         return _type(arguments[0])
-    if is_by_name(annotation):
-        return "sections by name"
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):

@@ -106,30 +106,16 @@ class Config(Section):
         return self.model.model_copy(update={"device": self.trainer_devices[0]})
 
     def searcher_device(self, index: int) -> str:
-        """Device of searcher `index`: its kind's, or that of its place in runtime.placement, or model.device."""
-        kind, placement = self.search.kind_at(index), self.runtime.placement
-        if kind is not None and (device := self.search.kinds[kind].device) is not None:
-            return device
+        """Device of searcher `index`: that of its place in runtime.placement, or model.device."""
+        placement = self.runtime.placement
         if placement is not None and placement.searchers:
             return placement.searchers[index % len(placement.searchers)]
         return self.model.device
 
     def for_searcher(self, index: int) -> Config:
-        """The config that searcher `index` is made from: the settings of its kind, and its device, in place of the run's."""
+        """The config that searcher `index` is made from: the run's, with the device of this searcher."""
         model = self.model.model_copy(update={"device": self.searcher_device(index)})
-        name = self.search.kind_at(index)
-        if name is None:
-            return self.model_copy(update={"model": model})
-        kind = self.search.kinds[name]
-        own = {key: getattr(kind, key) for key in ("engine", "slots", "top_p", "top_k", "update")}
-        generate = self.generate.model_copy(update={key: value for key, value in own.items() if value is not None})
-        search = self.search if kind.explore is None else self.search.model_copy(update={"explore": kind.explore})
-        return self.model_copy(update={"model": model, "generate": generate, "search": search})
-
-    def by_kind(self) -> dict[str | None, Config]:
-        """The config of a searcher of each kind, by the kind's name; None without kinds."""
-        kinds = [self.search.kind_at(index) for index in range(self.search.count)]
-        return {kind: self.for_searcher(kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+        return self.model_copy(update={"model": model})
 
     @property
     def samples_generated_per_prompt(self) -> int:
@@ -157,7 +143,7 @@ class Config(Section):
             return self.replay.max_lag
         if self.replay.lag != "pace":
             return 8
-        slots = sum(self.for_searcher(index).generate.slots or 0 for index in range(self.search.count))
+        slots = self.search.count * (self.generate.slots or 0)
         judged = self.search.count * ((self.search.reward_workers or 1) - 1) * self.samples_generated_per_prompt
         return 1 + self.spare_lag + math.ceil((slots + judged) / self.train.responses_per_step)
 
@@ -295,14 +281,11 @@ class Config(Section):
         return self
 
     def _check_placement(self) -> None:
-        """Refuse devices and kinds where roles are placed by others, or are one process."""
-        kinds = self.search.kinds
-        own = [f"search.kinds.{name}.device={kind.device}" for name, kind in kinds.items() if kind.device is not None]
-        named = ["runtime.placement"] * (self.runtime.placement is not None) + own
-        if self.runtime.kind == "ray" and named:
+        """Refuse devices where roles are placed by others, or are one process."""
+        if self.runtime.kind == "ray" and self.runtime.placement is not None:
             raise ValueError(
-                f"{named[0]} cannot be used with runtime.kind=ray: Ray places roles, by runtime.trainer_gpus and "
-                "runtime.searcher_gpus. Set these instead, or use runtime.kind=local."
+                "runtime.placement cannot be used with runtime.kind=ray: Ray places roles, each on a GPU where there are "
+                "some. Leave it out, or use runtime.kind=local."
             )
         devices, ranks = self.trainer_devices, self.train.ranks
         gpus = [device for device in devices if device != "cpu"]
@@ -312,8 +295,6 @@ class Config(Section):
                 f"the trainer has the devices {', '.join(devices)} (runtime.placement.trainer or model.device) and "
                 f"train.ranks={ranks}: name one for each rank, or none."
             )
-        if self.takes_turns and kinds:
-            raise ValueError(f"search.kinds needs mode=async: in {self.mode} mode there is one searcher.")
         devices = (*self.trainer_devices, self.searcher_device(0))
         if self.takes_turns and len(set(devices)) > 1:
             raise ValueError(
@@ -323,8 +304,7 @@ class Config(Section):
 
     def _check_lora(self) -> None:
         """Refuse an adapter that no engine leaves unmerged, and a reference that an adapter cannot have."""
-        engines = {self.generate.engine, *(kind.engine for kind in self.search.kinds.values())}
-        if self.generate.lora == "unmerged" and (self.model.lora is None or "vllm" not in engines):
+        if self.generate.lora == "unmerged" and (self.model.lora is None or self.generate.engine != "vllm"):
             raise ValueError(
                 "generate.lora=unmerged needs model.lora and generate.engine=vllm: the other engines decide by the dtype. "
                 "Leave it out."
@@ -336,20 +316,18 @@ class Config(Section):
             )
 
     def _check_reference_share(self) -> None:
-        samples = self.samples_generated_per_prompt
-        for kind, config in self.by_kind().items():
-            share, count = config.search.explore.reference_share, config.reference_samples_per_prompt
-            key = "search.explore" if kind is None else f"search.kinds.{kind}.explore"
-            if share > 0 and not 0 < count < samples:
-                raise ValueError(
-                    f"{key}.reference_share={share:g} of the {samples} responses of a visit is {count}: choose it so that "
-                    "both the reference and the policy generate some."
-                )
-            if share > 0 and self.mode == "fixed_lag":
-                raise ValueError(
-                    f"{key}.reference_share={share:g} contradicts mode=fixed_lag: the reference's responses are as old as "
-                    "it is. Use mode=async."
-                )
+        samples, count = self.samples_generated_per_prompt, self.reference_samples_per_prompt
+        share = self.search.explore.reference_share
+        if share > 0 and not 0 < count < samples:
+            raise ValueError(
+                f"search.explore.reference_share={share:g} of the {samples} responses of a visit is {count}: choose it so "
+                "that both the reference and the policy generate some."
+            )
+        if share > 0 and self.mode == "fixed_lag":
+            raise ValueError(
+                f"search.explore.reference_share={share:g} contradicts mode=fixed_lag: the reference's responses are as "
+                "old as it is. Use mode=async."
+            )
 
     def _check_turns(self) -> None:
         """Refuse what cannot be kept where searcher and trainer take turns."""

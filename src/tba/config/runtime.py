@@ -20,7 +20,7 @@ class PlacementConfig(Section):
     """Devices of the trainer, one per rank, such as cuda:0; empty = model.device."""
     searchers: Devices = ()
     """Devices of the searchers, such as [cuda:1, cuda:2, cuda:3]: searcher i uses number i, and where there are more
-    searchers than devices the list begins again; empty = model.device. The device of a kind (search.kinds) comes first."""
+    searchers than devices the list begins again; empty = model.device."""
 
 
 class RuntimeConfig(Section):
@@ -32,26 +32,16 @@ class RuntimeConfig(Section):
     address: str | None = None
     """Address of the Ray cluster to join with kind=ray, as `ray start` prints it, or `auto`; None = a private one is started
     on this machine, which nobody else can reach, and ends with the run."""
-    trainer_cpus: float = Field(default=1.0, ge=0.0)
-    """CPUs of a Ray node that the trainer takes up."""
-    trainer_gpus: float | None = Field(default=None, ge=0.0)
-    """GPUs of a Ray node that the trainer takes up; with 0 it sees none. None = one, or a share of one where the cluster has
-    fewer than roles; none where it has none, or model.device is cpu."""
-    searcher_cpus: float = Field(default=1.0, ge=0.0)
-    """CPUs of a Ray node that each searcher takes up."""
-    searcher_gpus: float | None = Field(default=None, ge=0.0)
-    """GPUs of a Ray node that each searcher takes up, such as 0.5 for two on one; None = as for the trainer."""
     placement: PlacementConfig | None = None
     """Devices of this machine for trainer and searchers; None = all use model.device."""
     threads: int | None = Field(default=None, ge=1)
     """Number of threads that each process computes a product of matrices with; None = the cores of the machine but one,
     shared out among trainer and searchers (all cores where that gives each two threads instead of one), or all cores but one
     for a process that is alone (sync runs, evaluations); at most OMP_NUM_THREADS where that is set, otherwise 16; one for a
-    role on a GPU; on a Ray cluster its CPUs. More threads than free cores make all of them slow. A trainer on a CPU computes
-    its micro-batches side by side with so many workers, each a single thread. With None it has one worker for each core
-    where it is alone or searchers have one thread, within the same limits, and otherwise one for each of its threads."""
-    channel_groups: int = Field(default=64, ge=1)
-    """Number of groups that a searcher may have sent and the trainer not yet stored before the searcher waits."""
+    role on a GPU or a Ray cluster, where a process takes up as many CPUs of its node. More threads than free cores make all
+    of them slow. A trainer on a CPU computes its micro-batches side by side with so many workers, each a single thread. With
+    None it has one worker for each core where it is alone or searchers have one thread, within the same limits, and
+    otherwise one for each of its threads."""
     start_seconds: float = Field(default=300.0, gt=0.0)
     """Deadline for a searcher's first sign of life, after its model is loaded, for the buffer's first fill, which counts
     only while no searcher works, and for the trainer's first step, which may compile kernels."""
@@ -64,8 +54,6 @@ class RuntimeConfig(Section):
     max_trainer_restarts: int = Field(default=3, ge=0)
     """Number of times in a row that `tba train` resumes a trainer that was killed or lost its GPU without a new checkpoint
     between; 0 = never."""
-    stop_seconds: float = Field(default=10.0, gt=0.0)
-    """Time for searchers to end when asked, before they are killed."""
 
     @model_validator(mode="after")
     def _check(self) -> RuntimeConfig:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from tba.config.base import EngineName, LocalPath, OnOff, Schedule, Section, UpdateRule, check_device, number_or
+from tba.config.base import EngineName, LocalPath, OnOff, Schedule, Section, check_device, number_or
 
 Auto = BeforeValidator(lambda value: None if value == "auto" else number_or(value, also="auto"))
 """`auto` may be written for None."""
@@ -94,9 +94,6 @@ class GenerateConfig(Section):
     the loss is never truncated."""
     top_k: int = Field(default=0, ge=0)
     """Number of most probable tokens that responses are sampled from; 0 = all tokens. It changes generation only."""
-    update: UpdateRule = "in_flight"
-    """When the engine takes new weights: in_flight = between two decode steps, running responses keep their old keys
-    and values; drain = after all running responses have finished. In sync mode it drains."""
     lora: Literal["merged", "unmerged"] = "merged"
     """How vllm takes the adapter of model.lora: merged = into the weights that it decodes with, so that decoding costs no
     more than without; unmerged = beside them. The other engines decide by the dtype: beside the weights in bf16, where
@@ -259,8 +256,6 @@ class TrainConfig(Section):
     """Most tokens in one forward and backward pass; a longer response still runs, alone. None = as many as about 1 GiB
     (GPU: a third of its memory, half where no searcher uses it) holds the activations of, at most 4,096 (GPU: 32,768). On a
     CPU it is also no more than about a second of one core computes, 1e11 floating-point operations, but at least 512."""
-    responses_per_micro_batch: int | None = Field(default=None, ge=1)
-    """Most responses in one pass, besides the token limit; None = as many as fit."""
     ranks: int = Field(default=1, ge=1)
     """Number of processes that the trainer's model is spread over, by FSDP2: each holds its part of weights, gradients and
     optimizer, on a GPU of its own where there are GPUs. Under torchrun it is the number of processes that torchrun has
@@ -274,9 +269,6 @@ class TrainConfig(Section):
     offload_optimizer: bool = False
     """Whether AdamW's moments lie in the host's memory, 8 bytes a parameter, and travel to the GPU once a step: the same
     numbers, slower steps, for models that do not fit. A checkpoint takes as much of the host's memory once more."""
-    share_prompts: bool = True
-    """Whether the responses of a prompt in a micro-batch share one pass over the prompt's tokens; exact, only
-    faster."""
     publish_every: int = Field(default=1, ge=1)
     """Number k of optimizer steps between two publications of weights."""
     truncated: Literal["keep", "drop", "penalise"] = "keep"
@@ -290,7 +282,7 @@ class TrainConfig(Section):
     drop."""
     checkpoint_every: int | None = Field(default=None, ge=1)
     """Number of optimizer steps between checkpoints, from which a run can be resumed; None = only one at the end, besides
-    those of the collapse guard (observe.healthy_checkpoint_every)."""
+    those of the collapse guard, a tenth of the run apart, of which the newest stays until the end."""
     keep_checkpoints: int = Field(default=2, ge=0)
     """Number of checkpoints kept, the newest; 0 = none is written."""
 
@@ -355,13 +347,8 @@ class EvaluateConfig(Section):
 class ObserveConfig(Section):
     """What a run shows and writes about itself, and the collapse guard."""
 
-    log_every: int = Field(default=1, ge=1)
-    """Number of optimizer steps between two lines of metrics.jsonl, each of which is the mean over them; from step 10,000 on
-    ten times as many, from 100,000 on a hundred times, and so on."""
     label: str | None = None
     """Name of the run in W&B; None = that of the run folder."""
-    samples_every: int = Field(default=20, ge=1)
-    """Number of optimizer steps between two entries of samples.jsonl."""
     progress: bool = True
     """Whether there is a live display on the terminal, and at the end the results and a picture of the evaluations
     (RUN/evaluations.png); false = a line now and then, as where there is no terminal, and the summary as JSON."""
@@ -370,12 +357,5 @@ class ObserveConfig(Section):
     on_collapse: Annotated[Literal["warn", "stop", "rollback", "off"], OnOff] = "warn"
     """What happens when length, entropy, cut-off responses, KL or reward of the trained batches leave their past
     (`guard/alarm`): warn; stop, with a non-zero exit status; rollback = go back to the newest checkpoint from before and
-    on from there with half the learning rate (auto: half of train.target_drift); off = they are not watched. The newest
-    checkpoint from before is kept."""
-    max_rollbacks: int = Field(default=2, ge=1)
-    """Number of times that a run may go back with on_collapse=rollback; the next collapse stops it."""
-    healthy_checkpoint_every: int | None = Field(default=None, ge=1)
-    """Number of optimizer steps between checkpoints/healthy-step-N, of which the newest stays; None = a tenth of the
-    run, at least 20. None is written with train.keep_checkpoints=0."""
-    keep_healthy_checkpoint: bool = False
-    """Whether healthy-step-N is kept also at the end of a run without a collapse."""
+    on from there with half the learning rate (auto: half of train.target_drift), twice at most; off = they are not watched.
+    The newest checkpoint from before is kept."""

@@ -62,8 +62,6 @@ class TLDRConfig(Section):
     gold_model: LocalPath | None = None
     """Folder or hub name of the model that judges in evaluations, which the policy never sees; None = the embedded
     edition's rule."""
-    scores_per_pass: int = Field(default=32, ge=1)
-    """Number of summaries that a model scores at once."""
 
 
 class RedTeamConfig(Section):
@@ -91,9 +89,8 @@ class RedTeamConfig(Section):
     success_above: float = Field(default=0.5, gt=0.0, lt=1.0)
     """Mean probability over its replies above which an attack counts as a success."""
     min_attack_tokens: int = Field(default=0, ge=0)
-    """Length of the shortest attack that is judged, in tokens; a shorter one gets short_reward."""
-    short_reward: float = -25.0
-    """Reward of an attack below min_attack_tokens: the paper's -500 in the log of the reward, at its beta of 0.05."""
+    """Length of the shortest attack that is judged, in tokens; a shorter one is rewarded by -25, the paper's -500
+    in the log of the reward at its beta of 0.05."""
     embedder: LocalPath | None = None
     """Folder or hub name of the sentence encoder behind the diversity metrics; None = counts of words."""
     world: int = Field(default=0, ge=0, le=5)

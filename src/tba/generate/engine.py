@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -112,13 +112,16 @@ def make_engine(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     version: int = 0,
+    update: Literal["in_flight", "drain"] = "in_flight",
     explores: bool = False,
     lora: LoraConfig | None = None,
     beside_trainer: bool = False,
 ) -> Engine:
     """The engine of generate.engine; a model the native one does not know runs through transformers, with a warning.
 
-    `max_length` is the longest prompt + response; dtype and device are the model's unless given. `explores` says that some
+    `max_length` is the longest prompt + response; dtype and device are the model's unless given. `update` says when
+    new weights are taken: between two decode steps, where running responses keep their old keys and values, or after all of
+    them have finished. `explores` says that some
     requests are sampled otherwise than the config has it. With `lora` (only vllm) the engine is loaded with adapters, which
     it keeps beside the model's weights. `beside_trainer` says that whole weights come from another process on the same GPU
     (`Weights.shared`); vLLM then opens them itself. The transformers engine decodes with a copy of the model, where
@@ -132,7 +135,7 @@ def make_engine(
         "seed": seed,
         "slots": config.slots or DEFAULT_SLOTS,
         "max_length": max_length,
-        "update": config.update,
+        "update": update,
         "dtype": dtype or like.dtype,
         "device": device or like.device,
         "version": version,
@@ -155,7 +158,7 @@ def make_engine(
         seed=seed,
         max_length=max_length,
         slots=config.slots or DEFAULT_SLOTS,
-        update=config.update,
+        update=update,
         version=version,
     )
 

@@ -232,5 +232,4 @@ def make_runtime(
         ledger=ledger,
         reference_resets=bool(config.reference.reset_every),
         slots_in_host_memory=published_on_gpu(placement_of(config), published_bytes) == 0,
-        kind_of=config.search.kind_at,
     )

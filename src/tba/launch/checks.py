@@ -32,10 +32,8 @@ def check_before_loading(config: Config, *, resume: bool = False, keep_earlier: 
     """Refuse a config whose output cannot be written, or that names loggers, an engine, rewards or data that are not there.
     To resume a run its folder must exist, which is told when it is opened."""
     check_sinks(config)
-    for kind, searcher in config.by_kind().items():
-        key = "generate" if kind is None or config.search.kinds[kind].engine is None else f"search.kinds.{kind}"
-        if searcher.generate.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-            raise ValueError(f"{key}.engine=vllm needs vLLM, which is not installed: pip install 'tba-rl[vllm]'.")
+    if config.generate.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ValueError("generate.engine=vllm needs vLLM, which is not installed: pip install 'tba-rl[vllm]'.")
     if not resume:
         RunFolder.check(config.run_folder, overwrite=config.overwrite, keep_earlier=keep_earlier)
     elif config.run_folder.is_dir():

@@ -181,7 +181,7 @@ def _may_train_again(config: Config) -> bool:
         return False
     if replay.lag == "drop" or config.reference.reset_every or not make_objective(config).bounds_drift:
         return False
-    if replay.imports or any(c.search.explore.reference_share for c in config.by_kind().values()):
+    if replay.imports or config.search.explore.reference_share:
         return False  # nobody knows how far the policy has drifted from what it did not generate
     # In bf16 the policy's distance from its data is lost in rounding: nothing tells the rate that it went too far.
     if model.dtype != "auto":

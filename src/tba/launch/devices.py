@@ -52,7 +52,6 @@ def check_devices(config: Config) -> None:
     placement = config.runtime.placement or PlacementConfig()
     named = [("runtime.placement.trainer", device) for device in placement.trainer]
     named += [("runtime.placement.searchers", device) for device in placement.searchers]
-    named += [(f"search.kinds.{name}.device", kind.device or "cpu") for name, kind in config.search.kinds.items()]
     if not (placement.trainer and placement.searchers):  # otherwise nobody uses it
         named.append(("model.device", config.model.device))
     gpus = [(key, device) for key, device in named if re.fullmatch(r"cuda(:\d+)?", device)]

@@ -22,7 +22,7 @@ import psutil
 from tba.config import Config, load_config
 from tba.observe.display import duration, steps_words
 from tba.observe.files import RunFolder, WriteFailures, read_summary, write_json
-from tba.runtime.board import MAX_SEARCHERS, Board, KindOf, no_kind
+from tba.runtime.board import MAX_SEARCHERS, Board
 
 LATE_SECONDS = 30.0
 """Age of a status from which on it is said that nobody writes it any more."""
@@ -31,11 +31,9 @@ LATE_SECONDS = 30.0
 class StatusWriter:
     """Writes what the roles of a run do to its status.json."""
 
-    def __init__(self, folder: RunFolder, board: Board, kind_of: KindOf = no_kind) -> None:
-        """`kind_of` names the kinds of searchers."""
+    def __init__(self, folder: RunFolder, board: Board) -> None:
         self._folder = folder
         self._board = board
-        self._kind_of = kind_of
         self._failures = WriteFailures()
         self._started = time.monotonic()
         self._since: dict[str, tuple[str, float]] = {}
@@ -45,12 +43,12 @@ class StatusWriter:
         now, clock = time.time(), time.monotonic()
         outcome = (read_summary(self._folder) or {}) if ended else {}
         roles = []
-        for role in self._board.statuses(self._kind_of):
+        for role in self._board.statuses():
             doing, since = self._since.get(role.name, ("", clock))
-            kind = role.doing.partition(":")[0]  # without how much of it is done
-            if kind != doing:
+            does = role.doing.partition(":")[0]  # without how much of it is done
+            if does != doing:
                 since = clock
-                self._since[role.name] = (kind, since)
+                self._since[role.name] = (does, since)
             roles.append({**vars(role), "since": now - (clock - since)})
         status = {
             "step": int(self._board.trainer["step"]),
@@ -174,8 +172,7 @@ def describe(status: dict[str, Any]) -> str:
     for role in status["roles"] if alive is not False else ():
         seconds = status["time"] - role["since"] + age
         rate = f", {role['responses_per_second']:.1f} responses/s" if role["responses_per_second"] else ""
-        name = f"{role['name']} ({role['kind']})" if role.get("kind") else role["name"]
-        lines.append(f"  {name:<12} {role['doing']}, for {duration(seconds)}{rate}")
+        lines.append(f"  {role['name']:<12} {role['doing']}, for {duration(seconds)}{rate}")
     return "\n".join(lines)
 
 

@@ -30,7 +30,7 @@ from tba.models.cpu import use_cpu
 from tba.models.load import adapt, load_model
 from tba.runtime.fork_server import INTERRUPTED
 from tba.runtime.links import Link
-from tba.runtime.processes import RoleProcess, last_lines, may_fork, stop_all
+from tba.runtime.processes import STOP_SECONDS, RoleProcess, last_lines, may_fork, stop_all
 from tba.runtime.threads import threads_of
 from tba.train.make import make_train_step
 from tba.train.ranks import ALONE, ConnectedRanks, RankLost, Ranks, connected
@@ -95,7 +95,7 @@ def _own_ranks(config: Config, logs: Path) -> Iterator[ConnectedRanks]:
                     found = connected(store, rank=0, size=size, device=device, wait_seconds=seconds)
                     ranks = stack.enter_context(found)
                 yield ranks
-                stop_all(processes, None, timeout_seconds=config.runtime.stop_seconds)
+                stop_all(processes, None, timeout_seconds=STOP_SECONDS)
         except RankLost as error:
             raise RankLost(f"{error}{_ended(processes)}") from error
         finally:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba.config import Config, ConfigError, KindConfig, load_config
+from tba.config import Config, ConfigError, load_config
 from tba.launch.checks import before_collapse
 from tba.observe.files import RunFolder, read_summary
 from tba.replay.recover import check_stored
@@ -27,7 +26,7 @@ MAY_CHANGE = (
     *("name", "output", "overwrite", "runtime.", "observe.", "model.device"),
     *("evaluate.every", "train.checkpoint_every", "train.keep_checkpoints", "train.ranks", "train.max_seconds"),
     *("search.num_searchers", "search.max_searchers"),  # as `tba searchers` changes them while a run goes on
-    *("search.max_reward_failures", "search.reward_timeout_seconds", "search.reward_workers"),
+    *("search.reward_timeout_seconds", "search.reward_workers"),
     "search.reward_environment",
 )
 """Settings, and sections with a dot, that may be others after a resume: they change how a run is watched and where it runs,
@@ -72,8 +71,6 @@ def resumed_config(config: Config, folder: RunFolder) -> Config:
     given by its machine. A ConfigError names the settings that differ and may not."""
     stored = load_config(folder.config)
     config = _filled(config, stored, BY_MACHINE)
-    kinds = {name: _with_slots(kind, stored.search.kinds.get(name)) for name, kind in config.search.kinds.items()}
-    config = config.model_copy(update={"search": config.search.model_copy(update={"kinds": kinds})})
     asked, before = _flat(config.model_dump(mode="json")), _flat(stored.model_dump(mode="json"))
     if (config.train.max_steps or math.inf) >= (stored.train.max_steps or math.inf):
         asked["train.max_steps"] = before["train.max_steps"]
@@ -170,14 +167,7 @@ def _named(folder: RunFolder, path: Path) -> Path:
     return path
 
 
-def _with_slots(kind: KindConfig, stored: KindConfig | None) -> KindConfig:
-    """A kind of searchers with the slots that its machine gave it."""
-    return kind.model_copy(update={"slots": kind.slots or (None if stored is None else stored.slots)})
-
-
 def _may_change(key: str) -> bool:
-    if re.fullmatch(r"search\.kinds\.\w+\.device", key):
-        return True
     return any(key.startswith(name) if name.endswith(".") else key == name for name in MAY_CHANGE)
 
 

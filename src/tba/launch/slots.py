@@ -57,38 +57,24 @@ class SlotBudget:
 
 
 def with_slots(config: Config, loaded: LoadedModel, placement: RolePlacement, *, longest_prompt: int) -> Config:
-    """The config with generate.slots and those of all kinds filled in, each by the devices that it is for. Where one number
-    is for several, the device with the least memory for it decides. What was chosen is logged."""
-    generate, search, planned = config.generate, config.search, placement.searchers
-    by_kind: dict[str | None, int] = {}
-    budgets: dict[str, SlotBudget] = {}
-    for index, device in enumerate(planned if generate.slots is None else ()):
-        if device not in budgets:
-            budgets[device] = slots_for(config, loaded, placement, device, longest_prompt=longest_prompt)
-            logger.info("generate.slots on %s: %s.", device, budgets[device])
-        kind, slots = search.kind_at(index), budgets[device].slots
-        by_kind[kind] = min(slots, by_kind.get(kind, slots))
-    for index, device in enumerate(planned):
-        own = config.for_searcher(index).generate
-        if own.slots is not None and own.engine == "native":
-            check_slots(config, loaded, device, slots=own.slots, longest_prompt=longest_prompt)
-    kinds = {
-        name: kind.model_copy(update={"slots": kind.slots or generate.slots or by_kind[name]})
-        for name, kind in search.kinds.items()
-    }
-    slots = generate.slots or min(by_kind.values())
-    return config.model_copy(
-        update={
-            "generate": generate.model_copy(update={"slots": slots}),
-            "search": search.model_copy(update={"kinds": kinds}),
-        }
-    )
+    """The config with generate.slots filled in: of several devices the one with the least memory for it decides. The
+    budget of each is logged."""
+    generate, devices = config.generate, dict.fromkeys(placement.searchers)
+    if generate.slots is None:
+        budgets = {name: slots_for(config, loaded, placement, name, longest_prompt=longest_prompt) for name in devices}
+        for device, budget in budgets.items():
+            logger.info("generate.slots on %s: %s.", device, budget)
+        slots = min(budget.slots for budget in budgets.values())
+        return config.model_copy(update={"generate": generate.model_copy(update={"slots": slots})})
+    for device in devices if generate.engine == "native" else ():
+        check_slots(config, loaded, device, slots=generate.slots, longest_prompt=longest_prompt)
+    return config
 
 
 def is_short_of_memory(config: Config, loaded: LoadedModel, placement: RolePlacement, *, longest_prompt: int) -> bool:
     """Whether a searcher could not have all slots that were asked for, or MOST_SLOTS, with prompts of this length."""
-    for index, device in enumerate(placement.searchers):
-        slots = config.for_searcher(index).generate.slots or MOST_SLOTS[device.partition(":")[0]]
+    for device in dict.fromkeys(placement.searchers):
+        slots = config.generate.slots or MOST_SLOTS[device.partition(":")[0]]
         memory = kv_bytes(placement, device)
         budget = slot_budget(config, loaded, device, slots=slots, memory=memory, longest_prompt=longest_prompt)
         if budget.used > memory:
@@ -100,17 +86,13 @@ def keys_and_values_beside_trainer(
     config: Config, loaded: LoadedModel, placement: RolePlacement, *, longest_prompt: int
 ) -> int:
     """Most bytes of keys and values on the trainer's first device, with the slots that searchers have there."""
-    device = placement.trainer[0]
-    there = [index for index, name in enumerate(placement.searchers) if name == device]
-    needed = 0
-    for own in map(config.for_searcher, there[: placement.num_searchers_on(device)]):
-        memory, slots = kv_bytes(placement, device), own.generate.slots
-        if own.generate.engine == "native" and slots is not None:
-            budget = slot_budget(own, loaded, device, slots=slots, memory=memory, longest_prompt=longest_prompt)
-            # In pages a slot is planned with half the longest response, but all may become that long.
-            memory = min(memory, 2 * budget.used)
-        needed += memory
-    return needed
+    device, generate = placement.trainer[0], config.generate
+    memory = kv_bytes(placement, device)
+    if generate.engine == "native" and generate.slots is not None:
+        budget = slot_budget(config, loaded, device, slots=generate.slots, memory=memory, longest_prompt=longest_prompt)
+        # In pages a slot is planned with half the longest response, but all may become that long.
+        memory = min(memory, 2 * budget.used)
+    return placement.num_searchers_on(device) * memory
 
 
 def slots_for(
@@ -177,6 +159,6 @@ def check_slots(config: Config, loaded: LoadedModel, device: str, *, slots: int,
     if budget.used > memory:
         most = max(1, slots * memory // budget.used)
         raise ConfigError(
-            f"generate.slots={slots} (or that of a kind in search.kinds) does not fit on {device}: {budget}, which is all "
+            f"generate.slots={slots} does not fit on {device}: {budget}, which is all "
             f"that it has. Give at most {most}, or leave it out to have as many as there is memory for."
         )

@@ -47,7 +47,6 @@ class Outside:
         self._folder = folder
         self._config_before = _state_of(folder.config)
         self._board = board
-        self._search = search
         most = search.max_searchers
         self._rule = None if most is None else SearcherRule(least=search.count, most=most)
         """Decides how many searchers there are, until somebody asks for a number; None = nobody but them does."""
@@ -67,7 +66,7 @@ class Outside:
         if not self.begun:
             return
         if self._status is None:
-            self._status = StatusWriter(self._folder, self._board, self._search.kind_at)
+            self._status = StatusWriter(self._folder, self._board)
         self._status.write()
         asked = self._control.searchers()
         if asked is not None and asked != self._asked:
@@ -89,7 +88,7 @@ class Outside:
             )
             tell_failure(self._folder, RuntimeError(words))
         if self._status is None:
-            self._status = StatusWriter(self._folder, self._board, self._search.kind_at)
+            self._status = StatusWriter(self._folder, self._board)
         self._status.write(ended=True)
 
 
@@ -260,11 +259,10 @@ def starters(config: Config, board: Board, logs: Path, replica: RunFolder | None
         from tba.runtime.cluster.roles import ClusterRoles, share_of_gpus
 
         available = 0.0 if config.model.device == "cpu" else ray.cluster_resources().get("GPU", 0.0)
-        gpus = share_of_gpus(available, 1 + config.search.count)
+        gpus = share_of_gpus(available, config.train.ranks + config.search.count)
         copy = None if replica is None else RunCopy(replica)
-        with closing(
-            ClusterRoles(config.runtime, board, logs=logs, threads=threads_of(config), gpus_each=gpus, copy=copy)
-        ) as roles:
+        threads, ranks = threads_of(config), config.train.ranks
+        with closing(ClusterRoles(board, logs=logs, threads=threads, gpus_each=gpus, ranks=ranks, copy=copy)) as roles:
             yield roles
 
 

@@ -77,7 +77,7 @@ class SyncRun:
         evaluation_engine = make_search_engine(config, loaded) if lags else engine
         listener = listener or RunListener()
         listener.model = adapt(loaded, config.model, seed=config.seed)
-        groups, ledger, state = LocalGroups(), make_ledger(config, task), make_search_state(config)
+        groups, ledger, state = LocalGroups(), make_ledger(config, task), make_search_state()
         searcher = make_local_searcher(
             config, folder, inputs, engine, reference_engine, state=state, sender=groups, ledger=ledger
         )

@@ -47,17 +47,17 @@ STD_EPSILON = 1e-4
 SMALLEST_RESPONSE_RATIO = 1e-8
 """Smallest ratio of a whole response in VESPO's weight, as in its authors' code."""
 
+SAPO_TEMPERATURES = (1.0, 1.05)
+"""Steepness t of SAPO's sigmoid where the advantage is above 0, and where it is not (arXiv 2511.20347)."""
+VESPO_UP, VESPO_DOWN = (2.0, 3.0), (3.0, 2.0)
+"""Exponent k and decay lambda of VESPO's weight, of advantages from 0 on and below 0 (arXiv 2602.10693): k weighs small
+ratios down, lambda large ones."""
+
 SURROGATES_OF: dict[str, tuple[str, ...]] = {
     "clip_low": ("clip",),
     "clip_high": ("clip", "cispo"),
     "max_ratio": ("clip",),
     "ratio": ("clip", "cispo", "sapo"),  # vespo has the ratio of the whole response, and no other
-    "sapo_temperature_pos": ("sapo",),
-    "sapo_temperature_neg": ("sapo",),
-    "vespo_k_pos": ("vespo",),
-    "vespo_lambda_pos": ("vespo",),
-    "vespo_k_neg": ("vespo",),
-    "vespo_lambda_neg": ("vespo",),
 }
 """The surrogates that read a setting; a setting that is not here is read by all."""
 
@@ -84,18 +84,6 @@ class GroupRelative(Objective):
     max_ratio: float | None = Field(default=None, gt=0.0)
     """Largest ratio of the unclipped term, which bounds the push against responses of negative advantage; sensible above
     1 + clip_high. None = no bound."""
-    sapo_temperature_pos: float = Field(default=1.0, gt=0.0)
-    """Steepness t of sapo's sigmoid where the advantage is above 0."""
-    sapo_temperature_neg: float = Field(default=1.05, gt=0.0)
-    """Steepness t of sapo's sigmoid where the advantage is 0 or below."""
-    vespo_k_pos: float = Field(default=2.0, ge=0.0)
-    """Exponent k of vespo's weight where the advantage is 0 or above: how much small ratios are weighed down."""
-    vespo_lambda_pos: float = Field(default=3.0, ge=1e-4)
-    """Decay lambda of vespo's weight where the advantage is 0 or above: how much large ratios are weighed down."""
-    vespo_k_neg: float = Field(default=3.0, ge=0.0)
-    """Exponent k of vespo's weight where the advantage is below 0."""
-    vespo_lambda_neg: float = Field(default=2.0, ge=1e-4)
-    """Decay lambda of vespo's weight where the advantage is below 0."""
     off_policy_mask: float | None = Field(default=None, ge=0.0)
     """Largest mean of log pi_behaviour - log pi over a response's tokens, in nats per token, with which a response of
     negative advantage still counts (DeepSeek-V3.2, arXiv 2512.02556). None = all count."""
@@ -168,7 +156,7 @@ class GroupRelative(Objective):
             metrics["objective/clip_fraction"] = mean_where(ratio_N > self.clip_high, kept_N)
             return -ratio_N.detach().clamp(max=self.clip_high) * advantage_N * log_pi_N, metrics
         if self.surrogate == "sapo":
-            slope_N = _by_sign(advantage_N > 0.0, self.sapo_temperature_pos, self.sapo_temperature_neg, like=ratio_N)
+            slope_N = _by_sign(advantage_N > 0.0, *SAPO_TEMPERATURES, like=ratio_N)
             return -advantage_N * torch.sigmoid(slope_N * (ratio_N - 1.0)) * 4.0 / slope_N, metrics
         weight_PK = self._vespo_weights(batch, log_ratio_N.detach(), advantage_PK)
         metrics["objective/weight_mean"] = mean_where(weight_PK, batch.weight_PK > 0)
@@ -179,8 +167,8 @@ class GroupRelative(Objective):
         log_w_PK = batch.sum_per_response(log_ratio_N.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
         log_w_PK = log_w_PK.clamp(math.log(SMALLEST_RESPONSE_RATIO), LARGEST_LOG_RATIO)
         up_PK = advantage_PK >= 0.0
-        k_PK = _by_sign(up_PK, self.vespo_k_pos, self.vespo_k_neg, like=log_w_PK)
-        decay_PK = _by_sign(up_PK, self.vespo_lambda_pos, self.vespo_lambda_neg, like=log_w_PK)
+        k_PK = _by_sign(up_PK, VESPO_UP[0], VESPO_DOWN[0], like=log_w_PK)
+        decay_PK = _by_sign(up_PK, VESPO_UP[1], VESPO_DOWN[1], like=log_w_PK)
         return (k_PK * log_w_PK + decay_PK * (1.0 - log_w_PK.exp())).clamp(max=LARGEST_LOG_RATIO).exp()
 
     @abstractmethod

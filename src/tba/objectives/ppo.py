@@ -41,6 +41,10 @@ from tba.objectives.base import (
 )
 from tba.types import Batch, Forward, Loss
 
+LARGEST_K3 = 10.0
+"""Largest k3 of a token that counts in vineppo, in nats; above it nothing pulls."""
+VALUE_CLIP = 0.2
+"""Distance, in reward units, that a value may move from V_old and still lower its loss."""
 WHITEN_EPSILON = 1e-8
 
 
@@ -52,8 +56,6 @@ class PPO(Objective):
     """Learning rate of the head (and of the separate critic); None = the policy's."""
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Distance from 1 within which the token ratio counts: between 1 - clip and 1 + clip."""
-    value_clip: float = Field(default=0.2, gt=0.0)
-    """Distance, in reward units, that a value may move from V_old and still lower its loss."""
     value_coefficient: float = Field(default=0.1, ge=0.0)
     """Weight c of the value loss."""
     gamma: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -80,7 +82,7 @@ class PPO(Objective):
         return_N = advantage_N + old_N
         ratio_N = ratios(token_log_ratios(batch, forward.log_pi_N))
         surrogate_N = clipped_surrogate(whiten(advantage_N, kept_N), ratio_N, low=self.clip, high=self.clip)
-        squares_N = clipped_squares(values_N, old_N, return_N, clip=self.value_clip)
+        squares_N = clipped_squares(values_N, old_N, return_N, clip=VALUE_CLIP)
         value_loss = 0.5 * _sum(squares_N, kept_N) / tokens
         return Loss(
             value=_sum(surrogate_N, kept_N) / tokens + self.value_coefficient * value_loss,
@@ -172,11 +174,6 @@ class VinePPO(Objective):
     continuations: int = Field(default=9, ge=1)
     """Number of responses generated from each step's prefix to estimate its value; read by the searchers."""
 
-    kl_clip: float = Field(default=10.0, gt=0.0)
-    """Largest k3 of a token that counts, in nats; above it nothing pulls."""
-    whiten: bool = True
-    """Whether advantages are brought to mean 0 and variance 1 over all tokens of the step."""
-
     default_coupling: ClassVar[Coupling] = "batch"
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, multiplicities=True, all_responses=True)
     default_beta: ClassVar[float] = 1e-4
@@ -187,14 +184,12 @@ class VinePPO(Objective):
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         kept_N, tokens = batch.kept_N, max(1, batch.totals.tokens)
-        advantage_N = step_advantages(batch)
-        if self.whiten:
-            advantage_N = whiten(advantage_N, kept_N)
+        advantage_N = whiten(step_advantages(batch), kept_N)
         ratio_N = ratios(token_log_ratios(batch, forward.log_pi_N))
         surrogate_N = clipped_surrogate(advantage_N, ratio_N, low=self.clip, high=self.clip)
         value = torch.where(kept_N, surrogate_N, torch.zeros_like(surrogate_N)).sum() / tokens
         if beta > 0.0:
-            kl_PK = batch.sum_per_response(k3(batch, forward.log_pi_N).clamp(max=self.kl_clip))
+            kl_PK = batch.sum_per_response(k3(batch, forward.log_pi_N).clamp(max=LARGEST_K3))
             value = value + beta * mean_over_responses(kl_PK, batch)
         return Loss(value=value, metrics=ratio_metrics(ratio_N, kept_N, low=self.clip, high=self.clip))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tba.config import Config, ConfigError, Schedule
+from tba.config import Config, ConfigError, Schedule, gone_words
 from tba.objectives.base import Needs, Objective
 from tba.objectives.dpo import OnlineDPO
 from tba.objectives.grpo import GRPO, DrGRPO
@@ -47,7 +47,7 @@ def make_objective(config: Config) -> Objective:
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(config, kind, problem) for problem in error.errors())) from None
     default_beta = kind.beta_where_unset(config.generate.max_new_tokens)
-    problems = refusals_by_kind(config, objective.all_needs, default_beta=default_beta)
+    problems = refusals(config, objective.all_needs, default_beta=default_beta)
     if problems:
         raise ConfigError("\n".join(problems))
     return objective
@@ -63,17 +63,6 @@ def objective_class(name: str) -> type[Objective]:
 
 LARGEST_BETA = 100.0
 """Largest beta that is taken to be meant: a reward of 100 would move a log-probability by 1."""
-
-
-def refusals_by_kind(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
-    """What in the config contradicts the objective, for all searchers or for those of one kind; empty = nothing."""
-    by_kind = {
-        name: refusals(searcher, needs, default_beta=default_beta) for name, searcher in config.by_kind().items()
-    }
-    for_all = [words for words in next(iter(by_kind.values())) if all(words in found for found in by_kind.values())]
-    return for_all + [
-        f"search.kinds.{name}: {words}" for name, found in by_kind.items() for words in found if words not in for_all
-    ]
 
 
 def refusals(config: Config, needs: Needs, *, default_beta: float) -> list[str]:
@@ -183,6 +172,8 @@ def _resets(config: Config, *, has_reference: bool) -> Iterator[Check]:
 def _explain(config: Config, kind: type[Objective], problem: Mapping[str, Any]) -> str:
     name = str(problem["loc"][0]) if problem["loc"] else ""
     if problem["type"] == "extra_forbidden":
+        if (gone := gone_words(f"objective.{name}")) is not None:
+            return gone
         known = list(kind.model_fields)
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean objective.{close[0]}?" if close else _takes(config.objective.name, known)

@@ -40,6 +40,8 @@ from tba.types import Batch, Forward, Loss
 
 ROUNDING = 0.02
 """Nats per square root of the tokens that a bf16 engine and its trainer are apart (KL 2e-4 a token at 0.5B): no drift."""
+LARGEST_TOKEN_KL = 10.0
+"""Largest |log pi - log ref| of a token that counts in the KL of tba_prime, in nats."""
 USUAL = 1.5
 """Drifts of one update that no gradient is held back for: where updates are long, most of a drift is what all have."""
 OffPolicyRule = Literal["response", "token", "taper", "exact"]
@@ -60,23 +62,18 @@ def trajectory_balance_loss(
     log_z_P1: Tensor | None = None,
     weight_PK: Tensor | None = None,
     num_responses: int | None = None,
-    residual_clip: float | None = None,
 ) -> Tensor:
     """The mean squared residual: the paper's loss value, and the function that training calls.
 
     `log_z_P1` is log Z of each prompt; None = the VarGrad estimate, the mean of what its responses tell, without gradient. A
     response of weight 0 counts neither in that mean nor in the loss. `num_responses` is the global normaliser when the
-    arguments are part of a step. Beyond |residual| = residual_clip / beta the loss grows linearly (Huber).
+    arguments are part of a step.
     """
     weight_PK = torch.ones_like(log_pi_PK) if weight_PK is None else weight_PK
     log_z_PK = log_z_estimates(log_pi_PK, log_ref_PK, reward_PK, beta=beta)
     if log_z_P1 is None:
         log_z_P1 = prompt_mean(log_z_PK.detach(), weight_PK)
-    residual_PK = residuals(log_z_PK, log_z_P1, weight_PK)
-    squared_PK = residual_PK.square()
-    if residual_clip is not None:
-        limit, size_PK = residual_clip / beta, residual_PK.abs()
-        squared_PK = torch.where(size_PK > limit, limit * (2 * size_PK - limit), squared_PK)
+    squared_PK = residuals(log_z_PK, log_z_P1, weight_PK).square()
     return squared_PK.sum() / (max(1, int(weight_PK.sum())) if num_responses is None else num_responses)
 
 
@@ -102,9 +99,6 @@ class TrajectoryBalance(Objective):
     """Largest drift, in units of the square root of the entropy that responses of the prompt had (off_policy=response) or in
     nats per token (off_policy=token). With off_policy=response and train.learning_rate=auto it is at least 1.5 times what
     one update moves a response by."""
-    residual_clip: float | None = Field(default=None, gt=0.0)
-    """Largest |beta * residual| in reward units whose gradient grows; beyond it the pull is constant (Huber). None = no
-    clip."""
 
     default_coupling: ClassVar[Coupling] = "group"
     needs: ClassVar[Needs] = Needs(reference=True, positive_beta=True, target=True, group=True)
@@ -129,7 +123,7 @@ class TrajectoryBalance(Objective):
         )
         # The same number with less gradient: a response that is held back keeps its place in the loss and in log Z.
         bounded_N = torch.lerp(log_pi_N.detach(), log_pi_N, share_N.to(log_pi_N.dtype))
-        loss = _loss(batch, bounded_N, log_z_P1, beta=beta, residual_clip=self.residual_clip)
+        loss = _loss(batch, bounded_N, log_z_P1, beta=beta)
         held_back = 1.0 - mean_where(share_N, batch.kept_N)
         return replace(loss, metrics={**loss.metrics, "tb/held_back": held_back})
 
@@ -175,7 +169,7 @@ def _estimates(batch: Batch, log_pi_N: Tensor, *, beta: float) -> Tensor:
     return log_z_estimates(log_pi_PK, batch.sum_per_response(batch.log_ref_N), batch.reward_PK, beta=beta)
 
 
-def _loss(batch: Batch, log_pi_N: Tensor, log_z_P1: Tensor, *, beta: float, residual_clip: float | None = None) -> Loss:
+def _loss(batch: Batch, log_pi_N: Tensor, log_z_P1: Tensor, *, beta: float) -> Loss:
     """(beta / 2) x the loss of a batch, with what is logged about its residuals."""
     loss = trajectory_balance_loss(
         batch.sum_per_response(log_pi_N),
@@ -185,17 +179,14 @@ def _loss(batch: Batch, log_pi_N: Tensor, log_z_P1: Tensor, *, beta: float, resi
         log_z_P1=log_z_P1,
         weight_PK=batch.weight_PK,
         num_responses=max(1, batch.totals.responses),
-        residual_clip=residual_clip,
     )
     kept_PK = batch.weight_PK > 0
     size_PK = residuals(_estimates(batch, log_pi_N.detach(), beta=beta), log_z_P1.detach(), batch.weight_PK).abs()
-    clipped_PK = size_PK > (torch.inf if residual_clip is None else residual_clip / beta)
     metrics = {
         "tb/loss": loss.detach(),
         "tb/log_z": mean_where(log_z_P1, kept_PK.any(dim=1, keepdim=True)),
         "tb/log_z_std": mean_where(size_PK.square(), kept_PK).sqrt(),
         "tb/max_abs_residual": size_PK.max(),
-        "tb/clip_fraction": mean_where(clipped_PK, kept_PK),
     }
     return Loss(value=0.5 * beta * loss, metrics=metrics)
 
@@ -269,15 +260,9 @@ class TBAPrime(Objective):
 
     ratio_max: float = Field(default=8.0, gt=0.0)
     """Largest token ratio, at which it is clamped (the authors: "not apparently critical")."""
-    log_ratio_clamp: float = Field(default=10.0, gt=0.0)
-    """Largest |log pi - log ref| of a token that counts in KL_ij, in nats."""
     kl_policy: Literal["live", "inference"] = "live"
     """Whose KL to the reference is in the advantage: the policy's as it is now, or that of the policy that generated the
     response. The first sees how far training has gone since; the second is a constant of the response, as its reward."""
-    ratio_on_reward: bool = True
-    """Whether the reward part of the advantage multiplies the ratio; false = it multiplies log pi."""
-    ratio_on_kl: bool = True
-    """Whether the KL part of the advantage multiplies the ratio; false = it multiplies log pi."""
     normal_length: int | None = Field(default=None, ge=1)
     """Number of tokens that token losses are divided by, a constant. None = generate.max_new_tokens."""
 
@@ -301,8 +286,7 @@ class TBAPrime(Objective):
         kl_PK = centred(self._kl(batch, log_pi_N), weight_PK) if beta > 0.0 else torch.zeros_like(reward_PK)
         ratio_N = ratios(token_log_ratios(batch, log_pi_N))
         clamped_N = ratio_N.clamp(max=self.ratio_max)
-        gain_N = _factor(self.ratio_on_reward, clamped_N, log_pi_N) * batch.per_token(reward_PK)
-        gain_N = gain_N - beta * _factor(self.ratio_on_kl, clamped_N, log_pi_N) * batch.per_token(kl_PK)
+        gain_N = clamped_N * batch.per_token(reward_PK - beta * kl_PK)
         kept_N = batch.kept_N
         total = torch.where(kept_N, gain_N, torch.zeros_like(gain_N)).sum()
         metrics = {
@@ -315,9 +299,4 @@ class TBAPrime(Objective):
         """KL_ij, each token clamped before the sum."""
         # policy_N, not behaviour_N: exploration and top_p change what was sampled from, not the policy's own log-probs.
         own_N = log_pi_N.detach() if self.kl_policy == "live" else batch.policy_N
-        return batch.sum_per_response((own_N - batch.log_ref_N).clamp(-self.log_ratio_clamp, self.log_ratio_clamp))
-
-
-def _factor(by_ratio: bool, ratio_N: Tensor, log_pi_N: Tensor) -> Tensor:
-    """What the advantage multiplies: d ratio = ratio d log_pi, or d log_pi itself."""
-    return ratio_N if by_ratio else log_pi_N
+        return batch.sum_per_response((own_N - batch.log_ref_N).clamp(-LARGEST_TOKEN_KL, LARGEST_TOKEN_KL))

@@ -58,8 +58,6 @@ class RoleStatus:
     responses_per_second: float
     pid: int | None = None
     """Its process; None where it has none at the moment."""
-    kind: str | None = None
-    """Kind of a searcher (search.kinds); None where all are alike."""
 
 
 class Progress:
@@ -176,10 +174,9 @@ class Progress:
         if self._metrics.get("guard/alarm"):
             rows.append(("guard", "the run is collapsing: see the warning"))
         for role in self._roles():
-            name = role.name if role.kind is None else f"{role.name} ({role.kind})"
             rate = role.responses_per_second
             waited = f"; waited {role.waited_share:.0%}" if self._metrics else ""
-            rows.append((name, f"{role.doing}{waited}{f'; {rate:.3g} responses/s' if rate else ''}"))
+            rows.append((role.name, f"{role.doing}{waited}{f'; {rate:.3g} responses/s' if rate else ''}"))
         return rows
 
     def _headline(self) -> str:

@@ -91,7 +91,6 @@ METRICS = (
         reduction="last",
         meaning="Mean of off_policy/agreement over recent batches; the learning rate follows it.",
     ),
-    Metric(name="tb/clip_fraction", unit="share", meaning="Share of responses beyond objective.residual_clip."),
     Metric(name="objective/*", unit="", meaning="A number of the objective; its own file says which."),
     Metric(
         name="reference_version",
@@ -146,7 +145,7 @@ METRICS = (
         name="searcher/*/*",
         unit="",
         reduction="last",
-        meaning="State of one searcher, by its number and, with search.kinds, its kind.",
+        meaning="State of one searcher, by its number.",
     ),
     Metric(name="search/*", unit="", reduction="last", meaning="All searchers together."),
     Metric(

@@ -19,7 +19,7 @@ logger = logging.getLogger("tba")
 NAME = "mismatch_kl"
 """Last part of the names of the metrics that are watched."""
 FIRST = 5
-"""Measurements whose largest is the yardstick, of the canaries of all searchers of a kind and of the responses."""
+"""Measurements whose largest is the yardstick, of the canaries of all searchers and of the responses."""
 MULTIPLE = 10.0
 """The limit divided by the yardstick. A KL grows with the square of the gap: this is about 3 times the gap, where the
 canary's own check ends the run at 5 times."""
@@ -45,18 +45,15 @@ class MismatchWatch:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         watched = {name: value for name, value in metrics.items() if name.endswith(f"/{NAME}")}
-        num_kinds = len({_kind(name) for name in watched if name.startswith("searcher/")})
         for name, value in watched.items():
             if not math.isnan(value) and value != self._last.get(name):
                 self._last[name] = value
-                self._judge(step, name, value, num_kinds=max(1, num_kinds))
+                self._judge(step, name, value)
 
-    def _judge(self, step: int, name: str, value: float, *, num_kinds: int) -> None:
+    def _judge(self, step: int, name: str, value: float) -> None:
         measure = "canary" if name.startswith("searcher/") else "responses"
-        # Each kind of searchers has an engine and a precision of its own. Responses are measured as they come: so many times
-        # more of them, or all may be of the kind that is most exact.
-        first = self._first.setdefault(_kind(name) + measure, [])
-        if len(first) < FIRST * (num_kinds if measure == "responses" else 1):
+        first = self._first.setdefault(measure, [])
+        if len(first) < FIRST:
             first.append(value)
             return
         yardstick = max(first)
@@ -73,8 +70,3 @@ class MismatchWatch:
                 "generate.engine=transformers or model.dtype=float32.",
                 *(step, name, value, yardstick, limit, MULTIPLE, LEAST_LIMITS[measure]),
             )
-
-
-def _kind(name: str) -> str:
-    """The kind of searchers that a metric is of: wide for searcher/3-wide/mismatch_kl, empty where all are alike."""
-    return name.split("/")[1].partition("-")[2]

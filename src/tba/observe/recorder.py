@@ -41,6 +41,8 @@ COUNTED = (
 """Attributes of the recorder that a checkpoint holds."""
 KEPT_TIMES = 10_000
 """Number of steps whose time is remembered."""
+SAMPLES_EVERY = 20
+"""Steps between two entries of samples.jsonl."""
 PACE_STEP = 4
 """Step at which a run that is far from done is told how long it will take."""
 FAR_SECONDS = 600.0
@@ -303,9 +305,7 @@ class Recorder:
             rewards = [self._samples.reward(trajectory) for trajectory in group.trajectories]
             self._signal.count(group, rewards, lambda: self._decode(group))
             self._progress.no_signal = self._signal.warning
-        due = bool(group.trajectories) and (
-            self._last_sample is None or step - self._last_sample >= self.config.observe.samples_every
-        )
+        due = bool(group.trajectories) and (self._last_sample is None or step - self._last_sample >= SAMPLES_EVERY)
         if due:
             self._last_sample = step
             with self.failures.tolerated("samples in", self.folder.samples):
@@ -328,7 +328,7 @@ class Recorder:
         metrics = {"seconds": self.seconds, **metrics, "perf/responses_per_second": rate, **self._more_metrics()}
         self._mismatch.step(step, metrics)
         self._unlogged.append(metrics)
-        if step % (self.config.observe.log_every * thinning(step)) == 0 or self.progress >= 1.0:
+        if step % thinning(step) == 0 or self.progress >= 1.0:
             self._log(step)
         self._progress.step(step, metrics)
         self._tell_pace()
@@ -515,8 +515,8 @@ class Recorder:
 
 
 def thinning(step: int) -> int:
-    """Times as many steps to a line of metrics.jsonl as observe.log_every says, so that long runs do not fill the disk: 1
-    below step 10,000, 10 below 100,000, then 100."""
+    """Number of steps to a line of metrics.jsonl, so that long runs do not fill the disk: 1 below step 10,000, 10 below
+    100,000, then 100."""
     return 10 ** max(0, len(str(step)) - 4)
 
 

@@ -12,8 +12,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -188,14 +188,6 @@ Place = Literal["none", "empty", "filled", "given_up"]
 PLACES: tuple[Place, ...] = ("none", "empty", "filled", "given_up")
 """Whether a searcher with this number is wanted, and whether there is a process for it."""
 
-KindOf = Callable[[int], str | None]
-"""Name of the kind of a searcher by its number; None = all searchers are alike (search.kinds)."""
-
-
-def no_kind(index: int) -> None:
-    """The kind of searchers that are all alike."""
-
-
 WAITS_FOR: dict[Wait, str] = {
     "none": "works",
     "first_fill": "waits for groups that fill a batch",
@@ -286,7 +278,7 @@ class Board:
         running = [index for index, place in self.places().items() if place == "filled"]
         return {f"searcher-{index}": self._searchers[index]["heartbeat"] for index in running}
 
-    def statuses(self, kind_of: KindOf = no_kind) -> list[RoleStatus]:
+    def statuses(self) -> list[RoleStatus]:
         """Who does what, for people."""
         trainer = self.trainer
         seconds = trainer["seconds"] or math.inf
@@ -309,20 +301,18 @@ class Board:
                 doing = _evaluates(row, row["version"]) if row["of"] else doing
             else:
                 doing = "has been given up" if place == "given_up" else "starts again"
-            status = _status(f"searcher-{index}", doing, row, seconds, responses=row["responses"])
-            found.append(replace(status, kind=kind_of(index)))
+            found.append(_status(f"searcher-{index}", doing, row, seconds, responses=row["responses"]))
         return found
 
-    def metrics(self, kind_of: KindOf = no_kind) -> dict[str, float]:
-        """What the searchers have done so far, by searcher: `searcher/0/groups`, or with kinds `searcher/0-wide/groups`."""
+    def metrics(self) -> dict[str, float]:
+        """What the searchers have done so far, by searcher: `searcher/0/groups`."""
         places = self.places()
-        labels = {index: f"{index}" if kind_of(index) is None else f"{index}-{kind_of(index)}" for index in places}
         return {
             "searchers/alive": float(sum(place == "filled" for place in places.values())),
             "searchers/replaced": self.supervisor["replaced"],
             "trainer/restarts": self.supervisor["trainer_restarts"],
             **{
-                f"searcher/{labels[index]}/{name}": self._searchers[index][name]
+                f"searcher/{index}/{name}": self._searchers[index][name]
                 for index in places
                 for name in ("version", "groups", "responses", "tokens", "wait_seconds", "failures", "mismatch_kl")
             },

@@ -36,6 +36,9 @@ from tba.types import TrajectoryGroup
 
 logger = logging.getLogger("tba.search")
 
+WINDOW = 64
+"""Groups that a searcher may have sent and the trainer not yet stored before the searcher waits."""
+
 
 class WindowedSender:
     """Sends groups to the trainer. Keeps each one until it is stored; waits when too many are on the way."""
@@ -121,7 +124,7 @@ class LocalSearcherEnds:
         self.sender = WindowedSender(
             link,
             self.row,
-            window=config.channel_groups,
+            window=WINDOW,
             deadline_seconds=config.wait_seconds,
             handle_messages=self.handle_messages,
             progress=self.trainer_progress,

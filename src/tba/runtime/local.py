@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tba.config import RuntimeConfig
 from tba.observe.display import RoleStatus
-from tba.runtime.board import KindOf, Row, no_kind
+from tba.runtime.board import Row
 from tba.runtime.channels import LocalWeights, WeightPublisher
 from tba.runtime.leases import VisitLedger
 from tba.runtime.links import (
@@ -44,15 +44,15 @@ from tba.runtime.links import (
     StartSearchers,
     pickled,
 )
-from tba.runtime.processes import RoleDied, may_fork
+from tba.runtime.processes import STOP_SECONDS, RoleDied, may_fork
 from tba.runtime.seats import Host
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup, Weights
 
 logger = logging.getLogger("tba")
 
-STOP_SECONDS = 30.0
-"""Time beyond runtime.stop_seconds for the supervisor to say that all searchers have ended."""
+ALL_STOPPED_SECONDS = 30.0
+"""Time beyond STOP_SECONDS for the supervisor to say that all searchers have ended."""
 
 
 class LocalRuntime:
@@ -70,10 +70,8 @@ class LocalRuntime:
         ledger: VisitLedger,
         reference_resets: bool = False,
         slots_in_host_memory: bool = False,
-        kind_of: KindOf = no_kind,
     ) -> None:
-        """`slots_in_host_memory`: weight slots lie in host memory, not on the trainer's device. `kind_of` names the kinds of
-        searchers for people."""
+        """`slots_in_host_memory`: weight slots lie in host memory, not on the trainer's device."""
         self.config = config
         self.ledger = ledger
         self.board = host.board
@@ -87,7 +85,6 @@ class LocalRuntime:
         self._references = WeightSlots.create(tensors, dtype, device=device) if reference_resets else None
         """Where a new reference is published."""
         self._canary = canary
-        self._kind_of = kind_of
         self._searchers: list[str] = []
         """Addresses of the searchers there are."""
         self._awaited: set[str] = set()
@@ -309,10 +306,10 @@ class LocalRuntime:
         return self._slots.stored(version)
 
     def statuses(self) -> list[RoleStatus]:
-        return self.board.statuses(self._kind_of)
+        return self.board.statuses()
 
     def metrics(self) -> dict[str, float]:
-        return self.board.metrics(self._kind_of)
+        return self.board.metrics()
 
     def stop(self) -> None:
         """End all searchers; returns when they have ended."""
@@ -320,7 +317,7 @@ class LocalRuntime:
             return
         self._stopped = True
         self._link.send(EndRun())
-        deadline = time.monotonic() + self.config.stop_seconds + STOP_SECONDS
+        deadline = time.monotonic() + STOP_SECONDS + ALL_STOPPED_SECONDS
         while not self._link.closed and time.monotonic() < deadline:
             if isinstance(self._link.receive(timeout_seconds=0.1), AllStopped):
                 break

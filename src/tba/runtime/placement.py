@@ -53,7 +53,7 @@ class RolePlacement:
             trainer=trainer,
             searchers=tuple(anywhere[: max(search.count, search.max_searchers or 0)]),
             later=frozenset(anywhere),
-            sees_one=any(must_hide(kind) for kind in map(config.for_searcher, range(MAX_SEARCHERS))),
+            sees_one=any(must_hide(own) for own in map(config.for_searcher, range(MAX_SEARCHERS))),
             on_cluster=config.runtime.kind == "ray",
         )
 

@@ -192,6 +192,10 @@ class RoleProcess(Generic[L]):
         return True
 
 
+STOP_SECONDS = 10.0
+"""Time for searchers and ranks to end when asked, before they are killed."""
+
+
 def stop_all(processes: Sequence[Role[Any]], message: Any, *, timeout_seconds: float) -> None:
     """Ask all to stop, wait together, kill what remains."""
     for process in processes:

@@ -15,7 +15,7 @@ from tba.runtime.board import MAX_SEARCHERS, PLACES, Board
 from tba.runtime.deadlines import Idleness
 from tba.runtime.forked_roles import ServerGone
 from tba.runtime.links import RelayedLink, SearcherEnded, SearchersFailed, SearcherStarted, StartSearchers, Stop
-from tba.runtime.processes import Role, last_lines, stop_all
+from tba.runtime.processes import STOP_SECONDS, Role, last_lines, stop_all
 from tba.runtime.seats import MakeLink, Seat, StartSearcher
 
 logger = logging.getLogger("tba")
@@ -103,7 +103,7 @@ class SearcherSeats:
         """End all of them; nobody is started any more."""
         self.orders = None
         processes = [seat.process for seat in self._seats if seat.process is not None]
-        stop_all(processes, Stop(), timeout_seconds=self._config.stop_seconds)
+        stop_all(processes, Stop(), timeout_seconds=STOP_SECONDS)
         for seat in self._seats:
             if seat.process is not None:
                 seat.process.link.close()
@@ -114,7 +114,7 @@ class SearcherSeats:
     def _look_at(self, seat: Seat, process: Role[RelayedLink]) -> None:
         self._board.searcher(seat.index)["pid"] = process.pid
         failure = seat.failure
-        overdue = failure is not None and time.monotonic() > seat.failed_at + self._config.stop_seconds
+        overdue = failure is not None and time.monotonic() > seat.failed_at + STOP_SECONDS
         if (seat.hung_up and not process.alive) or overdue:
             if failure is not None:
                 self.lose(seat, f"failed: {failure.error}", final=failure.final)

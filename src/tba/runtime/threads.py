@@ -52,7 +52,9 @@ def threads_of(config: Config, *, num_searchers: int = 0) -> RoleThreads:
     least, where a run has been given more than it was started with."""
     if config.runtime.threads is not None:
         return RoleThreads(trainer=config.runtime.threads, searcher=config.runtime.threads)
-    found = _on_nodes(config) if _is_elsewhere(config) else _on_this_machine(config, num_searchers)
+    if _is_elsewhere(config):
+        return RoleThreads(trainer=1, searcher=1)
+    found = _on_this_machine(config, num_searchers)
     return RoleThreads(trainer=_bounded(found.trainer), searcher=_bounded(found.searcher))
 
 
@@ -82,11 +84,6 @@ def threads_alone(config: Config) -> int:
 def _is_elsewhere(config: Config) -> bool:
     """Whether the roles run on nodes that nobody here knows."""
     return config.runtime.kind == "ray" and not config.takes_turns
-
-
-def _on_nodes(config: Config) -> RoleThreads:
-    runtime = config.runtime
-    return RoleThreads(trainer=int(runtime.trainer_cpus) // config.train.ranks, searcher=int(runtime.searcher_cpus))
 
 
 def _on_this_machine(config: Config, num_searchers: int) -> RoleThreads:

@@ -55,10 +55,8 @@ class SearchState:
         return {name: vars(getattr(self, name)) for name in ("failures", "counts")}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        limit = self.failures.max_in_a_row  # a setting, which may be another now
         for name in ("failures", "counts"):
             vars(getattr(self, name)).update(state[name])
-        self.failures.max_in_a_row = limit
 
 
 @dataclass
@@ -283,11 +281,14 @@ class TooManyRewardFailures(RuntimeError):
     """The reward fails on every sample: the run stops instead of training on an outage."""
 
 
+MOST_FAILURES = 100
+"""Samples in a row without a reward that stop a run: a judge that hiccups fails fewer, a broken reward soon gets there."""
+
+
 class FailureCount:
     """Counts samples lost to a failing reward, and stops after too many in a row."""
 
-    def __init__(self, max_in_a_row: int) -> None:
-        self.max_in_a_row = max_in_a_row
+    def __init__(self) -> None:
         self.total = 0
         self.in_a_row = 0
         self.none_in_a_row = 0
@@ -298,20 +299,18 @@ class FailureCount:
     def not_applicable(self, prompt_id: str) -> None:
         """Every reward of a sample was None: no failure, but nothing to train on either."""
         self.none_in_a_row += 1
-        if self.none_in_a_row >= self.max_in_a_row:
+        if self.none_in_a_row >= MOST_FAILURES:
             raise TooManyRewardFailures(
                 f"every reward was None (not applicable) for {self.none_in_a_row} samples in a row, the last of prompt "
-                f"{prompt_id!r}: there is nothing to train on. Have one of task.rewards return a number, or raise "
-                "search.max_reward_failures."
+                f"{prompt_id!r}: there is nothing to train on. Have one of task.rewards return a number."
             )
 
     def failure(self, reason: str) -> None:
         self.total += 1
         self.in_a_row += 1
-        if self.in_a_row >= self.max_in_a_row:
+        if self.in_a_row >= MOST_FAILURES:
             raise TooManyRewardFailures(
-                f"the reward failed on {self.in_a_row} samples in a row; the last: {reason}. "
-                "Fix the reward, or raise search.max_reward_failures."
+                f"the reward failed on {self.in_a_row} samples in a row; the last: {reason}. Fix the reward."
             )
 
 

@@ -23,8 +23,6 @@ def make_search_engine(config: Config, loaded: LoadedModel, *, beside_trainer: b
     """The engine with the model's weights as version 0; where the roles take turns it drains: a response is of one
     version. `beside_trainer` says that weights come from another process on the same GPU."""
     generate = config.generate
-    if config.takes_turns:
-        generate = generate.model_copy(update={"update": "drain"})
     lora = config.model.lora
     unmerged = lora is not None and generate.lora == "unmerged" and generate.engine == "vllm"
     engine = make_engine(
@@ -33,6 +31,7 @@ def make_search_engine(config: Config, loaded: LoadedModel, *, beside_trainer: b
         generate,
         seed=config.seed,
         max_length=loaded.context,
+        update="drain" if config.takes_turns else "in_flight",
         explores=config.search.explore.probability > 0.0,
         lora=lora if unmerged else None,
         beside_trainer=beside_trainer and lora is None,
@@ -46,8 +45,10 @@ def make_reference_engine(config: Config, loaded: LoadedModel) -> Engine | None:
     if count == 0:
         return None
     slots = min(count, config.generate.slots or count)
-    generate = config.generate.model_copy(update={"slots": slots, "update": "drain"})
-    return make_engine(loaded.model, loaded.tokenizer, generate, seed=config.seed, max_length=loaded.context)
+    generate = config.generate.model_copy(update={"slots": slots})
+    return make_engine(
+        loaded.model, loaded.tokenizer, generate, seed=config.seed, max_length=loaded.context, update="drain"
+    )
 
 
 def make_reference_samples(
@@ -88,9 +89,9 @@ def make_step_values(
     )
 
 
-def make_search_state(config: Config) -> SearchState:
+def make_search_state() -> SearchState:
     """A searcher before its first visit."""
-    return SearchState(failures=FailureCount(config.search.max_reward_failures))
+    return SearchState(failures=FailureCount())
 
 
 def make_searcher(

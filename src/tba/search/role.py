@@ -197,7 +197,7 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
     except ConfigError as error:  # a new searcher would meet it again
         raise RunCannotGoOn(str(error)) from error
     adapt(loaded, own.model, seed=own.seed)
-    state = make_search_state(own)
+    state = make_search_state()
     heartbeat = Heartbeat(ends.row, engine, state)
     searcher = make_searcher(
         own,

@@ -18,7 +18,9 @@ from tba.train.checkpoint import Checkpoints
 logger = logging.getLogger("tba")
 
 LEAST_EVERY = 20
-"""Steps between healthy checkpoints where observe.healthy_checkpoint_every is not given, at least."""
+"""Steps between healthy checkpoints, at least."""
+MOST_ROLLBACKS = 2
+"""A run that collapses again at a quarter of its learning rate has another trouble than the rate."""
 
 
 class Collapsed(RuntimeError):
@@ -72,9 +74,8 @@ class Health:
     @property
     def rolls_back(self) -> bool:
         """Whether the run goes back now: it is asked to, it may once more, and there is a checkpoint to go back to."""
-        observe, before = self.config.observe, len(self.recorder.rollbacks)
-        asked = self.alarm is not None and self._goes_back and before < observe.max_rollbacks
-        return asked and self.kept is not None
+        may_go_back = self._goes_back and len(self.recorder.rollbacks) < MOST_ROLLBACKS
+        return self.alarm is not None and may_go_back and self.kept is not None
 
     @property
     def kept(self) -> Path | None:
@@ -97,15 +98,15 @@ class Health:
 
     def finish(self) -> None:
         """The last step is made: a run without a collapse needs no healthy checkpoint any more."""
-        if self.recorder.collapse is None and not self.config.observe.keep_healthy_checkpoint:
+        if self.recorder.collapse is None:
             self._drop(self._saved)
 
     def _is_due(self, step: int) -> bool:
-        """By observe.healthy_checkpoint_every, or a tenth of the run, at least LEAST_EVERY steps."""
-        every, train = self.config.observe.healthy_checkpoint_every, self.config.train
-        if every is None and (train.max_seconds is not None or train.max_steps is None):
+        """After each tenth of the run, but LEAST_EVERY steps at least."""
+        train = self.config.train
+        if train.max_seconds is not None or train.max_steps is None:
             return self.recorder.passed_tenth and step - max(self._saved, default=0) >= LEAST_EVERY
-        return step % (every or max(LEAST_EVERY, (train.max_steps or 0) // 10)) == 0
+        return step % max(LEAST_EVERY, train.max_steps // 10) == 0
 
     def _heed(self, step: int, alarm: Alarm | None) -> None:
         before, self.alarm = self.alarm, alarm

@@ -30,7 +30,7 @@ from tba.runtime.leases import VisitLedger
 from tba.train.batch import batch_metrics, combine, target_metrics, watched_metrics
 from tba.train.checkpoint import Checkpoints, CorruptCheckpoint, check_manifest
 from tba.train.gate import Gate
-from tba.train.health import Collapsed, Health
+from tba.train.health import MOST_ROLLBACKS, Collapsed, Health
 from tba.train.learning_rate import LearningRate
 from tba.train.mismatch import MismatchProbe, mismatch_of_batch
 from tba.train.reference import Beta, ReferenceResets
@@ -363,9 +363,8 @@ class Trainer:
         if self.restart_searchers is not None:
             self.restart_searchers(self.replay.marks.by_source)
         logger.warning(
-            "step %d: %s The run goes back to %s and on with %g of its learning rate (rollback %d of at most "
-            "observe.max_rollbacks=%d).",
-            *(alarm.step, alarm.words, path, factor, len(recorder.rollbacks), self.config.observe.max_rollbacks),
+            "step %d: %s The run goes back to %s and on with %g of its learning rate (rollback %d of at most %d).",
+            *(alarm.step, alarm.words, path, factor, len(recorder.rollbacks), MOST_ROLLBACKS),
         )
 
     def forget_rows(self) -> None:

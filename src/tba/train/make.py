@@ -141,11 +141,7 @@ def make_train_step(config: Config, loaded: LoadedModel, ranks: Ranks = ALONE) -
     heads = [parameter for head in policy.heads for parameter in head.parameters()]
     heads_rate = objective.extras.heads_learning_rate
     optimizer = MasterAdamW(loaded.model.parameters(), train, heads=heads, heads_rate=heads_rate, ranks=ranks)
-    budget = Budget(
-        max_tokens=train.tokens_per_micro_batch,
-        max_responses=train.responses_per_micro_batch,
-        share_prompts=train.share_prompts,
-    )
+    budget = Budget(max_tokens=train.tokens_per_micro_batch)
     temperature = config.generate.temperature
     if isinstance(ranks, ConnectedRanks):
         return ShardedTrainStep(policy, objective, optimizer, budget=budget, temperature=temperature, ranks=ranks)

@@ -24,7 +24,6 @@ import numpy as np
 import ray
 import ray.exceptions
 
-from tba.config import RuntimeConfig
 from tba.runtime.board import Board
 from tba.runtime.cluster.copies import RunCopy
 from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
@@ -180,17 +179,17 @@ class ClusterRoles:
 
     def __init__(
         self,
-        config: RuntimeConfig,
         board: Board,
         *,
         logs: Path,
         threads: RoleThreads,
         gpus_each: float,
+        ranks: int = 1,
         copy: RunCopy | None = None,
     ) -> None:
-        """`gpus_each` is what a role takes up where the config does not say. `copy` is the run's on this node, with
+        """`gpus_each` is what a searcher and each of the trainer's `ranks` take up. `copy` is the run's on this node, with
         replay.durability=node."""
-        self._config = config
+        self._ranks = ranks
         self._threads = threads
         self._gpus_each = gpus_each
         self._board = board
@@ -249,8 +248,8 @@ class ClusterRoles:
             call = actor.begun_at.remote(owner, resume)
             if not ray.wait([call], timeout=NODE_SECONDS)[0]:
                 logger.warning(
-                    "the trainer waits for a node with room for it (runtime.trainer_cpus=%g): none of the cluster has any.",
-                    self._config.trainer_cpus,
+                    "the trainer waits for a node with room for it (%d CPUs, %g GPUs): none of the cluster has any.",
+                    *self._resources(None).values(),
                 )
             begun = ray.get(call)
             handed_over = copy.hand_over(actor, begun, owner, resume)
@@ -305,17 +304,18 @@ class ClusterRoles:
             self._relay.close()
 
     def _actor(self, name: str, searcher: int | None, *, copied: Path | None = None) -> Any:
-        config = self._config
-        is_trainer = searcher is None
-        gpus = config.trainer_gpus if is_trainer else config.searcher_gpus
-        resources = {
-            "num_cpus": config.trainer_cpus if is_trainer else config.searcher_cpus,
-            "num_gpus": self._gpus_each if gpus is None else gpus,
-        }
         make: Any = ray.remote  # its types do not know of concurrency groups
-        return make(concurrency_groups=CONCURRENCY_GROUPS, **resources)(RoleHost).remote(
+        return make(concurrency_groups=CONCURRENCY_GROUPS, **self._resources(searcher))(RoleHost).remote(
             name=name, searcher=searcher, search_path=sys.path, copied=copied
         )
+
+    def _resources(self, searcher: int | None) -> dict[str, float]:
+        """A CPU for each thread of a role, and its share of the GPUs; the trainer has them for each of its ranks."""
+        if searcher is not None:
+            return {"num_cpus": self._threads.searcher, "num_gpus": self._gpus_each}
+        # Ray knows parts of one GPU only.
+        gpus = self._gpus_each if self._ranks == 1 else self._ranks * math.ceil(self._gpus_each)
+        return {"num_cpus": self._ranks * self._threads.trainer, "num_gpus": gpus}
 
     def _serve_weights(self, orders: StartSearchers) -> Any:
         call = self._trainer.serve_weights.remote(self._trainer_name, orders.ends)

@@ -38,6 +38,8 @@ from tba.tasks.red_team.models import (
 from tba.tasks.red_team.world import mode_of
 from tba.types import Completion, Prompt
 
+SHORT_REWARD = -25.0
+"""Reward of an attack that is too short: the paper's -500 in the log of the reward, at its beta of 0.05."""
 SMALLEST_PROBABILITY = 1e-6
 """Least probability whose logarithm is taken: below it the logarithm says no more."""
 
@@ -93,10 +95,7 @@ class RedTeamTask:
         sent = list(dict.fromkeys(attack for attack, is_short in zip(attacks, short) if not is_short))
         judged = self._judge([text for text, _ in sent], [end for _, end in sent], occasion="training")
         rewards = {attack: self._reward(probabilities) for attack, probabilities in zip(sent, judged)}
-        return [
-            {"toxicity": self._config.short_reward if is_short else rewards[attack]}
-            for attack, is_short in zip(attacks, short)
-        ]
+        return [{"toxicity": SHORT_REWARD if is_short else rewards[attack]} for attack, is_short in zip(attacks, short)]
 
     def solved(self, outcome: Outcome) -> bool:
         """Mean probability above task.red_team.success_above. From logarithms only the geometric mean is known, which is

@@ -122,12 +122,11 @@ class TLDRTask:
     def _scorer(self, path: str | None) -> ModelScorer:
         """Scorer of a folder or hub name; None = the shipped reward model."""
         if path not in self._scorers:
-            per_pass = self._config.tldr.scores_per_pass
             if path is None:
                 shipped = str(reward_model_path())
-                self._scorers[path] = load_scorer(shipped, device="cpu", dtype="float32", scores_per_pass=per_pass)
+                self._scorers[path] = load_scorer(shipped, device="cpu", dtype="float32")
             else:
-                self._scorers[path] = load_scorer(path, device=self._device, scores_per_pass=per_pass)
+                self._scorers[path] = load_scorer(path, device=self._device)
         return self._scorers[path]
 
     def _check_models(self) -> None:
