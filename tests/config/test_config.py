@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tba.config import ConfigError, Schedule, dump_config, load_config, read_yaml
-from tba.config.files import make_config
+from tba.config.files import GONE, make_config
 from tba.launch.defaults import with_objective_defaults
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -150,6 +150,13 @@ def test_settings_that_contradict_each_other_are_refused(overrides, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("key", GONE)
+def test_a_setting_of_an_earlier_version_says_what_stands_in_its_place(key):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [f"{key}=1"])
+    assert str(error.value) == f"unknown key {key}: it is gone: {GONE[key]}."
+
+
 def test_all_problems_are_listed_at_once():
     with pytest.raises(ConfigError) as error:
         make_config({"train": {"max_stepz": 1}, "generate": {"temperature": -1}})
@@ -271,7 +278,6 @@ def test_a_reference_share_must_leave_both_something_to_say(overrides, words):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["mode=sync", "replay.fresh_steps=20"], "replay.fresh_steps=20 cannot be kept in sync mode"),
         (["mode=sync", "replay.max_trained_per_generated=2"], "replay.max_trained_per_generated=2 cannot be kept"),
         (["mode=fixed_lag", "lag_steps=9", "replay.lag=drop"], "would drop every response"),
         (["replay.lag=drop", "replay.max_lag=1", "train.publish_every=4"], "allow at least 3"),

@@ -14,6 +14,13 @@ from pydantic import BaseModel, ValidationError
 
 from tba.config.root import Config
 
+GONE = {
+    "replay.fresh_steps": "a group is fresh for 2 * train.publish_every steps, 1 in sync and fixed_lag mode",
+    "replay.mix": "a batch of one prompt has fresh and old responses side by side, a larger one fresh and old prompts",
+    "replay.uniform_share": "a batch of one prompt draws half of its old responses uniformly, a larger one none",
+}
+"""What is said about settings, and sections, of earlier versions: {"key": "what stands in its place"}."""
+
 
 class ConfigError(ValueError):
     """The config cannot be used; the message says what, the value, what is allowed and what to change, a line a problem."""
@@ -213,7 +220,10 @@ def _explain(problem: Mapping[str, Any]) -> str:
 
 
 def unknown_key(location: list[str]) -> str:
-    """What is said about a key that there is not: the settings that may be meant, or those that there are."""
+    """What is said about a key that there is not: what stands in its place, the settings that may be meant, or those that
+    there are."""
+    if (gone := gone_words(".".join(location))) is not None:
+        return gone
     section = _section_at(location[:-1])
     known = list(section.model_fields) if section is not None else []
     prefix = ".".join(location[:-1])
@@ -233,6 +243,13 @@ def unknown_key(location: list[str]) -> str:
         f"unknown key {'.'.join(location)}: {prefix or 'the config'} takes {', '.join(known)}. `tba config WORD` finds "
         "settings by a word."
     )
+
+
+def gone_words(key: str) -> str | None:
+    """What is said about a setting of an earlier version, or one in a section of those; None = there was none."""
+    parts = key.split(".")
+    places = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return next((f"unknown key {key}: it is gone: {GONE[place]}." for place in places if place in GONE), None)
 
 
 def abbreviates(short: str, name: str) -> bool:
