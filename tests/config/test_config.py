@@ -284,7 +284,6 @@ def test_a_reference_share_must_leave_both_something_to_say(overrides, words):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["mode=sync", "replay.fresh_steps=20"], "replay.fresh_steps=20 cannot be kept in sync mode"),
         (["mode=sync", "replay.max_trained_per_generated=2"], "replay.max_trained_per_generated=2 cannot be kept"),
         (["mode=fixed_lag", "lag_steps=9", "replay.lag=drop"], "would drop every response"),
         (["replay.lag=drop", "replay.max_lag=1", "train.publish_every=4"], "allow at least 3"),

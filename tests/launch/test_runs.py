@@ -195,7 +195,7 @@ def test_two_searchers_and_a_trainer_for_twenty_steps(folder):
 def test_lag_0_in_the_async_runtime_equals_sync_mode(folder):
     """The same tokens, hence the same rewards and lengths, and the same losses."""
     sync = make_config(folder, "mode=sync", "name=equal-sync", ON_CPU)
-    paced = ["replay.lag=pace", "replay.max_lag=0", "replay.fresh_steps=1", "replay.on_policy_probability=1"]
+    paced = ["replay.lag=pace", "replay.max_lag=0", "replay.on_policy_probability=1"]
     paced += ["replay.deduplicate=false", "replay.max_trained_per_generated=1"]
     lag_0 = make_config(folder, "name=equal-async", ON_CPU, *paced)
     train(sync)

@@ -76,13 +76,17 @@ def responses(batch):
 
 def contents(buffer):
     """Everything stored, oldest first: (prompt, reference version, tokens, reward)."""
-    stored = []
-    for row in buffer._order:
-        entry = buffer._entries[int(buffer._table.entry[row])]
-        assert entry.ring[buffer._table.position[row]] == row
-        tokens = tuple(buffer._token_store.stored_ids(row).tolist())
-        stored.append((entry.prompt_id, entry.reference_version, tokens, float(buffer._table.score[row])))
-    return stored
+    state = buffer.state()
+    if not state["entries"]:
+        return []
+    owners = [(prompt_id, reference) for _, prompt_id, reference, _, count, _ in state["entries"] for _ in range(count)]
+    ends = np.cumsum(state["lengths"])
+    tokens = np.frombuffer(state["ids"], np.int32)
+    stored = [
+        (*owner, tuple(tokens[end - length : end].tolist()), float(score))
+        for owner, length, end, score in zip(owners, state["lengths"], ends, state["columns"]["score"], strict=True)
+    ]
+    return [stored[i] for i in np.argsort(state["columns"]["arrival"])]
 
 
 class SlowReplay:

@@ -12,7 +12,7 @@ from tba.config import ReplayConfig, TrainConfig
 from tba.objectives.base import leave_one_out
 from tba.replay import ReplayBuffer, ReplayEmpty, batching
 from tba.train.batch import batch_metrics, combine
-from tba.types import GroupId, TrajectoryGroup
+from tba.types import NO_ROW, GroupId, TrajectoryGroup
 
 
 def tokens_of(buffer):
@@ -84,14 +84,6 @@ def test_without_deduplication_copies_stay():
     buffer.add(group("a", [[1], [1]]), step=0)
     buffer.add(group("a", [[1]]), step=0)
     assert tokens_of(buffer) == [(1,), (1,), (1,)]
-
-
-def test_responses_with_the_same_hash_but_other_tokens_are_told_apart(monkeypatch):
-    monkeypatch.setattr("tba.replay.buffer.token_keys", lambda ids, entry: [42] * len(ids))
-    buffer, group = replay(), Groups()
-    buffer.add(group("a", [[1], [2], [3]]), step=0)
-    buffer.add(group("a", [[2]]), step=0)
-    assert tokens_of(buffer) == [(1,), (3,), (2,)]
 
 
 def test_the_oldest_of_a_prompt_go_when_it_is_full():
@@ -190,6 +182,16 @@ def test_dropping_a_reference_removes_its_responses_and_refuses_late_ones():
     assert tokens_of(buffer) == [(5,)]
 
 
+def test_groups_of_a_dropped_reference_wait_no_longer():
+    buffer, group = replay(max_uses=1, deduplicate=False, max_waiting_groups=2), Groups()
+    buffer.add(group("a", [[1], [2]], reference=0), step=0)
+    buffer.add(group("b", [[3], [4]], reference=0), step=0)
+    buffer.drop_reference(1)
+    buffer.add(group("a", [[5], [6]], reference=1), step=1)
+    buffer.add(group("b", [[7], [8]], reference=1), step=1)
+    assert buffer.sample(2, 2, step=1).prompt_ids == ("a", "b")
+
+
 def test_a_group_of_several_reference_versions_is_an_error():
     group = Groups()("a", [])
     mixed = TrajectoryGroup(
@@ -211,6 +213,28 @@ def test_an_error_in_a_group_leaves_the_buffer_as_it_was():
             buffer.add(group, step=0)
     assert len(buffer) == buffer.num_prompts == 0
     assert buffer.add(Groups()("a", [[1]]), step=0) == 1
+
+
+def test_a_token_that_the_policy_did_not_choose_keeps_its_id_and_unknown_log_probs_stay_nan():
+    buffer, group = replay(), Groups()("a", [])
+    imported = trajectory([0, 7, 0], mask=[True, False, False])
+    imported.completion.behaviour_log_probs[:] = imported.completion.policy_log_probs[:] = np.nan
+    buffer.add(dataclasses.replace(group, trajectories=(imported,)), step=0)
+    batch = buffer.sample(1, 1, step=0)
+    assert batch.token_ids_N.tolist() == [0, 7, 0]
+    assert batch.loss_mask_N.tolist() == [True, False, False]
+    assert batch.behaviour_N.isnan().all()
+    assert batch.policy_N.isnan().all()
+
+
+def test_responses_are_named_by_the_order_of_their_arrival():
+    buffer, group = replay(max_uses=2, deduplicate=False), Groups()
+    buffer.add(group("a", [[5], [6]]), step=0)
+    buffer.add(group("b", [[7]]), step=0)
+    batch = buffer.sample(2, 2, step=0)
+    names = dict(zip(batch.token_ids_N.tolist(), batch.rows_PK.flatten().tolist()))
+    assert (names[5], names[6]) == (0, 1)
+    assert batch.rows_PK[1].tolist() == [2, NO_ROW]
 
 
 def test_an_empty_group_stores_nothing():

@@ -6,9 +6,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from replay_builders import Groups, SlowReplay, contents, replay, responses
 
-from tba.replay.prompts import FREE
-from tba.replay.storage import TokenStore
-
 NAMES = st.sampled_from("abcd")
 RESPONSES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=9)
 REWARDS = st.sampled_from([0.0, 1.0, -1.0, 500.0, -500.0, 1e30, -1e30])
@@ -25,7 +22,6 @@ class ReplayMachine(RuleBasedStateMachine):
     def start(self, capacity, per_prompt, deduplicate, inverse_temperature, m):
         limits = {"capacity": capacity, "capacity_per_prompt": per_prompt, "deduplicate": deduplicate}
         self.buffer = replay(**limits, fresh_steps=2, on_policy_probability=m, inverse_temperature=inverse_temperature)
-        self.buffer._token_store = TokenStore(capacity, segment_tokens=16)  # small: compacts often
         self.slow = SlowReplay(**limits)
         self.groups, self.last, self.step, self.oldest_reference = Groups(), None, 0, 0
 
@@ -80,36 +76,17 @@ class ReplayMachine(RuleBasedStateMachine):
         assert contents(self.buffer) == expected
         assert len(self.buffer) == len(expected)
         assert self.buffer.num_prompts == len({row[0] for row in expected})
-        assert self.buffer._token_store.live_tokens == sum(len(row[2]) for row in expected)
-
-    @invariant()
-    def entries_list_their_rows_oldest_first(self):
-        for entry in self.buffer._entries.values():
-            arrivals = entry.arrivals[entry.positions(entry.head, entry.tail)]
-            assert (np.diff(arrivals) > 0).all()
-            assert len(entry.rows()) == entry.num_rows == (entry.ring != FREE).sum()
-
-    @invariant()
-    def softmax_weights_follow_the_scores(self):
-        if self.buffer.config.inverse_temperature == 0:
-            return
-        for entry in self.buffer._entries.values():
-            leaves = self.buffer._selector._trees._nodes[entry.tree : entry.tree + entry.size]
-            scores = self.buffer._table.score[entry.ring].astype(np.float64)
-            expected = np.where(entry.ring == FREE, 0.0, np.exp(np.minimum(scores - entry.log_scale, 700)))
-            np.testing.assert_array_equal(leaves, expected)
-            total = self.buffer._selector._trees.totals([entry.tree], [entry.size])[0]
-            np.testing.assert_allclose(total, expected.sum(), rtol=1e-12)
+        assert self.buffer.stats()["tokens"] == sum(len(row[2]) for row in expected)
 
 
 ReplayMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestRandomSequences = ReplayMachine.TestCase
 
 
-def test_contents_survive_a_ring_that_is_compacted_while_it_has_free_positions():
+def test_contents_survive_where_some_responses_stay_and_others_come_again_and_again():
     buffer, groups = replay(capacity_per_prompt=100), Groups()
     slow = SlowReplay(capacity=1000, capacity_per_prompt=100, deduplicate=True)
-    for number in range(40):  # 0 and 1 stay, 2 to 4 come again and again and leave free positions behind them
+    for number in range(40):  # 0 and 1 stay, 2 to 4 come again and again
         tokens = [[0], [1], [2], [3], [4]] if number == 0 else [[2], [3], [4], [100 + number]]
         group = groups("a", tokens)
         buffer.add(group, step=0)
@@ -117,20 +94,25 @@ def test_contents_survive_a_ring_that_is_compacted_while_it_has_free_positions()
         assert contents(buffer) == [row[:4] for row in slow.rows]
 
 
-def test_contents_survive_many_compactions_with_long_and_short_responses():
-    buffer, groups, rng = (
-        replay(capacity=60, capacity_per_prompt=12, deduplicate=False),
-        Groups(),
-        np.random.default_rng(0),
-    )
-    slow = SlowReplay(capacity=60, capacity_per_prompt=12, deduplicate=False)
-    buffer._token_store = TokenStore(60, segment_tokens=64)
+def test_contents_survive_many_evictions_of_long_and_short_responses():
+    limits = {"capacity": 60, "capacity_per_prompt": 12, "deduplicate": False}
+    buffer, slow = replay(**limits), SlowReplay(**limits)
+    groups, rng = Groups(), np.random.default_rng(0)
     for _ in range(400):
         lengths = rng.choice([1, 3, 20, 100], size=4)
         group = groups(str(rng.integers(8)), [rng.integers(0, 9, n).tolist() for n in lengths])
         buffer.add(group, step=0)
         slow.add(group)
+        assert buffer.stats()["tokens"] == sum(len(row[2]) for row in slow.rows)
     assert contents(buffer) == [row[:4] for row in slow.rows]
-    assert buffer._token_store.num_compactions > 20
-    # 15% of what is used may be dead, or one segment of 64 tokens
-    assert buffer._token_store.dead_tokens <= max(64, 0.15 * buffer._token_store.used_tokens)
+
+
+def test_what_is_kept_of_groups_follows_what_is_stored_where_one_old_response_stays():
+    """A prompt that is never visited again keeps the oldest response; 1,000 groups behind it come and go."""
+    buffer, groups = replay(capacity_per_prompt=2), Groups()
+    buffer.add(groups("old", [[1]]), step=0)
+    for number in range(1, 1001):
+        buffer.add(groups(f"p{number % 7}", [[number], [number + 1]]), step=number)
+    assert contents(buffer)[0][:3] == ("old", 0, (1,))
+    assert len(buffer) == 15
+    assert len(buffer.state()["groups"]) < 100

@@ -1,4 +1,4 @@
-"""Fresh and old responses side by side, uniform shares, importance weights."""
+"""Batches of one prompt, which have fresh and old responses side by side, and importance weights."""
 
 import math
 from collections import Counter
@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from replay_builders import Groups, prompt, replay, responses, trajectory
-from test_replay_sampling import NAMES, assert_frequencies, drawn_responses, equal_prompts
+from test_replay_sampling import NAMES, assert_frequencies, drawn_responses
 
 from tba.config import ReplayConfig
 from tba.replay import ReplayBuffer
@@ -15,59 +15,57 @@ from tba.types import TrajectoryGroup
 
 
 def two_ages(*, old, fresh, **settings):
-    """Prompts with responses (0,), (1,), ... received at step 0 and (100,), (101,), ... at step 5."""
-    buffer, group = replay(mix="responses", **settings), Groups()
-    for name in NAMES:
-        buffer.add(group(name, [[i] for i in range(old)], rewards=[float(i) for i in range(old)]), step=0)
-    for name in NAMES:
-        buffer.add(group(name, [[100 + i] for i in range(fresh)]), step=5)
+    """A prompt with responses (0,), (1,), ... received at step 0 and (1000,), (1001,), ... at step 5. An old one is worth
+    its number."""
+    buffer, group = replay(**settings), Groups()
+    buffer.add(group("a", [[i] for i in range(old)], rewards=[float(i) for i in range(old)]), step=0)
+    buffer.add(group("a", [[1000 + i] for i in range(fresh)]), step=5)
     return buffer
 
 
+def drawn_tokens(buffer, K, times):
+    """[times][K] tokens of batches of one prompt."""
+    return [[token for (token,) in responses(buffer.sample(1, K, step=5))[0]] for _ in range(times)]
+
+
 def num_fresh(buffer, K, times) -> Counter:
-    """How often so many of a prompt's K responses were fresh ones."""
-    counts = Counter()
-    for drawn, count in drawn_responses(buffer, K, times, step=5).items():
-        counts[sum(tokens[0] >= 100 for tokens in drawn)] += count
-    return counts
+    """How often so many of the K responses were fresh ones."""
+    return Counter(sum(token >= 1000 for token in drawn) for drawn in drawn_tokens(buffer, K, times))
 
 
-def test_every_prompt_has_its_share_of_fresh_responses():
+def test_a_share_m_of_the_responses_is_fresh():
     # 3 of 4 are fresh; the other is one of the 20 + 20 - 3 that are left, 20 of them old
     buffer = two_ages(old=20, fresh=20, on_policy_probability=0.75)
-    found = num_fresh(buffer, 4, 3000)
-    assert_frequencies(found, {3: 20 / 37, 4: 17 / 37})
+    assert_frequencies(num_fresh(buffer, 4, 3000), {3: 20 / 37, 4: 17 / 37})
 
 
 def test_a_share_between_whole_numbers_is_right_on_average():
-    # 0.3 of 4 = 1.2 fresh ones; uniform old ones are left out by an inverse temperature that always finds old 19
-    buffer = two_ages(old=20, fresh=20, on_policy_probability=0.3, inverse_temperature=100.0)
+    # 0.3 of 4 = 1.2 fresh ones; the fresh one that is left is one of 901, three of which are drawn
+    buffer = two_ages(old=900, fresh=2, on_policy_probability=0.3)
     found = num_fresh(buffer, 4, 3000)
-    assert set(found) == {1, 2}
-    mean = (found[1] + 2 * found[2]) / 3000
-    assert mean == pytest.approx(1.2, abs=5 * math.sqrt(0.16 / 3000))
+    mean = sum(number * count for number, count in found.items()) / 3000
+    assert mean == pytest.approx(1.2 + 0.8 * 3 / 901, abs=5 * math.sqrt(0.16 / 3000))
 
 
-def test_no_response_is_drawn_twice_while_there_are_enough():
-    buffer = two_ages(old=3, fresh=3, on_policy_probability=0.5, uniform_share=0.5, inverse_temperature=5.0)
-    for _ in range(200):
-        assert len(set(responses(buffer.sample(1, 6, step=5))[0])) == 6
+@pytest.mark.parametrize("weights", [{}, {"inverse_temperature": 5.0}])
+def test_no_response_is_drawn_twice_while_there_are_enough(weights):
+    buffer = two_ages(old=3, fresh=3, on_policy_probability=0.5, **weights)
+    for drawn in drawn_tokens(buffer, 6, 100):
+        assert len(set(drawn)) == 6
     assert buffer.sample(1, 9, step=5).totals.responses == 6  # more than there are: places without weight
 
 
-def test_a_uniform_share_of_the_old_ones_ignores_the_reward():
+def test_half_of_the_old_ones_ignores_the_reward():
     # of 4 old ones 2 are uniform; the other 2 are the best of the rest: old 19 and 18, or those next to them
-    buffer = two_ages(old=20, fresh=1, on_policy_probability=0.0, uniform_share=0.5, inverse_temperature=50.0)
-    drawn = drawn_responses(buffer, 4, 500, step=5)
-    low = sum(n * sum(tokens[0] < 16 or tokens[0] >= 100 for tokens in own) for own, n in drawn.items())
+    buffer = two_ages(old=20, fresh=1, on_policy_probability=0.0, inverse_temperature=50.0)
+    low = sum(token < 16 or token >= 1000 for drawn in drawn_tokens(buffer, 4, 500) for token in drawn)
     # a uniform one of 21 is below 16 or fresh with probability 17 / 21
     assert low / 500 == pytest.approx(2 * 17 / 21, abs=5 * math.sqrt(2 * 17 / 21 * 4 / 21 / 500))
 
 
-def test_a_uniform_share_of_the_places_for_old_prompts():
-    buffer = equal_prompts([0.0, 1.0], inverse_temperature=100.0, uniform_share=0.5)
-    # the softmax always takes the better one: 1/2 + 1/4
-    assert_frequencies(drawn_responses(buffer, 1, 2000), {((0,),): 0.25, ((1,),): 0.75})
+def test_with_m_1_nothing_old_is_drawn_also_where_too_few_are_fresh():
+    buffer = two_ages(old=20, fresh=3, on_policy_probability=1.0)
+    assert sorted(buffer.sample(1, 8, step=5).token_ids_N.unique().tolist()) == [1000, 1001, 1002]
 
 
 def weighted(log_ratios, **settings):
@@ -103,27 +101,18 @@ def test_importance_is_clipped_and_unknown_behaviour_counts_as_1():
     unknown = group.trajectories[2]
     unknown.completion.behaviour_log_probs[:] = np.nan
     packed = pack_group(TrajectoryGroup(id="x", prompt=group.prompt, trajectories=group.trajectories), ("r",))
-    np.testing.assert_allclose(packed.log_importance(), [LOG_IMPORTANCE[1], LOG_IMPORTANCE[0], 0.0])
+    np.testing.assert_allclose(packed.columns["log_importance"], [LOG_IMPORTANCE[1], LOG_IMPORTANCE[0], 0.0])
 
 
 def test_few_fresh_responses_are_not_repeated_while_old_ones_are_left():
     buffer = two_ages(old=20, fresh=1, on_policy_probability=0.75)
-    for _ in range(50):
-        (drawn,) = responses(buffer.sample(1, 4, step=5))
+    for drawn in drawn_tokens(buffer, 4, 50):
         assert len(set(drawn)) == 4
-        assert (100,) in drawn
+        assert 1000 in drawn
 
 
-def test_a_prompt_of_many_responses_without_a_fresh_share():
-    """There are more positions than are looked at one by one."""
-    buffer, group = replay(mix="responses", on_policy_probability=0.0, capacity_per_prompt=5000), Groups()
-    buffer.add(group("a", [[i, j] for i in range(50) for j in range(40)]), step=0)
-    assert len(set(responses(buffer.sample(1, 16, step=5))[0])) == 16
-
-
-@pytest.mark.parametrize("mix", ["prompts", "responses"])
-def test_places_of_one_prompt_share_one_draw(mix):
-    buffer = replay(mix=mix, on_policy_probability=1.0, fresh_steps=10)
+def test_places_of_one_prompt_share_one_draw():
+    buffer = replay(on_policy_probability=1.0, fresh_steps=10)
     buffer.add(Groups()("a", [[i] for i in range(32)]), step=0)
     drawn = [tokens for own in responses(buffer.sample(4, 8, step=0)) for tokens in own]
     assert sorted(drawn) == [(i,) for i in range(32)]
@@ -132,7 +121,7 @@ def test_places_of_one_prompt_share_one_draw(mix):
 
 
 def test_old_prompts_are_visited_again_by_a_share_of_the_places():
-    buffer, group = replay(mix="responses", on_policy_probability=0.5), Groups()
+    buffer, group = replay(on_policy_probability=0.5), Groups()
     for i in range(30):
         buffer.add(group(f"old{i}", [[1], [2]]), step=0)
     for i in range(10):

@@ -1,7 +1,7 @@
 """A saved and restored state continues exactly: a replay buffer with everything inside, and the parts it is made of."""
 
 import json
-from collections import OrderedDict, deque
+from collections import deque
 
 import numpy as np
 import pytest
@@ -28,8 +28,8 @@ def assert_same_batch(left, right):
 
 SETTINGS = {
     "mixed": {"on_policy_probability": 0.5, "deduplicate": False},
-    "softmax": {"on_policy_probability": 0.3, "inverse_temperature": 2.0, "uniform_share": 0.25},
-    "importance": {"on_policy_probability": 0.5, "importance_weighted": True, "mix": "responses"},
+    "softmax": {"on_policy_probability": 0.3, "inverse_temperature": 2.0},
+    "importance": {"on_policy_probability": 0.5, "importance_weighted": True},
     "queue": {"max_uses": 2, "deduplicate": False, "max_waiting_groups": 9},
     "expiry": {"on_policy_probability": 0.5, "lag": "drop", "deduplicate": False},
 }
@@ -49,6 +49,8 @@ def use(buffer, rng, groups, first, last):
         if step % 20 == 0:
             buffer.drop_reference(step // 20)
         batches.append(buffer.sample(3, 3, step=step))
+        if step % 3 == 0 and len(buffer):
+            batches.append(buffer.sample(1, 6, step=step))
     return batches
 
 
@@ -72,6 +74,20 @@ def test_a_restored_buffer_draws_evicts_and_counts_as_it_would_have(name):
     assert contents(again) == contents(buffer)
 
 
+def test_a_buffer_goes_on_with_other_settings():
+    """Scores were stored without a softmax, and nothing was a queue."""
+    buffer, group = replay(on_policy_probability=0.0, deduplicate=False), Groups()
+    buffer.add(group("a", [[5], [6]], rewards=[0.0, 1.0]), step=0)
+    weighted = replay(on_policy_probability=0.0, deduplicate=False, inverse_temperature=1000.0)
+    weighted.load_state(saved_and_read(buffer.state()))
+    weighted.add(group("b", [[7], [8]], rewards=[0.0, 1.0]), step=0)
+    assert sorted(weighted.sample(2, 1, step=0).token_ids_N.tolist()) == [6, 8], "the better of each"
+    queue = replay(max_uses=1, deduplicate=False)
+    queue.load_state(saved_and_read(buffer.state()))
+    assert sorted(queue.sample(1, 2, step=0).token_ids_N.tolist()) == [5, 6]
+    assert len(queue) == 0
+
+
 def test_a_snapshot_does_not_follow_the_buffer():
     buffer, rng, groups = replay(capacity=90), np.random.default_rng(1), Groups()
     use(buffer, rng, groups, 0, 5)
@@ -88,13 +104,21 @@ def test_untouched_capacity_takes_no_room():
     assert sum(tensor.numel() for tensor in take_snapshot(buffer.state()).tensors.values()) < 2**20
 
 
-def test_views_of_one_memory_and_shared_objects_stay_so():
-    column = np.zeros(6, [("a", np.int32), ("b", np.float32)])
-    guard = CollapseGuard()
-    found = saved_and_read({"a": column["a"], "b": column["b"], "view": column["b"].data, "guards": [guard, guard]})
-    found["b"][2] = 1.5
-    assert found["view"][2] == 1.5
-    assert found["a"].tolist() == [0] * 6
+def test_shared_objects_stay_shared_and_arrays_and_bytes_come_back():
+    guard, column = CollapseGuard(), np.arange(6, dtype=np.int16).reshape(2, 3)
+    found = saved_and_read(
+        {
+            "column": column,
+            "every other": column[:, ::2],
+            "bytes": bytearray(b"abc"),
+            "none": bytearray(),
+            "guards": [guard, guard],
+        }
+    )
+    found["column"][0, 0] = 7
+    assert found["column"].tolist() == [[7, 1, 2], [3, 4, 5]]
+    assert found["every other"].tolist() == [[0, 2], [3, 5]]
+    assert (found["bytes"], found["none"]) == (b"abc", b"")
     assert found["guards"][0] is found["guards"][1]
 
 
@@ -102,7 +126,7 @@ def test_containers_come_back_as_they_were():
     value = {
         1: (2.5, float("inf"), None),
         ("a", 0): {3, 4},
-        "order": OrderedDict([(5, None), (2, None)]),
+        "order": {5: None, 2: None},
         "queue": deque([(1, {"x": 0.1})], maxlen=3),
         "bf16": torch.tensor([1.0, 3.0], dtype=torch.bfloat16),
     }

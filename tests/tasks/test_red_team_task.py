@@ -321,7 +321,7 @@ def test_the_real_edition_trains_from_the_command_line_s_settings(models, mode, 
         model={"path": attacker, "device": "cpu"},
         task={"name": "red_team", "red_team": red_team | small},
         generate={"max_new_tokens": 8, "min_new_tokens": 1},
-        replay={"mix": "responses", "on_policy_probability": 0.5},
+        replay={"on_policy_probability": 0.5},
         evaluate={"samples_per_prompt": 32},
         train={"learning_rate": 1e-3},
     )

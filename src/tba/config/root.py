@@ -129,11 +129,9 @@ class Config(Section):
 
     @property
     def fresh_steps(self) -> int:
-        """Number of optimizer steps for which a group is fresh: replay.fresh_steps, or twice the publication interval;
-        1 where the roles take turns, because only what was generated for the step is fresh there."""
-        if self.takes_turns:
-            return 1
-        return self.replay.fresh_steps or 2 * self.train.publish_every
+        """Number of optimizer steps for which a group is fresh: twice the publication interval; 1 where the roles take
+        turns, because only what was generated for the step is fresh there."""
+        return 1 if self.takes_turns else 2 * self.train.publish_every
 
     @property
     def max_lag(self) -> int:
@@ -339,12 +337,6 @@ class Config(Section):
                 f"replay.max_trained_per_generated={reuse:g} cannot be kept in {self.mode} mode, where every step trains on "
                 f"what was generated for it, train.updates_per_batch={updates} times: leave it unset, or change "
                 "train.updates_per_batch."
-            )
-        if self.replay.fresh_steps not in (None, 1):
-            raise ValueError(
-                f"replay.fresh_steps={self.replay.fresh_steps} cannot be kept in {self.mode} mode, where only what was "
-                "generated for a step is fresh: leave it unset, or lower replay.on_policy_probability to mix in older "
-                "responses."
             )
         if self.mode == "fixed_lag" and self.replay.lag == "drop" and self.max_lag < self.lag_steps:
             raise ValueError(

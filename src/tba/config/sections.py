@@ -109,15 +109,10 @@ class ReplayConfig(Section):
     """Most responses held of one prompt; the oldest leave first. None = 100, or four steps' worth where the task has so
     few prompts that this is more."""
     on_policy_probability: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Share m of the prompts of a batch that is drawn from the fresh set; the rest come from all that is stored. With
-    mix=responses it is also the share of fresh responses of each prompt. None = 1 (the paper: .95 for GSM8K, .5 for
-    TL;DR and red-teaming)."""
-    mix: Literal["prompts", "responses"] = "prompts"
-    """What on_policy_probability is a share of: whole prompts of a batch (the paper), or the responses of each prompt,
-    for tasks of one or few prompts, where a batch should hold fresh and old responses side by side."""
-    fresh_steps: int | None = Field(default=None, ge=1)
-    """Number of optimizer steps for which a received group counts as fresh; None = 2 * train.publish_every, or 1 in
-    sync and fixed_lag mode."""
+    """Share m of the prompts of a batch that is drawn from the fresh set, the groups of the last 2 * train.publish_every
+    steps (1 in sync and fixed_lag mode); the rest come from all that is stored. Below 1 a batch of one prompt has fresh
+    and old responses side by side: m is the share of the fresh ones, and half of the old ones is drawn uniformly. None = 1
+    (the paper: .95 for GSM8K, .5 for TL;DR and red-teaming)."""
     inverse_temperature: float = Field(default=0.0, ge=0.0)
     """How much old responses of high reward are preferred: they are drawn with probability ~ exp(inverse_temperature *
     reward); 0 = uniformly."""
@@ -125,9 +120,6 @@ class ReplayConfig(Section):
     """Whether old responses are also drawn with probability ~ reference / behaviour probability when they were
     generated (within exp(-12) and exp(0.5)): what the policy says too often does not fill the draw, and rare finds come
     back."""
-    uniform_share: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of the old responses (mix=prompts: of the old prompts of a batch) that is drawn uniformly where the others
-    are not, by inverse_temperature or importance_weighted."""
     deduplicate: bool | None = None
     """Whether of two responses to a prompt with the same tokens only the newer is held (the paper). None = False: a
     response counts as often as it was sampled, which policy gradients need, and a policy that has become sure of itself

@@ -1,25 +1,25 @@
-"""Between the types that others see and what is stored: a TrajectoryGroup becomes the columns of its responses, and sampled
-rows become the Batch that is trained on.
+"""Between the types that others see and what is stored: a TrajectoryGroup becomes the responses of a prompt's entry, and
+chosen responses become the Batch that is trained on.
 
 Axis letters: P prompts, K places per prompt, R responses of a group, C reward components, N tokens of responses end to end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tba.replay import storage
 from tba.replay.columns import ResponseColumns, columns_of
-from tba.replay.prompts import PromptEntry
-from tba.replay.storage import RowTable, TokenStore
+from tba.replay.sampling import Choice
 from tba.types import NO_ROW, Batch, Totals, TrajectoryGroup, total_reward
 
+NUM_FLOATS = 3
+"""Numbers stored of each token besides its id: log_ref, behaviour and policy log-prob. Step values are a fourth."""
 LARGEST_SCORE = float(np.finfo(np.float32).max)
 """Largest absolute value of a score: an infinite one would make the softmax of its prompt NaN."""
 LOG_IMPORTANCE = (-12.0, 0.5)
@@ -29,68 +29,35 @@ not be drawn again and again; one that it says too often is still drawn now and 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedGroup:
-    """The columns of a group of R responses with N tokens in all."""
+    """Responses of one prompt, as PromptEntry stores them."""
 
-    records: np.ndarray
-    """Token records, int32 [N, 4 or 5], as storage.py describes them."""
-    lengths: np.ndarray
-    """Number of tokens of each response, int64 [R]."""
-    versions: np.ndarray
-    """Version of the weights that generated each response, int64 [R]."""
-    truncated: np.ndarray
-    """Whether each response was cut off at the length limit, bool [R]."""
-    rewards: np.ndarray
-    """Reward components, float32 [R, C], NaN = not applicable."""
+    ids: list[bytes]
+    floats: list[bytes]
+    columns: dict[str, np.ndarray]
+    """`version`, `truncated` and `rewards` as they are stored; `log_importance`, the clipped log of reference / behaviour
+    probability (0 where that is unknown); `has_lag`, whether the policy of some version generated the response."""
     reference_version: int
     """Version of the reference that scored all of them."""
 
     def __len__(self) -> int:
         """Number of responses."""
-        return len(self.lengths)
+        return len(self.ids)
 
-    def stored_bytes(self) -> list[bytes]:
-        """Token ids of each response, as TokenStore.stored_ids has them, as bytes."""
-        ids = self.records[:, storage.ID].tobytes()
-        ends = (self.records.itemsize * np.cumsum(self.lengths)).tolist()
-        return [ids[start:end] for start, end in zip([0, *ends], ends)]
-
-    def has_lag(self) -> np.ndarray:
-        """Whether the policy of some version generated each response, bool [R]. Its log-probs are known only then."""
-        return np.isfinite(self._sums(self._floats(storage.POLICY)))
-
-    def log_importance(self) -> np.ndarray:
-        """Clipped log of reference / behaviour probability of each response, float32 [R]; 0 where that is unknown."""
-        per_token = self._floats(storage.LOG_REF).astype(np.float64) - self._floats(storage.BEHAVIOUR)
-        known = np.nan_to_num(self._sums(per_token), nan=0.0)
-        return known.clip(*LOG_IMPORTANCE).astype(np.float32)
-
-    def as_of(self, version: int) -> PackedGroup:
-        """The same responses, those of later versions counted as of this one."""
-        return replace(self, versions=np.minimum(self.versions, version))
-
-    def take(self, keep: np.ndarray) -> PackedGroup:
-        """The responses where `keep`, bool [R], is true, in order."""
+    def take(self, responses: Sequence[int]) -> PackedGroup:
+        """Some of the responses, in the order given."""
+        if len(responses) == len(self):
+            return self
         return PackedGroup(
-            records=self.records[np.repeat(keep, self.lengths)],
-            lengths=self.lengths[keep],
-            versions=self.versions[keep],
-            truncated=self.truncated[keep],
-            rewards=self.rewards[keep],
+            ids=[self.ids[r] for r in responses],
+            floats=[self.floats[r] for r in responses],
+            columns={name: column[responses] for name, column in self.columns.items()},
             reference_version=self.reference_version,
         )
 
-    def _floats(self, column: int) -> np.ndarray:
-        return self.records.view(np.float32)[:, column]
-
-    def _sums(self, per_token: np.ndarray) -> np.ndarray:
-        """Sum over the tokens of each response; NaN where one of them is."""
-        starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
-        return np.add.reduceat(per_token, starts)
-
 
 def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_values: bool = False) -> PackedGroup:
-    """Check a group, which holds at least one trajectory, and flatten it into columns. `step_values` says whether the
-    Monte-Carlo values of its responses are kept."""
+    """Check a group, which holds at least one trajectory, and pack it. `step_values` says whether the Monte-Carlo values of
+    its responses are kept."""
     columns = columns_of(group)
     _check(columns, group.id, reward_names)
     reference_versions = set(columns.reference_versions)
@@ -98,25 +65,32 @@ def pack_group(group: TrajectoryGroup, reward_names: Sequence[str], *, step_valu
         raise ValueError(
             f"group {group.id} mixes reference versions {sorted(reference_versions)}: send one group for each."
         )
-    records = storage.pack_tokens(
-        columns.token_ids,
-        columns.loss_mask,
-        columns.log_ref,
-        columns.behaviour,
-        columns.policy,
-        _step_values(columns, group.id) if step_values else None,
-    )
+    per_token = [columns.log_ref, columns.behaviour, columns.policy]
+    if step_values:
+        per_token.append(_step_values(columns, group.id))
+    log_importance = np.add.reduceat(columns.log_ref.astype(np.float64) - columns.behaviour, columns.starts)
     # A reward beyond float32 becomes infinite here, without a warning; combine_rewards makes its score finite again.
     with np.errstate(over="ignore"):
         rewards = columns.components(reward_names).astype(np.float32)
     return PackedGroup(
-        records=records,
-        lengths=columns.lengths,
-        versions=columns.versions,
-        truncated=np.array([finish == "length" for finish in columns.finishes]),
-        rewards=rewards,
+        ids=cut(np.where(columns.loss_mask, columns.token_ids, ~columns.token_ids).tobytes(), columns.lengths),
+        floats=cut(np.stack(per_token, axis=1).tobytes(), columns.lengths),
+        columns={
+            "version": columns.versions.astype(np.int32),
+            "truncated": np.array([finish == "length" for finish in columns.finishes]),
+            "rewards": rewards,
+            "log_importance": np.nan_to_num(log_importance, nan=0.0).clip(*LOG_IMPORTANCE).astype(np.float32),
+            # The policy's log-probs are known only of what it generated.
+            "has_lag": np.isfinite(np.add.reduceat(columns.policy, columns.starts)),
+        },
         reference_version=reference_versions.pop(),
     )
+
+
+def cut(memory: bytes, lengths: np.ndarray) -> list[bytes]:
+    """The memory of each response, in proportion to its number of tokens."""
+    width = len(memory) // max(1, int(lengths.sum()))
+    return [memory[start:end] for start, end in pairwise(accumulate((width * lengths).tolist(), initial=0))]
 
 
 def _check(columns: ResponseColumns, group_id: str, reward_names: Sequence[str]) -> None:
@@ -148,49 +122,48 @@ def combine_rewards(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return score.clip(-LARGEST_SCORE, LARGEST_SCORE).astype(np.float32)
 
 
-def token_keys(stored_ids: Sequence[bytes], entry: int) -> list[int]:
-    """64 bits for each response made from its tokens and the index of their prompt entry, the same in every process."""
-    digests = b"".join([blake2b(ids, digest_size=8).digest() for ids in stored_ids])
-    # The multiplier, 2^64 over the golden ratio, spreads the small indices of entries over all bits (Fibonacci hashing).
-    offset = np.uint64(entry * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
-    return (np.frombuffer(digests, "<u8") + offset).tolist()
+def unpack_ids(ids: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Stored ids -> token ids int64 [N], loss mask bool [N]."""
+    stored = np.frombuffer(ids, np.int32).astype(np.int64)
+    chosen = stored >= 0
+    return np.where(chosen, stored, ~stored), chosen
 
 
-def make_batch(
-    chosen: Sequence[tuple[PromptEntry, np.ndarray]],
-    samples_per_prompt: int,
-    *,
-    table: RowTable,
-    token_store: TokenStore,
-    reward_names: Sequence[str],
-) -> Batch:
-    """Tensors of the sampled rows, at least one and at most K of each prompt. Places beyond a prompt's rows repeat its first
-    response with weight 0, which costs nothing: equal responses are computed once."""
-    entries, K = [entry for entry, _ in chosen], samples_per_prompt
-    real_PK = np.arange(K) < np.array([len(rows) for _, rows in chosen])[:, None]
-    rows_PK = np.stack([np.concatenate([rows, np.repeat(rows[:1], K - len(rows))]) for _, rows in chosen])
-    records, lengths = token_store.read(rows_PK.ravel()), token_store.length[rows_PK.ravel()]
-    ids_N, loss_mask_N = storage.unpack_ids(records)
-    floats = records.view(np.float32)
-    has_step_values = floats.shape[1] > storage.WIDTH
+def make_batch(chosen: Choice, samples_per_prompt: int, *, reward_names: Sequence[str]) -> Batch:
+    """Tensors of the chosen responses, at least one and at most K of each prompt. Places beyond a prompt's responses repeat
+    its first one with weight 0, which costs nothing: equal responses are computed once."""
+    K = samples_per_prompt
+    real_PK = np.arange(K) < np.array([len(positions) for _, positions in chosen])[:, None]
+    padded = [(entry, _padded(own, K)) for entry, own in chosen]
+    ids = [entry.ids[position] for entry, own in padded for position in own.tolist()]
+    lengths = np.array([len(own) // 4 for own in ids], np.int64)
+    ids_N, loss_mask_N = unpack_ids(b"".join(ids))
+    joined = b"".join([entry.floats[position] for entry, own in padded for position in own.tolist()])
+    floats = np.frombuffer(joined, np.float32).reshape(len(ids_N), -1)
+
+    def column(name: str) -> np.ndarray:
+        values = np.concatenate([entry.columns[name][own] for entry, own in padded])
+        return values.reshape(len(padded), K, *values.shape[1:])
+
+    rewards_PKC = column("rewards")
     return Batch(
-        prompt_ids=tuple(entry.prompt_id for entry in entries),
-        prompt_tokens=_prompt_tokens(entries),
+        prompt_ids=tuple(entry.prompt_id for entry, _ in chosen),
+        prompt_tokens=_prompt_tokens([entry.prompt_tokens for entry, _ in chosen]),
         token_ids_N=torch.from_numpy(ids_N),
-        offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])),
+        offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])),
         loss_mask_N=torch.from_numpy(loss_mask_N),
-        log_ref_N=_tensor(floats[:, storage.LOG_REF], np.float32),
-        behaviour_N=_tensor(floats[:, storage.BEHAVIOUR], np.float32),
-        policy_N=_tensor(floats[:, storage.POLICY], np.float32),
-        step_values_N=_tensor(floats[:, storage.STEP_VALUE], np.float32) if has_step_values else None,
-        rewards=_components(table.rewards[rows_PK], reward_names),
-        reward_PK=_tensor(table.score[rows_PK], np.float32),
+        log_ref_N=_tensor(floats[:, 0], np.float32),
+        behaviour_N=_tensor(floats[:, 1], np.float32),
+        policy_N=_tensor(floats[:, 2], np.float32),
+        step_values_N=_tensor(floats[:, 3], np.float32) if floats.shape[1] > NUM_FLOATS else None,
+        rewards={name: _tensor(rewards_PKC[:, :, c], np.float32) for c, name in enumerate(reward_names)},
+        reward_PK=_tensor(column("score"), np.float32),
         weight_PK=_tensor(real_PK, np.float32),
-        version_PK=_tensor(table.version[rows_PK], np.int64),
-        truncated_PK=_tensor(table.truncated[rows_PK], np.bool_),
-        rows_PK=_tensor(np.where(real_PK, rows_PK, NO_ROW), np.int64),
+        version_PK=_tensor(column("version"), np.int64),
+        truncated_PK=_tensor(column("truncated"), np.bool_),
+        rows_PK=_tensor(np.where(real_PK, column("arrival"), NO_ROW), np.int64),
         totals=Totals(
-            prompts=len(entries),
+            prompts=len(chosen),
             responses=int(real_PK.sum()),
             # Tokens of the repeats have no part in the loss, so they do not count in its normalisation either.
             tokens=int((loss_mask_N & np.repeat(real_PK.ravel(), lengths)).sum()),
@@ -198,14 +171,13 @@ def make_batch(
     )
 
 
-def _prompt_tokens(entries: Sequence[PromptEntry]) -> tuple[Tensor, ...]:
+def _padded(positions: np.ndarray, count: int) -> np.ndarray:
+    return np.concatenate([positions, np.repeat(positions[:1], count - len(positions))])
+
+
+def _prompt_tokens(prompts: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
     """Views of one tensor: one conversion instead of P."""
-    tokens = _tensor(np.concatenate([entry.prompt_tokens for entry in entries]), np.int64)
-    return torch.split(tokens, [len(entry.prompt_tokens) for entry in entries])
-
-
-def _components(rewards_PKC: np.ndarray, reward_names: Sequence[str]) -> Mapping[str, Tensor]:
-    return {name: _tensor(rewards_PKC[:, :, c], np.float32) for c, name in enumerate(reward_names)}
+    return torch.split(_tensor(np.concatenate(prompts), np.int64), [len(prompt) for prompt in prompts])
 
 
 def _tensor(values: np.ndarray, dtype: type) -> Tensor:

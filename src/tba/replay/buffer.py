@@ -1,25 +1,24 @@
-"""The replay buffer: add groups as they arrive, sample P prompts x K responses by the paper's mixed rule.
+"""The replay buffer: add groups as they arrive, sample P prompts x K responses in the order of their arrival (the default)
+or by the paper's mixed rule.
 
-Read in this order: this file; sampling.py (the rules by which responses are drawn); prompts.py (one prompt's responses, and
-which prompt is next); storage.py (where the numbers lie).
+Read in this order: this file; prompts.py (one prompt's responses, and which prompt is next); sampling.py (the rules by which
+a batch is chosen); batching.py (what is stored of a group, and how a batch is made of it).
 
-A row is the number of one stored response; an arrival number counts responses in the order in which they were stored.
+An arrival number counts responses in the order in which they were stored, and names a response for good.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tba.config import ReplayConfig
-from tba.replay.batching import PackedGroup, combine_rewards, make_batch, pack_group, token_keys
-from tba.replay.prompts import GroupQueue, PromptDraws, PromptEntry
-from tba.replay.sampling import MixedSelector, Selector, SoftmaxSelector, UniformSelector
-from tba.replay.storage import NO_LAG, WIDTH, AgeOrder, RowTable, TokenIndex, TokenStore, unpack_ids
+from tba.replay.batching import PackedGroup, combine_rewards, cut, make_batch, pack_group, unpack_ids
+from tba.replay.prompts import PromptDraws, PromptEntry
+from tba.replay.sampling import BufferedGroup, Choice, GroupQueue, MixedRule
 from tba.types import Batch, GroupId, HighWaterMarks, Prompt, TrajectoryGroup
 
 ScoreFunction = Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]
@@ -54,64 +53,44 @@ class ReplayBuffer:
         the score of cut-off responses, None = they keep their own. `max_waiting_groups` bounds the queue of
         replay.max_uses, None = no bound."""
         self.config = config
-        self._deduplicate = bool(config.deduplicate)
-        self._capacity_per_prompt = config.capacity_per_prompt or config.capacity
-        self._step_values = step_values
-        self._truncated_reward = truncated_reward
-        self._max_waiting_groups = max_waiting_groups
         self.fresh_steps = fresh_steps
         self.rng = np.random.Generator(np.random.PCG64(seed))
         """All randomness of sampling; `rng.bit_generator.state` restores it."""
         self.reward_names = tuple(reward_names)
         self._reward_weights = np.array(reward_weights, np.float64)
-        self._marks = HighWaterMarks()
-        """Which groups have come, so that one that is sent again is ignored."""
-        self._next_arrival = 0
-        """Arrival number that the next stored response will have."""
+        self._step_values = step_values
+        self._truncated_reward = truncated_reward
+        self._capacity_per_prompt = config.capacity_per_prompt or config.capacity
+        self._mixed = MixedRule(1.0 if config.on_policy_probability is None else config.on_policy_probability)
+        self._queue = None if config.max_uses is None else GroupQueue(config.max_uses, max_waiting=max_waiting_groups)
+        """Groups in the order of their arrival; None without replay.max_uses."""
+        self._entries: dict[int, PromptEntry] = {}
+        """Entries by index; each has at least one response."""
+        self._entry_of: dict[tuple[str, int], PromptEntry] = {}
+        """The same entries by prompt id and reference version."""
+        self._groups: deque[BufferedGroup] = deque()
+        """All groups, oldest first; those whose responses have all left may still be listed."""
+        self._draws: dict[int, PromptDraws] = {}
+        """Prompts to draw by reference version: a batch never mixes references."""
+        self._of_version: dict[int, list[tuple[int, list[int]]]] = {}
+        """(entry, arrival numbers) by the version that their lag is counted from, with replay.lag=drop. Responses that have
+        left may still be listed."""
         self._first_arrivals: deque[tuple[int, int]] = deque()
-        """(step, arrival number of its first row) for the steps of the fresh window."""
+        """(step, arrival number of its first response) for the steps of the fresh window."""
+        self.marks = HighWaterMarks()
+        """Which groups have come, so that one that is sent again is ignored."""
+        self._next_arrival = self._next_entry = 0
+        """Arrival number of the next response, index of the next entry."""
+        self._num_responses = self._num_tokens = 0
         self._oldest_reference: int | None = None
         """Oldest reference version that is still taken, None = every one."""
         self._counts = dict.fromkeys(("duplicates", "evicted", "expired", "refused", "dropped"), 0)
         self._ages = np.zeros(0, np.int64)
         """Step - version of each response of the last sample."""
-        self._clear()
-
-    def _clear(self) -> None:
-        """Begin with nothing stored; what was counted, and which groups came before, is kept."""
-        capacity = self.config.capacity
-        self._token_store = TokenStore(capacity, width=WIDTH + self._step_values)
-        self._table = RowTable(capacity, num_rewards=len(self.reward_names))
-        self._order = AgeOrder(capacity)
-        self._index = TokenIndex(capacity)
-        self._entries: dict[int, PromptEntry] = {}
-        """Entries by index; each has at least one row."""
-        self._entry_of: dict[tuple[str, int], PromptEntry] = {}
-        """The same entries by prompt id and reference version."""
-        self._next_entry = 0
-        self._draws: dict[int, PromptDraws] = {}
-        """Prompts to draw by reference version: a batch never mixes references."""
-        config, table = self.config, self._table
-        waiting = self._max_waiting_groups
-        self._queue = None if config.max_uses is None else GroupQueue(config.max_uses, max_waiting=waiting)
-        """Groups in the order of their arrival; None without replay.max_uses."""
-        self._rows_of_version: dict[int, list[int]] = {}
-        """Rows by the version that their lag is counted from, with replay.lag=drop. Rows that have left may still be listed:
-        taking them out would cost a search for each."""
-        self._selector: Selector = UniformSelector()
-        if config.inverse_temperature > 0 or config.importance_weighted:
-            importance = table.log_importance if config.importance_weighted else None
-            self._selector = SoftmaxSelector(config.inverse_temperature, table.score, importance)
-        self._mixed = MixedSelector(
-            1.0 if config.on_policy_probability is None else config.on_policy_probability,
-            self._selector,
-            uniform_share=config.uniform_share,
-            by_response=config.mix == "responses",
-        )
 
     def __len__(self) -> int:
         """Number of stored responses."""
-        return len(self._table)
+        return self._num_responses
 
     @property
     def num_prompts(self) -> int:
@@ -123,33 +102,28 @@ class ReplayBuffer:
 
     def has_received(self, group_id: str) -> bool:
         """Whether a group of this id came before, also where none of its responses is stored."""
-        return self._marks.passed(GroupId.parse(group_id))
-
-    @property
-    def marks(self) -> HighWaterMarks:
-        """Which groups have come."""
-        return self._marks
+        return self.marks.passed(GroupId.parse(group_id))
 
     def add(self, group: TrajectoryGroup, *, step: int) -> int:
         """Store a group that arrived at an optimizer step; returns the number of its responses that were stored. A group id
         that came before is ignored. Responses of a version after that step, which a trainer that died had published, count
         as of the step: their weights are gone, and no lag is negative."""
         group_id = GroupId.parse(group.id)
-        if self._marks.passed(group_id):
+        if self.marks.passed(group_id):
             return 0
         if not group.trajectories:
-            self._marks.raise_to(group_id)
+            self.marks.raise_to(group_id)
             return 0
         # What may raise comes before anything is changed: a group that is wrong leaves the buffer as it was.
-        packed = pack_group(group, self.reward_names, step_values=self._step_values).as_of(step)
+        packed = pack_group(group, self.reward_names, step_values=self._step_values)
         entry = self._find_entry(group.prompt, packed.reference_version)
-        self._marks.raise_to(group_id)
+        self.marks.raise_to(group_id)
         if self._oldest_reference is not None and packed.reference_version < self._oldest_reference:
             self._counts["refused"] += len(packed)
             return 0
-        packed, keys = self._distinct(packed, entry)
-        self._evict_for(packed, keys, entry)
-        self._store(packed, keys, entry, step)
+        packed = self._distinct(packed)
+        self._make_room(packed, entry)
+        self._store(packed, entry, step)
         return len(packed)
 
     def sample(
@@ -157,30 +131,21 @@ class ReplayBuffer:
     ) -> Batch:
         """P prompts x K responses, all of one reference version (None = the newest stored), by the mixed rule, or with
         replay.max_uses in the order of arrival. A prompt that has fewer than K fills its places with weight 0."""
-        version = self._version_to_sample(reference_version)
+        version, K = self._version_to_sample(reference_version), samples_per_prompt
+        used_up: Choice = []
         if self._queue is not None:
-            chosen, used_up = self._draw_from_queue(self._queue, num_prompts, samples_per_prompt, version)
+            chosen, used_up = self._queue.choose(self._entries, num_prompts, K, self.rng, reference_version=version)
         else:
             draws = self._draws[version]
-            draws.refresh(self._entries, window_start=self._window_start(step), at_least=num_prompts)
-            chosen = self._mixed.choose(self._entries, draws, num_prompts, samples_per_prompt, self.rng)
-            used_up = np.zeros(0, np.int64)
-        rows = np.concatenate([own for _, own in chosen])
-        self._ages = step - self._table.version[rows].astype(np.int64)
-        batch = make_batch(
-            chosen,
-            samples_per_prompt,
-            table=self._table,
-            token_store=self._token_store,
-            reward_names=self.reward_names,
-        )
-        self._remove(used_up)  # only now: the batch was copied out of these rows
+            newest_first = (group.entry for group in reversed(self._groups))
+            start = self._window_start(step)
+            draws.refresh(self._entries, newest_first, window_start=start, at_least=num_prompts)
+            chosen = self._mixed.choose(self._entries, num_prompts, K, self.rng, draws=draws)
+        self._ages = step - np.concatenate([entry.columns["version"][own] for entry, own in chosen]).astype(np.int64)
+        batch = make_batch(chosen, K, reward_names=self.reward_names)
+        for entry, positions in used_up:  # only now: the batch was copied out of them
+            self._remove(entry, positions)
         return batch
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of groups in the queue of replay.max_uses."""
-        return 0 if self._queue is None else len(self._queue)
 
     def can_fill(self, num_prompts: int, *, prompts_of_task: int, lost: Collection[str] = ()) -> bool:
         """Whether a batch of so many prompts can be sampled. A task of fewer prompts repeats them within a batch, and those
@@ -200,38 +165,36 @@ class ReplayBuffer:
     def expire(self, oldest_version: int) -> int:
         """Remove the responses of earlier versions (replay.lag=drop); returns their number. Imported responses and those of
         the reference have no lag and stay."""
-        old = [version for version in self._rows_of_version if version < oldest_version]
-        listed = [(row, version) for version in old for row in self._rows_of_version.pop(version)]
-        # A listed row may have left, and may have been given to a response of another version since.
-        rows = {
-            row for row, version in listed if self._token_store.holds(row) and self._table.lag_version[row] == version
-        }
-        self._remove(np.fromiter(rows, np.int64))
-        self._counts["expired"] += len(rows)
-        return len(rows)
+        before = len(self)
+        for version in [version for version in self._of_version if version < oldest_version]:
+            for index, arrivals in self._of_version.pop(version):
+                entry = self._entries.get(index)
+                if entry is not None:
+                    self._remove(entry, entry.find(arrivals))
+        self._counts["expired"] += before - len(self)
+        return before - len(self)
 
     def drop_reference(self, version_below: int) -> int:
         """Remove, and refuse from now on, what a reference before this version scored; returns the number of responses
         removed."""
         self._oldest_reference = max(version_below, self._oldest_reference or 0)
-        entries = [entry for entry in self._entries.values() if entry.reference_version < version_below]
-        removed = sum(entry.num_rows for entry in entries)
-        # Mostly everything goes: beginning anew gives all memory back, and touches no row.
-        if removed == len(self):
-            self._clear()
-        else:
-            for entry in entries:
-                self._remove(entry.rows())
-        self._counts["dropped"] += removed
-        return removed
+        before = len(self)
+        for entry in [entry for entry in self._entries.values() if entry.reference_version < version_below]:
+            self._remove(entry, entry.live())
+        if self._queue is not None:
+            self._queue.forget_empty(self._entries)
+        self._counts["dropped"] += before - len(self)
+        return before - len(self)
 
     def recompute_reference(self, version: int, score: ScoreFunction) -> int:
         """Replace every log_ref by the one of the reference `version`; returns the number of responses scored anew."""
         for entry in self._entries.values():
-            rows = entry.rows()
-            ids = [unpack_ids(self._token_store.read(np.array([row])))[0] for row in rows.tolist()]
-            for row, log_ref in zip(rows.tolist(), score([entry.prompt_tokens] * len(ids), ids)):
-                self._token_store.set_log_ref(row, log_ref)
+            positions = entry.live().tolist()
+            ids = [unpack_ids(entry.ids[position])[0] for position in positions]
+            for position, log_ref in zip(positions, score([entry.prompt_tokens] * len(ids), ids)):
+                floats = np.frombuffer(entry.floats[position], np.float32).reshape(len(log_ref), -1).copy()
+                floats[:, 0] = log_ref
+                entry.floats[position] = floats.tobytes()
             entry.reference_version = version
         self._entry_of = {(entry.prompt_id, version): entry for entry in self._entries.values()}
         if self._draws:
@@ -246,7 +209,7 @@ class ReplayBuffer:
         return {
             "responses": float(len(self)),
             "prompts": float(self.num_prompts),
-            "tokens": float(self._token_store.live_tokens),
+            "tokens": float(self._num_tokens),
             "age_mean": float(ages.mean()),
             "age_p50": float(p50),
             "age_p90": float(p90),
@@ -256,156 +219,155 @@ class ReplayBuffer:
 
     def state(self) -> dict[str, Any]:
         """What is stored, in which order it will be drawn, what was counted, and the random state: everything but the
-        settings."""
-        return {name: value for name, value in vars(self).items() if name != "config"}
+        settings. Responses of all prompts lie end to end: a few large arrays are written faster than many small ones."""
+        entries = list(self._entries.values())
+        live = [entry.live() for entry in entries]
+        ids = [e.ids[position] for e, own in zip(entries, live) for position in own.tolist()]
+        floats = [e.floats[position] for e, own in zip(entries, live) for position in own.tolist()]
+        names = [name for name in entries[0].columns if name != "logit"] if entries else []
+        return {
+            **{name: getattr(self, name) for name in STATE},
+            "entries": [
+                (e.index, e.prompt_id, e.reference_version, e.newest_group_arrival, len(own), len(e.prompt_tokens))
+                for e, own in zip(entries, live)
+            ],
+            "prompt_tokens": np.concatenate([entry.prompt_tokens for entry in entries]) if entries else None,
+            "columns": {
+                name: np.concatenate([e.columns[name][own] for e, own in zip(entries, live)]) for name in names
+            },
+            "lengths": np.array([len(own) // 4 for own in ids], np.int64),
+            "ids": bytearray().join(ids),
+            "floats": bytearray().join(floats),
+            "groups": _numbers(self._groups),
+            "queue": None if self._queue is None else _numbers(self._queue.groups),
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of a buffer with the same settings: later draws are those that it would have made."""
-        vars(self).update(state)
+        """Continue from a state; with the settings of the buffer it is of, later draws are those that it would have made."""
+        for name in STATE:
+            setattr(self, name, state[name])
+        self._groups = deque(BufferedGroup(*group) for group in state["groups"].tolist())
+        if self._queue is not None:
+            queued = state["groups"] if state["queue"] is None else state["queue"]
+            self._queue.groups = deque(BufferedGroup(*group) for group in queued.tolist())
+        columns = self._with_logits(state["columns"])
+        ids, floats = (cut(state[name], state["lengths"]) for name in ("ids", "floats"))
+        self._entries, self._entry_of, first, first_token = {}, {}, 0, 0
+        for index, prompt_id, reference_version, newest_group_arrival, num_responses, num_tokens in state["entries"]:
+            own, prompt_tokens = slice(first, first + num_responses), slice(first_token, first_token + num_tokens)
+            prompt = Prompt(id=prompt_id, token_ids=state["prompt_tokens"][prompt_tokens], text="")
+            entry = self._make_entry(index, prompt, reference_version)
+            entry.append(ids[own], floats[own], {name: column[own] for name, column in columns.items()})
+            entry.newest_group_arrival = newest_group_arrival
+            self._entries[index] = self._entry_of[prompt_id, reference_version] = entry
+            first, first_token = own.stop, prompt_tokens.stop
+
+    def _make_entry(self, index: int, prompt: Prompt, reference_version: int) -> PromptEntry:
+        tokens = np.array(prompt.token_ids, np.int32)
+        return PromptEntry(
+            index, prompt.id, tokens, reference_version, position_of={} if self.config.deduplicate else None
+        )
 
     def _find_entry(self, prompt: Prompt, reference_version: int) -> PromptEntry:
-        """The prompt's entry. A new one is not registered before it has a row: what follows may still raise or refuse."""
+        """The prompt's entry. A new one is registered once it has a response: what follows may still raise or refuse."""
         entry = self._entry_of.get((prompt.id, reference_version))
         if entry is None:
-            tokens = np.array(prompt.token_ids, np.int32)
-            return PromptEntry(self._next_entry, prompt.id, tokens, reference_version)
+            return self._make_entry(self._next_entry, prompt, reference_version)
         if not np.array_equal(entry.prompt_tokens, prompt.token_ids):
             raise ValueError(f"prompt {prompt.id!r} came with other tokens than before: prompt ids must be unique.")
         return entry
 
-    def _distinct(self, packed: PackedGroup, entry: PromptEntry) -> tuple[PackedGroup, list[int]]:
-        """The group without copies inside it (the last one stays) and without more than fits, and a key for each response
-        (none without deduplication)."""
-        keep = np.ones(len(packed), np.bool_)
-        keys: list[int] = []
-        if self._deduplicate:
-            ids = packed.stored_bytes()
-            last = {tokens: response for response, tokens in enumerate(ids)}
-            distinct = sorted(last.values())
-            keep[:] = False
-            keep[distinct] = True
-            keys = token_keys([ids[response] for response in distinct], entry.index)
-            self._counts["duplicates"] += len(packed) - len(distinct)
+    def _distinct(self, packed: PackedGroup) -> PackedGroup:
+        """The group without copies inside it (the last one stays) and without more than fits."""
+        keep = list(range(len(packed)))
+        if self.config.deduplicate:
+            keep = sorted({tokens: response for response, tokens in enumerate(packed.ids)}.values())
+            self._counts["duplicates"] += len(packed) - len(keep)
         # A group larger than a capacity would evict its own responses; the last of them stay, as of equal ones.
-        most = min(self.config.capacity, self._capacity_per_prompt)
-        too_many = max(0, int(keep.sum()) - most)
-        keep[np.flatnonzero(keep)[:too_many]] = False
-        return packed if keep.all() else packed.take(keep), keys[too_many:]
+        return packed.take(keep[-min(self.config.capacity, self._capacity_per_prompt) :])
 
-    def _evict_for(self, packed: PackedGroup, keys: list[int], entry: PromptEntry) -> None:
+    def _make_room(self, packed: PackedGroup, entry: PromptEntry) -> None:
         """Remove what the group replaces or leaves no capacity for: older copies first, then the prompt's oldest, then the
         oldest of all. In another order copies would count twice against a capacity, and others would leave for them."""
-        copies = self._copies(packed, keys, entry)
-        self._counts["duplicates"] += len(copies)
-        self._remove(np.array(copies, np.int64), keep=entry)
-        excess = entry.num_rows + len(packed) - self._capacity_per_prompt
-        self._evict(entry.oldest(max(0, excess)), entry)
-        excess = len(self) + len(packed) - self.config.capacity
-        self._evict(islice(self._order, max(0, excess)), entry)
+        if entry.position_of:
+            copies = [position for tokens in packed.ids if (position := entry.position_of.get(tokens)) is not None]
+            self._counts["duplicates"] += len(copies)
+            self._remove(entry, np.array(copies, np.int64), keep=entry)
+        self._evict(entry, entry.num_responses + len(packed) - self._capacity_per_prompt, keep=entry)
+        while (excess := len(self) + len(packed) - self.config.capacity) > 0:
+            oldest = self._groups[0]
+            num_stored = len(oldest.positions(self._entries))
+            if num_stored <= excess:
+                self._groups.popleft()
+            if num_stored:  # they are the oldest of their entry
+                self._evict(self._entries[oldest.entry], min(excess, num_stored), keep=entry)
 
-    def _copies(self, packed: PackedGroup, keys: list[int], entry: PromptEntry) -> list[int]:
-        """Stored rows of this entry with the same tokens as a response of the group."""
-        if not keys:
-            return []
-        ids = packed.stored_bytes()
-        return [
-            row
-            for response, row in self._index.find(keys)
-            if self._table.entry[row] == entry.index and self._token_store.stored_ids(row).tobytes() == ids[response]
-        ]
+    def _evict(self, entry: PromptEntry, count: int, *, keep: PromptEntry) -> None:
+        """Remove the oldest responses of an entry."""
+        if count > 0:
+            self._counts["evicted"] += count
+            self._remove(entry, entry.oldest(count), keep=keep)
 
-    def _evict(self, rows: Iterable[int], keep: PromptEntry) -> None:
-        evicted = np.fromiter(rows, np.int64)  # collected first: the order may not change while it is walked through
-        self._counts["evicted"] += len(evicted)
-        self._remove(evicted, keep=keep)
+    def _remove(self, entry: PromptEntry, positions: np.ndarray, *, keep: PromptEntry | None = None) -> None:
+        """Take responses out; an entry left empty goes too, except the one about to be filled."""
+        self._num_tokens -= entry.discard(positions)
+        self._num_responses -= len(positions)
+        if entry.num_responses == 0 and entry is not keep:
+            draws = self._draws[entry.reference_version]
+            draws.remove(entry.index)
+            if not len(draws.all):
+                del self._draws[entry.reference_version]
+            del self._entries[entry.index]
+            del self._entry_of[entry.prompt_id, entry.reference_version]
 
-    def _remove(self, rows: np.ndarray, *, keep: PromptEntry | None = None) -> None:
-        """Take rows out of everything; an entry left empty goes too, except the one about to be filled."""
-        if not len(rows):
-            return
-        positions: dict[int, list[int]] = {}
-        for index, position in zip(self._table.entry[rows].tolist(), self._table.position[rows].tolist()):
-            positions.setdefault(index, []).append(position)
-        freed = [(self._entries[index], own) for index, own in positions.items()]
-        for entry, own in freed:
-            entry.discard(own)
-        self._selector.remove(freed)  # after every discard: it looks at which entries are empty now
-        self._order.remove(rows.tolist())
-        if self._deduplicate:
-            self._index.remove(rows.tolist())
-        self._token_store.free(rows)
-        self._table.release(rows)
-        for entry, _ in freed:
-            if entry.num_rows == 0 and entry is not keep:
-                self._remove_entry(entry)
-
-    def _remove_entry(self, entry: PromptEntry) -> None:
-        draws = self._draws[entry.reference_version]
-        draws.remove(entry.index)
-        if not len(draws):
-            del self._draws[entry.reference_version]
-        del self._entries[entry.index]
-        del self._entry_of[entry.prompt_id, entry.reference_version]
-
-    def _store(self, packed: PackedGroup, keys: list[int], entry: PromptEntry, step: int) -> None:
-        rows = self._table.allocate(len(packed))
-        # Columns come before `_append`: the selector makes its sums from the scores.
-        self._token_store.write(rows, packed.records, packed.lengths)
-        self._write_columns(rows, packed, entry)
-        self._order.append(rows)
-        if keys:
-            self._index.insert(rows.tolist(), keys)
-        self._append(rows, entry)
-        self._register(entry)
-        if not self._first_arrivals or self._first_arrivals[-1][0] < step:
-            self._first_arrivals.append((step, self._next_arrival))
-            self._window_start(step)  # forgets steps that are no longer fresh: a queue never asks
-        first_arrival, self._next_arrival = self._next_arrival, self._next_arrival + len(rows)
-        if self._queue is not None:
-            for group in self._queue.append(entry.index, first_arrival, self._next_arrival):
-                too_old = group.rows(self._entries)
-                self._counts["expired"] += len(too_old)
-                self._remove(too_old)
-
-    def _write_columns(self, rows: np.ndarray, packed: PackedGroup, entry: PromptEntry) -> None:
-        table = self._table
-        table.entry[rows] = entry.index
-        table.version[rows] = packed.versions
-        table.truncated[rows] = packed.truncated
-        table.rewards[rows] = packed.rewards
-        score = combine_rewards(packed.rewards, self._reward_weights)
+    def _store(self, packed: PackedGroup, entry: PromptEntry, step: int) -> None:
+        first, end = self._next_arrival, self._next_arrival + len(packed)
+        columns = dict(packed.columns)
+        has_lag = columns.pop("has_lag")
+        columns["arrival"] = arrival = np.arange(first, end)
+        columns["version"] = version = np.minimum(columns["version"], step)
+        columns["score"] = score = combine_rewards(columns["rewards"], self._reward_weights)
         if self._truncated_reward is not None:
-            score[packed.truncated] = self._truncated_reward
-        table.score[rows] = score
-        if self.config.importance_weighted:
-            table.log_importance[rows] = packed.log_importance()
+            score[columns["truncated"]] = self._truncated_reward
+        entry.append(packed.ids, packed.floats, self._with_logits(columns))
+        self._next_arrival = end
+        self._num_responses += len(packed)
+        self._num_tokens += sum(map(len, packed.ids)) // 4
         if self.config.lag == "drop":
-            table.lag_version[rows] = np.where(packed.has_lag(), packed.versions, NO_LAG)
-            for row, version in zip(rows.tolist(), table.lag_version[rows].tolist()):
-                if version != NO_LAG:
-                    self._rows_of_version.setdefault(version, []).append(row)
-
-    def _append(self, rows: np.ndarray, entry: PromptEntry) -> None:
-        """List rows in their entry; the selector's sums follow."""
-        # Compacting moves rows to other positions, and the columns and the selector must follow.
-        compacted = entry.needs_compacting(len(rows))
-        if compacted:
-            moved = entry.compact(len(rows))
-            self._table.position[moved] = np.arange(len(moved))
-        positions = entry.append(rows, self._next_arrival)
-        self._table.position[rows] = positions
-        if compacted:
-            self._selector.rebuild(entry)
-        else:
-            self._selector.insert(entry, positions, rows)
-
-    def _register(self, entry: PromptEntry) -> None:
-        """Let the entry be drawn: it is fresh now."""
+            for own in np.unique(version[has_lag]).tolist():
+                arrivals = arrival[has_lag & (version == own)].tolist()
+                self._of_version.setdefault(own, []).append((entry.index, arrivals))
         if entry.index not in self._entries:
             self._entries[entry.index] = entry
             self._entry_of[entry.prompt_id, entry.reference_version] = entry
             self._next_entry += 1
         self._draws.setdefault(entry.reference_version, PromptDraws()).visit(entry.index)
+        if not self._first_arrivals or self._first_arrivals[-1][0] < step:
+            self._first_arrivals.append((step, first))
+            self._window_start(step)  # forgets steps that are no longer fresh: a queue never asks
+        self._list(BufferedGroup(entry.index, first, end))
+
+    def _with_logits(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The columns, and the logits that weighted draws go by."""
+        config = self.config
+        if not columns or not (config.inverse_temperature > 0 or config.importance_weighted):
+            return dict(columns)
+        logit = config.inverse_temperature * columns["score"].astype(np.float64)
+        return {**columns, "logit": logit + columns["log_importance"] * config.importance_weighted}
+
+    def _list(self, group: BufferedGroup) -> None:
+        """Put a group behind the others, in the order of age and in the queue."""
+        self._groups.append(group)
+        while not len(self._groups[0].positions(self._entries)):
+            self._groups.popleft()
+        if len(self._groups) > 2 * len(self) + 64:  # an old response may stay while thousands of groups behind it leave
+            self._groups = deque(group for group in self._groups if len(group.positions(self._entries)))
+        if self._queue is not None:
+            for crowded_out in self._queue.append(group):
+                before = len(self)
+                if len(positions := crowded_out.positions(self._entries)):
+                    self._remove(self._entries[crowded_out.entry], positions)
+                self._counts["expired"] += before - len(self)
 
     def _version_to_sample(self, reference_version: int | None) -> int:
         if not self._draws:
@@ -418,18 +380,20 @@ class ReplayBuffer:
             )
         return version
 
-    def _draw_from_queue(
-        self, queue: GroupQueue, num_prompts: int, samples_per_prompt: int, reference_version: int
-    ) -> tuple[list[tuple[PromptEntry, np.ndarray]], np.ndarray]:
-        """The oldest groups with at most K of their responses, and all rows that have been used as often as they may be."""
-        drawn = queue.draw(num_prompts, self._entries, reference_version=reference_version)
-        # A random choice, not the first K: what is trained must not depend on a response's place in its group.
-        chosen = [(entry, self.rng.permutation(rows)[:samples_per_prompt]) for entry, rows, _ in drawn]
-        used_up = [rows for _, rows, last in drawn if last]
-        return chosen, np.concatenate(used_up) if used_up else np.zeros(0, np.int64)
-
     def _window_start(self, step: int) -> int:
-        """Arrival number of the first row received in the last `fresh_steps` steps; steps never go back."""
+        """Arrival number of the first response received in the last `fresh_steps` steps; steps never go back."""
         while self._first_arrivals and step - self._first_arrivals[0][0] >= self.fresh_steps:
             self._first_arrivals.popleft()
         return self._first_arrivals[0][1] if self._first_arrivals else self._next_arrival
+
+
+def _numbers(groups: Collection[BufferedGroup]) -> np.ndarray:
+    numbers = [(group.entry, group.first, group.end, group.uses) for group in groups]
+    return np.array(numbers, np.int64).reshape(-1, 4)
+
+
+STATE = (
+    *("rng", "marks", "_draws", "_of_version", "_first_arrivals", "_oldest_reference", "_counts", "_ages"),
+    *("_next_arrival", "_next_entry", "_num_responses", "_num_tokens"),
+)
+"""What a state holds as it is."""

@@ -16,7 +16,7 @@ from typing import overload
 
 import numpy as np
 
-from tba.types import Completion, Finish, Trajectory, TrajectoryGroup, combined_reward, total_reward
+from tba.types import Completion, Finish, Trajectory, TrajectoryGroup, total_reward
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,11 +117,7 @@ class ResponseColumns(Sequence[Trajectory]):
 
     def combined_rewards(self, weights: Mapping[str, float]) -> list[float]:
         """`types.combined_reward` of each response."""
-        distinct = set(self.reward_names)
-        if len(distinct) != 1 or () in distinct:
-            return [combined_reward(trajectory.rewards, weights) for trajectory in self]
-        (names,) = distinct
-        return total_reward(list(self.components(names).T), [weights[name] for name in names]).tolist()
+        return total_reward(list(self.components(list(weights)).T), list(weights.values())).tolist()
 
 
 def columns_of(group: TrajectoryGroup) -> ResponseColumns:

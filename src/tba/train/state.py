@@ -2,16 +2,14 @@
 
 `take_snapshot` walks what the parts of a run give it (containers, numbers, arrays, and objects of the classes listed in
 SAVED) and copies it at once, so that the run can go on while the copy is written. `restore` builds the same things again:
-shared objects are shared, arrays that were views of one memory are views of one memory, dicts keep their order, and a
-random generator continues where it was. A replay buffer that was saved and restored therefore draws, evicts and compacts
-exactly as it would have done.
+shared objects are shared, dicts keep their order, and a random generator continues where it was. A replay buffer that was
+saved and restored therefore draws and evicts exactly as it would have done.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from array import array
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,20 +23,11 @@ from tba.observe.display import Stability
 from tba.observe.guards import Alarm, CollapseGuard, Streak
 from tba.observe.mismatch import MismatchWatch
 from tba.observe.reward_signal import LostResponses, RewardSignal
-from tba.replay import prompts, sampling, storage
-from tba.replay.sum_trees import SumTrees
+from tba.replay.prompts import DrawWithoutReplacement, PromptDraws
 from tba.types import Batch, HighWaterMarks, Totals, Weights
 
 SAVED: tuple[type, ...] = (
-    *(storage.TokenStore, storage.Segment, storage.RowTable, storage.AgeOrder, storage.TokenIndex),
-    *(
-        prompts.PromptEntry,
-        prompts.PromptDraws,
-        prompts.DrawWithoutReplacement,
-        prompts.GroupQueue,
-        prompts.QueuedGroup,
-    ),
-    *(sampling.MixedSelector, sampling.FreshSelector, sampling.UniformSelector, sampling.SoftmaxSelector, SumTrees),
+    *(PromptDraws, DrawWithoutReplacement),
     *(Batch, Totals, Weights, HighWaterMarks),
     *(CollapseGuard, Streak, Alarm, Stability, MismatchWatch, LostResponses, BetaWatch, RewardSignal),
 )
@@ -56,23 +45,13 @@ def _generator(state: Mapping[str, Any]) -> np.random.Generator:
 
 CONTAINERS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     dict: (lambda value: [list(pair) for pair in value.items()], dict),
-    OrderedDict: (lambda value: [list(pair) for pair in value.items()], OrderedDict),
-    defaultdict: (
-        lambda value: [(int, list).index(value.default_factory), dict(value)],
-        lambda found: defaultdict((int, list)[found[0]], found[1]),
-    ),
     tuple: (list, tuple),
     set: (list, set),
     deque: (lambda value: [list(value), value.maxlen], lambda found: deque(*found)),
-    array: (lambda value: [value.typecode, np.array(value)], lambda found: array(found[0], found[1].tobytes())),
-    memoryview: (np.asarray, lambda found: found.data),
     np.random.Generator: (lambda value: value.bit_generator.state, _generator),
 }
 """How a value of each of these types is written as lists, dicts and arrays, and made of them again."""
 KINDS = {kind.__name__: kind for kind in CONTAINERS}
-BLOCK = 1 << 16
-"""Number of bytes in which the zeros at the end of an array are searched for and left out."""
-ZEROS = bytes(BLOCK)
 
 
 class Stateful(Protocol):
@@ -116,8 +95,6 @@ class _Encoder:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     _objects: dict[int, int] = field(default_factory=dict)
     """Number of each object met so far, by its id."""
-    _memory: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """What is written of each array that owns memory, by its id."""
     _alive: list[Any] = field(default_factory=list)
     """Everything whose id was noted: an id is given again once its object is gone."""
 
@@ -138,6 +115,9 @@ class _Encoder:
             return value.item()
         if isinstance(value, Tensor):
             return {"kind": "Tensor", "name": self._add(value.detach().to("cpu", copy=True).contiguous())}
+        if kind is bytearray:  # made for the state, which alone has it: not copied
+            memory = torch.frombuffer(value, dtype=torch.uint8) if value else torch.zeros(0, dtype=torch.uint8)
+            return {"kind": "bytes", "name": self._add(memory)}
         raise TypeError(f"a {kind.__name__} cannot be saved: give plain data, or list its class in SAVED.")
 
     def _object(self, value: Any) -> dict[str, Any]:
@@ -154,28 +134,8 @@ class _Encoder:
         return {"kind": type(value).__name__, "number": number, "fields": encoded}
 
     def _array(self, value: np.ndarray) -> dict[str, Any]:
-        owner = _owner(value)
-        if not owner.flags.forc:
-            owner = value = np.ascontiguousarray(value)
-        if id(owner) not in self._memory:
-            self._alive.append(owner)
-            self._memory[id(owner)] = self._add_memory(owner)
-        return {
-            "kind": "ndarray",
-            **self._memory[id(owner)],
-            "dtype": value.dtype.str,
-            "shape": list(value.shape),
-            "strides": list(value.strides),
-            "offset": value.__array_interface__["data"][0] - owner.__array_interface__["data"][0],
-        }
-
-    def _add_memory(self, owner: np.ndarray) -> dict[str, Any]:
-        data = owner.ravel(order="K").view(np.uint8)
-        end = len(data)
-        # Arrays of a buffer's full capacity are mostly untouched pages of zeros.
-        while end > 0 and data[max(0, end - BLOCK) : end].tobytes() == ZEROS[: min(BLOCK, end)]:
-            end = max(0, end - BLOCK)
-        return {"memory": self._add(torch.from_numpy(data[:end].copy())), "bytes": len(data)}
+        memory = torch.from_numpy(np.array(value, order="C").reshape(-1).view(np.uint8))
+        return {"kind": "ndarray", "name": self._add(memory), "dtype": value.dtype.str, "shape": list(value.shape)}
 
     def _add(self, tensor: Tensor) -> str:
         name = str(len(self.tensors))
@@ -183,20 +143,10 @@ class _Encoder:
         return name
 
 
-def _owner(value: np.ndarray) -> np.ndarray:
-    """The array whose memory this one is a view of."""
-    while True:
-        base = value.base.obj if isinstance(value.base, memoryview) else value.base
-        if not isinstance(base, np.ndarray):
-            return value
-        value = base
-
-
 @dataclass(eq=False)
 class _Decoder:
     tensors: Mapping[str, Tensor]
     _objects: dict[int, Any] = field(default_factory=dict)
-    _memory: dict[str, np.ndarray] = field(default_factory=dict)
 
     def decode(self, node: Any) -> Any:
         if isinstance(node, list):
@@ -210,6 +160,8 @@ class _Decoder:
             return self.tensors[node["name"]]
         if kind == "ndarray":
             return self._array(node)
+        if kind == "bytes":
+            return self.tensors[node["name"]].numpy().tobytes()
         if kind in KINDS:
             return CONTAINERS[KINDS[kind]][1](self.decode(node["value"]))
         return self._object(node)
@@ -222,9 +174,5 @@ class _Decoder:
         return made
 
     def _array(self, node: Mapping[str, Any]) -> np.ndarray:
-        memory = self._memory.get(node["memory"])
-        if memory is None:
-            memory = self._memory[node["memory"]] = np.zeros(node["bytes"], np.uint8)
-            stored = self.tensors[node["memory"]].numpy()
-            memory[: len(stored)] = stored
-        return np.ndarray(node["shape"], node["dtype"], buffer=memory, offset=node["offset"], strides=node["strides"])
+        # A copy: tensors of a file lie where they lie, at addresses that suit bytes only.
+        return self.tensors[node["name"]].numpy().copy().view(node["dtype"]).reshape(node["shape"])
