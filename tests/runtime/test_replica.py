@@ -108,16 +108,6 @@ def test_a_searcher_is_told_of_a_group_only_when_the_replica_has_it(run, replica
     assert run.groups[1].id.endswith("/11")
 
 
-def test_the_replica_has_no_group_whose_predecessors_are_still_to_come(run, replica):
-    """A higher number would tell the next trainer that the lower ones had come."""
-    runtime = run.start(targets.sends_out_of_turn, num_searchers=1)
-    run.drain_until(lambda: run.groups)
-    runtime.start_searchers(targets.sends_out_of_turn, {})
-    run.drain_until(lambda: run.groups[-1].id.endswith("/2"))
-    run.close()
-    assert [group.rpartition("/")[2] for group in replica.ids()] == ["0", "1", "2"]
-
-
 def test_a_trainer_says_when_all_groups_of_the_replica_are_stored(tmp_path):
     """Before that, the next trainer on its node would lack the others, and would have to get them again."""
     said: queue.SimpleQueue = queue.SimpleQueue()

@@ -154,9 +154,7 @@ class SearcherEnds(Protocol):
     def visits(self) -> VisitSource: ...
 
     @property
-    def weights(self) -> WeightSource:
-        """Another one as soon as another trainer has taken over, whose versions may be lower."""
-        ...
+    def weights(self) -> WeightSource: ...
 
     @property
     def references(self) -> WeightSource | None:

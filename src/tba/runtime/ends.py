@@ -1,13 +1,9 @@
 """A searcher's ends of everything that leads to the trainer, in the local runtime: the group channel, visits, weights,
-requests for evaluations, signs of life.
-
-They outlive the trainer: when another one takes over, what was not acknowledged is sent to it again, and its weights are
-the ones to load.
+requests for evaluations, signs of life. A searcher lives no longer than its trainer.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 
 from tba.config import RuntimeConfig
@@ -16,29 +12,23 @@ from tba.runtime.channels import Stopped, WeightSource, wait_until
 from tba.runtime.deadlines import Waiting
 from tba.runtime.leases import VisitStock
 from tba.runtime.links import (
-    HOLDING,
     TRAINER,
     Acknowledge,
     AskVisits,
     EndsHandle,
     Evaluate,
     Evaluated,
-    Holding,
     LeaseVisits,
     Link,
-    NewTrainer,
     Stop,
     group_address,
 )
-from tba.runtime.slot_memory import SlotsHandle
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup
 
-logger = logging.getLogger("tba.search")
-
 
 class WindowedSender:
-    """Sends groups to the trainer. Keeps each one until it is stored; waits when too many are on the way."""
+    """Sends groups to the trainer; waits when too many of them are not stored yet."""
 
     def __init__(
         self,
@@ -77,19 +67,11 @@ class WindowedSender:
             progress=self._progress,
         )
         self._unacknowledged[group.id] = group
-        self._send(group)
+        self._link.send(group, to=group_address(group.id, len(group.trajectories)))
 
     def acknowledge(self, group_id: str) -> TrajectoryGroup | None:
         """A group is stored; returns it, None where it was acknowledged before."""
         return self._unacknowledged.pop(group_id, None)
-
-    def send_again(self) -> None:
-        """Send what the trainer before has not acknowledged: whether it was stored is known to the new one."""
-        for group in self._unacknowledged.values():
-            self._send(group)
-
-    def _send(self, group: TrajectoryGroup) -> None:
-        self._link.send(group, to=group_address(group.id, len(group.trajectories)))
 
     def _has_room(self) -> bool:
         if len(self._unacknowledged) >= self._window:
@@ -116,7 +98,7 @@ class LocalSearcherEnds:
         self._board = Board(SharedMemory.attach(handle.board))
         self.row = self._board.searcher(index)
         self.weights: WeightSource = WeightSlots.attach(handle.weights)
-        self.references = _attached(handle.references)
+        self.references = None if handle.references is None else WeightSlots.attach(handle.references)
         self.visits = VisitStock(lambda count: self._tell(AskVisits(count=count)), size=stock)
         self.sender = WindowedSender(
             link,
@@ -141,27 +123,12 @@ class LocalSearcherEnds:
                 self.visits.add(message.visits)
             if isinstance(message, Evaluate):
                 self._asked.append(message.version)
-            if isinstance(message, NewTrainer):
-                self._turn_to(message)
 
     def _acknowledged(self, message: Acknowledge) -> None:
         for group_id in message.group_ids:
             group = self.sender.acknowledge(group_id)
-            if group is not None:
-                self.visits.finish(group.visit)
-                if self._note is not None:
-                    self._note(group)
-
-    def _turn_to(self, trainer: NewTrainer) -> None:
-        try:
-            self.weights, self.references = WeightSlots.attach(trainer.weights), _attached(trainer.references)
-        except OSError as error:
-            logger.warning("the new trainer is gone already (%s): the next one is waited for.", error)
-            return
-        self._asked.clear()  # it asks itself for what it wants to know
-        # First what this searcher has, or the new trainer would hand the same visits to others.
-        self._link.send(Holding(visits=self.visits.ask_anew()), to=HOLDING)
-        self.sender.send_again()
+            if group is not None and self._note is not None:
+                self._note(group)
 
     def take_asked(self, version: int) -> bool:
         reached = any(asked <= version for asked in self._asked)
@@ -182,7 +149,3 @@ class LocalSearcherEnds:
 
     def _tell(self, message: AskVisits | Evaluated) -> None:
         self._link.send(message, to=TRAINER)
-
-
-def _attached(handle: SlotsHandle | None) -> WeightSource | None:
-    return None if handle is None else WeightSlots.attach(handle)

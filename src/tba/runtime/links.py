@@ -3,8 +3,8 @@
 A frame on a link is an address and a pickled message. The supervisor stands between trainer and searchers and passes frames
 on by their address, without reading them:
 
-    searcher -> trainer      TrajectoryGroup, AskVisits, Evaluated, Holding
-    trainer -> searcher      Acknowledge, LeaseVisits, Evaluate, NewTrainer
+    searcher -> trainer      TrajectoryGroup, AskVisits, Evaluated
+    trainer -> searcher      Acknowledge, LeaseVisits, Evaluate
     trainer -> supervisor    StartSearchers, ReplaceSearchers, ShowStacks, EndRun
     supervisor -> trainer    SearcherStarted, SearcherEnded, SearchersFailed, AllReplaced, AllStopped
     supervisor -> searcher   Stop
@@ -38,8 +38,6 @@ PARENT = ""
 """Address of whoever started this process and watches it."""
 TRAINER = "trainer"
 """Address of the trainer. A searcher's is its name and the incarnation of its process: searcher-0.5f3a91c2."""
-HOLDING = f"{TRAINER}/holding"
-"""Address that a searcher's Holding goes to: the groups that follow are all that the new trainer has to know of."""
 REPLICA = "replica"
 """Address of the supervisor's copies of groups (replica.py), as the trainer sees it."""
 
@@ -96,16 +94,6 @@ class LeaseVisits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewTrainer:
-    """Trainer to searcher: another trainer has taken over. Its weights are here, and what was sent and not acknowledged has
-    to be sent again."""
-
-    weights: SlotsHandle
-    references: SlotsHandle | None
-    """Where new references are published; None = they never are."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class EndsHandle:
     """What a searcher's process needs to find its ends.
 
@@ -115,17 +103,7 @@ class EndsHandle:
     board: MemoryHandle
     weights: SlotsHandle
     references: SlotsHandle | None
-
-    def greeting(self) -> NewTrainer:
-        """What searchers that outlived the trainer before are told."""
-        return NewTrainer(weights=self.weights, references=self.references)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Holding:
-    """Searcher to a new trainer: the visits that it still has, begun or not. Holding(visits=(Visit(...), ...))"""
-
-    visits: tuple[Visit, ...]
+    """Where new references are published; None = they never are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,14 +118,12 @@ class ReplicaStored:
 
 @dataclass(frozen=True, kw_only=True)
 class StartSearchers:
-    """Trainer to supervisor: from now on there is a trainer to work for."""
+    """Trainer to supervisor: the weights are published; start the searchers."""
 
     recipe: bytes
     """Pickled (target, arguments) of a searcher's process."""
     ends: bytes
     """Pickled EndsHandle, which the target is given too: the supervisor need not import what its weights are opened with."""
-    greeting: bytes
-    """Pickled NewTrainer, for searchers that outlived the trainer before."""
     count: int
     forked: bool
     """Whether searchers are forks of a process that has imported what they need."""
@@ -179,11 +155,9 @@ class ShowStacks:
 
 @dataclass(frozen=True, kw_only=True)
 class SearcherStarted:
-    """Supervisor to trainer: SearcherStarted(holder="searcher-0.5f3a91c2", survived=False)"""
+    """Supervisor to trainer: SearcherStarted(holder="searcher-0.5f3a91c2")"""
 
     holder: str
-    survived: bool
-    """Whether it worked for the trainer before: it will tell what it still has."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,6 @@ from tba.runtime.links import (
     Evaluate,
     Evaluated,
     Failed,
-    Holding,
     LeaseVisits,
     ReplaceSearchers,
     ReplicaSent,
@@ -90,14 +89,6 @@ class LocalRuntime:
         self._kind_of = kind_of
         self._searchers: list[str] = []
         """Addresses of the searchers there are."""
-        self._awaited: set[str] = set()
-        """Of these, those that worked for the trainer before and have not told yet which visits they have."""
-        self._takes_over = False
-        """Whether there are such, or were until now."""
-        self._asked_visits: list[tuple[str, int]] = []
-        """Requests for visits that were not answered yet."""
-        self._deaf = False
-        """Whether what comes is still of searchers that were to be replaced."""
         self._senders: dict[str, str] = {}
         """By group: who has sent it and waits for its acknowledgement."""
         self._unstored: set[str] = set()
@@ -109,15 +100,13 @@ class LocalRuntime:
         """Versions whose evaluation was asked for and has not come."""
         self._evaluator: str | None = None
         """Who was asked for them."""
-        self._published = -1
         self._failure: str | None = None
         """Why there are no searchers any more."""
         self._stopped = False
         self.row["pid"], self._began = os.getpid(), time.monotonic()
 
     def start_searchers(self, target: Callable[..., None], arguments: Mapping[str, Any]) -> None:
-        """Have searchers run `target(link, index=i, incarnation=..., ends=..., **arguments)`, in processes of their own.
-        Those of the trainer before, if there are any, go on for this one."""
+        """Have searchers run `target(link, index=i, incarnation=..., ends=..., **arguments)`, in processes of their own."""
         ends = EndsHandle(
             board=self.board.memory.handle(),
             weights=self._slots.handle(),
@@ -127,20 +116,26 @@ class LocalRuntime:
             StartSearchers(
                 recipe=cloudpickle.dumps((target, dict(arguments))),
                 ends=pickled(ends),
-                greeting=pickled(ends.greeting()),
                 count=self._num_searchers,
                 forked=may_fork(),
             )
         )
 
     def replace_searchers(self, why: str, stay: Mapping[str, int] | None = None) -> None:
-        """Until the supervisor says that it has ended all of them, nothing that comes is heeded. `stay`: see
+        """Returns when all of them have ended: what they sent is dropped, and what comes is of new ones. `stay`: see
         links.ReplaceSearchers."""
         self._link.send(ReplaceSearchers(holders=None, why=why, at_fault=False, stay=stay))
-        self._deaf = True
+        self._wait_for(AllReplaced)
         for holder in list(self._searchers):
             self._forget(holder)
         self._senders, self._evaluations, self._wanted_evaluations = {}, [], []
+
+    def _wait_for(self, answer: type) -> None:
+        """Wait for the supervisor's answer; all messages before it are dropped."""
+        deadline = time.monotonic() + self.config.stop_seconds + STOP_SECONDS
+        while not self._link.closed and time.monotonic() < deadline:
+            if isinstance(self._link.receive(timeout_seconds=0.1), answer):
+                break
 
     def _beat(self) -> None:
         self.row["beats"], self.row["seconds"] = self.row["beats"] + 1, time.monotonic() - self._began
@@ -153,11 +148,7 @@ class LocalRuntime:
             raise RoleDied(self._failure)
         groups = []
         for sender, message in self._link.drain_addressed():
-            if isinstance(message, AllReplaced):
-                self._deaf = False
-            elif self._deaf:
-                continue
-            elif sender == PARENT:
+            if sender == PARENT:
                 self._heed(message)
             elif sender == REPLICA and isinstance(message, ReplicaSent):
                 self._replica_sent = True
@@ -165,11 +156,6 @@ class LocalRuntime:
                 groups.append(self._from_replica(message))
             elif sender in self._searchers and (group := self._message(sender, message)) is not None:
                 groups.append(group)
-        if not self._awaited:
-            if self._takes_over:
-                self._takes_over = False
-                self._hand_to_others()
-            self._lease_visits()
         if self._link.closed and not self._stopped:
             raise RoleDied("the supervisor of this run is gone.")
         return groups
@@ -179,9 +165,6 @@ class LocalRuntime:
         if isinstance(message, SearcherStarted):
             self._searchers.append(message.holder)
             self._searchers.sort()
-            if message.survived:
-                self._awaited.add(message.holder)
-                self._takes_over = True
             self._ask_for_evaluation()
         if isinstance(message, SearcherEnded) and message.holder in self._searchers:
             self._forget(message.holder)
@@ -194,28 +177,18 @@ class LocalRuntime:
     def _message(self, sender: str, message: Any) -> TrajectoryGroup | None:
         """Deal with a searcher's message; returns it if it is a group."""
         if isinstance(message, TrajectoryGroup):
-            if sender in self._awaited:
-                # It will be sent again, after those before it: taken now, they would count as stored.
-                return None
             self._senders[message.id] = sender
             # Here and not later: if this searcher is lost in the same moment, its other visits are handed out again.
             self.ledger.complete(message.visit, solved=message.solved, is_lost=not message.trajectories)
             return message
-        if isinstance(message, Holding):
-            self.ledger.adopt(sender, message.visits)
-            self._awaited.discard(sender)
-            self._ask_for_evaluation()
-        elif isinstance(message, Failed):
+        if isinstance(message, Failed):
             self._link.send(ReplaceSearchers(holders=(sender,), why=message.error, at_fault=True))
-        elif sender in self._awaited:
-            pass  # said to the trainer before: it asks again
         elif isinstance(message, AskVisits):
-            self._asked_visits.append((sender, message.count))
+            self._lease(sender, message.count)
         elif isinstance(message, Evaluated):
             self._evaluator = None
-            if message.version <= self._published:  # a higher one is of a trainer that is gone, and of weights that are
-                self._evaluations.append(message)
-                self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > message.version]
+            self._evaluations.append(message)
+            self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > message.version]
             self._ask_for_evaluation()
         return None
 
@@ -227,33 +200,22 @@ class LocalRuntime:
         self.ledger.complete(message.visit, solved=message.solved, is_lost=not message.trajectories)
         return message
 
-    @property
-    def _introduced(self) -> list[str]:
-        """Searchers that know of this trainer. Others forget what it asks of them: it may be the trainer before that did."""
-        return [name for name in self._searchers if name not in self._awaited]
-
-    def _lease_visits(self) -> None:
-        """Answer those who have asked for visits. Not before every searcher of the trainer before has told which it has, or
-        two would make the same one."""
-        asked, self._asked_visits = self._asked_visits, []
-        for holder, count in asked:
-            if holder in self._searchers:
-                self._link.send(LeaseVisits(visits=tuple(self.ledger.lease(holder, count))), to=holder)
+    def _lease(self, holder: str, count: int) -> None:
+        self._link.send(LeaseVisits(visits=tuple(self.ledger.lease(holder, count))), to=holder)
 
     def _forget(self, holder: str) -> None:
         """A searcher is gone: others take its visits."""
         self._searchers.remove(holder)
-        self._awaited.discard(holder)
         self.ledger.hand_back(holder)
 
     def _hand_to_others(self) -> None:
         """Visits that were handed back go to the searchers there are, now: they may have enough of their own, all of which
         wait for steps that need just these."""
-        count, others = self.ledger.num_handed_back, self._introduced
+        count, others = self.ledger.num_handed_back, self._searchers
         for place, other in enumerate(others):
             share = count // len(others) + (place < count % len(others))
             if share:
-                self._link.send(LeaseVisits(visits=tuple(self.ledger.lease(other, share))), to=other)
+                self._lease(other, share)
 
     def acknowledge(self, group_ids: Sequence[str]) -> None:
         self._unstored.difference_update(group_ids)
@@ -273,7 +235,6 @@ class LocalRuntime:
     def publish(self, weights: Weights) -> None:
         """Let searchers see the weights, then evaluate the canary on what lies in the slot: they check it when it comes."""
         self._beat()
-        self._published = weights.version
         self._publish(self._slots, weights)
 
     @property
@@ -291,8 +252,8 @@ class LocalRuntime:
         self._ask_for_evaluation()
 
     def _ask_for_evaluation(self) -> None:
-        if self._wanted_evaluations and self._evaluator not in self._searchers and self._introduced:
-            self._evaluator = self._introduced[0]
+        if self._wanted_evaluations and self._evaluator not in self._searchers and self._searchers:
+            self._evaluator = self._searchers[0]
             self._link.send(Evaluate(version=self._wanted_evaluations[-1]), to=self._evaluator)
 
     def take_evaluations(self) -> list[Evaluated]:
@@ -320,10 +281,7 @@ class LocalRuntime:
             return
         self._stopped = True
         self._link.send(EndRun())
-        deadline = time.monotonic() + self.config.stop_seconds + STOP_SECONDS
-        while not self._link.closed and time.monotonic() < deadline:
-            if isinstance(self._link.receive(timeout_seconds=0.1), AllStopped):
-                break
+        self._wait_for(AllStopped)
         self._slots.memory.close()
         if self._references is not None:
             self._references.memory.close()

@@ -30,7 +30,7 @@ import cloudpickle
 from tba.runtime.deadlines import dump_stacks, write_stacks_when_asked
 from tba.runtime.fork_server import INTERRUPTED, OWN_SERVER, die_with_parent, module_command, show_as
 from tba.runtime.forked_roles import ForkedProcess, ForkServer
-from tba.runtime.links import PARENT, Failed, Link, RunCannotGoOn, StartSearchers
+from tba.runtime.links import Failed, Link, RunCannotGoOn, StartSearchers
 
 logger = logging.getLogger("tba")
 
@@ -91,10 +91,6 @@ class Role(Protocol[L_co]):
 
     def show_stacks(self) -> None:
         """Have it write to its log what every thread is doing."""
-        ...
-
-    def new_trainer(self, orders: StartSearchers) -> None:
-        """Tell a searcher that it works for another trainer now."""
         ...
 
     def serve_weights(self, orders: StartSearchers) -> None:
@@ -176,9 +172,6 @@ class RoleProcess(Generic[L]):
 
     def show_stacks(self) -> None:
         dump_stacks([self.pid])
-
-    def new_trainer(self, orders: StartSearchers) -> None:
-        self.link.send_frame(PARENT, orders.greeting)
 
     def serve_weights(self, orders: StartSearchers) -> None:
         """Nothing to do: searchers of this machine find its memory themselves."""

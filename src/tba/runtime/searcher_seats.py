@@ -63,15 +63,8 @@ class SearcherSeats:
         return None
 
     def work_for(self, orders: StartSearchers) -> None:
-        """Another trainer is there: those that run are introduced to it, and the others start as it says."""
+        """Start searchers for a trainer."""
         self.orders = orders
-        for seat in self._seats:
-            seat.given_up = False  # what has ended others may have been the trainer before
-            if seat.process is not None:
-                seat.sends_again = True
-                # In this order: the trainer knows of it before it says what it has.
-                self._tell_trainer(SearcherStarted(holder=seat.holder, survived=True))
-                seat.process.new_trainer(orders)
         self._set_count(self._wanted or orders.count)
 
     def ask_for(self, count: int) -> None:
@@ -99,11 +92,11 @@ class SearcherSeats:
                 self._fill(seat, self.orders)
             self._board.searcher(seat.index)["place"] = PLACES.index(seat.place)
 
-    def stop(self) -> None:
-        """End all of them; nobody is started any more."""
+    def stop(self, *, timeout_seconds: float) -> None:
+        """End all of them, by force after the time; no searcher is started until a trainer orders some."""
         self.orders = None
         processes = [seat.process for seat in self._seats if seat.process is not None]
-        stop_all(processes, Stop(), timeout_seconds=self._config.stop_seconds)
+        stop_all(processes, Stop(), timeout_seconds=timeout_seconds)
         for seat in self._seats:
             if seat.process is not None:
                 seat.process.link.close()
@@ -136,13 +129,13 @@ class SearcherSeats:
         row.clear()
         row["place"] = PLACES.index("filled")  # or it would show as not wanted for a moment
         seat.incarnation, seat.idleness = secrets.token_hex(4), Idleness()
-        seat.hung_up, seat.failure, seat.sends_again = False, None, False
+        seat.hung_up, seat.failure = False, None
         try:
             seat.process = self._start(seat, orders, self._make_link)
         except (OSError, ServerGone) as error:  # no process or no descriptor is to be had: perhaps later
             self._vacate(seat, f"{seat.name} could not be started: {error}", early=True)
             return
-        self._tell_trainer(SearcherStarted(holder=seat.holder, survived=False))
+        self._tell_trainer(SearcherStarted(holder=seat.holder))
 
     def lose(self, seat: Seat, what: str, *, final: bool = False, at_fault: bool = True) -> None:
         """A searcher is gone, or as good as: others take its visits, and another process its seat."""

@@ -100,8 +100,6 @@ class Seat:
     """How long there has been no sign of life."""
     hung_up: bool = False
     """Whether all that the present process has ever sent was passed on."""
-    sends_again: bool = False
-    """Whether it has not heard of the present trainer yet: it will send again all that was not acknowledged."""
     failure: Failed | None = None
     """Last words of the present process."""
     failed_at: float = 0.0

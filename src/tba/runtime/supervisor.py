@@ -1,10 +1,11 @@
 """The supervisor of a run: starts trainer and searchers, passes on what they tell each other, replaces those that die or
 hang (searchers in searcher_seats.py), and ends all of them.
 
-It holds nothing that a run could lose: groups are kept by their searchers until the trainer has stored them, and the trainer
-goes on from its checkpoint and its durable replay. With replay.durability=node it stores a second copy of every group
-(replica.py), for a trainer that has lost its disk. It does not import torch, so it is there in a moment.
+It holds nothing that a run could lose. A searcher that is gone is replaced. When the trainer is gone its searchers end too,
+and the run goes on from the newest checkpoint and the durable replay, as a resume does. With replay.durability=node it
+stores a second copy of every group (replica.py), for a trainer that has lost its disk.
 
+It does not import torch, so it is there in a moment.
 The trainer is a child process, or the process that the supervisor is a thread of, which then cannot be started again.
 """
 
@@ -28,7 +29,6 @@ from tba.runtime.board import Board
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import Idleness, dump_stacks
 from tba.runtime.links import (
-    HOLDING,
     PARENT,
     REPLICA,
     AllReplaced,
@@ -46,7 +46,7 @@ from tba.runtime.links import (
 from tba.runtime.processes import Role
 from tba.runtime.replica import Replica
 from tba.runtime.searcher_seats import SearcherSeats
-from tba.runtime.seats import Seat, StartSearcher, StartTrainer
+from tba.runtime.seats import StartSearcher, StartTrainer
 
 logger = logging.getLogger("tba")
 
@@ -144,7 +144,7 @@ class Supervisor:
     def close(self) -> None:
         """End everything; nothing is left running. May be called more than once."""
         self._ends = True
-        self._searchers.stop()
+        self._searchers.stop(timeout_seconds=self.config.stop_seconds)
         if self._trainer_process is not None and self._trainer_process.alive:
             self._trainer_process.kill()
         self._trainer.close()
@@ -200,25 +200,14 @@ class Supervisor:
         if body is None:
             seat.hung_up = True
         elif address != PARENT:
-            if self._searchers.orders is not None:  # a trainer that is being started asks for all of it again
-                self._pass_to_trainer(seat, address, body)
+            group = group_of(address)
+            if group is not None and self._replica is not None:
+                self._replica.add(*group, body)
+            self._trainer.send_frame(seat.holder, body)
         else:
             seat.failure, seat.failed_at = pickle.loads(body), time.monotonic()
             if seat.failure.error.startswith(WaitedTooLong.__name__):
                 self.show_stacks()  # what the others did meanwhile
-
-    def _pass_to_trainer(self, seat: Seat, address: str, body: bytes) -> None:
-        group = group_of(address)
-        if address == HOLDING:
-            seat.sends_again = False
-        if group is not None:
-            if seat.sends_again:
-                # Meant for the trainer before; it comes again, after those before it. In the replica, which the present
-                # trainer does not look into, it would stand for these: a higher number tells that the lower ones came.
-                return
-            if self._replica is not None:
-                self._replica.add(*group, body)
-        self._trainer.send_frame(seat.holder, body)
 
     def _tell_trainer(self, message: Any) -> None:
         self._trainer.send(message)
@@ -230,7 +219,6 @@ class Supervisor:
             if self._trainer_process is not None:
                 self._trainer_process.serve_weights(message)
                 if self._replica is not None and self._trainer_process.lacks_groups:
-                    # Before searchers send again what the trainer before had not acknowledged, which came later.
                     for body in self._replica.rows():
                         self._trainer.send_frame(REPLICA, body)
                     self._trainer.send_frame(REPLICA, pickled(ReplicaSent()))
@@ -249,7 +237,7 @@ class Supervisor:
             self.show_stacks()
         if isinstance(message, EndRun):
             self._ends = True
-            self._searchers.stop()
+            self._searchers.stop(timeout_seconds=self.config.stop_seconds)
             self._trainer.send(AllStopped())
 
     def ask_for_searchers(self, count: int) -> None:
@@ -261,7 +249,7 @@ class Supervisor:
     def _begin_trainer(self) -> None:
         assert self._start_trainer is not None
         self.board.trainer.clear()
-        self._trainer_hung_up, self._searchers.orders = False, None
+        self._trainer_hung_up = False
         self._trainer_process = self._start_trainer(self._make_link)
         self._trainer = self._trainer_process.link
         self.board.trainer["pid"] = self._trainer_process.pid
@@ -316,5 +304,6 @@ class Supervisor:
         logger.warning("the trainer %s at step %d; it is resumed.", how, int(self.board.trainer["step"]))
         self.board.supervisor["trainer_restarts"] += 1
         self._trainer.close()
+        self._searchers.stop(timeout_seconds=0.0)  # before the next trainer, which may need the memory that they hold
         self._begin_trainer()
         return None

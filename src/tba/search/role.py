@@ -79,20 +79,17 @@ class Evaluations:
         *,
         engine: Engine,
         make: Callable[[], Evaluator],
-        may_evaluate: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`make` makes the evaluator when the first request comes: most searchers are never asked. `may_evaluate` says
-        whether the weights are of the trainer that asks."""
+        """`make` makes the evaluator when the first request comes: most searchers are never asked."""
         self._ends = ends
         self._heartbeat = heartbeat
         self._engine = engine
         self._make = make
-        self._may_evaluate = may_evaluate
         self._evaluator: Evaluator | None = None
 
     def evaluate_if_asked(self) -> None:
         """Once for all versions that were asked for and are reached; no weights are loaded meanwhile."""
-        if self._may_evaluate() and self._ends.take_asked(self._engine.version):
+        if self._ends.take_asked(self._engine.version):
             if self._evaluator is None:
                 self._evaluator = self._make()
             engine: Any = CountedEngine(self._engine.sibling(), self._ends.row)
@@ -228,16 +225,13 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
             start = partial(start_scorer, config, loaded, searcher)
             return make_evaluator(config, loaded, task, rewards, start=start)
 
-        loader = WeightLoader(ends, engine, report=partial(ends.row.__setitem__, "mismatch_kl"))
         role = SearcherRole(
             ends=ends,
             heartbeat=heartbeat,
-            loader=loader,
+            loader=WeightLoader(ends, engine, report=partial(ends.row.__setitem__, "mismatch_kl")),
             references=ReferenceLoader(ends, searcher),
             searcher=searcher,
-            evaluations=Evaluations(
-                ends, heartbeat, engine=engine, make=evaluator, may_evaluate=lambda: loader.is_of_this_trainer
-            ),
+            evaluations=Evaluations(ends, heartbeat, engine=engine, make=evaluator),
             first_groups=prompts_per_searcher(config),
         )
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 import signal
 import sys
 import threading
@@ -58,7 +57,6 @@ class ClusterRole:
         log: Path | None,
         make_link: MakeLink,
         started: Any = None,
-        new_trainer: Callable[[StartSearchers], Any] = lambda orders: None,
         serve_weights: Callable[[StartSearchers], Any] = lambda orders: None,
         copy: RunCopy | None = None,
         ended: Callable[[], None] = lambda: None,
@@ -72,7 +70,6 @@ class ClusterRole:
         self.node = ""
         """Node of a trainer whose run is copied, once that is known."""
         self.lacks_groups = copy is not None
-        self._new_trainer = new_trainer
         self._serve_weights = serve_weights
         self._actor = actor
         self._calls: list[Any] = [started]
@@ -106,9 +103,6 @@ class ClusterRole:
 
     def show_stacks(self) -> None:
         self._calls.append(self._actor.show_stacks.remote())
-
-    def new_trainer(self, orders: StartSearchers) -> None:
-        self._calls.append(self._new_trainer(orders))
 
     def serve_weights(self, orders: StartSearchers) -> None:
         self._calls.append(self._serve_weights(orders))
@@ -200,8 +194,6 @@ class ClusterRoles:
         """The trainer that was started last."""
         self._trainer: Any = None
         """The trainer's actor; None = the trainer is in this process."""
-        self._trainer_name = ""
-        """Which trainer it is: the incarnation of its process."""
         self._relay: WeightRelay | None = None
         """Where the trainer is in this process."""
         self._searchers: dict[str, Any] = {}
@@ -212,7 +204,7 @@ class ClusterRoles:
         """`arguments["host"]` is a HostHandle, of which the role gets its own node's form."""
         copied = None if self._copy is None else arguments["config"].run_folder
         actor = self._actor("trainer", None, copied=copied)
-        self._trainer, self._trainer_name = actor, secrets.token_hex(4)
+        self._trainer = actor
         started = None
         if self._copy is None:
             started = actor.start.remote(target, dict(arguments), log=None, threads=self._threads.trainer)
@@ -274,13 +266,11 @@ class ClusterRoles:
 
     def searcher(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> ClusterRole:
         if self._trainer is None and self._relay is None:
-            self._trainer_name = secrets.token_hex(4)
-            self._relay = WeightRelay(self._trainer_name, unpickled_ends(orders.ends))
+            self._relay = WeightRelay(unpickled_ends(orders.ends))
         actor, log = self._actor(seat.name, seat.index), self._logs / f"{seat.name}.log"
         started = actor.start.remote(
             orders.recipe,
             {"index": seat.index, "incarnation": seat.incarnation, "ends": orders.ends},
-            trainer=self._trainer_name,
             log=str(log),
             threads=self._threads.searcher,
         )
@@ -296,7 +286,6 @@ class ClusterRoles:
             log=log,
             make_link=make_link,
             started=started,
-            new_trainer=lambda later: actor.new_trainer.remote(self._trainer_name, later.ends),
             ended=partial(self._forget, holder),
         )
 
@@ -318,7 +307,7 @@ class ClusterRoles:
         )
 
     def _serve_weights(self, orders: StartSearchers) -> Any:
-        call = self._trainer.serve_weights.remote(self._trainer_name, orders.ends)
+        call = self._trainer.serve_weights.remote(orders.ends)
         self._tell_receivers()
         return call
 
