@@ -72,7 +72,7 @@ def test_a_hung_searcher_is_replaced(folder, caplog):
 
 def test_searchers_that_never_send_a_group_end_the_run_with_the_last_error(folder, monkeypatch):
     """Each one dies at once, with a gap between two starts that grows."""
-    monkeypatch.setattr("tba.runtime.searcher_seats.FIRST_BACK_OFF_SECONDS", 0.01)
+    monkeypatch.setattr("tba.runtime.supervisor.FIRST_BACK_OFF_SECONDS", 0.01)
     config = make_config(folder, "name=stillborn", "replay.lag=pace", "replay.max_lag=0", ENDLESS)
     when(lambda: bool(searcher_processes()), lambda: keep_killing(config))
     with pytest.raises(RoleDied, match=r"searcher-0 ended \(exit status -9\)(.|\n)*5 searchers in a row ended before"):

@@ -16,8 +16,8 @@ from tba.launch import train
 from tba.launch.operate import describe, read_status, stop_run
 from tba.launch.supervise import supervise
 from tba.observe.files import RunFolder
-from tba.runtime import forked_roles, processes
-from tba.runtime.forked_roles import ForkServer
+from tba.runtime import fork_server, processes
+from tba.runtime.fork_server import ForkServer
 from tba.runtime.processes import prepare_roles
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -114,10 +114,10 @@ def test_a_run_whose_fork_server_hangs_tells_that_a_searcher_is_gone_and_ends_wh
     """The searcher is replaced by one that another server forks, and the trainer, whose end nobody tells, saves and ends."""
     config = make_config(folder, "name=hangs", "train.max_steps=1000000")
     run, found = RunFolder(config.run_folder), {}
-    monkeypatch.setattr(forked_roles, "START_SECONDS", 1)
+    monkeypatch.setattr(fork_server, "START_SECONDS", 1)
     prepare_roles()
     monkeypatch.setattr(ForkServer, "_shared", ForkServer._shared)  # it is the shared one again in the end
-    monkeypatch.setattr(forked_roles, "PRELOADED", ())  # the run ends before another searcher has imported torch
+    monkeypatch.setattr(fork_server, "PRELOADED", ())  # the run ends before another searcher has imported torch
     monkeypatch.setattr(processes, "ROLE_MODULES", ("tba.runtime.processes",))
 
     def attack() -> None:

@@ -176,7 +176,7 @@ def tells_weights(link, *, index: int, incarnation: str, ends: bytes) -> None:
                 seen = weights.version
                 value = int(weights.tensors["w"][0])
                 group_id = f"searcher-{index}.{incarnation}/{weights.version}-{value}"
-                found.sender.send(TrajectoryGroup(id=group_id, prompt=prompt, trajectories=()))
+                found.send(TrajectoryGroup(id=group_id, prompt=prompt, trajectories=()))
             time.sleep(0.01)
     except Stopped:
         return

@@ -34,9 +34,8 @@ from tba.runtime.links import (
     split_frame,
 )
 from tba.runtime.local import LocalRuntime
-from tba.runtime.seats import Host, HostHandle
 from tba.runtime.slot_memory import Header, data_bytes
-from tba.runtime.supervisor import Supervisor
+from tba.runtime.supervisor import Host, HostHandle, Supervisor
 from tba.runtime.threads import RoleThreads
 from tba.runtime.weight_slots import WeightSlots
 

@@ -20,7 +20,7 @@ from tba.runtime.leases import VisitLedger
 from tba.runtime.links import PARENT, REPLICA, Link, RelayedLink, ReplicaSent, ReplicaStored, pickled
 from tba.runtime.local import LocalRuntime
 from tba.runtime.replica import Replica, ReplicaFailed
-from tba.runtime.seats import Host
+from tba.runtime.supervisor import Host
 
 
 @pytest.fixture

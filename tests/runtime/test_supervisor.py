@@ -19,9 +19,7 @@ from tba.runtime.links import (
 )
 from tba.runtime.local import LocalRuntime
 from tba.runtime.processes import RoleDied
-from tba.runtime.searcher_seats import MAX_EARLY_ENDS
-from tba.runtime.seats import Host, LocalRoles
-from tba.runtime.supervisor import Supervisor
+from tba.runtime.supervisor import MAX_EARLY_ENDS, Host, LocalRoles, Supervisor
 from tba.types import TrajectoryGroup
 
 DEADLINE_SECONDS = 60.0
@@ -72,7 +70,7 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setattr("tba.runtime.searcher_seats.FIRST_BACK_OFF_SECONDS", 0.01)
+    monkeypatch.setattr("tba.runtime.supervisor.FIRST_BACK_OFF_SECONDS", 0.01)
     run = Run(tmp_path / "logs")  # a folder that somebody has deleted
     yield run
     run.close()
@@ -116,7 +114,7 @@ def test_a_machine_that_has_no_process_left_is_an_error_in_the_end(run, monkeypa
     def refuses(*_, **__):
         raise OSError("Resource temporarily unavailable")
 
-    monkeypatch.setattr("tba.runtime.seats.RoleProcess", refuses)
+    monkeypatch.setattr("tba.runtime.supervisor.RoleProcess", refuses)
     run.start(targets.sends_nonsense, num_searchers=1)
     with pytest.raises(RoleDied, match="searcher-0 could not be started: Resource temporarily unavailable"):
         run.drain_until(lambda: False)
@@ -128,7 +126,7 @@ def test_searchers_that_are_replaced_are_new_and_what_they_sent_is_dropped(run):
     before = set(runtime._searchers)
     runtime.ledger.lease(min(before), 3)
     runtime.evaluate(7)
-    runtime.replace_searchers("of a test")
+    runtime.replace_searchers({})
     assert runtime.ledger.num_handed_back == 3
     run.groups.clear()
     run.drain_until(lambda: len(run.groups) == 2)

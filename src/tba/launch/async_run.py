@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -24,7 +23,7 @@ from tba.runtime.channels import POLL_SECONDS, Idleness, Runtime
 from tba.runtime.leases import VisitLedger
 from tba.runtime.local import LocalRuntime
 from tba.runtime.processes import RoleDied
-from tba.runtime.seats import Host
+from tba.runtime.supervisor import Host
 from tba.search.role import run_searcher
 from tba.train.gate import Gate, Interrupted
 from tba.train.loop import Trainer
@@ -116,7 +115,7 @@ class AsyncRun:
             reference_publisher=runtime.reference_publisher,
             ledger=ledger,
             parts={},
-            restart_searchers=partial(runtime.replace_searchers, "the trainer went back to an earlier version"),
+            restart_searchers=runtime.replace_searchers,
             gate=gate,
             published=runtime.published,
         )

@@ -30,8 +30,7 @@ from tba.runtime.mps import start_mps
 from tba.runtime.processes import prepare_roles
 from tba.runtime.replica import GROUPS, Replica, replica_folder
 from tba.runtime.searcher_rule import SearcherRule
-from tba.runtime.seats import Host, HostHandle, LocalRoles, RoleStarter
-from tba.runtime.supervisor import Supervisor
+from tba.runtime.supervisor import Host, HostHandle, LocalRoles, RoleStarter, Supervisor
 from tba.runtime.threads import threads_of
 
 logger = logging.getLogger("tba")

@@ -102,8 +102,9 @@ class Runtime(GroupReceiver, WeightPublisher, Protocol):
         """Have searchers run `target(link, index=..., incarnation=..., **arguments)` from now on."""
         ...
 
-    def replace_searchers(self, why: str) -> None:
-        """Go on with new searchers: nothing that the present ones still do or have sent arrives."""
+    def replace_searchers(self, go_on_from: Mapping[str, int]) -> None:
+        """Go on with new searchers: nothing that the present ones still do or have sent arrives. `go_on_from` is the highest
+        number of each source whose groups the trainer still has."""
         ...
 
     def evaluate(self, version: int) -> None:
@@ -139,16 +140,13 @@ class Runtime(GroupReceiver, WeightPublisher, Protocol):
         ...
 
 
-class SearcherEnds(Protocol):
+class SearcherEnds(GroupSender, Protocol):
     """What a searcher has of a run: its ends of everything that leads to the trainer."""
 
     @property
     def row(self) -> Row:
         """Its own numbers, which the others see: signs of life among them."""
         ...
-
-    @property
-    def sender(self) -> GroupSender: ...
 
     @property
     def visits(self) -> VisitSource: ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tba.config import RuntimeConfig
-from tba.runtime.board import Board, Row, SharedMemory
+from tba.runtime.board import Board, SharedMemory
 from tba.runtime.channels import Stopped, WeightSource, wait_until
 from tba.runtime.deadlines import Waiting
 from tba.runtime.leases import VisitStock
@@ -25,58 +25,6 @@ from tba.runtime.links import (
 )
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup
-
-
-class WindowedSender:
-    """Sends groups to the trainer; waits when too many of them are not stored yet."""
-
-    def __init__(
-        self,
-        link: Link,
-        row: Row,
-        *,
-        window: int,
-        deadline_seconds: float,
-        handle_messages: Callable[[], None],
-        progress: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        self._link = link
-        self._progress = progress
-        self._row = row
-        self._window = window
-        self._deadline_seconds = deadline_seconds
-        self._handle_messages = handle_messages
-        self._unacknowledged: dict[str, TrajectoryGroup] = {}
-
-    def send(self, group: TrajectoryGroup) -> None:
-        wait_until(
-            self._has_room,
-            name="channel_full",
-            row=self._row,
-            deadline_seconds=self._deadline_seconds,
-            waiting=Waiting(
-                waiter="a searcher",
-                awaited="the trainer",
-                setting="runtime.wait_seconds",
-                heartbeats=lambda: {"the trainer": self._progress()},
-            ),
-            explain=lambda: (
-                f"the trainer has not stored {len(self._unacknowledged)} groups on the way: it does not take in groups. "
-                "Look at what it writes, or raise runtime.wait_seconds if its steps take this long"
-            ),
-            progress=self._progress,
-        )
-        self._unacknowledged[group.id] = group
-        self._link.send(group, to=group_address(group.id, len(group.trajectories)))
-
-    def acknowledge(self, group_id: str) -> TrajectoryGroup | None:
-        """A group is stored; returns it, None where it was acknowledged before."""
-        return self._unacknowledged.pop(group_id, None)
-
-    def _has_room(self) -> bool:
-        if len(self._unacknowledged) >= self._window:
-            self._handle_messages()
-        return len(self._unacknowledged) < self._window
 
 
 class LocalSearcherEnds:
@@ -100,16 +48,37 @@ class LocalSearcherEnds:
         self.weights: WeightSource = WeightSlots.attach(handle.weights)
         self.references = None if handle.references is None else WeightSlots.attach(handle.references)
         self.visits = VisitStock(lambda count: self._tell(AskVisits(count=count)), size=stock)
-        self.sender = WindowedSender(
-            link,
-            self.row,
-            window=config.channel_groups,
-            deadline_seconds=config.wait_seconds,
-            handle_messages=self.handle_messages,
-            progress=self.trainer_progress,
-        )
+        self._config = config
+        self._unacknowledged: dict[str, TrajectoryGroup] = {}
         self._asked: list[int] = []
         """Versions whose evaluation was asked for and has not begun."""
+
+    def send(self, group: TrajectoryGroup) -> None:
+        """Waits when too many groups are not stored yet."""
+        wait_until(
+            self._has_room,
+            name="channel_full",
+            row=self.row,
+            deadline_seconds=self._config.wait_seconds,
+            waiting=Waiting(
+                waiter="a searcher",
+                awaited="the trainer",
+                setting="runtime.wait_seconds",
+                heartbeats=lambda: {"the trainer": self.trainer_progress()},
+            ),
+            explain=lambda: (
+                f"the trainer has not stored {len(self._unacknowledged)} groups on the way: it does not take in groups. "
+                "Look at what it writes, or raise runtime.wait_seconds if its steps take this long"
+            ),
+            progress=self.trainer_progress,
+        )
+        self._unacknowledged[group.id] = group
+        self._link.send(group, to=group_address(group.id, len(group.trajectories)))
+
+    def _has_room(self) -> bool:
+        if len(self._unacknowledged) >= self._config.channel_groups:
+            self.handle_messages()
+        return len(self._unacknowledged) < self._config.channel_groups
 
     def handle_messages(self) -> None:
         """Also a sign of life, so that a searcher that only waits is seen to live."""
@@ -118,17 +87,14 @@ class LocalSearcherEnds:
             if isinstance(message, Stop):
                 raise Stopped
             if isinstance(message, Acknowledge):
-                self._acknowledged(message)
+                for group_id in message.group_ids:
+                    group = self._unacknowledged.pop(group_id)
+                    if self._note is not None:
+                        self._note(group)
             if isinstance(message, LeaseVisits):
                 self.visits.add(message.visits)
             if isinstance(message, Evaluate):
                 self._asked.append(message.version)
-
-    def _acknowledged(self, message: Acknowledge) -> None:
-        for group_id in message.group_ids:
-            group = self.sender.acknowledge(group_id)
-            if group is not None and self._note is not None:
-                self._note(group)
 
     def take_asked(self, version: int) -> bool:
         reached = any(asked <= version for asked in self._asked)

@@ -5,8 +5,8 @@ on by their address, without reading them:
 
     searcher -> trainer      TrajectoryGroup, AskVisits, Evaluated
     trainer -> searcher      Acknowledge, LeaseVisits, Evaluate
-    trainer -> supervisor    StartSearchers, ReplaceSearchers, ShowStacks, EndRun
-    supervisor -> trainer    SearcherStarted, SearcherEnded, SearchersFailed, AllReplaced, AllStopped
+    trainer -> supervisor    StartSearchers, ReplaceSearcher, EndSearchers, ShowStacks
+    supervisor -> trainer    SearcherStarted, SearcherEnded, SearchersFailed, SearchersEnded
     supervisor -> searcher   Stop
     replica -> trainer       TrajectoryGroup, as its searcher sent it
     any child -> parent      Failed
@@ -130,22 +130,20 @@ class StartSearchers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplaceSearchers:
-    """Trainer to supervisor: end these searchers, with all that they have not delivered, and start others in their places.
-    ReplaceSearchers(holders=("searcher-0.5f3a91c2",), why="...", at_fault=False)"""
+class ReplaceSearcher:
+    """Trainer to supervisor: something is wrong with a searcher. ReplaceSearcher(holder="searcher-0.5f3a91c2", why="...")"""
 
-    holders: tuple[str, ...] | None
-    """None = all; AllReplaced is the answer then."""
+    holder: str
     why: str
-    at_fault: bool
-    """Whether something is wrong with them: where that is so with too many in a row, a place is given up."""
-    stay: Mapping[str, int] | None = None
-    """Where the trainer has gone back: the highest number of each source whose groups it still has. None = it has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndRun:
-    """Trainer to supervisor: end the searchers; AllStopped is the answer."""
+class EndSearchers:
+    """Trainer to supervisor: end all searchers; SearchersEnded is the answer, and all that comes later is of new ones."""
+
+    go_on_from: Mapping[str, int] | None = None
+    """Where the trainer has gone back and needs new searchers: the highest number of each source whose groups it still has.
+    None = the run is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,12 +175,7 @@ class SearchersFailed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReplaced:
-    """Supervisor to trainer: whatever comes from now on is of new searchers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllStopped:
+class SearchersEnded:
     """Supervisor to trainer: no searcher runs any more."""
 
 

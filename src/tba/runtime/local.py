@@ -25,26 +25,25 @@ from tba.runtime.links import (
     PARENT,
     REPLICA,
     Acknowledge,
-    AllReplaced,
-    AllStopped,
     AskVisits,
-    EndRun,
+    EndSearchers,
     EndsHandle,
     Evaluate,
     Evaluated,
     Failed,
     LeaseVisits,
-    ReplaceSearchers,
+    ReplaceSearcher,
     ReplicaSent,
     ReplicaStored,
     SearcherEnded,
+    SearchersEnded,
     SearchersFailed,
     SearcherStarted,
     StartSearchers,
     pickled,
 )
 from tba.runtime.processes import RoleDied, may_fork
-from tba.runtime.seats import Host
+from tba.runtime.supervisor import Host
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup, Weights
 
@@ -121,20 +120,19 @@ class LocalRuntime:
             )
         )
 
-    def replace_searchers(self, why: str, stay: Mapping[str, int] | None = None) -> None:
-        """Returns when all of them have ended: what they sent is dropped, and what comes is of new ones. `stay`: see
-        links.ReplaceSearchers."""
-        self._link.send(ReplaceSearchers(holders=None, why=why, at_fault=False, stay=stay))
-        self._wait_for(AllReplaced)
+    def replace_searchers(self, go_on_from: Mapping[str, int]) -> None:
+        """Go on with new searchers: what the present ones have sent is dropped. `go_on_from`: see links.EndSearchers."""
+        self._end_searchers(EndSearchers(go_on_from=go_on_from))
         for holder in list(self._searchers):
             self._forget(holder)
         self._senders, self._evaluations, self._wanted_evaluations = {}, [], []
 
-    def _wait_for(self, answer: type) -> None:
-        """Wait for the supervisor's answer; all messages before it are dropped."""
+    def _end_searchers(self, message: EndSearchers) -> None:
+        """Returns when they have ended; all that the supervisor passes on before its answer is dropped."""
+        self._link.send(message)
         deadline = time.monotonic() + self.config.stop_seconds + STOP_SECONDS
         while not self._link.closed and time.monotonic() < deadline:
-            if isinstance(self._link.receive(timeout_seconds=0.1), answer):
+            if isinstance(self._link.receive(timeout_seconds=0.1), SearchersEnded):
                 break
 
     def _beat(self) -> None:
@@ -182,7 +180,7 @@ class LocalRuntime:
             self.ledger.complete(message.visit, solved=message.solved, is_lost=not message.trajectories)
             return message
         if isinstance(message, Failed):
-            self._link.send(ReplaceSearchers(holders=(sender,), why=message.error, at_fault=True))
+            self._link.send(ReplaceSearcher(holder=sender, why=message.error))
         elif isinstance(message, AskVisits):
             self._lease(sender, message.count)
         elif isinstance(message, Evaluated):
@@ -280,8 +278,7 @@ class LocalRuntime:
         if self._stopped:
             return
         self._stopped = True
-        self._link.send(EndRun())
-        self._wait_for(AllStopped)
+        self._end_searchers(EndSearchers())
         self._slots.memory.close()
         if self._references is not None:
             self._references.memory.close()

@@ -1,6 +1,6 @@
 """Start a role in a process of its own, watch it, stop it; and what such a process does first.
 
-The child is a fork of a process that has imported torch already (forked_roles.py), or a new one: `python -m
+The child is a fork of a process that has imported torch already (fork_server.py), or a new one: `python -m
 tba.runtime.processes FD`. The parent sends its module search path and (target, keyword arguments)
 over the socket FD, and the target runs with a Link to the parent. A process started this way does not import the parent's
 main script again, so training scripts need no `if __name__ == "__main__"`.
@@ -28,9 +28,16 @@ from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 import cloudpickle
 
 from tba.runtime.deadlines import dump_stacks, write_stacks_when_asked
-from tba.runtime.fork_server import INTERRUPTED, OWN_SERVER, die_with_parent, module_command, show_as
-from tba.runtime.forked_roles import ForkedProcess, ForkServer
-from tba.runtime.links import Failed, Link, RunCannotGoOn, StartSearchers
+from tba.runtime.fork_server import (
+    INTERRUPTED,
+    OWN_SERVER,
+    ForkedProcess,
+    ForkServer,
+    die_with_parent,
+    module_command,
+    show_as,
+)
+from tba.runtime.links import Failed, Link, RunCannotGoOn
 
 logger = logging.getLogger("tba")
 
@@ -91,10 +98,6 @@ class Role(Protocol[L_co]):
 
     def show_stacks(self) -> None:
         """Have it write to its log what every thread is doing."""
-        ...
-
-    def serve_weights(self, orders: StartSearchers) -> None:
-        """Let searchers see what this trainer publishes, where they do not see its memory."""
         ...
 
 
@@ -172,9 +175,6 @@ class RoleProcess(Generic[L]):
 
     def show_stacks(self) -> None:
         dump_stacks([self.pid])
-
-    def serve_weights(self, orders: StartSearchers) -> None:
-        """Nothing to do: searchers of this machine find its memory themselves."""
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait for its end; True when it came within the time."""

@@ -205,7 +205,7 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
         visits=ends.visits,
         reference_engine=reference_engine,
         rewards=make_rewards(task, own, log=logs / f"rewards-{index}.log"),
-        sender=ends.sender,
+        sender=ends,
         step_values=make_step_values(
             own, loaded, task, log=logs / f"rewards-{index}-values.log", between_steps=heartbeat.work
         ),

@@ -28,7 +28,7 @@ from tba.runtime.cluster import copies
 from tba.runtime.cluster.weights import Offer, WeightMirror, WeightRelay, unpickled_ends
 from tba.runtime.links import RelayedLink, frame, pickled, split_frame
 from tba.runtime.processes import RoleProcess
-from tba.runtime.seats import HostHandle
+from tba.runtime.supervisor import HostHandle
 
 logger = logging.getLogger("tba")
 

@@ -29,7 +29,7 @@ from tba.runtime.cluster.copies import RunCopy
 from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
 from tba.runtime.cluster.weights import WeightRelay, unpickled_ends
 from tba.runtime.links import RelayedLink, StartSearchers, hang_up
-from tba.runtime.seats import MakeLink, Seat
+from tba.runtime.supervisor import MakeLink, Seat
 from tba.runtime.threads import RoleThreads
 
 logger = logging.getLogger("tba")
@@ -57,11 +57,10 @@ class ClusterRole:
         log: Path | None,
         make_link: MakeLink,
         started: Any = None,
-        serve_weights: Callable[[StartSearchers], Any] = lambda orders: None,
         copy: RunCopy | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """`started`, and what the functions return, are calls of the actor: an error of one is the role's end. `copy`
+        """`started` is a call of the actor: an error of it is the role's end. `copy`
         follows the run folder on the role's node; None = it is not copied. `ended` is called once, when the role is gone."""
         self.name = name
         self.log = log
@@ -70,7 +69,6 @@ class ClusterRole:
         self.node = ""
         """Node of a trainer whose run is copied, once that is known."""
         self.lacks_groups = copy is not None
-        self._serve_weights = serve_weights
         self._actor = actor
         self._calls: list[Any] = [started]
         """Calls whose end has not been seen yet."""
@@ -99,13 +97,14 @@ class ClusterRole:
         if self.pid == 0 and number in (signal.SIGINT, signal.SIGKILL):
             self._end(-number)  # it has not begun: there is nothing to save, and a node may never come
         else:
-            self._calls.append(self._actor.signal.remote(number))
+            self.watch(self._actor.signal.remote(number))
 
     def show_stacks(self) -> None:
-        self._calls.append(self._actor.show_stacks.remote())
+        self.watch(self._actor.show_stacks.remote())
 
-    def serve_weights(self, orders: StartSearchers) -> None:
-        self._calls.append(self._serve_weights(orders))
+    def watch(self, call: Any) -> None:
+        """An error of this call of the actor is the role's end."""
+        self._calls.append(call)
 
     def _exchange(self) -> None:
         """Bring frames and signs of life until the role has ended."""
@@ -194,6 +193,8 @@ class ClusterRoles:
         """The trainer that was started last."""
         self._trainer: Any = None
         """The trainer's actor; None = the trainer is in this process."""
+        self._orders: StartSearchers | None = None
+        """How the trainer has searchers started; None = it has not asked for any yet."""
         self._relay: WeightRelay | None = None
         """Where the trainer is in this process."""
         self._searchers: dict[str, Any] = {}
@@ -216,7 +217,6 @@ class ClusterRoles:
             log=None,
             make_link=make_link,
             started=started,
-            serve_weights=self._serve_weights,
             copy=self._copy,
         )
         before, self._role = self._role, role
@@ -265,8 +265,12 @@ class ClusterRoles:
             role.kill()
 
     def searcher(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> ClusterRole:
-        if self._trainer is None and self._relay is None:
-            self._relay = WeightRelay(unpickled_ends(orders.ends))
+        if orders is not self._orders:  # the first searcher of this trainer
+            self._orders = orders
+            if self._role is None:
+                self._relay = WeightRelay(unpickled_ends(orders.ends))
+            else:
+                self._role.watch(self._trainer.serve_weights.remote(orders.ends))
         actor, log = self._actor(seat.name, seat.index), self._logs / f"{seat.name}.log"
         started = actor.start.remote(
             orders.recipe,
@@ -305,11 +309,6 @@ class ClusterRoles:
         return make(concurrency_groups=CONCURRENCY_GROUPS, **resources)(RoleHost).remote(
             name=name, searcher=searcher, search_path=sys.path, copied=copied
         )
-
-    def _serve_weights(self, orders: StartSearchers) -> Any:
-        call = self._trainer.serve_weights.remote(orders.ends)
-        self._tell_receivers()
-        return call
 
     def _forget(self, holder: str) -> None:
         with self._lock:
