@@ -28,14 +28,13 @@ from tba.runtime.leases import VisitLedger
 from tba.runtime.links import (
     EndsHandle,
     Link,
-    RelayedLink,
     frame,
     pickled,
     split_frame,
 )
 from tba.runtime.local import LocalRuntime
 from tba.runtime.slot_memory import Header, data_bytes
-from tba.runtime.supervisor import Host, HostHandle, Supervisor
+from tba.runtime.supervisor import Host, Supervisor
 from tba.runtime.threads import RoleThreads
 from tba.runtime.weight_slots import WeightSlots
 
@@ -281,32 +280,6 @@ def test_what_a_searcher_is_told_before_its_first_weights_are_there_reaches_it(t
     waiting.host.deliver([frame("", pickled("an early word"))])
     waiting.offer()
     assert waiting.frames_until(bool) == [("trainer", pickled("an early word"))]
-
-
-def test_a_trainer_lacks_groups_until_one_on_its_node_has_said_that_they_are_stored(nodes, tmp_path):
-    """One that is killed while it gets them leaves a part, and the next one on this node must get them again."""
-    from tba.runtime.cluster.copies import RunCopy
-    from tba.runtime.cluster.roles import ClusterRoles
-
-    node, board = nodes.add_node(num_cpus=4), Board.create()  # other tests leave nodes with one
-    copy = RunCopy(RunFolder.create(tmp_path / "run.replica", overwrite=False))
-    config = RuntimeConfig(kind="ray", trainer_cpus=4)
-    roles = ClusterRoles(config, board, logs=tmp_path / "logs", threads=ONE_EACH, gpus_each=0.0, copy=copy)
-    host = HostHandle(board=board.memory.handle(), owner=Holder.of_this_process())
-    config = load_config(None, [f"output={tmp_path}", "name=run"])
-    lacking = []
-    for stored in (False, True, True):
-        arguments = {"config": config, "resume": False, "host": host}
-        role = roles.trainer("targets:waits", arguments, lambda ours: RelayedLink(ours, deliver=lambda *event: None))
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while role.pid == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        lacking.append(role.lacks_groups)
-        if stored:
-            role.lacks_groups = False
-        role.kill()
-    nodes.remove_node(node, allow_graceful=False)
-    assert lacking == [True, True, False]
 
 
 def test_a_cluster_is_not_joined_without_a_token(monkeypatch, tmp_path):

@@ -125,7 +125,8 @@ class AsyncRun:
         trainer.resume(checkpoint)
         runtime.row["step"] = trainer.step_index
         runtime.publish(learner.train_step.weights(trainer.step_index))
-        runtime.start_searchers(run_searcher, {"config": config, "logs": folder.logs})
+        stored = None if trainer.durable is None else trainer.durable.marks
+        runtime.start_searchers(run_searcher, {"config": config, "logs": folder.logs}, stored=stored)
         return run
 
     @property

@@ -98,8 +98,11 @@ class Runtime(GroupReceiver, WeightPublisher, Protocol):
         """Publishes references; None where they are never reset."""
         ...
 
-    def start_searchers(self, target: Callable[..., None], arguments: Mapping[str, Any]) -> None:
-        """Have searchers run `target(link, index=..., incarnation=..., **arguments)` from now on."""
+    def start_searchers(
+        self, target: Callable[..., None], arguments: Mapping[str, Any], *, stored: Mapping[str, int] | None = None
+    ) -> None:
+        """Have searchers run `target(link, index=..., incarnation=..., **arguments)` from now on. `stored` is the highest
+        number of each source whose groups are on disk."""
         ...
 
     def replace_searchers(self, go_on_from: Mapping[str, int]) -> None:

@@ -107,16 +107,6 @@ class EndsHandle:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaSent:
-    """Supervisor to trainer, under the address REPLICA: these were all groups that the trainer before had stored."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaStored:
-    """Trainer to supervisor: all of them are committed, so that the next trainer on this node finds them."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class StartSearchers:
     """Trainer to supervisor: the weights are published; start the searchers."""
 
@@ -124,6 +114,8 @@ class StartSearchers:
     """Pickled (target, arguments) of a searcher's process."""
     ends: bytes
     """Pickled EndsHandle, which the target is given too: the supervisor need not import what its weights are opened with."""
+    stored: Mapping[str, int]
+    """The highest number of each source whose groups the trainer has on disk: it lacks later ones of the replica."""
     count: int
     forked: bool
     """Whether searchers are forks of a process that has imported what they need."""

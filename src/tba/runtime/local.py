@@ -33,8 +33,6 @@ from tba.runtime.links import (
     Failed,
     LeaseVisits,
     ReplaceSearcher,
-    ReplicaSent,
-    ReplicaStored,
     SearcherEnded,
     SearchersEnded,
     SearchersFailed,
@@ -90,10 +88,6 @@ class LocalRuntime:
         """Addresses of the searchers there are."""
         self._senders: dict[str, str] = {}
         """By group: who has sent it and waits for its acknowledgement."""
-        self._unstored: set[str] = set()
-        """Groups that came from the replica and are not committed yet."""
-        self._replica_sent = False
-        """Whether all of the replica has come, and the supervisor does not know yet that it is stored."""
         self._evaluations: list[Evaluated] = []
         self._wanted_evaluations: list[int] = []
         """Versions whose evaluation was asked for and has not come."""
@@ -104,8 +98,11 @@ class LocalRuntime:
         self._stopped = False
         self.row["pid"], self._began = os.getpid(), time.monotonic()
 
-    def start_searchers(self, target: Callable[..., None], arguments: Mapping[str, Any]) -> None:
-        """Have searchers run `target(link, index=i, incarnation=..., ends=..., **arguments)`, in processes of their own."""
+    def start_searchers(
+        self, target: Callable[..., None], arguments: Mapping[str, Any], *, stored: Mapping[str, int] | None = None
+    ) -> None:
+        """Have searchers run `target(link, index=i, incarnation=..., ends=..., **arguments)`, in processes of their own.
+        `stored` is the highest number of each source whose groups are on disk."""
         ends = EndsHandle(
             board=self.board.memory.handle(),
             weights=self._slots.handle(),
@@ -115,6 +112,7 @@ class LocalRuntime:
             StartSearchers(
                 recipe=cloudpickle.dumps((target, dict(arguments))),
                 ends=pickled(ends),
+                stored=stored or {},
                 count=self._num_searchers,
                 forked=may_fork(),
             )
@@ -148,8 +146,6 @@ class LocalRuntime:
         for sender, message in self._link.drain_addressed():
             if sender == PARENT:
                 self._heed(message)
-            elif sender == REPLICA and isinstance(message, ReplicaSent):
-                self._replica_sent = True
             elif sender == REPLICA:
                 groups.append(self._from_replica(message))
             elif sender in self._searchers and (group := self._message(sender, message)) is not None:
@@ -194,7 +190,6 @@ class LocalRuntime:
         """A group that the trainer before had stored, on a disk that is gone: nobody waits for its acknowledgement."""
         if not isinstance(message, TrajectoryGroup):
             raise RoleDied(f"the replica holds something that is no group: {message!r:.500}")
-        self._unstored.add(message.id)
         self.ledger.complete(message.visit, solved=message.solved, is_lost=not message.trajectories)
         return message
 
@@ -216,10 +211,6 @@ class LocalRuntime:
                 self._lease(other, share)
 
     def acknowledge(self, group_ids: Sequence[str]) -> None:
-        self._unstored.difference_update(group_ids)
-        if self._replica_sent and not self._unstored:
-            self._replica_sent = False
-            self._link.send(ReplicaStored())
         by_sender: dict[str, list[str]] = defaultdict(list)
         for group_id in group_ids:
             sender = self._senders.pop(group_id, None)  # none for imports, and for what was sent twice

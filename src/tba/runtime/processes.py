@@ -59,9 +59,6 @@ class Role(Protocol[L_co]):
     """A role that runs somewhere, as the one who started it sees it: a process of this machine, or of another one."""
 
     name: str
-    lacks_groups: bool
-    """Whether a trainer may lack groups that the one before had stored: it runs on another disk, and has not said yet that
-    it has stored them too."""
 
     @property
     def link(self) -> L_co: ...
@@ -103,8 +100,6 @@ class Role(Protocol[L_co]):
 
 class RoleProcess(Generic[L]):
     """A child process with a link. It ends itself when this process is gone, however that happened."""
-
-    lacks_groups = False
 
     def __init__(
         self,

@@ -41,8 +41,6 @@ from tba.runtime.links import (
     Link,
     RelayedLink,
     ReplaceSearcher,
-    ReplicaSent,
-    ReplicaStored,
     SearcherEnded,
     SearchersEnded,
     SearchersFailed,
@@ -51,7 +49,6 @@ from tba.runtime.links import (
     StartSearchers,
     Stop,
     group_of,
-    pickled,
 )
 from tba.runtime.processes import Role, RoleProcess, last_lines, may_fork, stop_all
 from tba.runtime.replica import Replica
@@ -382,7 +379,7 @@ class Supervisor:
             logs=logs,
             start=start_searcher,
             make_link=self._make_link,
-            tell_trainer=self._tell_trainer,
+            tell_trainer=lambda message: self._trainer.send(message),
         )
         self._trainer_hung_up = False
         self._trainer_idleness = Idleness()
@@ -486,20 +483,14 @@ class Supervisor:
             if seat.failure.error.startswith(WaitedTooLong.__name__):
                 self.show_stacks()  # what the others did meanwhile
 
-    def _tell_trainer(self, message: Any) -> None:
-        self._trainer.send(message)
-
     def _heed(self, message: object) -> None:
         """A word of the trainer's."""
         if isinstance(message, StartSearchers):
             self._trainer_idleness = Idleness()
-            if self._trainer_process is not None and self._replica is not None and self._trainer_process.lacks_groups:
-                for body in self._replica.rows():
+            if self._replica is not None:
+                for body in self._replica.rows(after=message.stored):  # none on the disk that they were stored on
                     self._trainer.send_frame(REPLICA, body)
-                self._trainer.send_frame(REPLICA, pickled(ReplicaSent()))
             self._searchers.work_for(message)
-        if isinstance(message, ReplicaStored) and self._trainer_process is not None:
-            self._trainer_process.lacks_groups = False
         if isinstance(message, ReplaceSearcher):
             seat = self._searchers.find(holder=message.holder)
             if seat is not None:

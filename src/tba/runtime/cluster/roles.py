@@ -66,9 +66,6 @@ class ClusterRole:
         self.log = log
         self.pid = 0
         self.status: int | None = None
-        self.node = ""
-        """Node of a trainer whose run is copied, once that is known."""
-        self.lacks_groups = copy is not None
         self._actor = actor
         self._calls: list[Any] = [started]
         """Calls whose end has not been seen yet."""
@@ -219,10 +216,10 @@ class ClusterRoles:
             started=started,
             copy=self._copy,
         )
-        before, self._role = self._role, role
+        self._role = role
         if self._copy is not None:
             # In the background: it takes as long as a checkpoint takes to travel, and a node may have to be waited for.
-            begin = partial(self._begin_copied, self._copy, role, before, actor, target, dict(arguments))
+            begin = partial(self._begin_copied, self._copy, role, actor, target, dict(arguments))
             threading.Thread(target=begin, daemon=True, name="trainer-begin").start()
         return role
 
@@ -230,7 +227,6 @@ class ClusterRoles:
         self,
         copy: RunCopy,
         role: ClusterRole,
-        before: ClusterRole | None,
         actor: Any,
         target: str,
         arguments: dict[str, Any],
@@ -248,14 +244,11 @@ class ClusterRoles:
             handed_over = copy.hand_over(actor, begun, owner, resume)
             if handed_over:
                 logger.warning("the trainer's node has no such run folder: it gets the copy in %s.", copy.folder.path)
-            role.node = ray.get(actor.node.remote())
-            if role.node == ray.get_runtime_context().get_node_id():
+            if ray.get(actor.node.remote()) == ray.get_runtime_context().get_node_id():
                 logger.warning(
                     "replay.durability=node: the trainer runs on this node, where the second copy of its groups is too. "
                     "Join the cluster from a node that has no room for the trainer."
                 )
-            # All of them are on this node where the trainer before was here too, and had been given those that it lacked.
-            role.lacks_groups = handed_over or before is None or before.lacks_groups or before.node != role.node
             arguments["resume"] = resume or handed_over or begun is not None
             ray.get(actor.start.remote(target, arguments, log=None, threads=self._threads.trainer))
         except ray.exceptions.RayActorError:  # told by the exchange
