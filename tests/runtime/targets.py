@@ -163,10 +163,10 @@ def tells_weights(link, *, index: int, incarnation: str, ends: bytes) -> None:
 
     from tba.config import RuntimeConfig
     from tba.runtime.channels import Stopped
-    from tba.runtime.ends import LocalSearcherEnds
+    from tba.runtime.ends import SearcherEnds
     from tba.types import Prompt, TrajectoryGroup
 
-    found = LocalSearcherEnds(link, pickle.loads(ends), RuntimeConfig(), index=index, stock=1)
+    found = SearcherEnds(link, pickle.loads(ends), RuntimeConfig(), index=index, stock=1)
     prompt, seen = Prompt(id="p", token_ids=np.array([1], np.int32), text=""), -1
     try:
         while True:

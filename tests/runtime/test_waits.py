@@ -12,7 +12,7 @@ from tba.runtime import channels, deadlines
 from tba.runtime.board import Board
 from tba.runtime.channels import POLL_SECONDS, WaitedTooLong, wait_until
 from tba.runtime.deadlines import Idleness, Waiting
-from tba.runtime.ends import LocalSearcherEnds
+from tba.runtime.ends import SearcherEnds
 from tba.runtime.leases import LedgerVisits, Visit, VisitLedger, VisitStock
 from tba.runtime.links import Acknowledge, EndsHandle
 from tba.runtime.weight_slots import WeightSlots
@@ -46,7 +46,7 @@ def ends_on(board):
     slots = WeightSlots.create({"w": torch.zeros(1)}, torch.float32)
     handle = EndsHandle(board=board.memory.handle(), weights=slots.handle(), references=None)
     board.trainer["made"] = 1  # or every wait would be patient with its first step
-    return lambda link, **config: LocalSearcherEnds(link, handle, RuntimeConfig(**config), index=0, stock=1)
+    return lambda link, **config: SearcherEnds(link, handle, RuntimeConfig(**config), index=0, stock=1)
 
 
 def group(number: int) -> TrajectoryGroup:

@@ -19,7 +19,7 @@ from tba.models.weights import make_weights
 from tba.observe.files import RunFolder
 from tba.observe.listener import RunListener
 from tba.observe.recorder import Recorder
-from tba.runtime.channels import POLL_SECONDS, Idleness, Runtime
+from tba.runtime.channels import POLL_SECONDS, Idleness
 from tba.runtime.leases import VisitLedger
 from tba.runtime.local import LocalRuntime
 from tba.runtime.processes import RoleDied
@@ -41,7 +41,7 @@ class AsyncRun:
 
     config: Config
     trainer: Trainer
-    runtime: Runtime
+    runtime: LocalRuntime
     interrupt: Interrupt
     has_evaluation_prompts: bool
     listener: RunListener

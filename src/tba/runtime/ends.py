@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from tba.config import RuntimeConfig
 from tba.runtime.board import Board, SharedMemory
-from tba.runtime.channels import Stopped, WeightSource, wait_until
+from tba.runtime.channels import Stopped, wait_until
 from tba.runtime.deadlines import Waiting
 from tba.runtime.leases import VisitStock
 from tba.runtime.links import (
@@ -27,8 +27,8 @@ from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup
 
 
-class LocalSearcherEnds:
-    """The ends of searcher `index`, over its link to the supervisor and shared memory (channels.SearcherEnds)."""
+class SearcherEnds:
+    """The ends of searcher `index`, over its link to the supervisor and shared memory."""
 
     def __init__(
         self,
@@ -45,7 +45,8 @@ class LocalSearcherEnds:
         self._note = note
         self._board = Board(SharedMemory.attach(handle.board))
         self.row = self._board.searcher(index)
-        self.weights: WeightSource = WeightSlots.attach(handle.weights)
+        self.weights = WeightSlots.attach(handle.weights)
+        # None = references are never reset.
         self.references = None if handle.references is None else WeightSlots.attach(handle.references)
         self.visits = VisitStock(lambda count: self._tell(AskVisits(count=count)), size=stock)
         self._config = config
@@ -81,7 +82,8 @@ class LocalSearcherEnds:
         return len(self._unacknowledged) < self._config.channel_groups
 
     def handle_messages(self) -> None:
-        """Also a sign of life, so that a searcher that only waits is seen to live."""
+        """Take in what has arrived; never waits. Raises Stopped when this searcher is to end. Also a sign of life, so that a
+        searcher that only waits is seen to live."""
         self.row["heartbeat"] += 1
         for message in self._link.drain():
             if isinstance(message, Stop):
@@ -97,6 +99,7 @@ class LocalSearcherEnds:
                 self._asked.append(message.version)
 
     def take_asked(self, version: int) -> bool:
+        """Whether an evaluation of `version` or an earlier one was asked for; all such requests count as answered."""
         reached = any(asked <= version for asked in self._asked)
         self._asked = [asked for asked in self._asked if asked > version]
         return reached
@@ -105,12 +108,15 @@ class LocalSearcherEnds:
         self._tell(Evaluated(version=version, metrics=metrics))
 
     def trainer_progress(self) -> float:
+        """A number that changes while the trainer works, or starts."""
         return self._board.trainer_progress()
 
     def trainer_waits(self) -> bool:
+        """Whether the trainer waits for responses."""
         return self._board.trainer.wait in ("first_fill", "replay_ratio")
 
     def lost_visits(self) -> int:
+        """Number of visits of the run so far that brought nothing to train on."""
         return int(self._board.trainer["lost"])
 
     def _tell(self, message: AskVisits | Evaluated) -> None:

@@ -29,7 +29,6 @@ import importlib
 import logging
 import math
 import os
-import pickle
 import select
 import signal
 import socket
@@ -42,8 +41,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 import psutil
 
@@ -51,8 +51,6 @@ logger = logging.getLogger("tba")
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 MAX_DESCRIPTORS = 64
-HEADER_BYTES = 4
-"""Length of a message, before it."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 OWN_SERVER = "TBA_OWN_FORK_SERVER"
@@ -75,7 +73,7 @@ LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Caller to server: fork a role that talks over descriptor `link`."""
+    """Caller to server: fork a role that talks over descriptor `link`. A byte with the descriptors follows."""
 
     name: str
     """What `ps` and `top` show (15 letters of it)."""
@@ -116,58 +114,30 @@ def module_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code, module, *arguments]
 
 
-def packed(message: Any) -> bytes:
-    """A message as it goes over the socket, after its length."""
-    data = pickle.dumps(message)
-    return struct.pack("<I", len(data)) + data
-
-
-def receive(connection: socket.socket) -> Any | None:
-    """The next message of a socket; None at its end."""
-    return receive_body(connection, _read_exactly(connection, HEADER_BYTES))
-
-
-def receive_body(connection: socket.socket, header: bytes | None) -> Any | None:
-    """The message that follows its header; None where the socket ends before."""
-    data = None if header is None else _read_exactly(connection, struct.unpack("<I", header)[0])
-    return None if data is None else pickle.loads(data)
-
-
-def _read_exactly(connection: socket.socket, count: int) -> bytes | None:
-    data = b""
-    while len(data) < count:
-        try:
-            part = connection.recv(count - len(data))
-        except OSError:
-            return None
-        if not part:
-            return None
-        data += part
-    return data
-
-
 # The server
 
 
-def serve(connection: socket.socket) -> None:
+def serve(caller: socket.socket) -> None:
     """The server: fork a role for each Start, tell of each one that ends, until the caller is gone."""
+    connection = Connection(os.dup(caller.fileno()))
     wake_up, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     running: set[int] = set()
     while True:
-        ready, _, _ = select.select([connection.fileno(), wake_up], [], [])
+        ready, _, _ = select.select([caller, wake_up], [], [])
         if wake_up in ready:
             os.read(wake_up, 4096)
         for pid, status in _ended(running):
             running.discard(pid)
-            connection.sendall(packed(Ended(pid=pid, status=status)))
-        if connection.fileno() not in ready:
+            connection.send(Ended(pid=pid, status=status))
+        if caller not in ready:
             continue
-        header, descriptors, _, _ = socket.recv_fds(connection, HEADER_BYTES, MAX_DESCRIPTORS)
-        message = receive_body(connection, header if len(header) == HEADER_BYTES else None)
-        if message is None:
+        try:
+            message: Start = connection.recv()
+            _, descriptors, _, _ = socket.recv_fds(caller, 1, MAX_DESCRIPTORS)
+        except (EOFError, OSError):
             return
         forked = os.fork() if time.monotonic() < message.until else None
         if forked == 0:
@@ -176,7 +146,7 @@ def serve(connection: socket.socket) -> None:
             os.close(descriptor)
         if forked is not None:
             running.add(forked)
-            connection.sendall(packed(Started(pid=forked)))
+            connection.send(Started(pid=forked))
 
 
 def _ended(running: set[int]) -> list[tuple[int, int]]:
@@ -304,6 +274,7 @@ class ForkServer:
 
     def __init__(self, connection: socket.socket, process: psutil.Process) -> None:
         self._socket = connection
+        self._connection = Connection(os.dup(connection.fileno()))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", START_SECONDS, 0))
         self._process = process
         self._lock = threading.Lock()
@@ -400,22 +371,20 @@ class ForkServer:
     ) -> ForkedProcess:
         """Fork a role; returns as soon as it runs."""
         numbers, seconds = (link, *descriptors), START_SECONDS if self._started else IMPORT_SECONDS
-        message = packed(
-            Start(
-                name=name,
-                link=link,
-                descriptors=numbers,
-                log=None if log is None else str(log),
-                environment=dict(environment),
-                folder=os.getcwd(),
-                starts_roles=starts_roles,
-                until=time.monotonic() + seconds,
-            )
+        message = Start(
+            name=name,
+            link=link,
+            descriptors=numbers,
+            log=None if log is None else str(log),
+            environment=dict(environment),
+            folder=os.getcwd(),
+            starts_roles=starts_roles,
+            until=time.monotonic() + seconds,
         )
         with self._lock:
             seen = len(self._started)
-            socket.send_fds(self._socket, [message[:HEADER_BYTES]], list(numbers))
-            self._socket.sendall(message[HEADER_BYTES:])
+            self._connection.send(message)
+            socket.send_fds(self._socket, [b" "], list(numbers))
             with self._changed:
                 # A second more: an answer that is given just in time must not be missed.
                 self._changed.wait_for(lambda: len(self._started) > seen or not self._alive, seconds + 1.0)
@@ -451,18 +420,17 @@ class ForkServer:
             self._process.wait(KILL_SECONDS)
 
     def _read(self) -> None:
-        while (message := receive(self._socket)) is not None:
-            with self._changed:
-                if isinstance(message, Started):
-                    for known in (self._statuses, self._ended):
-                        known.pop(message.pid, None)  # an earlier role may have had this number
-                    self._started.append(message.pid)
-                else:
-                    self._statuses[message.pid] = message.status
-                self._changed.notify_all()
-        self._lost()
-
-    def _lost(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                message: Started | Ended = self._connection.recv()
+                with self._changed:
+                    if isinstance(message, Started):
+                        for known in (self._statuses, self._ended):
+                            known.pop(message.pid, None)  # an earlier role may have had this number
+                        self._started.append(message.pid)
+                    else:
+                        self._statuses[message.pid] = message.status
+                    self._changed.notify_all()
         with self._changed:
             self._alive = False
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The local runtime: what the trainer has of a run on one machine (channels.Runtime). Searchers are processes under the
+"""The local runtime: what the trainer has of a run. Searchers are processes under the
 supervisor, and everything that is said to them or by them goes through it.
 """
 
@@ -228,6 +228,7 @@ class LocalRuntime:
 
     @property
     def reference_publisher(self) -> WeightPublisher | None:
+        """Publishes references; None where they are never reset."""
         references = self._references
         return None if references is None else LocalWeights(lambda weights: self._publish(references, weights))
 
@@ -246,16 +247,20 @@ class LocalRuntime:
             self._link.send(Evaluate(version=self._wanted_evaluations[-1]), to=self._evaluator)
 
     def take_evaluations(self) -> list[Evaluated]:
+        """Evaluations that have come since the last call."""
         taken, self._evaluations = self._evaluations, []
         return taken
 
     def progress(self) -> float:
+        """A number that changes while any searcher works."""
         return self.board.searchers_progress()
 
     def heartbeats(self) -> dict[str, float]:
+        """For each searcher a number that changes while it lives."""
         return self.board.heartbeats()
 
     def published(self, version: int) -> Weights | None:
+        """What searchers see of a version; None = it was overwritten, or never published."""
         return self._slots.stored(version)
 
     def statuses(self) -> list[RoleStatus]:

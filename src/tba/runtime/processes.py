@@ -23,7 +23,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
 
 import cloudpickle
 
@@ -39,6 +39,9 @@ from tba.runtime.fork_server import (
 )
 from tba.runtime.links import Failed, Link, RunCannotGoOn
 
+if TYPE_CHECKING:
+    from tba.runtime.cluster.roles import ClusterRole
+
 logger = logging.getLogger("tba")
 
 ROLE_MODULES = ("tba.search.role", "tba.launch.start")
@@ -52,50 +55,6 @@ class RoleDied(RuntimeError):
 
 
 L = TypeVar("L", bound=Link)
-L_co = TypeVar("L_co", bound=Link, covariant=True)
-
-
-class Role(Protocol[L_co]):
-    """A role that runs somewhere, as the one who started it sees it: a process of this machine, or of another one."""
-
-    name: str
-
-    @property
-    def link(self) -> L_co: ...
-
-    @property
-    def log(self) -> Path | None:
-        """None = it writes where this process does."""
-        ...
-
-    @property
-    def pid(self) -> int:
-        """Its process, on the machine that it runs on."""
-        ...
-
-    @property
-    def alive(self) -> bool: ...
-
-    @property
-    def status(self) -> int | None:
-        """Exit status, or minus the number of the signal that killed it; None while it runs."""
-        ...
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Wait for its end; True when it came within the time."""
-        ...
-
-    def kill(self) -> None:
-        """End it by force, at once."""
-        ...
-
-    def signal(self, number: int) -> None:
-        """Send its process a signal, unless it has ended."""
-        ...
-
-    def show_stacks(self) -> None:
-        """Have it write to its log what every thread is doing."""
-        ...
 
 
 class RoleProcess(Generic[L]):
@@ -180,7 +139,7 @@ class RoleProcess(Generic[L]):
         return True
 
 
-def stop_all(processes: Sequence[Role[Any]], message: Any, *, timeout_seconds: float) -> None:
+def stop_all(processes: Sequence[RoleProcess[Any] | ClusterRole], message: Any, *, timeout_seconds: float) -> None:
     """Ask all to stop, wait together, kill what remains."""
     for process in processes:
         process.link.send(message)

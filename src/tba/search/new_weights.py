@@ -9,7 +9,7 @@ import numpy as np
 
 from tba.generate.engine import Engine
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, canary_tokens, kl_estimate
-from tba.runtime.channels import SearcherEnds, WeightSource
+from tba.runtime.ends import SearcherEnds
 from tba.search.loop import Searcher
 from tba.types import Weights
 
@@ -28,7 +28,7 @@ class WeightLoader:
         self._report = report
         self._canary = CanaryCheck()
         self._tokens = canary_tokens(engine.vocabulary, CANARY_TOKENS)
-        self._source: WeightSource = ends.weights
+        self._source = ends.weights
         self._loaded = -1
         """The version given to the engine last; under `drain` it may not be in use yet."""
         self._checked = -1

@@ -20,8 +20,8 @@ from tba.models.load import LoadedModel, adapt, load_model
 from tba.models.weights import CanaryMismatch
 from tba.replay.payload import acknowledged_log
 from tba.runtime.board import Row
-from tba.runtime.channels import SearcherEnds, Stopped
-from tba.runtime.ends import LocalSearcherEnds
+from tba.runtime.channels import Stopped
+from tba.runtime.ends import SearcherEnds
 from tba.runtime.links import Link, RunCannotGoOn
 from tba.runtime.placement import must_hide, see_only
 from tba.runtime.threads import threads_of
@@ -157,7 +157,7 @@ returns something else."""
 
 def run_searcher(link: Link, *, config: Config, index: int, incarnation: str, logs: Path, ends: bytes) -> None:
     """The target of a searcher's process; `ends` is a pickled EndsHandle."""
-    local = LocalSearcherEnds(
+    local = SearcherEnds(
         link,
         pickle.loads(ends),
         config.runtime,

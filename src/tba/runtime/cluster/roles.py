@@ -45,7 +45,7 @@ KILLED, FAILED = -9, 1
 
 
 class ClusterRole:
-    """A role in an actor (processes.Role)."""
+    """A role in an actor, with the methods of a RoleProcess."""
 
     def __init__(
         self,
