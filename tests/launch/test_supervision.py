@@ -33,20 +33,22 @@ def role(run: RunFolder, name: str) -> dict:
     return next((found for found in roles if found["name"] == name and found["pid"]), {})
 
 
-def test_a_trainer_that_is_killed_is_resumed_with_new_searchers(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("killed", [("trainer",), ("searcher-0", "trainer")])
+def test_a_trainer_that_is_killed_is_resumed_with_new_searchers(folder, tmp_path, monkeypatch, killed):
     """Nothing that was acknowledged is lost, nothing is stored twice, and every step is recorded once."""
     (tmp_path / "notes").mkdir()
     monkeypatch.setenv("TBA_ACKNOWLEDGED_LOG", str(tmp_path / "notes"))
-    config = make_config(folder, "name=killed", "train.max_steps=30", "train.checkpoint_every=5")
+    name, settings = f"killed-{len(killed)}", ("train.max_steps=30", "train.checkpoint_every=5")
+    config = make_config(folder, f"name={name}", *settings)
     run = RunFolder(config.run_folder)
-    settings = ("train.max_steps=30", "train.checkpoint_every=5")
-    with Command(command(folder, "killed", *settings)) as process:
+    with Command(command(folder, name, *settings)) as process:
         assert wait_for(lambda: max(steps_of(config), default=0) >= 7 and role(run, "searcher-0"))
-        searcher, trainer = role(run, "searcher-0")["pid"], role(run, "trainer")["pid"]
-        os.kill(trainer, signal.SIGKILL)
-        assert wait_for(lambda: role(run, "trainer").get("pid", trainer) != trainer)
-        assert wait_for(lambda: role(run, "searcher-0").get("pid", searcher) != searcher)
-        assert not psutil.pid_exists(searcher), "it ends with its trainer"
+        before = {role_name: role(run, role_name)["pid"] for role_name in ("searcher-0", "trainer")}
+        for role_name in killed:
+            os.kill(before[role_name], signal.SIGKILL)
+        for role_name, pid in before.items():
+            assert wait_for(lambda one=role_name, pid=pid: role(run, one).get("pid", pid) != pid)
+        assert not psutil.pid_exists(before["searcher-0"]), "it ends with its trainer"
         _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert "the trainer was killed by signal 9" in errors

@@ -28,7 +28,7 @@ from tba.search.role import run_searcher
 from tba.train.gate import Gate, Interrupted
 from tba.train.loop import Trainer
 from tba.train.make import Learner, make_learner, make_trainer
-from tba.train.ranks import ALONE, Ranks
+from tba.train.ranks import Ranks
 from tba.types import ResponseCounts
 
 logger = logging.getLogger("tba")
@@ -55,78 +55,63 @@ class AsyncRun:
         folder: RunFolder,
         inputs: RunInputs,
         host: Host,
-        checkpoint: Path | None = None,
-        ranks: Ranks = ALONE,
-        listener: RunListener | None = None,
+        checkpoint: Path | None,
+        ranks: Ranks,
+        listener: RunListener,
     ) -> AsyncRun:
         """Publish version 0, or that of the checkpoint to resume from, then have searchers started. What was made before a
         part fails is closed."""
         with ExitStack() as undo:
-            run = cls._make(config, folder, inputs, host, checkpoint, ranks, listener or RunListener(), undo)
+            loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
+            listener.model = adapt(loaded, config.model, seed=config.seed)
+            weights = make_weights(loaded.model, version=0)  # before the learner may spread the model over ranks
+            learner, counts, ledger = make_learner(config, loaded, ranks), ResponseCounts(), make_ledger(config, task)
+            runtime = make_runtime(config, host, loaded, learner, ledger, tensors=weights.tensors)
+            undo.callback(runtime.stop)
+            recorder = make_recorder(
+                config,
+                folder,
+                inputs,
+                counts,
+                roles=runtime.statuses,
+                more_metrics=runtime.metrics,
+                listener=listener,
+                row=runtime.row,
+            )
+            undo.callback(recorder.close)
+            gate = Gate(
+                config,
+                runtime.row,
+                len(task.prompts("train")),
+                lambda: interrupt.asked or recorder.is_time_over,
+                progress=runtime.progress,
+                heartbeats=runtime.heartbeats,
+            )
+            trainer = make_trainer(
+                config,
+                loaded,
+                task,
+                learner,
+                runtime,
+                runtime,
+                recorder,
+                counts=counts,
+                reference_publisher=runtime.reference_publisher,
+                ledger=ledger,
+                parts={},
+                restart_searchers=runtime.replace_searchers,
+                gate=gate,
+                published=runtime.published,
+            )
+            undo.callback(trainer.close)
+            evaluated = task.prompts(config.evaluate.split)
+            run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0, listener=listener)
+            trainer.resume(checkpoint)
+            runtime.row["step"] = trainer.step_index
+            runtime.publish(learner.train_step.weights(trainer.step_index))
+            stored = None if trainer.durable is None else trainer.durable.marks
+            runtime.start_searchers(run_searcher, {"config": config, "logs": folder.logs}, stored=stored)
             undo.pop_all()
-            return run
-
-    @classmethod
-    def _make(
-        cls,
-        config: Config,
-        folder: RunFolder,
-        inputs: RunInputs,
-        host: Host,
-        checkpoint: Path | None,
-        ranks: Ranks,
-        listener: RunListener,
-        undo: ExitStack,
-    ) -> AsyncRun:
-        loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
-        listener.model = adapt(loaded, config.model, seed=config.seed)
-        weights = make_weights(loaded.model, version=0)  # before the learner may spread the model over ranks
-        learner, counts, ledger = make_learner(config, loaded, ranks), ResponseCounts(), make_ledger(config, task)
-        runtime = make_runtime(config, host, loaded, learner, ledger, tensors=weights.tensors)
-        undo.callback(runtime.stop)
-        recorder = make_recorder(
-            config,
-            folder,
-            inputs,
-            counts,
-            roles=runtime.statuses,
-            more_metrics=runtime.metrics,
-            listener=listener,
-            row=runtime.row,
-        )
-        undo.callback(recorder.close)
-        gate = Gate(
-            config,
-            runtime.row,
-            len(task.prompts("train")),
-            lambda: interrupt.asked or recorder.is_time_over,
-            progress=runtime.progress,
-            heartbeats=runtime.heartbeats,
-        )
-        trainer = make_trainer(
-            config,
-            loaded,
-            task,
-            learner,
-            runtime,
-            runtime,
-            recorder,
-            counts=counts,
-            reference_publisher=runtime.reference_publisher,
-            ledger=ledger,
-            parts={},
-            restart_searchers=runtime.replace_searchers,
-            gate=gate,
-            published=runtime.published,
-        )
-        undo.callback(trainer.close)
-        evaluated = task.prompts(config.evaluate.split)
-        run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0, listener=listener)
-        trainer.resume(checkpoint)
-        runtime.row["step"] = trainer.step_index
-        runtime.publish(learner.train_step.weights(trainer.step_index))
-        stored = None if trainer.durable is None else trainer.durable.marks
-        runtime.start_searchers(run_searcher, {"config": config, "logs": folder.logs}, stored=stored)
         return run
 
     @property
