@@ -136,8 +136,10 @@ def serve(caller: socket.socket) -> None:
             continue
         try:
             message: Start = connection.recv()
-            _, descriptors, _, _ = socket.recv_fds(caller, 1, MAX_DESCRIPTORS)
+            byte, descriptors, _, _ = socket.recv_fds(caller, 1, MAX_DESCRIPTORS)
         except (EOFError, OSError):
+            return
+        if not byte:
             return
         forked = os.fork() if time.monotonic() < message.until else None
         if forked == 0:
