@@ -126,13 +126,13 @@ def serve(caller: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     running: set[int] = set()
     while True:
-        ready, _, _ = select.select([caller, wake_up], [], [])
+        ready, _, _ = select.select([caller.fileno(), wake_up], [], [])
         if wake_up in ready:
             os.read(wake_up, 4096)
         for pid, status in _ended(running):
             running.discard(pid)
             connection.send(Ended(pid=pid, status=status))
-        if caller not in ready:
+        if caller.fileno() not in ready:
             continue
         try:
             message: Start = connection.recv()

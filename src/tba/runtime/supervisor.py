@@ -190,7 +190,7 @@ class SearcherPool:
         logs: Path,
         start: StartSearcher,
         make_link: MakeLink,
-        tell_trainer: Callable[[Any], None],
+        tell_trainer: Callable[[Any], object],
     ) -> None:
         self.orders: StartSearchers | None = None
         """How searchers are started, by the present trainer; None = there is none that they could work for."""
