@@ -1,10 +1,10 @@
-"""`tba train` as a supervisor: a trainer that is killed is resumed, and searchers that outlive it go on for the next one."""
+"""`tba train` as a supervisor: a trainer that is killed is resumed, with searchers of its own."""
 
 import json
 import os
 import signal
-import sqlite3
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,9 +16,12 @@ from tba.launch import train
 from tba.launch.operate import describe, read_status, stop_run
 from tba.launch.supervise import supervise
 from tba.observe.files import RunFolder
-from tba.runtime import forked_roles, processes
-from tba.runtime.forked_roles import ForkServer
+from tba.runtime import fork_server, processes
+from tba.runtime.fork_server import ForkServer
 from tba.runtime.processes import prepare_roles
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from chaos_bench.accounting import account, read_notes, read_rows
 
 pytestmark = pytest.mark.slow
 
@@ -32,17 +35,22 @@ def role(run: RunFolder, name: str) -> dict:
     return next((found for found in roles if found["name"] == name and found["pid"]), {})
 
 
-def test_a_trainer_that_is_killed_is_resumed_and_its_searchers_go_on(folder):
-    """Nothing that was stored is lost or stored twice, and every step is recorded once."""
-    config = make_config(folder, "name=killed", "train.max_steps=30", "train.checkpoint_every=5")
+@pytest.mark.parametrize("killed", [("trainer",), ("searcher-0", "trainer")])
+def test_a_trainer_that_is_killed_is_resumed_with_new_searchers(folder, tmp_path, monkeypatch, killed):
+    """Nothing that was acknowledged is lost, nothing is stored twice, and every step is recorded once."""
+    (tmp_path / "notes").mkdir()
+    monkeypatch.setenv("TBA_ACKNOWLEDGED_LOG", str(tmp_path / "notes"))
+    name, settings = f"killed-{len(killed)}", ("train.max_steps=30", "train.checkpoint_every=5")
+    config = make_config(folder, f"name={name}", *settings)
     run = RunFolder(config.run_folder)
-    settings = ("train.max_steps=30", "train.checkpoint_every=5")
-    with Command(command(folder, "killed", *settings)) as process:
+    with Command(command(folder, name, *settings)) as process:
         assert wait_for(lambda: max(steps_of(config), default=0) >= 7 and role(run, "searcher-0"))
-        searcher, trainer = role(run, "searcher-0")["pid"], role(run, "trainer")["pid"]
-        os.kill(trainer, signal.SIGKILL)
-        assert wait_for(lambda: role(run, "trainer").get("pid", trainer) != trainer)
-        assert role(run, "searcher-0")["pid"] == searcher, "the same process goes on"
+        before = {role_name: role(run, role_name)["pid"] for role_name in ("searcher-0", "trainer")}
+        for role_name in killed:
+            os.kill(before[role_name], signal.SIGKILL)
+        for role_name, pid in before.items():
+            assert wait_for(lambda one=role_name, pid=pid: role(run, one).get("pid", pid) != pid)
+        assert not psutil.pid_exists(before["searcher-0"]), "it ends with its trainer"
         _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert "the trainer was killed by signal 9" in errors
@@ -51,9 +59,9 @@ def test_a_trainer_that_is_killed_is_resumed_and_its_searchers_go_on(folder):
     assert (summary["outcome"], summary["steps"], status["trainer_restarts"]) == ("finished", 30, 1)
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert all(record["off_policy/lag_mean"] >= 0 for record in records if "off_policy/lag_mean" in record)
-    with sqlite3.connect(run.replay) as database:
-        ids = database.execute("SELECT incarnation, number FROM groups").fetchall()
-    assert len(ids) == len(set(ids)) >= 30
+    found = account(read_notes(tmp_path / "notes"), *read_rows(run.replay))
+    assert found.acknowledged >= 30
+    assert (found.lost, found.changed, found.twice) == ([], [], [])
 
 
 def test_a_trainer_that_is_killed_after_it_has_gone_back_is_resumed_from_its_newest_checkpoint(folder):
@@ -110,10 +118,10 @@ def test_a_run_whose_fork_server_hangs_tells_that_a_searcher_is_gone_and_ends_wh
     """The searcher is replaced by one that another server forks, and the trainer, whose end nobody tells, saves and ends."""
     config = make_config(folder, "name=hangs", "train.max_steps=1000000")
     run, found = RunFolder(config.run_folder), {}
-    monkeypatch.setattr(forked_roles, "START_SECONDS", 1)
+    monkeypatch.setattr(fork_server, "START_SECONDS", 1)
     prepare_roles()
     monkeypatch.setattr(ForkServer, "_shared", ForkServer._shared)  # it is the shared one again in the end
-    monkeypatch.setattr(forked_roles, "PRELOADED", ())  # the run ends before another searcher has imported torch
+    monkeypatch.setattr(fork_server, "PRELOADED", ())  # the run ends before another searcher has imported torch
     monkeypatch.setattr(processes, "ROLE_MODULES", ("tba.runtime.processes",))
 
     def attack() -> None:

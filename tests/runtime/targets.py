@@ -163,20 +163,20 @@ def tells_weights(link, *, index: int, incarnation: str, ends: bytes) -> None:
 
     from tba.config import RuntimeConfig
     from tba.runtime.channels import Stopped
-    from tba.runtime.ends import LocalSearcherEnds
+    from tba.runtime.ends import SearcherEnds
     from tba.types import Prompt, TrajectoryGroup
 
-    found = LocalSearcherEnds(link, pickle.loads(ends), RuntimeConfig(), index=index, stock=1)
-    prompt, seen = Prompt(id="p", token_ids=np.array([1], np.int32), text=""), (None, -1)
+    found = SearcherEnds(link, pickle.loads(ends), RuntimeConfig(), index=index, stock=1)
+    prompt, seen = Prompt(id="p", token_ids=np.array([1], np.int32), text=""), -1
     try:
         while True:
             found.handle_messages()
-            if (found.weights, found.weights.newest_version) != seen:
+            if found.weights.newest_version != seen:
                 weights = found.weights.fetch()
-                seen = (found.weights, weights.version)
+                seen = weights.version
                 value = int(weights.tensors["w"][0])
                 group_id = f"searcher-{index}.{incarnation}/{weights.version}-{value}"
-                found.sender.send(TrajectoryGroup(id=group_id, prompt=prompt, trajectories=()))
+                found.send(TrajectoryGroup(id=group_id, prompt=prompt, trajectories=()))
             time.sleep(0.01)
     except Stopped:
         return
@@ -210,44 +210,12 @@ def looks_into_the_replica(link, *, index: int, incarnation: str, path: str, **_
     link.receive(timeout_seconds=30.0)
 
 
-def sends_out_of_turn(link, *, index: int, incarnation: str, **_) -> None:
-    """Sends group 0. A new trainer gets group 2, which was on its way to the one before, and then what is due."""
-    from tba.runtime.links import HOLDING, Holding, NewTrainer, group_address
-
-    def send(*numbers: int) -> None:
-        for number in numbers:
-            group = numbered_group(index, incarnation, number)
-            link.send(group, to=group_address(group.id, 1))
-
-    send(0)
-    while not isinstance(link.receive(timeout_seconds=30.0), NewTrainer):
-        pass
-    send(2)
-    link.send(Holding(visits=()), to=HOLDING)
-    send(0, 1, 2)
-    link.receive(timeout_seconds=30.0)
-
-
 def tells_what_it_was_told(link, **_) -> None:
     """Sends back the first message that it gets."""
     from tba.runtime.links import TRAINER
 
     link.send(link.receive(timeout_seconds=30.0), to=TRAINER)
     link.receive(timeout_seconds=None)
-
-
-def asks_for_visits(link, *, index: int, ends: bytes, **_) -> None:
-    """A searcher's ends without the searcher: asks for a visit and heeds what it is told."""
-    import pickle
-
-    from tba.config import RuntimeConfig
-    from tba.runtime.ends import LocalSearcherEnds
-
-    found = LocalSearcherEnds(link, pickle.loads(ends), RuntimeConfig(), index=index, stock=1)
-    while not link.closed:
-        found.handle_messages()
-        found.visits.peek()
-        time.sleep(0.01)
 
 
 def waits(link, **_) -> None:

@@ -24,22 +24,17 @@ from tba.models.weights import make_weights
 from tba.observe.claim import FolderInUse, Holder
 from tba.observe.files import MANIFEST, RunFolder
 from tba.runtime.board import Board
-from tba.runtime.leases import Visit, VisitLedger
+from tba.runtime.leases import VisitLedger
 from tba.runtime.links import (
-    HOLDING,
     EndsHandle,
-    Holding,
-    LeaseVisits,
     Link,
-    RelayedLink,
     frame,
     pickled,
     split_frame,
 )
 from tba.runtime.local import LocalRuntime
-from tba.runtime.seats import Host, HostHandle
 from tba.runtime.slot_memory import Header, data_bytes
-from tba.runtime.supervisor import Supervisor
+from tba.runtime.supervisor import Host, Supervisor
 from tba.runtime.threads import RoleThreads
 from tba.runtime.weight_slots import WeightSlots
 
@@ -260,14 +255,14 @@ class WaitingHost:
         self.host = RoleHost(name="searcher-0", searcher=0, search_path=sys.path)
         arguments = {"index": 0, "incarnation": "a", "ends": self.ends}
         recipe = cloudpickle.dumps((target, {}))
-        self.host.start(recipe, arguments, trainer="first", log=str(logs / "searcher.log"), threads=1)
+        self.host.start(recipe, arguments, log=str(logs / "searcher.log"), threads=1)
 
-    def offer(self, trainer: str) -> bool:
-        """Whether weights of this trainer are taken."""
+    def offer(self) -> None:
+        """The first weights arrive."""
         from tba.runtime.cluster.weights import Offer
 
-        offer = Offer(trainer=trainer, kind="weights", number=1, header=Header(version=0, checksum=0), canary=None)
-        return self.host.take_weights(offer, [ray.put(np.zeros(data_bytes(self.slots.layout), np.uint8))])
+        offer = Offer(kind="weights", number=1, header=Header(version=0, checksum=0), canary=None)
+        self.host.take_weights(offer, [ray.put(np.zeros(data_bytes(self.slots.layout), np.uint8))])
 
     def frames_until(self, enough) -> list[tuple[str, bytes]]:
         """What the searcher sends until that is enough, or the time is over; it ends then."""
@@ -285,47 +280,8 @@ def test_what_a_searcher_is_told_before_its_first_weights_are_there_reaches_it(t
     """Such as a request for an evaluation, which the trainer sends as soon as it hears of the searcher."""
     waiting = WaitingHost(tmp_path, targets.tells_what_it_was_told)
     waiting.host.deliver([frame("", pickled("an early word"))])
-    assert waiting.offer("first")
+    waiting.offer()
     assert waiting.frames_until(bool) == [("trainer", pickled("an early word"))]
-
-
-@pytest.mark.usefixtures("nodes")
-def test_a_searcher_whose_trainer_died_before_its_first_weights_came_tells_the_next_one_what_it_has(tmp_path):
-    """The next one hands out no visits before that: the searcher counts as one that worked for the trainer before. Its visit
-    is one that the trainer before had handed to it, while it was started."""
-    waiting, visit = WaitingHost(tmp_path, targets.asks_for_visits), Visit(number=3, prompt=3, epoch=0)
-    waiting.host.deliver([frame("", pickled(LeaseVisits(visits=(visit,))))])
-    waiting.host.new_trainer("second", waiting.ends)
-    assert not waiting.offer("first")
-    assert waiting.offer("second")
-    found = waiting.frames_until(lambda found: HOLDING in dict(found))
-    assert dict(found).get(HOLDING) == pickled(Holding(visits=(visit,)))
-
-
-def test_a_trainer_lacks_groups_until_one_on_its_node_has_said_that_they_are_stored(nodes, tmp_path):
-    """One that is killed while it gets them leaves a part, and the next one on this node must get them again."""
-    from tba.runtime.cluster.copies import RunCopy
-    from tba.runtime.cluster.roles import ClusterRoles
-
-    node, board = nodes.add_node(num_cpus=4), Board.create()  # other tests leave nodes with one
-    copy = RunCopy(RunFolder.create(tmp_path / "run.replica", overwrite=False))
-    threads = RoleThreads(trainer=4, searcher=1)
-    roles = ClusterRoles(board, logs=tmp_path / "logs", threads=threads, gpus_each=0.0, copy=copy)
-    host = HostHandle(board=board.memory.handle(), owner=Holder.of_this_process())
-    config = load_config(None, [f"output={tmp_path}", "name=run"])
-    lacking = []
-    for stored in (False, True, True):
-        arguments = {"config": config, "resume": False, "host": host}
-        role = roles.trainer("targets:waits", arguments, lambda ours: RelayedLink(ours, deliver=lambda *event: None))
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while role.pid == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        lacking.append(role.lacks_groups)
-        if stored:
-            role.lacks_groups = False
-        role.kill()
-    nodes.remove_node(node, allow_graceful=False)
-    assert lacking == [True, True, False]
 
 
 def test_a_cluster_is_not_joined_without_a_token(monkeypatch, tmp_path):

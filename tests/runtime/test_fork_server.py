@@ -11,9 +11,8 @@ import pytest
 import targets
 from problem import wait_for
 
-from tba.runtime import forked_roles, processes
-from tba.runtime.fork_server import module_command
-from tba.runtime.forked_roles import ForkServer
+from tba.runtime import fork_server, processes
+from tba.runtime.fork_server import ForkServer, module_command
 from tba.runtime.processes import RoleProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="roles are forked on Linux only")
@@ -66,13 +65,13 @@ def test_roles_end_with_their_server_and_a_new_one_takes_its_place(tmp_path):
 
 
 def test_a_server_that_hangs_is_replaced_and_its_roles_go_on_until_they_end(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(forked_roles, "START_SECONDS", 1)
+    monkeypatch.setattr(fork_server, "START_SECONDS", 1)
     killed, ends = (
         RoleProcess(name, targets.echo, {"prefix": ""}, log=tmp_path / name, forked=True) for name in ("killed", "ends")
     )
     server = psutil.Process(killed.pid).parent()
     monkeypatch.setattr(ForkServer, "_shared", ForkServer._shared)  # it is the shared one again in the end
-    monkeypatch.setattr(forked_roles, "PRELOADED", ())  # these roles need no torch
+    monkeypatch.setattr(fork_server, "PRELOADED", ())  # these roles need no torch
     monkeypatch.setattr(processes, "ROLE_MODULES", ("tba.runtime.processes",))
     server.suspend()
     try:
@@ -99,8 +98,8 @@ def test_roles_are_forked_where_few_files_may_be_open():
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 import targets
-from tba.runtime import forked_roles, processes
-forked_roles.PRELOADED, processes.ROLE_MODULES = (), ()  # these roles need no torch
+from tba.runtime import fork_server, processes
+fork_server.PRELOADED, processes.ROLE_MODULES = (), ()  # these roles need no torch
 role = processes.RoleProcess("role", targets.echo, {"prefix": "is "}, log=None, forked=True)
 role.link.send("alive")
 print(role.link.receive(timeout_seconds=60.0))

@@ -73,43 +73,12 @@ def numbers(visits: list[Visit]) -> list[int]:
     return [visit.number for visit in visits]
 
 
-def test_visits_of_a_searcher_that_outlived_the_trainer_are_not_handed_out_again():
-    # The checkpoint knew 0 to 3 and that 0 had arrived; the trainer that died had gone on to 7.
-    shared = restored(handed_out=4, completed=(0,))
-    held = [Visit(number=2, prompt=2, epoch=0), Visit(number=5, prompt=0, epoch=1), Visit(number=7, prompt=2, epoch=1)]
-    shared.adopt("a", held)
-    assert shared.outstanding == 3
-    # Open are 1 and 3 of the checkpoint, and 4 and 6, which somebody else had when the trainer died.
-    assert numbers(shared.lease("b", 6)) == [1, 3, 4, 6, 8, 9]
-    assert shared.hand_back("a") == 3
-    assert shared.lease("c", 3) == held
-
-
 def test_groups_of_visits_that_a_checkpoint_does_not_know_of_complete_them():
     shared = restored(handed_out=2, completed=(0, 1))
     for number in (3, 2, 6):
         shared.complete(number)
     assert numbers(shared.lease("b", 4)) == [4, 5, 7, 8]
     assert shared.lease("b", 1) == [Visit(number=9, prompt=4, epoch=1)]
-
-
-def test_what_was_adopted_and_completed_after_a_checkpoint_is_in_the_next_one():
-    shared = restored(handed_out=1)
-    shared.adopt("a", [Visit(number=3, prompt=3, epoch=0)])
-    shared.complete(4)
-    again = ledger(shuffle=False)
-    again.load_state(json.loads(json.dumps(shared.state())))
-    # 0 to 2 were open, 3 is of a searcher that is gone when the checkpoint is read, and 4 has arrived.
-    assert numbers(again.lease("b", 5)) == [0, 1, 2, 3, 5]
-
-
-def test_a_visit_that_was_leased_to_another_before_it_was_adopted_is_completed_once():
-    shared = restored(handed_out=1)
-    assert numbers(shared.lease("b", 1)) == [0]
-    shared.adopt("a", [Visit(number=0, prompt=0, epoch=0)])
-    shared.complete(0)
-    assert shared.outstanding == 0
-    assert shared.hand_back("b") == shared.hand_back("a") == 0
 
 
 def test_solved_visits_that_a_checkpoint_does_not_know_of_count_for_their_prompts():

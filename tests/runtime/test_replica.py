@@ -2,25 +2,15 @@
 twice. Searchers are real processes here."""
 
 import os
-import queue
 import subprocess
 import sys
-from multiprocessing import Pipe
 
-import numpy as np
 import pytest
 import targets
-import torch
 from test_supervisor import Run
 
-from tba.config import RuntimeConfig
-from tba.observe.claim import Holder
-from tba.runtime.board import Board
-from tba.runtime.leases import VisitLedger
-from tba.runtime.links import PARENT, REPLICA, Link, RelayedLink, ReplicaSent, ReplicaStored, pickled
-from tba.runtime.local import LocalRuntime
+from tba.runtime.links import pickled
 from tba.runtime.replica import Replica, ReplicaFailed
-from tba.runtime.seats import Host
 
 
 @pytest.fixture
@@ -108,41 +98,13 @@ def test_a_searcher_is_told_of_a_group_only_when_the_replica_has_it(run, replica
     assert run.groups[1].id.endswith("/11")
 
 
-def test_the_replica_has_no_group_whose_predecessors_are_still_to_come(run, replica):
-    """A higher number would tell the next trainer that the lower ones had come."""
-    runtime = run.start(targets.sends_out_of_turn, num_searchers=1)
-    run.drain_until(lambda: run.groups)
-    runtime.start_searchers(targets.sends_out_of_turn, {})
-    run.drain_until(lambda: run.groups[-1].id.endswith("/2"))
-    run.close()
-    assert [group.rpartition("/")[2] for group in replica.ids()] == ["0", "1", "2"]
-
-
-def test_a_trainer_says_when_all_groups_of_the_replica_are_stored(tmp_path):
-    """Before that, the next trainer on its node would lack the others, and would have to get them again."""
-    said: queue.SimpleQueue = queue.SimpleQueue()
-    ours, theirs = Pipe()
-    supervisor = RelayedLink(ours, deliver=lambda link, address, body: said.put((address, body)))
-    runtime = LocalRuntime(
-        RuntimeConfig(),
-        Host(link=Link(theirs), board=Board.create(), owner=Holder.of_this_process()),
-        num_searchers=1,
-        tensors={"w": torch.zeros(4)},
-        dtype=torch.float32,
-        canary=lambda weights: np.zeros(64),
-        ledger=VisitLedger(10, seed=0, shuffle=False),
-    )
-    for number in range(2):
-        supervisor.send_frame(REPLICA, pickled(targets.numbered_group(0, "a", number)))
-    supervisor.send_frame(REPLICA, pickled(ReplicaSent()))
-    found = []
-    while len(found) < 2 or not runtime._replica_sent:
-        found += runtime.drain()
-    runtime.acknowledge(["searcher-0.a/0"])
-    assert said.empty()
-    runtime.acknowledge(["searcher-0.a/1"])
-    assert said.get(timeout=60) == (PARENT, pickled(ReplicaStored()))
-    supervisor.close()
+def test_a_trainer_gets_the_groups_that_it_has_not_on_disk(run, replica):
+    """As one on another node, or one that was killed while it got them."""
+    for number in range(3):
+        replica.add(f"searcher-0.a/{number}", 1, pickled(targets.numbered_group(0, "a", number)))
+    run.runtime.start_searchers(targets.waits, {}, stored={"searcher-0.a": 0})
+    run.drain_until(lambda: len(run.groups) == 2)
+    assert [group.id for group in run.groups] == ["searcher-0.a/1", "searcher-0.a/2"]
 
 
 def test_a_replica_that_cannot_be_written_says_where_and_what_to_do(tmp_path):

@@ -5,13 +5,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from tba.config import RuntimeConfig
 from tba.runtime import channels, deadlines
 from tba.runtime.board import Board
 from tba.runtime.channels import POLL_SECONDS, WaitedTooLong, wait_until
 from tba.runtime.deadlines import Idleness, Waiting
-from tba.runtime.ends import WindowedSender
+from tba.runtime.ends import SearcherEnds
 from tba.runtime.leases import LedgerVisits, Visit, VisitLedger, VisitStock
+from tba.runtime.links import Acknowledge, EndsHandle
+from tba.runtime.weight_slots import WeightSlots
 from tba.search.prompts import PacedVisits, PromptStream
 from tba.types import Prompt, TrajectoryGroup
 
@@ -20,14 +24,29 @@ PROMPTS = [Prompt(id=f"p{i}", token_ids=np.array([1], np.int32), text=str(i)) fo
 
 
 class Recording:
-    """A link that remembers what was sent."""
+    """A link that remembers what was sent; `arriving` gives what has arrived since the last look."""
 
-    def __init__(self):
+    def __init__(self, arriving=list):
         self.sent = []
+        self.drain = arriving
 
     def send(self, message, to="") -> bool:
         self.sent.append(message)
         return True
+
+
+@pytest.fixture
+def board():
+    return Board.create()
+
+
+@pytest.fixture
+def ends_on(board):
+    """Makes a searcher's ends on a link."""
+    slots = WeightSlots.create({"w": torch.zeros(1)}, torch.float32)
+    handle = EndsHandle(board=board.memory.handle(), weights=slots.handle(), references=None)
+    board.trainer["made"] = 1  # or every wait would be patient with its first step
+    return lambda link, **config: SearcherEnds(link, handle, RuntimeConfig(**config), index=0, stock=1)
 
 
 def group(number: int) -> TrajectoryGroup:
@@ -76,34 +95,32 @@ def test_a_wait_within_a_wait_gives_the_outer_one_its_name_back():
     assert row.wait == "none"
 
 
-def test_a_full_channel_blocks_until_the_trainer_has_stored_a_group():
-    row, link = Board.create().searcher(0), Recording()
-    sender = WindowedSender(link, row, window=2, deadline_seconds=10.0, handle_messages=lambda: deliver())
-    waits = []
+def test_a_full_channel_blocks_until_the_trainer_has_stored_a_group(ends_on, monkeypatch):
+    monkeypatch.setattr("tba.runtime.ends.WINDOW", 2)
+    looks = []
 
-    def deliver() -> None:
-        waits.append(len(link.sent))
-        if len(waits) == 3:
-            sender.acknowledge("g0")
+    def arriving():
+        looks.append(len(link.sent))
+        return [Acknowledge(group_ids=("g0",))] if len(looks) == 3 else []
 
+    link = Recording(arriving)
+    ends = ends_on(link)
     for number in range(3):
-        sender.send(group(number))
+        ends.send(group(number))
     assert [message.id for message in link.sent] == ["g0", "g1", "g2"]
-    assert waits == [2, 2, 2]
-    sender.send_again()
-    assert [message.id for message in link.sent[3:]] == ["g1", "g2"]
+    assert looks == [2, 2, 2]
 
 
-def test_a_channel_that_stays_full_is_an_error_that_names_both_sides():
-    row = Board.create().searcher(0)
-    sender = WindowedSender(Recording(), row, window=1, deadline_seconds=0.02, handle_messages=lambda: None)
-    sender.send(group(0))
+def test_a_channel_that_stays_full_is_an_error_that_names_both_sides(ends_on, monkeypatch):
+    monkeypatch.setattr("tba.runtime.ends.WINDOW", 1)
+    ends = ends_on(Recording(), wait_seconds=0.02)
+    ends.send(group(0))
     with pytest.raises(
         WaitedTooLong,
         match=r"has not stored 1 groups .* \(channel_full: a searcher waited for the trainer, and "
         r"nothing moved for runtime\.wait_seconds=0\.02 s; last heartbeat: the trainer none yet\)",
     ):
-        sender.send(group(1))
+        ends.send(group(1))
 
 
 def test_an_error_names_waiter_awaited_their_last_heartbeats_and_the_setting():

@@ -12,7 +12,7 @@ from tba.config import RuntimeConfig
 from tba.generate.native.engine import NativeEngine
 from tba.models.weights import make_weights
 from tba.runtime.board import Board
-from tba.runtime.ends import LocalSearcherEnds
+from tba.runtime.ends import SearcherEnds
 from tba.runtime.links import EndsHandle, Evaluate, Evaluated, Link
 from tba.runtime.weight_slots import WeightSlots
 from tba.search.loop import FailureCount, SearchCounts, SearchState
@@ -50,7 +50,7 @@ def both_ends(slots):
     connections, board = Pipe(), Board.create()
     trainer, searcher = (Link(connection) for connection in connections)
     handle = EndsHandle(board=board.memory.handle(), weights=slots.handle(), references=None)
-    yield trainer, LocalSearcherEnds(searcher, handle, RuntimeConfig(), index=0, stock=1)
+    yield trainer, SearcherEnds(searcher, handle, RuntimeConfig(), index=0, stock=1)
     for connection in connections:
         connection.close()
 

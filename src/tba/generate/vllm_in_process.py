@@ -103,7 +103,7 @@ class SharedLLM:
         """Queue a request -> its id. `taker` is given each of its outputs."""
         name = str(next(self._ids))
         # vLLM cannot forget its prefix cache while requests run, so requests after a load are told apart by a salt: they
-        # find no keys and values of older weights. A count, because another trainer may use a version's number again.
+        # find no keys and values of older weights. A count, because a run that goes back uses a version's number again.
         prompt = tokens_input(tokens.tolist(), cache_salt=f"load {self._num_loads}")
         adapter = None if self.adapters is None else self.adapters.request
         self.llm.llm_engine.add_request(name, prompt, parameters, lora_request=adapter)

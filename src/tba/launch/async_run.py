@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -19,16 +18,16 @@ from tba.models.load import LoadedModel, adapt
 from tba.models.weights import make_weights
 from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder, RunListener
-from tba.runtime.channels import POLL_SECONDS, Idleness, Runtime
+from tba.runtime.channels import POLL_SECONDS, Idleness
 from tba.runtime.leases import VisitLedger
 from tba.runtime.local import LocalRuntime
 from tba.runtime.processes import RoleDied
-from tba.runtime.seats import Host
+from tba.runtime.supervisor import Host
 from tba.search.role import run_searcher
 from tba.train.gate import Gate, Interrupted
 from tba.train.loop import Trainer
 from tba.train.make import Learner, make_learner, make_trainer
-from tba.train.ranks import ALONE, Ranks
+from tba.train.ranks import Ranks
 from tba.types import ResponseCounts
 
 logger = logging.getLogger("tba")
@@ -41,7 +40,7 @@ class AsyncRun:
 
     config: Config
     trainer: Trainer
-    runtime: Runtime
+    runtime: LocalRuntime
     interrupt: Interrupt
     has_evaluation_prompts: bool
     listener: RunListener
@@ -55,77 +54,63 @@ class AsyncRun:
         folder: RunFolder,
         inputs: RunInputs,
         host: Host,
-        checkpoint: Path | None = None,
-        ranks: Ranks = ALONE,
-        listener: RunListener | None = None,
+        checkpoint: Path | None,
+        ranks: Ranks,
+        listener: RunListener,
     ) -> AsyncRun:
         """Publish version 0, or that of the checkpoint to resume from, then have searchers started. What was made before a
         part fails is closed."""
         with ExitStack() as undo:
-            run = cls._make(config, folder, inputs, host, checkpoint, ranks, listener or RunListener(), undo)
+            loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
+            listener.model = adapt(loaded, config.model, seed=config.seed)
+            weights = make_weights(loaded.model, version=0)  # before the learner may spread the model over ranks
+            learner, counts, ledger = make_learner(config, loaded, ranks), ResponseCounts(), make_ledger(config, task)
+            runtime = make_runtime(config, host, loaded, learner, ledger, tensors=weights.tensors)
+            undo.callback(runtime.stop)
+            recorder = make_recorder(
+                config,
+                folder,
+                inputs,
+                counts,
+                roles=runtime.statuses,
+                more_metrics=runtime.metrics,
+                listener=listener,
+                row=runtime.row,
+            )
+            undo.callback(recorder.close)
+            gate = Gate(
+                config,
+                runtime.row,
+                len(task.prompts("train")),
+                lambda: interrupt.asked or recorder.is_time_over,
+                progress=runtime.progress,
+                heartbeats=runtime.heartbeats,
+            )
+            trainer = make_trainer(
+                config,
+                loaded,
+                task,
+                learner,
+                runtime,
+                runtime,
+                recorder,
+                counts=counts,
+                reference_publisher=runtime.reference_publisher,
+                ledger=ledger,
+                parts={},
+                restart_searchers=runtime.replace_searchers,
+                gate=gate,
+                published=runtime.published,
+            )
+            undo.callback(trainer.close)
+            evaluated = task.prompts(config.evaluate.split)
+            run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0, listener=listener)
+            trainer.resume(checkpoint)
+            runtime.row["step"] = trainer.step_index
+            runtime.publish(learner.train_step.weights(trainer.step_index))
+            stored = None if trainer.durable is None else trainer.durable.marks
+            runtime.start_searchers(run_searcher, {"config": config, "logs": folder.logs}, stored=stored)
             undo.pop_all()
-            return run
-
-    @classmethod
-    def _make(
-        cls,
-        config: Config,
-        folder: RunFolder,
-        inputs: RunInputs,
-        host: Host,
-        checkpoint: Path | None,
-        ranks: Ranks,
-        listener: RunListener,
-        undo: ExitStack,
-    ) -> AsyncRun:
-        loaded, task, interrupt = inputs.loaded, inputs.task, Interrupt()
-        listener.model = adapt(loaded, config.model, seed=config.seed)
-        weights = make_weights(loaded.model, version=0)  # before the learner may spread the model over ranks
-        learner, counts, ledger = make_learner(config, loaded, ranks), ResponseCounts(), make_ledger(config, task)
-        runtime = make_runtime(config, host, loaded, learner, ledger, tensors=weights.tensors)
-        undo.callback(runtime.stop)
-        recorder = make_recorder(
-            config,
-            folder,
-            inputs,
-            counts,
-            roles=runtime.statuses,
-            more_metrics=runtime.metrics,
-            listener=listener,
-            row=runtime.row,
-        )
-        undo.callback(recorder.close)
-        gate = Gate(
-            config,
-            runtime.row,
-            len(task.prompts("train")),
-            lambda: interrupt.asked or recorder.is_time_over,
-            progress=runtime.progress,
-            heartbeats=runtime.heartbeats,
-        )
-        trainer = make_trainer(
-            config,
-            loaded,
-            task,
-            learner,
-            runtime,
-            runtime,
-            recorder,
-            counts=counts,
-            reference_publisher=runtime.reference_publisher,
-            ledger=ledger,
-            parts={},
-            restart_searchers=partial(runtime.replace_searchers, "the trainer went back to an earlier version"),
-            gate=gate,
-            published=runtime.published,
-        )
-        undo.callback(trainer.close)
-        evaluated = task.prompts(config.evaluate.split)
-        run = cls(config, trainer, runtime, interrupt, has_evaluation_prompts=len(evaluated) > 0, listener=listener)
-        trainer.resume(checkpoint)
-        runtime.row["step"] = trainer.step_index
-        runtime.publish(learner.train_step.weights(trainer.step_index))
-        runtime.start_searchers(run_searcher, {"config": config, "logs": folder.logs})
         return run
 
     @property

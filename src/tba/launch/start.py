@@ -36,7 +36,7 @@ from tba.runtime.deadlines import stacks_to
 from tba.runtime.links import ShowStacks
 from tba.runtime.mps import give_way_to_searchers, start_mps
 from tba.runtime.processes import prepare_roles
-from tba.runtime.seats import Host
+from tba.runtime.supervisor import Host
 from tba.runtime.threads import threads_alone, threads_of
 from tba.search.make import make_search_engine
 from tba.tasks.evaluation import AnswerEvaluator, KeepResponses, make_evaluator

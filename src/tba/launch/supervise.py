@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tba.config import Config, ConfigError, SearchConfig
 from tba.launch.operate import Control, StatusWriter
@@ -30,9 +30,11 @@ from tba.runtime.mps import start_mps
 from tba.runtime.processes import prepare_roles
 from tba.runtime.replica import GROUPS, Replica, replica_folder
 from tba.runtime.searcher_rule import SearcherRule
-from tba.runtime.seats import Host, HostHandle, LocalRoles, RoleStarter
-from tba.runtime.supervisor import Supervisor
+from tba.runtime.supervisor import Host, HostHandle, LocalRoles, Supervisor
 from tba.runtime.threads import threads_of
+
+if TYPE_CHECKING:
+    from tba.runtime.cluster.roles import ClusterRoles
 
 logger = logging.getLogger("tba")
 
@@ -244,7 +246,9 @@ def hosted(config: Config, folder: RunFolder) -> Iterator[Host]:
 
 
 @contextmanager
-def starters(config: Config, board: Board, logs: Path, replica: RunFolder | None = None) -> Iterator[RoleStarter]:
+def starters(
+    config: Config, board: Board, logs: Path, replica: RunFolder | None = None
+) -> Iterator[LocalRoles | ClusterRoles]:
     """What starts the roles of a run: processes of this machine or, under runtime.kind=ray, actors of a cluster. `replica`
     is where the run folder is copied to; None = it is not."""
     if config.runtime.kind == "local" or config.takes_turns:

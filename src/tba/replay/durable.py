@@ -114,6 +114,11 @@ class GroupStore:
         self._writer = threading.Thread(target=self._write, daemon=True, name="durable-replay")
         self._writer.start()
 
+    @property
+    def marks(self) -> dict[str, int]:
+        """The highest number of each source that was ever stored."""
+        return self._marks.by_source
+
     def append(self, group: TrajectoryGroup, *, step: int) -> bool:
         """Have a group written that arrived at an optimizer step. False where it came before: it is not written again, but
         `committed` names it, because its sender did not learn that it was."""

@@ -1,8 +1,7 @@
 """How roles reach each other: the interfaces, their form within one process, and the one way to wait. The loops know nothing
 else of the runtime: whether the other role is in this process, in another one or on another host.
 
-`Runtime` is what a trainer has of a run, `SearcherEnds` what a searcher has of it. Their form between the processes of one
-machine is in local.py and ends.py.
+What a trainer has of a run is in local.py, what a searcher has of it in ends.py.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ from tba.runtime.deadlines import HeartbeatAges, Idleness, Waiting, overdue
 logger = logging.getLogger("tba")
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from tba.observe.display import RoleStatus
     from tba.runtime.board import Row
-    from tba.runtime.leases import VisitSource
-    from tba.runtime.links import Evaluated
     from tba.types import TrajectoryGroup, Weights
 
 Wait = Literal["none", "first_fill", "replay_ratio", "pace", "channel_full", "durable_replay"]
@@ -52,138 +46,6 @@ class GroupReceiver(Protocol):
 
 class WeightPublisher(Protocol):
     def publish(self, weights: Weights) -> None: ...
-
-
-class WeightSource(Protocol):
-    """Where a searcher finds the weights of one trainer."""
-
-    @property
-    def newest_version(self) -> int:
-        """-1 before the first publication."""
-        ...
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether what is fetched also lies on the GPU that trainer and searcher use (`Weights.shared`)."""
-        ...
-
-    @property
-    def takes_long(self) -> bool:
-        """Whether a fetch is worth a thread of its own."""
-        ...
-
-    def fetch(self) -> Weights:
-        """A private copy of the newest version, checked; the copy is overwritten by the next fetch."""
-        ...
-
-    def loaded(self) -> None:
-        """Say that what was fetched last is being read by work that is queued already, and by nothing later."""
-        ...
-
-    def canary(self, version: int) -> np.ndarray | None:
-        """The trainer's log-probs of the canary tokens under this version; None = not there yet, or overtaken."""
-        ...
-
-
-class Runtime(GroupReceiver, WeightPublisher, Protocol):
-    """What a trainer has of an asynchronous run."""
-
-    @property
-    def row(self) -> Row:
-        """The trainer's own numbers, which the others see."""
-        ...
-
-    @property
-    def reference_publisher(self) -> WeightPublisher | None:
-        """Publishes references; None where they are never reset."""
-        ...
-
-    def start_searchers(self, target: Callable[..., None], arguments: Mapping[str, Any]) -> None:
-        """Have searchers run `target(link, index=..., incarnation=..., **arguments)` from now on."""
-        ...
-
-    def replace_searchers(self, why: str) -> None:
-        """Go on with new searchers: nothing that the present ones still do or have sent arrives."""
-        ...
-
-    def evaluate(self, version: int) -> None:
-        """Ask for an evaluation; the trainer does not wait for it."""
-        ...
-
-    def take_evaluations(self) -> list[Evaluated]:
-        """Evaluations that have come since the last call."""
-        ...
-
-    def progress(self) -> float:
-        """A number that changes while any searcher works."""
-        ...
-
-    def heartbeats(self) -> Mapping[str, float]:
-        """For each searcher a number that changes while it lives."""
-        ...
-
-    def published(self, version: int) -> Weights | None:
-        """What searchers see of a version; None = it was overwritten, or never published."""
-        ...
-
-    def statuses(self) -> list[RoleStatus]:
-        """Who does what."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """What the searchers have done so far, by searcher."""
-        ...
-
-    def stop(self) -> None:
-        """End all searchers; may be called more than once."""
-        ...
-
-
-class SearcherEnds(Protocol):
-    """What a searcher has of a run: its ends of everything that leads to the trainer."""
-
-    @property
-    def row(self) -> Row:
-        """Its own numbers, which the others see: signs of life among them."""
-        ...
-
-    @property
-    def sender(self) -> GroupSender: ...
-
-    @property
-    def visits(self) -> VisitSource: ...
-
-    @property
-    def weights(self) -> WeightSource:
-        """Another one as soon as another trainer has taken over, whose versions may be lower."""
-        ...
-
-    @property
-    def references(self) -> WeightSource | None:
-        """None = references are never reset."""
-        ...
-
-    def handle_messages(self) -> None:
-        """Take in what has arrived; never waits. Raises Stopped when this searcher is to end."""
-        ...
-
-    def take_asked(self, version: int) -> bool:
-        """Whether an evaluation of `version` or an earlier one was asked for; all such requests count as answered."""
-        ...
-
-    def evaluated(self, version: int, metrics: Mapping[str, float]) -> None: ...
-
-    def trainer_progress(self) -> float:
-        """A number that changes while the trainer works, or starts."""
-        ...
-
-    def trainer_waits(self) -> bool:
-        """Whether the trainer waits for responses."""
-        ...
-
-    def lost_visits(self) -> int:
-        """Number of visits of the run so far that brought nothing to train on."""
-        ...
 
 
 class Stopped(Exception):

@@ -1,107 +1,37 @@
 """A searcher's ends of everything that leads to the trainer, in the local runtime: the group channel, visits, weights,
-requests for evaluations, signs of life.
-
-They outlive the trainer: when another one takes over, what was not acknowledged is sent to it again, and its weights are
-the ones to load.
+requests for evaluations, signs of life. A searcher lives no longer than its trainer.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 
 from tba.config import RuntimeConfig
-from tba.runtime.board import Board, Row, SharedMemory
-from tba.runtime.channels import Stopped, WeightSource, wait_until
+from tba.runtime.board import Board, SharedMemory
+from tba.runtime.channels import Stopped, wait_until
 from tba.runtime.deadlines import Waiting
 from tba.runtime.leases import VisitStock
 from tba.runtime.links import (
-    HOLDING,
     TRAINER,
     Acknowledge,
     AskVisits,
     EndsHandle,
     Evaluate,
     Evaluated,
-    Holding,
     LeaseVisits,
     Link,
-    NewTrainer,
     Stop,
     group_address,
 )
-from tba.runtime.slot_memory import SlotsHandle
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup
-
-logger = logging.getLogger("tba.search")
 
 WINDOW = 64
 """Groups that a searcher may have sent and the trainer not yet stored before the searcher waits."""
 
 
-class WindowedSender:
-    """Sends groups to the trainer. Keeps each one until it is stored; waits when too many are on the way."""
-
-    def __init__(
-        self,
-        link: Link,
-        row: Row,
-        *,
-        window: int,
-        deadline_seconds: float,
-        handle_messages: Callable[[], None],
-        progress: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        self._link = link
-        self._progress = progress
-        self._row = row
-        self._window = window
-        self._deadline_seconds = deadline_seconds
-        self._handle_messages = handle_messages
-        self._unacknowledged: dict[str, TrajectoryGroup] = {}
-
-    def send(self, group: TrajectoryGroup) -> None:
-        wait_until(
-            self._has_room,
-            name="channel_full",
-            row=self._row,
-            deadline_seconds=self._deadline_seconds,
-            waiting=Waiting(
-                waiter="a searcher",
-                awaited="the trainer",
-                setting="runtime.wait_seconds",
-                heartbeats=lambda: {"the trainer": self._progress()},
-            ),
-            explain=lambda: (
-                f"the trainer has not stored {len(self._unacknowledged)} groups on the way: it does not take in groups. "
-                "Look at what it writes, or raise runtime.wait_seconds if its steps take this long"
-            ),
-            progress=self._progress,
-        )
-        self._unacknowledged[group.id] = group
-        self._send(group)
-
-    def acknowledge(self, group_id: str) -> TrajectoryGroup | None:
-        """A group is stored; returns it, None where it was acknowledged before."""
-        return self._unacknowledged.pop(group_id, None)
-
-    def send_again(self) -> None:
-        """Send what the trainer before has not acknowledged: whether it was stored is known to the new one."""
-        for group in self._unacknowledged.values():
-            self._send(group)
-
-    def _send(self, group: TrajectoryGroup) -> None:
-        self._link.send(group, to=group_address(group.id, len(group.trajectories)))
-
-    def _has_room(self) -> bool:
-        if len(self._unacknowledged) >= self._window:
-            self._handle_messages()
-        return len(self._unacknowledged) < self._window
-
-
-class LocalSearcherEnds:
-    """The ends of searcher `index`, over its link to the supervisor and shared memory (channels.SearcherEnds)."""
+class SearcherEnds:
+    """The ends of searcher `index`, over its link to the supervisor and shared memory."""
 
     def __init__(
         self,
@@ -118,55 +48,61 @@ class LocalSearcherEnds:
         self._note = note
         self._board = Board(SharedMemory.attach(handle.board))
         self.row = self._board.searcher(index)
-        self.weights: WeightSource = WeightSlots.attach(handle.weights)
-        self.references = _attached(handle.references)
+        self.weights = WeightSlots.attach(handle.weights)
+        # None = references are never reset.
+        self.references = None if handle.references is None else WeightSlots.attach(handle.references)
         self.visits = VisitStock(lambda count: self._tell(AskVisits(count=count)), size=stock)
-        self.sender = WindowedSender(
-            link,
-            self.row,
-            window=WINDOW,
-            deadline_seconds=config.wait_seconds,
-            handle_messages=self.handle_messages,
-            progress=self.trainer_progress,
-        )
+        self._config = config
+        self._unacknowledged: dict[str, TrajectoryGroup] = {}
         self._asked: list[int] = []
         """Versions whose evaluation was asked for and has not begun."""
 
+    def send(self, group: TrajectoryGroup) -> None:
+        """Waits when too many groups are not stored yet."""
+        wait_until(
+            self._has_room,
+            name="channel_full",
+            row=self.row,
+            deadline_seconds=self._config.wait_seconds,
+            waiting=Waiting(
+                waiter="a searcher",
+                awaited="the trainer",
+                setting="runtime.wait_seconds",
+                heartbeats=lambda: {"the trainer": self.trainer_progress()},
+            ),
+            explain=lambda: (
+                f"the trainer has not stored {len(self._unacknowledged)} groups on the way: it does not take in groups. "
+                "Look at what it writes, or raise runtime.wait_seconds if its steps take this long"
+            ),
+            progress=self.trainer_progress,
+        )
+        self._unacknowledged[group.id] = group
+        self._link.send(group, to=group_address(group.id, len(group.trajectories)))
+
+    def _has_room(self) -> bool:
+        if len(self._unacknowledged) >= WINDOW:
+            self.handle_messages()
+        return len(self._unacknowledged) < WINDOW
+
     def handle_messages(self) -> None:
-        """Also a sign of life, so that a searcher that only waits is seen to live."""
+        """Take in what has arrived; never waits. Raises Stopped when this searcher is to end. Also a sign of life, so that a
+        searcher that only waits is seen to live."""
         self.row["heartbeat"] += 1
         for message in self._link.drain():
             if isinstance(message, Stop):
                 raise Stopped
             if isinstance(message, Acknowledge):
-                self._acknowledged(message)
+                for group_id in message.group_ids:
+                    group = self._unacknowledged.pop(group_id)
+                    if self._note is not None:
+                        self._note(group)
             if isinstance(message, LeaseVisits):
                 self.visits.add(message.visits)
             if isinstance(message, Evaluate):
                 self._asked.append(message.version)
-            if isinstance(message, NewTrainer):
-                self._turn_to(message)
-
-    def _acknowledged(self, message: Acknowledge) -> None:
-        for group_id in message.group_ids:
-            group = self.sender.acknowledge(group_id)
-            if group is not None:
-                self.visits.finish(group.visit)
-                if self._note is not None:
-                    self._note(group)
-
-    def _turn_to(self, trainer: NewTrainer) -> None:
-        try:
-            self.weights, self.references = WeightSlots.attach(trainer.weights), _attached(trainer.references)
-        except OSError as error:
-            logger.warning("the new trainer is gone already (%s): the next one is waited for.", error)
-            return
-        self._asked.clear()  # it asks itself for what it wants to know
-        # First what this searcher has, or the new trainer would hand the same visits to others.
-        self._link.send(Holding(visits=self.visits.ask_anew()), to=HOLDING)
-        self.sender.send_again()
 
     def take_asked(self, version: int) -> bool:
+        """Whether an evaluation of `version` or an earlier one was asked for; all such requests count as answered."""
         reached = any(asked <= version for asked in self._asked)
         self._asked = [asked for asked in self._asked if asked > version]
         return reached
@@ -175,17 +111,16 @@ class LocalSearcherEnds:
         self._tell(Evaluated(version=version, metrics=metrics))
 
     def trainer_progress(self) -> float:
+        """A number that changes while the trainer works, or starts."""
         return self._board.trainer_progress()
 
     def trainer_waits(self) -> bool:
+        """Whether the trainer waits for responses."""
         return self._board.trainer.wait in ("first_fill", "replay_ratio")
 
     def lost_visits(self) -> int:
+        """Number of visits of the run so far that brought nothing to train on."""
         return int(self._board.trainer["lost"])
 
     def _tell(self, message: AskVisits | Evaluated) -> None:
         self._link.send(message, to=TRAINER)
-
-
-def _attached(handle: SlotsHandle | None) -> WeightSource | None:
-    return None if handle is None else WeightSlots.attach(handle)

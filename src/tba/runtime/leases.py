@@ -71,23 +71,16 @@ class VisitLedger:
 
     def complete(self, number: int, *, solved: Sequence[bool] = (), is_lost: bool = False) -> None:
         """The group of a visit has arrived, whoever made it; `solved` tells of each of its responses whether it is right,
-        `is_lost` that it has none. A ledger that comes from an older checkpoint learns here of visits that were handed out
-        after it."""
+        `is_lost` that it has none."""
         with self._lock:
-            self._pass_numbers_to(number)
+            # A ledger from an older checkpoint learns here of visits that were handed out after it, from stored groups. No
+            # such number may be handed out as a new one; those before it are open.
+            while self._handed_out <= number:
+                self._handed_back.append(self._next())
             visit = self._take_back(number)
             if visit is not None:
                 self.num_lost += is_lost
                 self.difficulty.record(visit.prompt, solved)
-
-    def adopt(self, holder: str, visits: Iterable[Visit]) -> None:
-        """A searcher that outlived the trainer tells which visits it has, begun or at hand: they are its own, also where
-        this ledger, which comes from an older checkpoint, has not handed them out yet or would hand them out again."""
-        with self._lock:
-            for visit in visits:
-                self._pass_numbers_to(visit.number)
-                self._take_back(visit.number)
-                self._leased.setdefault(holder, {})[visit.number] = visit
 
     def hand_back(self, holder: str) -> int:
         """A searcher is gone: others take its visits. Returns their number."""
@@ -132,12 +125,6 @@ class VisitLedger:
             self._handed_back.remove(found[0])
         found += [visits.pop(number) for visits in self._leased.values() if number in visits]
         return found[-1] if found else None
-
-    def _pass_numbers_to(self, number: int) -> None:
-        """A number that a lost trainer handed out is never handed out as a new one. Those before it were handed out too:
-        they wait to be completed or adopted as well, and are handed out again where neither happens."""
-        while self._handed_out <= number:
-            self._handed_back.append(self._next())
 
     def _next(self) -> Visit:
         for _ in range(self.num_prompts):
@@ -204,8 +191,6 @@ class VisitStock:
         self._size = size
         self._visits: list[Visit] = []
         """A heap."""
-        self._begun: dict[int, Visit] = {}
-        """By number: visits whose group the trainer has not stored yet."""
         self._coming = 0
 
     def add(self, visits: Sequence[Visit]) -> None:
@@ -222,19 +207,7 @@ class VisitStock:
         return self._visits[0] if self._visits else None
 
     def take(self) -> Visit:
-        visit = heapq.heappop(self._visits)
-        self._begun[visit.number] = visit
-        return visit
-
-    def finish(self, number: int) -> None:
-        """The group of a visit is stored."""
-        self._begun.pop(number, None)
-
-    def ask_anew(self) -> tuple[Visit, ...]:
-        """Another trainer has taken over: what was asked of the one before will not come. Returns the visits that this
-        searcher has, begun or not."""
-        self._coming = 0
-        return (*self._begun.values(), *sorted(self._visits))
+        return heapq.heappop(self._visits)
 
 
 class Difficulty:

@@ -3,10 +3,10 @@
 A frame on a link is an address and a pickled message. The supervisor stands between trainer and searchers and passes frames
 on by their address, without reading them:
 
-    searcher -> trainer      TrajectoryGroup, AskVisits, Evaluated, Holding
-    trainer -> searcher      Acknowledge, LeaseVisits, Evaluate, NewTrainer
-    trainer -> supervisor    StartSearchers, ReplaceSearchers, ShowStacks, EndRun
-    supervisor -> trainer    SearcherStarted, SearcherEnded, SearchersFailed, AllReplaced, AllStopped
+    searcher -> trainer      TrajectoryGroup, AskVisits, Evaluated
+    trainer -> searcher      Acknowledge, LeaseVisits, Evaluate
+    trainer -> supervisor    StartSearchers, ReplaceSearcher, EndSearchers, ShowStacks
+    supervisor -> trainer    SearcherStarted, SearcherEnded, SearchersFailed, SearchersEnded
     supervisor -> searcher   Stop
     replica -> trainer       TrajectoryGroup, as its searcher sent it
     any child -> parent      Failed
@@ -38,8 +38,6 @@ PARENT = ""
 """Address of whoever started this process and watches it."""
 TRAINER = "trainer"
 """Address of the trainer. A searcher's is its name and the incarnation of its process: searcher-0.5f3a91c2."""
-HOLDING = f"{TRAINER}/holding"
-"""Address that a searcher's Holding goes to: the groups that follow are all that the new trainer has to know of."""
 REPLICA = "replica"
 """Address of the supervisor's copies of groups (replica.py), as the trainer sees it."""
 
@@ -96,16 +94,6 @@ class LeaseVisits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewTrainer:
-    """Trainer to searcher: another trainer has taken over. Its weights are here, and what was sent and not acknowledged has
-    to be sent again."""
-
-    weights: SlotsHandle
-    references: SlotsHandle | None
-    """Where new references are published; None = they never are."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class EndsHandle:
     """What a searcher's process needs to find its ends.
 
@@ -115,61 +103,39 @@ class EndsHandle:
     board: MemoryHandle
     weights: SlotsHandle
     references: SlotsHandle | None
-
-    def greeting(self) -> NewTrainer:
-        """What searchers that outlived the trainer before are told."""
-        return NewTrainer(weights=self.weights, references=self.references)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Holding:
-    """Searcher to a new trainer: the visits that it still has, begun or not. Holding(visits=(Visit(...), ...))"""
-
-    visits: tuple[Visit, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaSent:
-    """Supervisor to trainer, under the address REPLICA: these were all groups that the trainer before had stored."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaStored:
-    """Trainer to supervisor: all of them are committed, so that the next trainer on this node finds them."""
+    """Where new references are published; None = they never are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartSearchers:
-    """Trainer to supervisor: from now on there is a trainer to work for."""
+    """Trainer to supervisor: the weights are published; start the searchers."""
 
     recipe: bytes
     """Pickled (target, arguments) of a searcher's process."""
     ends: bytes
     """Pickled EndsHandle, which the target is given too: the supervisor need not import what its weights are opened with."""
-    greeting: bytes
-    """Pickled NewTrainer, for searchers that outlived the trainer before."""
+    stored: Mapping[str, int]
+    """The highest number of each source whose groups the trainer has on disk: it lacks later ones of the replica."""
     count: int
     forked: bool
     """Whether searchers are forks of a process that has imported what they need."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplaceSearchers:
-    """Trainer to supervisor: end these searchers, with all that they have not delivered, and start others in their places.
-    ReplaceSearchers(holders=("searcher-0.5f3a91c2",), why="...", at_fault=False)"""
+class ReplaceSearcher:
+    """Trainer to supervisor: something is wrong with a searcher. ReplaceSearcher(holder="searcher-0.5f3a91c2", why="...")"""
 
-    holders: tuple[str, ...] | None
-    """None = all; AllReplaced is the answer then."""
+    holder: str
     why: str
-    at_fault: bool
-    """Whether something is wrong with them: where that is so with too many in a row, a place is given up."""
-    stay: Mapping[str, int] | None = None
-    """Where the trainer has gone back: the highest number of each source whose groups it still has. None = it has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndRun:
-    """Trainer to supervisor: end the searchers; AllStopped is the answer."""
+class EndSearchers:
+    """Trainer to supervisor: end all searchers; SearchersEnded is the answer, and all that comes later is of new ones."""
+
+    go_on_from: Mapping[str, int] | None = None
+    """Where the trainer has gone back and needs new searchers: the highest number of each source whose groups it still has.
+    None = the run is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,11 +145,9 @@ class ShowStacks:
 
 @dataclass(frozen=True, kw_only=True)
 class SearcherStarted:
-    """Supervisor to trainer: SearcherStarted(holder="searcher-0.5f3a91c2", survived=False)"""
+    """Supervisor to trainer: SearcherStarted(holder="searcher-0.5f3a91c2")"""
 
     holder: str
-    survived: bool
-    """Whether it worked for the trainer before: it will tell what it still has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,12 +167,7 @@ class SearchersFailed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReplaced:
-    """Supervisor to trainer: whatever comes from now on is of new searchers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllStopped:
+class SearchersEnded:
     """Supervisor to trainer: no searcher runs any more."""
 
 

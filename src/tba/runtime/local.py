@@ -1,4 +1,4 @@
-"""The local runtime: what the trainer has of a run on one machine (channels.Runtime). Searchers are processes under the
+"""The local runtime: what the trainer has of a run. Searchers are processes under the
 supervisor, and everything that is said to them or by them goes through it.
 """
 
@@ -25,27 +25,23 @@ from tba.runtime.links import (
     PARENT,
     REPLICA,
     Acknowledge,
-    AllReplaced,
-    AllStopped,
     AskVisits,
-    EndRun,
+    EndSearchers,
     EndsHandle,
     Evaluate,
     Evaluated,
     Failed,
-    Holding,
     LeaseVisits,
-    ReplaceSearchers,
-    ReplicaSent,
-    ReplicaStored,
+    ReplaceSearcher,
     SearcherEnded,
+    SearchersEnded,
     SearchersFailed,
     SearcherStarted,
     StartSearchers,
     pickled,
 )
 from tba.runtime.processes import STOP_SECONDS, RoleDied, may_fork
-from tba.runtime.seats import Host
+from tba.runtime.supervisor import Host
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import TrajectoryGroup, Weights
 
@@ -87,34 +83,23 @@ class LocalRuntime:
         self._canary = canary
         self._searchers: list[str] = []
         """Addresses of the searchers there are."""
-        self._awaited: set[str] = set()
-        """Of these, those that worked for the trainer before and have not told yet which visits they have."""
-        self._takes_over = False
-        """Whether there are such, or were until now."""
-        self._asked_visits: list[tuple[str, int]] = []
-        """Requests for visits that were not answered yet."""
-        self._deaf = False
-        """Whether what comes is still of searchers that were to be replaced."""
         self._senders: dict[str, str] = {}
         """By group: who has sent it and waits for its acknowledgement."""
-        self._unstored: set[str] = set()
-        """Groups that came from the replica and are not committed yet."""
-        self._replica_sent = False
-        """Whether all of the replica has come, and the supervisor does not know yet that it is stored."""
         self._evaluations: list[Evaluated] = []
         self._wanted_evaluations: list[int] = []
         """Versions whose evaluation was asked for and has not come."""
         self._evaluator: str | None = None
         """Who was asked for them."""
-        self._published = -1
         self._failure: str | None = None
         """Why there are no searchers any more."""
         self._stopped = False
         self.row["pid"], self._began = os.getpid(), time.monotonic()
 
-    def start_searchers(self, target: Callable[..., None], arguments: Mapping[str, Any]) -> None:
+    def start_searchers(
+        self, target: Callable[..., None], arguments: Mapping[str, Any], *, stored: Mapping[str, int] | None = None
+    ) -> None:
         """Have searchers run `target(link, index=i, incarnation=..., ends=..., **arguments)`, in processes of their own.
-        Those of the trainer before, if there are any, go on for this one."""
+        `stored` is the highest number of each source whose groups are on disk."""
         ends = EndsHandle(
             board=self.board.memory.handle(),
             weights=self._slots.handle(),
@@ -124,20 +109,26 @@ class LocalRuntime:
             StartSearchers(
                 recipe=cloudpickle.dumps((target, dict(arguments))),
                 ends=pickled(ends),
-                greeting=pickled(ends.greeting()),
+                stored=stored or {},
                 count=self._num_searchers,
                 forked=may_fork(),
             )
         )
 
-    def replace_searchers(self, why: str, stay: Mapping[str, int] | None = None) -> None:
-        """Until the supervisor says that it has ended all of them, nothing that comes is heeded. `stay`: see
-        links.ReplaceSearchers."""
-        self._link.send(ReplaceSearchers(holders=None, why=why, at_fault=False, stay=stay))
-        self._deaf = True
+    def replace_searchers(self, go_on_from: Mapping[str, int]) -> None:
+        """Go on with new searchers: what the present ones have sent is dropped. `go_on_from`: see links.EndSearchers."""
+        self._end_searchers(EndSearchers(go_on_from=go_on_from))
         for holder in list(self._searchers):
             self._forget(holder)
         self._senders, self._evaluations, self._wanted_evaluations = {}, [], []
+
+    def _end_searchers(self, message: EndSearchers) -> None:
+        """Returns when they have ended; all that the supervisor passes on before its answer is dropped."""
+        self._link.send(message)
+        deadline = time.monotonic() + STOP_SECONDS + ALL_STOPPED_SECONDS
+        while not self._link.closed and time.monotonic() < deadline:
+            if isinstance(self._link.receive(timeout_seconds=0.1), SearchersEnded):
+                break
 
     def _beat(self) -> None:
         self.row["beats"], self.row["seconds"] = self.row["beats"] + 1, time.monotonic() - self._began
@@ -150,23 +141,12 @@ class LocalRuntime:
             raise RoleDied(self._failure)
         groups = []
         for sender, message in self._link.drain_addressed():
-            if isinstance(message, AllReplaced):
-                self._deaf = False
-            elif self._deaf:
-                continue
-            elif sender == PARENT:
+            if sender == PARENT:
                 self._heed(message)
-            elif sender == REPLICA and isinstance(message, ReplicaSent):
-                self._replica_sent = True
             elif sender == REPLICA:
                 groups.append(self._from_replica(message))
             elif sender in self._searchers and (group := self._message(sender, message)) is not None:
                 groups.append(group)
-        if not self._awaited:
-            if self._takes_over:
-                self._takes_over = False
-                self._hand_to_others()
-            self._lease_visits()
         if self._link.closed and not self._stopped:
             raise RoleDied("the supervisor of this run is gone.")
         return groups
@@ -176,9 +156,6 @@ class LocalRuntime:
         if isinstance(message, SearcherStarted):
             self._searchers.append(message.holder)
             self._searchers.sort()
-            if message.survived:
-                self._awaited.add(message.holder)
-                self._takes_over = True
             self._ask_for_evaluation()
         if isinstance(message, SearcherEnded) and message.holder in self._searchers:
             self._forget(message.holder)
@@ -191,28 +168,18 @@ class LocalRuntime:
     def _message(self, sender: str, message: Any) -> TrajectoryGroup | None:
         """Deal with a searcher's message; returns it if it is a group."""
         if isinstance(message, TrajectoryGroup):
-            if sender in self._awaited:
-                # It will be sent again, after those before it: taken now, they would count as stored.
-                return None
             self._senders[message.id] = sender
             # Here and not later: if this searcher is lost in the same moment, its other visits are handed out again.
             self.ledger.complete(message.visit, solved=message.solved, is_lost=not message.trajectories)
             return message
-        if isinstance(message, Holding):
-            self.ledger.adopt(sender, message.visits)
-            self._awaited.discard(sender)
-            self._ask_for_evaluation()
-        elif isinstance(message, Failed):
-            self._link.send(ReplaceSearchers(holders=(sender,), why=message.error, at_fault=True))
-        elif sender in self._awaited:
-            pass  # said to the trainer before: it asks again
+        if isinstance(message, Failed):
+            self._link.send(ReplaceSearcher(holder=sender, why=message.error))
         elif isinstance(message, AskVisits):
-            self._asked_visits.append((sender, message.count))
+            self._lease(sender, message.count)
         elif isinstance(message, Evaluated):
             self._evaluator = None
-            if message.version <= self._published:  # a higher one is of a trainer that is gone, and of weights that are
-                self._evaluations.append(message)
-                self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > message.version]
+            self._evaluations.append(message)
+            self._wanted_evaluations = [asked for asked in self._wanted_evaluations if asked > message.version]
             self._ask_for_evaluation()
         return None
 
@@ -220,43 +187,27 @@ class LocalRuntime:
         """A group that the trainer before had stored, on a disk that is gone: nobody waits for its acknowledgement."""
         if not isinstance(message, TrajectoryGroup):
             raise RoleDied(f"the replica holds something that is no group: {message!r:.500}")
-        self._unstored.add(message.id)
         self.ledger.complete(message.visit, solved=message.solved, is_lost=not message.trajectories)
         return message
 
-    @property
-    def _introduced(self) -> list[str]:
-        """Searchers that know of this trainer. Others forget what it asks of them: it may be the trainer before that did."""
-        return [name for name in self._searchers if name not in self._awaited]
-
-    def _lease_visits(self) -> None:
-        """Answer those who have asked for visits. Not before every searcher of the trainer before has told which it has, or
-        two would make the same one."""
-        asked, self._asked_visits = self._asked_visits, []
-        for holder, count in asked:
-            if holder in self._searchers:
-                self._link.send(LeaseVisits(visits=tuple(self.ledger.lease(holder, count))), to=holder)
+    def _lease(self, holder: str, count: int) -> None:
+        self._link.send(LeaseVisits(visits=tuple(self.ledger.lease(holder, count))), to=holder)
 
     def _forget(self, holder: str) -> None:
         """A searcher is gone: others take its visits."""
         self._searchers.remove(holder)
-        self._awaited.discard(holder)
         self.ledger.hand_back(holder)
 
     def _hand_to_others(self) -> None:
         """Visits that were handed back go to the searchers there are, now: they may have enough of their own, all of which
         wait for steps that need just these."""
-        count, others = self.ledger.num_handed_back, self._introduced
+        count, others = self.ledger.num_handed_back, self._searchers
         for place, other in enumerate(others):
             share = count // len(others) + (place < count % len(others))
             if share:
-                self._link.send(LeaseVisits(visits=tuple(self.ledger.lease(other, share))), to=other)
+                self._lease(other, share)
 
     def acknowledge(self, group_ids: Sequence[str]) -> None:
-        self._unstored.difference_update(group_ids)
-        if self._replica_sent and not self._unstored:
-            self._replica_sent = False
-            self._link.send(ReplicaStored())
         by_sender: dict[str, list[str]] = defaultdict(list)
         for group_id in group_ids:
             sender = self._senders.pop(group_id, None)  # none for imports, and for what was sent twice
@@ -270,11 +221,11 @@ class LocalRuntime:
     def publish(self, weights: Weights) -> None:
         """Let searchers see the weights, then evaluate the canary on what lies in the slot: they check it when it comes."""
         self._beat()
-        self._published = weights.version
         self._publish(self._slots, weights)
 
     @property
     def reference_publisher(self) -> WeightPublisher | None:
+        """Publishes references; None where they are never reset."""
         references = self._references
         return None if references is None else LocalWeights(lambda weights: self._publish(references, weights))
 
@@ -288,21 +239,25 @@ class LocalRuntime:
         self._ask_for_evaluation()
 
     def _ask_for_evaluation(self) -> None:
-        if self._wanted_evaluations and self._evaluator not in self._searchers and self._introduced:
-            self._evaluator = self._introduced[0]
+        if self._wanted_evaluations and self._evaluator not in self._searchers and self._searchers:
+            self._evaluator = self._searchers[0]
             self._link.send(Evaluate(version=self._wanted_evaluations[-1]), to=self._evaluator)
 
     def take_evaluations(self) -> list[Evaluated]:
+        """Evaluations that have come since the last call."""
         taken, self._evaluations = self._evaluations, []
         return taken
 
     def progress(self) -> float:
+        """A number that changes while any searcher works."""
         return self.board.searchers_progress()
 
     def heartbeats(self) -> dict[str, float]:
+        """For each searcher a number that changes while it lives."""
         return self.board.heartbeats()
 
     def published(self, version: int) -> Weights | None:
+        """What searchers see of a version; None = it was overwritten, or never published."""
         return self._slots.stored(version)
 
     def statuses(self) -> list[RoleStatus]:
@@ -316,11 +271,7 @@ class LocalRuntime:
         if self._stopped:
             return
         self._stopped = True
-        self._link.send(EndRun())
-        deadline = time.monotonic() + STOP_SECONDS + ALL_STOPPED_SECONDS
-        while not self._link.closed and time.monotonic() < deadline:
-            if isinstance(self._link.receive(timeout_seconds=0.1), AllStopped):
-                break
+        self._end_searchers(EndSearchers())
         self._slots.memory.close()
         if self._references is not None:
             self._references.memory.close()

@@ -1,6 +1,6 @@
 """Start a role in a process of its own, watch it, stop it; and what such a process does first.
 
-The child is a fork of a process that has imported torch already (forked_roles.py), or a new one: `python -m
+The child is a fork of a process that has imported torch already (fork_server.py), or a new one: `python -m
 tba.runtime.processes FD`. The parent sends its module search path and (target, keyword arguments)
 over the socket FD, and the target runs with a Link to the parent. A process started this way does not import the parent's
 main script again, so training scripts need no `if __name__ == "__main__"`.
@@ -23,14 +23,24 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
 
 import cloudpickle
 
 from tba.runtime.deadlines import dump_stacks, write_stacks_when_asked
-from tba.runtime.fork_server import INTERRUPTED, OWN_SERVER, die_with_parent, module_command, show_as
-from tba.runtime.forked_roles import ForkedProcess, ForkServer
-from tba.runtime.links import PARENT, Failed, Link, RunCannotGoOn, StartSearchers
+from tba.runtime.fork_server import (
+    INTERRUPTED,
+    OWN_SERVER,
+    ForkedProcess,
+    ForkServer,
+    die_with_parent,
+    module_command,
+    show_as,
+)
+from tba.runtime.links import Failed, Link, RunCannotGoOn
+
+if TYPE_CHECKING:
+    from tba.runtime.cluster.roles import ClusterRole
 
 logger = logging.getLogger("tba")
 
@@ -45,67 +55,10 @@ class RoleDied(RuntimeError):
 
 
 L = TypeVar("L", bound=Link)
-L_co = TypeVar("L_co", bound=Link, covariant=True)
-
-
-class Role(Protocol[L_co]):
-    """A role that runs somewhere, as the one who started it sees it: a process of this machine, or of another one."""
-
-    name: str
-    lacks_groups: bool
-    """Whether a trainer may lack groups that the one before had stored: it runs on another disk, and has not said yet that
-    it has stored them too."""
-
-    @property
-    def link(self) -> L_co: ...
-
-    @property
-    def log(self) -> Path | None:
-        """None = it writes where this process does."""
-        ...
-
-    @property
-    def pid(self) -> int:
-        """Its process, on the machine that it runs on."""
-        ...
-
-    @property
-    def alive(self) -> bool: ...
-
-    @property
-    def status(self) -> int | None:
-        """Exit status, or minus the number of the signal that killed it; None while it runs."""
-        ...
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Wait for its end; True when it came within the time."""
-        ...
-
-    def kill(self) -> None:
-        """End it by force, at once."""
-        ...
-
-    def signal(self, number: int) -> None:
-        """Send its process a signal, unless it has ended."""
-        ...
-
-    def show_stacks(self) -> None:
-        """Have it write to its log what every thread is doing."""
-        ...
-
-    def new_trainer(self, orders: StartSearchers) -> None:
-        """Tell a searcher that it works for another trainer now."""
-        ...
-
-    def serve_weights(self, orders: StartSearchers) -> None:
-        """Let searchers see what this trainer publishes, where they do not see its memory."""
-        ...
 
 
 class RoleProcess(Generic[L]):
     """A child process with a link. It ends itself when this process is gone, however that happened."""
-
-    lacks_groups = False
 
     def __init__(
         self,
@@ -177,12 +130,6 @@ class RoleProcess(Generic[L]):
     def show_stacks(self) -> None:
         dump_stacks([self.pid])
 
-    def new_trainer(self, orders: StartSearchers) -> None:
-        self.link.send_frame(PARENT, orders.greeting)
-
-    def serve_weights(self, orders: StartSearchers) -> None:
-        """Nothing to do: searchers of this machine find its memory themselves."""
-
     def wait(self, timeout_seconds: float) -> bool:
         """Wait for its end; True when it came within the time."""
         try:
@@ -196,7 +143,7 @@ STOP_SECONDS = 10.0
 """Time for searchers and ranks to end when asked, before they are killed."""
 
 
-def stop_all(processes: Sequence[Role[Any]], message: Any, *, timeout_seconds: float) -> None:
+def stop_all(processes: Sequence[RoleProcess[Any] | ClusterRole], message: Any, *, timeout_seconds: float) -> None:
     """Ask all to stop, wait together, kill what remains."""
     for process in processes:
         process.link.send(message)

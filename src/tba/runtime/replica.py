@@ -82,20 +82,30 @@ class Replica:
             raise self._failure("written", error) from None
         self._pending = []
 
-    def rows(self) -> Iterator[bytes]:
-        """The groups, in the order of their arrival."""
+    def rows(self, *, after: Mapping[str, int] | None = None) -> Iterator[bytes]:
+        """The groups, in the order of their arrival; of each source in `after` only those with a higher number."""
+        marks = after or {}
         self.commit()
-        arrival = 0
+        arrival = self._first_after(marks)
         while True:  # no cursor stays open, or rows could not leave meanwhile
-            query = "SELECT arrival, body FROM groups WHERE arrival > ? ORDER BY arrival LIMIT 1"
+            query = "SELECT arrival, source, number, body FROM groups WHERE arrival >= ? ORDER BY arrival LIMIT 1"
             try:
                 found = self._database.execute(query, (arrival,)).fetchone()
             except sqlite3.Error as error:
                 raise self._failure("read", error) from None
             if found is None:
                 return
-            arrival, body = found
-            yield body
+            if found[2] > marks.get(found[1], -1):
+                yield found[3]
+            arrival = found[0] + 1
+
+    def _first_after(self, marks: Mapping[str, int]) -> int:
+        """Arrival of the first group with a higher number than its source has in `marks`; one that never comes where there
+        is none."""
+        sources = self._database.execute("SELECT DISTINCT source FROM groups").fetchall()
+        query = "SELECT MIN(arrival) FROM groups WHERE source = ? AND number > ?"
+        found = [self._database.execute(query, (source, marks.get(source, -1))).fetchone()[0] for (source,) in sources]
+        return min((first for first in found if first is not None), default=2**62)
 
     def ids(self) -> list[str]:
         """Ids of the groups, in the order of their arrival."""

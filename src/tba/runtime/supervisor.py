@@ -1,11 +1,12 @@
-"""The supervisor of a run: starts trainer and searchers, passes on what they tell each other, replaces those that die or
-hang (searchers in searcher_seats.py), and ends all of them.
+"""The supervisor of a run: starts trainer and searchers, passes on what they tell each other, replaces searchers that die or
+hang, starts both anew when the trainer dies, and ends all of them.
 
-It holds nothing that a run could lose: groups are kept by their searchers until the trainer has stored them, and the trainer
-goes on from its checkpoint and its durable replay. With replay.durability=node it stores a second copy of every group
-(replica.py), for a trainer that has lost its disk. It does not import torch, so it is there in a moment.
+It holds nothing that a run could lose. A searcher that is gone is replaced. When the trainer is gone its searchers end too,
+and the run goes on from the newest checkpoint and the durable replay, as a resume does. With replay.durability=node it
+stores a second copy of every group (replica.py), for a trainer that has lost its disk.
 
 The trainer is a child process, or the process that the supervisor is a thread of, which then cannot be started again.
+Nothing here imports torch: the supervisor is there in a moment.
 """
 
 from __future__ import annotations
@@ -14,39 +15,47 @@ import logging
 import os
 import pickle
 import queue
+import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tba.config import RuntimeConfig
-from tba.runtime.board import Board
+from tba.config import Config, RuntimeConfig
+from tba.observe.claim import Holder
+from tba.runtime.board import MAX_SEARCHERS, PLACES, Board, MemoryHandle, Place, SharedMemory
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import Idleness, dump_stacks
+from tba.runtime.fork_server import ServerGone
 from tba.runtime.links import (
-    HOLDING,
     PARENT,
     REPLICA,
-    AllReplaced,
-    AllStopped,
-    EndRun,
+    EndSearchers,
+    Failed,
+    Link,
     RelayedLink,
-    ReplaceSearchers,
-    ReplicaSent,
-    ReplicaStored,
+    ReplaceSearcher,
+    SearcherEnded,
+    SearchersEnded,
+    SearchersFailed,
+    SearcherStarted,
     ShowStacks,
     StartSearchers,
+    Stop,
     group_of,
-    pickled,
 )
-from tba.runtime.processes import Role
+from tba.runtime.processes import STOP_SECONDS, RoleProcess, last_lines, may_fork, stop_all
 from tba.runtime.replica import Replica
-from tba.runtime.searcher_seats import SearcherSeats
-from tba.runtime.seats import Seat, StartSearcher, StartTrainer
+from tba.runtime.threads import threads_of, workers_of
+
+if TYPE_CHECKING:
+    from tba.runtime.cluster.roles import ClusterRole
 
 logger = logging.getLogger("tba")
 
@@ -54,12 +63,272 @@ LOOK_SECONDS = 0.1
 """Longest time between two looks at the processes."""
 OUTSIDE_SECONDS = 1.0
 """Time between two calls of `look_outside`."""
+MAX_EARLY_ENDS, FEW_GROUPS = 4, 16
+"""Processes in a row that may end before they have sent so many groups; a seat is given up then. A prompt that kills every
+searcher is handed to the next one first, so that it does not last much longer."""
+FIRST_BACK_OFF_SECONDS = 1.0
+"""Before a seat is filled again after the second process that ended early; doubled with each."""
 MAX_STILLBORN = 5
 """Trainers in a row that may find their node gone before they begin, beyond those of runtime.max_trainer_restarts."""
 MOST_REQUESTS = 3
 """Requests to end after which the trainer is killed."""
 TRY_AGAIN = 75
 """Exit status of a trainer that wants to be started again, as after a failure of its GPU."""
+
+MakeLink = Callable[[Connection], RelayedLink]
+"""Makes the supervisor's end of a role's link."""
+Role: TypeAlias = "RoleProcess[RelayedLink] | ClusterRole"
+"""A process of this machine, or an actor that stands for one of another machine."""
+StartTrainer = Callable[[MakeLink], Role]
+StartSearcher = Callable[["Seat", StartSearchers, MakeLink], Role]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRoles:
+    """Starts roles as processes of this machine (on a cluster: cluster/roles.py)."""
+
+    config: Config
+    logs: Path
+
+    def trainer(self, target: str, arguments: Mapping[str, Any], make_link: MakeLink) -> Role:
+        """Start `target(link, **arguments)`; `arguments["host"]` is the supervisor's HostHandle."""
+        return RoleProcess(
+            "trainer",
+            target,
+            arguments,
+            log=None,
+            threads=max(threads_of(self.config).trainer, workers_of(self.config)),
+            forked=may_fork(),
+            starts_roles=arguments["config"].train.ranks > 1,
+            make_link=make_link,
+        )
+
+    def searcher(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> Role:
+        """Start the role that fills a seat, as the trainer has ordered it."""
+        return RoleProcess(
+            seat.name,
+            orders.recipe,
+            {"index": seat.index, "incarnation": seat.incarnation, "ends": orders.ends},
+            log=self.logs / f"{seat.name}.log",
+            threads=threads_of(self.config, num_searchers=seat.index + 1).searcher,
+            forked=orders.forked,
+            make_link=make_link,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Where a trainer runs: its link to the supervisor, and the board that all see. Host(link=..., board=..., owner=...)"""
+
+    link: Link
+    board: Board
+    owner: Holder
+    """The supervisor's process, which is there for as long as the run, and has its folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostHandle:
+    """How the trainer's process finds its host. HostHandle(board=MemoryHandle(...), owner=Holder(...))"""
+
+    board: MemoryHandle
+    owner: Holder
+
+    def open(self, link: Link) -> Host:
+        return Host(link=link, board=Board(SharedMemory.attach(self.board)), owner=self.owner)
+
+
+@dataclass
+class Seat:
+    """A searcher's place: the process that fills it now, and how its predecessors fared."""
+
+    index: int
+    process: Role | None = None
+    """None while nobody fills it."""
+    incarnation: str = ""
+    """Name of the present process among all that ever filled a seat: group ids and leases carry it."""
+    idleness: Idleness = field(default_factory=Idleness)
+    """How long there has been no sign of life."""
+    hung_up: bool = False
+    """Whether all that the present process has ever sent was passed on."""
+    failure: Failed | None = None
+    """Last words of the present process."""
+    failed_at: float = 0.0
+    early_ends: int = 0
+    """Processes in a row that ended before they had sent FEW_GROUPS groups."""
+    starts_at: float = 0.0
+    """When the next process may start."""
+    given_up: bool = False
+    """Whether too many in a row ended at once."""
+    closed: bool = False
+    """Whether the run goes on without it, as was asked."""
+
+    @property
+    def name(self) -> str:
+        return f"searcher-{self.index}"
+
+    @property
+    def holder(self) -> str:
+        return f"{self.name}.{self.incarnation}"
+
+    @property
+    def place(self) -> Place:
+        if self.process is not None:
+            return "filled"
+        if self.closed:
+            return "none"
+        return "given_up" if self.given_up else "empty"
+
+
+class SearcherPool:
+    """Iterates over the seats; `look_after` fills those that are empty, and empties those whose process is gone."""
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        board: Board,
+        *,
+        logs: Path,
+        start: StartSearcher,
+        make_link: MakeLink,
+        tell_trainer: Callable[[Any], object],
+    ) -> None:
+        self.orders: StartSearchers | None = None
+        """How searchers are started, by the present trainer; None = there is none that they could work for."""
+        self._config = config
+        self._board = board
+        self._logs = logs
+        self._start = start
+        self._make_link = make_link
+        self._tell_trainer = tell_trainer
+        self._seats: list[Seat] = []
+        self._wanted: int | None = None
+        """Number of searchers that was asked for from outside; None = what the trainer says."""
+
+    def __iter__(self) -> Iterator[Seat]:
+        return iter(self._seats)
+
+    def find(self, *, holder: str | None = None, link: RelayedLink | None = None) -> Seat | None:
+        """The seat whose present process has this name, or this link; None = it is gone."""
+        for seat in self._seats:
+            if seat.process is not None and (seat.holder == holder or seat.process.link is link):
+                return seat
+        return None
+
+    def work_for(self, orders: StartSearchers) -> None:
+        """Start searchers for a trainer."""
+        self.orders = orders
+        self._set_count(self._wanted or orders.count)
+
+    def ask_for(self, count: int) -> None:
+        """Somebody wants the run to go on with so many searchers, whatever trainers say."""
+        self._wanted = count
+        if self.orders is not None:
+            self._set_count(count)
+
+    def _set_count(self, count: int) -> None:
+        """New ones start; those with the highest numbers end, and their visits go to others."""
+        for seat in self._seats[count:]:
+            if seat.process is not None:
+                seat.process.link.send(Stop())
+            seat.closed = True
+        for seat in self._seats[:count]:
+            seat.closed = seat.given_up = False
+        self._seats += [Seat(index) for index in range(len(self._seats), min(count, MAX_SEARCHERS))]
+
+    def look_after(self, *, may_fill: bool) -> None:
+        """`may_fill`: the trainer lives; one that has just died may not have been missed yet."""
+        for seat in self._seats:
+            if seat.process is not None:
+                self._look_at(seat, seat.process)
+            elif seat.place == "empty" and time.monotonic() >= seat.starts_at and may_fill and self.orders is not None:
+                self._fill(seat, self.orders)
+            self._board.searcher(seat.index)["place"] = PLACES.index(seat.place)
+
+    def stop(self, *, timeout_seconds: float) -> None:
+        """End all of them, by force after the time; no searcher is started until a trainer orders some."""
+        self.orders = None
+        processes = [seat.process for seat in self._seats if seat.process is not None]
+        stop_all(processes, Stop(), timeout_seconds=timeout_seconds)
+        for seat in self._seats:
+            if seat.process is not None:
+                seat.process.link.close()
+            row = self._board.searcher(seat.index)
+            row["pid"], row["place"] = 0, PLACES.index("none")
+        self._seats = []
+
+    def _look_at(self, seat: Seat, process: Role) -> None:
+        self._board.searcher(seat.index)["pid"] = process.pid
+        failure = seat.failure
+        overdue = failure is not None and time.monotonic() > seat.failed_at + STOP_SECONDS
+        if (seat.hung_up and not process.alive) or overdue:
+            if failure is not None:
+                self.lose(seat, f"failed: {failure.error}", final=failure.final)
+            else:
+                self.lose(seat, f"ended (exit status {process.status})")
+            return
+        beats = self._board.searcher(seat.index)["heartbeat"]
+        setting = "wait_seconds" if beats else "start_seconds"
+        limit = getattr(self._config, setting)
+        if seat.idleness.look(beats) > limit:
+            what = f"(process {process.pid}) has shown no sign of life for runtime.{setting}={limit:g} s"
+            # Where none has ever come up, the next would be as slow.
+            never = not any(self._board.searcher(other.index)["groups"] for other in self._seats)
+            self.lose(seat, what, final=not beats and never)
+
+    def _fill(self, seat: Seat, orders: StartSearchers) -> None:
+        self._logs.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
+        row = self._board.searcher(seat.index)
+        row.clear()
+        row["place"] = PLACES.index("filled")  # or it would show as not wanted for a moment
+        seat.incarnation, seat.idleness = secrets.token_hex(4), Idleness()
+        seat.hung_up, seat.failure = False, None
+        try:
+            seat.process = self._start(seat, orders, self._make_link)
+        except (OSError, ServerGone) as error:  # no process or no descriptor is to be had: perhaps later
+            self._vacate(seat, f"{seat.name} could not be started: {error}", early=True)
+            return
+        self._tell_trainer(SearcherStarted(holder=seat.holder))
+
+    def lose(self, seat: Seat, what: str, *, final: bool = False) -> None:
+        """A searcher is gone, or as good as: others take its visits, and another process its seat."""
+        assert seat.process is not None
+        process, seat.process = seat.process, None
+        process.kill()
+        process.link.close()
+        row = self._board.searcher(seat.index)
+        row["pid"] = 0
+        if final and not seat.closed:
+            self._tell_trainer(SearcherEnded(holder=seat.holder, replaced=False))
+            seat.given_up = True
+            self._tell_failure(f"{seat.name} {what} (log: {process.log})")
+            return
+        # A traceback stays in the log: what a person can mend is in its last line.
+        last = "" if what.startswith("failed: ") else f", which ends with: {last_lines(process.log, 1).strip()}"
+        words = f"{seat.name} {what} (log: {process.log}{last})."
+        self._vacate(seat, words, early=row["groups"] < FEW_GROUPS)
+
+    def _vacate(self, seat: Seat, words: str, *, early: bool) -> None:
+        """Decide whether another process takes a seat, and when. `early`: the last one has hardly worked."""
+        seat.early_ends = seat.early_ends + 1 if early else 0
+        seat.given_up = seat.early_ends > MAX_EARLY_ENDS and not seat.closed
+        self._tell_trainer(SearcherEnded(holder=seat.holder, replaced=not (seat.given_up or seat.closed)))
+        if seat.closed:
+            logger.info("%s has ended, as was asked.", seat.name)
+        elif all(other.given_up or other.closed for other in self._seats):
+            why = f"{MAX_EARLY_ENDS + 1} searchers in a row ended before they had sent {FEW_GROUPS} groups."
+            self._tell_failure(f"{words}\n{why}")
+        elif seat.given_up:
+            logger.error("%s\nIts place stays empty: %d in a row ended early.", words, seat.early_ends)
+        else:
+            wait = FIRST_BACK_OFF_SECONDS * 2.0 ** (seat.early_ends - 2) if seat.early_ends > 1 else 0.0
+            seat.starts_at = time.monotonic() + wait
+            self._board.supervisor["replaced"] += 1
+            logger.warning("%s\nIt is replaced; its visits to prompts are handed to others.", words)
+
+    def _tell_failure(self, error: str) -> None:
+        """Tell the trainer that there are no searchers any more. One that is being started begins with new ones."""
+        if self.orders is not None:
+            self._tell_trainer(SearchersFailed(error=error))
 
 
 class Supervisor:
@@ -98,14 +367,14 @@ class Supervisor:
         self._replica = replica
         self._events: queue.SimpleQueue[tuple[RelayedLink, str, bytes | None]] = queue.SimpleQueue()
         self._make_link = partial(RelayedLink, deliver=lambda *event: self._events.put(event))
-        self._trainer_process: Role[RelayedLink] | None = None
-        self._searchers = SearcherSeats(
+        self._trainer_process: Role | None = None
+        self._searchers = SearcherPool(
             config,
             board,
             logs=logs,
             start=start_searcher,
             make_link=self._make_link,
-            tell_trainer=self._tell_trainer,
+            tell_trainer=lambda message: self._trainer.send(message),
         )
         self._trainer_hung_up = False
         self._trainer_idleness = Idleness()
@@ -144,7 +413,7 @@ class Supervisor:
     def close(self) -> None:
         """End everything; nothing is left running. May be called more than once."""
         self._ends = True
-        self._searchers.stop()
+        self._searchers.stop(timeout_seconds=STOP_SECONDS)
         if self._trainer_process is not None and self._trainer_process.alive:
             self._trainer_process.kill()
         self._trainer.close()
@@ -175,7 +444,7 @@ class Supervisor:
         if self._start_trainer is None:
             dump_stacks([os.getpid()])
 
-    def _running(self) -> list[Role[RelayedLink]]:
+    def _running(self) -> list[Role]:
         processes = [self._trainer_process, *(seat.process for seat in self._searchers)]
         return [process for process in processes if process is not None and process.alive]
 
@@ -200,57 +469,37 @@ class Supervisor:
         if body is None:
             seat.hung_up = True
         elif address != PARENT:
-            if self._searchers.orders is not None:  # a trainer that is being started asks for all of it again
-                self._pass_to_trainer(seat, address, body)
+            group = group_of(address)
+            if group is not None and self._replica is not None:
+                self._replica.add(*group, body)
+            self._trainer.send_frame(seat.holder, body)
         else:
             seat.failure, seat.failed_at = pickle.loads(body), time.monotonic()
             if seat.failure.error.startswith(WaitedTooLong.__name__):
                 self.show_stacks()  # what the others did meanwhile
 
-    def _pass_to_trainer(self, seat: Seat, address: str, body: bytes) -> None:
-        group = group_of(address)
-        if address == HOLDING:
-            seat.sends_again = False
-        if group is not None:
-            if seat.sends_again:
-                # Meant for the trainer before; it comes again, after those before it. In the replica, which the present
-                # trainer does not look into, it would stand for these: a higher number tells that the lower ones came.
-                return
-            if self._replica is not None:
-                self._replica.add(*group, body)
-        self._trainer.send_frame(seat.holder, body)
-
-    def _tell_trainer(self, message: Any) -> None:
-        self._trainer.send(message)
-
     def _heed(self, message: object) -> None:
         """A word of the trainer's."""
         if isinstance(message, StartSearchers):
             self._trainer_idleness = Idleness()
-            if self._trainer_process is not None:
-                self._trainer_process.serve_weights(message)
-                if self._replica is not None and self._trainer_process.lacks_groups:
-                    # Before searchers send again what the trainer before had not acknowledged, which came later.
-                    for body in self._replica.rows():
-                        self._trainer.send_frame(REPLICA, body)
-                    self._trainer.send_frame(REPLICA, pickled(ReplicaSent()))
+            if self._replica is not None:
+                for body in self._replica.rows(after=message.stored):  # none on the disk that they were stored on
+                    self._trainer.send_frame(REPLICA, body)
             self._searchers.work_for(message)
-        if isinstance(message, ReplicaStored) and self._trainer_process is not None:
-            self._trainer_process.lacks_groups = False
-        if isinstance(message, ReplaceSearchers):
-            for seat in self._searchers:
-                if seat.process is not None and (message.holders is None or seat.holder in message.holders):
-                    self._searchers.lose(seat, f"is replaced: {message.why}", at_fault=message.at_fault)
-            if message.holders is None:
-                if self._replica is not None and message.stay is not None:
-                    self._replica.return_to(message.stay)
-                self._trainer.send(AllReplaced())
+        if isinstance(message, ReplaceSearcher):
+            seat = self._searchers.find(holder=message.holder)
+            if seat is not None:
+                self._searchers.lose(seat, f"is replaced: {message.why}")
+        if isinstance(message, EndSearchers):
+            orders, self._ends = self._searchers.orders, message.go_on_from is None
+            self._searchers.stop(timeout_seconds=STOP_SECONDS if self._ends else 0.0)
+            if self._replica is not None and message.go_on_from is not None:
+                self._replica.return_to(message.go_on_from)
+            self._trainer.send(SearchersEnded())
+            if orders is not None and not self._ends:
+                self._searchers.work_for(orders)
         if isinstance(message, ShowStacks):
             self.show_stacks()
-        if isinstance(message, EndRun):
-            self._ends = True
-            self._searchers.stop()
-            self._trainer.send(AllStopped())
 
     def ask_for_searchers(self, count: int) -> None:
         """Somebody wants the run to go on with so many searchers, whatever trainers say."""
@@ -261,7 +510,7 @@ class Supervisor:
     def _begin_trainer(self) -> None:
         assert self._start_trainer is not None
         self.board.trainer.clear()
-        self._trainer_hung_up, self._searchers.orders = False, None
+        self._trainer_hung_up = False
         self._trainer_process = self._start_trainer(self._make_link)
         self._trainer = self._trainer_process.link
         self.board.trainer["pid"] = self._trainer_process.pid
@@ -316,5 +565,6 @@ class Supervisor:
         logger.warning("the trainer %s at step %d; it is resumed.", how, int(self.board.trainer["step"]))
         self.board.supervisor["trainer_restarts"] += 1
         self._trainer.close()
+        self._searchers.stop(timeout_seconds=0.0)  # before the next trainer, which may need the memory that they hold
         self._begin_trainer()
         return None

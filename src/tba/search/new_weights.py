@@ -9,7 +9,7 @@ import numpy as np
 
 from tba.generate.engine import Engine
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, canary_tokens, kl_estimate
-from tba.runtime.channels import SearcherEnds, WeightSource
+from tba.runtime.ends import SearcherEnds
 from tba.search.loop import Searcher
 from tba.types import Weights
 
@@ -24,13 +24,11 @@ class WeightLoader:
         self, ends: SearcherEnds, engine: Engine, report: Callable[[float], None] = lambda mismatch_kl: None
     ) -> None:
         """`report` is told how far engine and trainer are apart at each version that is compared."""
-        self._ends = ends
         self._engine = engine
         self._report = report
         self._canary = CanaryCheck()
         self._tokens = canary_tokens(engine.vocabulary, CANARY_TOKENS)
-        self._source: WeightSource = ends.weights
-        """Where the weights come from; another trainer has another one."""
+        self._source = ends.weights
         self._loaded = -1
         """The version given to the engine last; under `drain` it may not be in use yet."""
         self._checked = -1
@@ -47,12 +45,6 @@ class WeightLoader:
     def load_newer(self) -> None:
         """Never waits: under `drain` the engine loads later, a version's canary comes a little after its weights, and large
         weights are copied and checked beside the decode steps."""
-        if not self.is_of_this_trainer:
-            # Another trainer's versions begin at its checkpoint: a lower number is newer than what is loaded. What is still
-            # being fetched of the former one's, or failed with it, is of no use.
-            self._source, self._loaded, self._checked, self._fetching = self._ends.weights, -1, -1, None
-            self._canaries.clear()
-            self._give(self._take(self._source.fetch()))
         newest = self._source.newest_version
         self._note_canary(newest)
         self._check_when_there()  # what is in use, before newer weights wait for their turn
@@ -66,14 +58,8 @@ class WeightLoader:
         return self._source.newest_version > self._engine.version
 
     @property
-    def is_of_this_trainer(self) -> bool:
-        """Whether the weights that were loaded last are the present trainer's."""
-        return self._source is self._ends.weights
-
-    @property
     def _is_in_use(self) -> bool:
-        """Whether the engine computes with what it was given last. The number alone does not tell: another trainer may have
-        given it other weights of the version that it has."""
+        """Whether the engine computes with what it was given last."""
         return self._engine.version == self._loaded and not self._engine.has_pending
 
     def check_first(self) -> None:
@@ -136,21 +122,10 @@ class ReferenceLoader:
     """Loads newer references, where they are reset."""
 
     def __init__(self, ends: SearcherEnds, searcher: Searcher) -> None:
-        self._ends = ends
         self._source = ends.references
         self._searcher = searcher
 
     def load_newer(self) -> None:
         """Never waits. A group is scored at once, so it never mixes references."""
-        source, loaded = self._ends.references, self._searcher.scorer.reference_version
-        if source is None:
-            return
-        newest, another_trainer = source.newest_version, source is not self._source
-        self._source = source
-        if another_trainer and newest < 0 < loaded:
-            # The start model, which this process no longer has: a new one in its place begins with it.
-            raise RuntimeError(
-                f"the trainer went back to before reference {loaded}: another searcher takes this one's place."
-            )
-        if newest > loaded or (another_trainer and 0 <= newest != loaded):
-            self._searcher.load_reference(source.fetch())
+        if self._source is not None and self._source.newest_version > self._searcher.scorer.reference_version:
+            self._searcher.load_reference(self._source.fetch())

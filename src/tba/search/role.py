@@ -20,8 +20,8 @@ from tba.models.load import LoadedModel, adapt, load_model
 from tba.models.weights import CanaryMismatch
 from tba.replay.payload import acknowledged_log
 from tba.runtime.board import Row
-from tba.runtime.channels import SearcherEnds, Stopped
-from tba.runtime.ends import LocalSearcherEnds
+from tba.runtime.channels import Stopped
+from tba.runtime.ends import SearcherEnds
 from tba.runtime.links import Link, RunCannotGoOn
 from tba.runtime.placement import must_hide, see_only
 from tba.runtime.threads import threads_of
@@ -79,20 +79,17 @@ class Evaluations:
         *,
         engine: Engine,
         make: Callable[[], Evaluator],
-        may_evaluate: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`make` makes the evaluator when the first request comes: most searchers are never asked. `may_evaluate` says
-        whether the weights are of the trainer that asks."""
+        """`make` makes the evaluator when the first request comes: most searchers are never asked."""
         self._ends = ends
         self._heartbeat = heartbeat
         self._engine = engine
         self._make = make
-        self._may_evaluate = may_evaluate
         self._evaluator: Evaluator | None = None
 
     def evaluate_if_asked(self) -> None:
         """Once for all versions that were asked for and are reached; no weights are loaded meanwhile."""
-        if self._may_evaluate() and self._ends.take_asked(self._engine.version):
+        if self._ends.take_asked(self._engine.version):
             if self._evaluator is None:
                 self._evaluator = self._make()
             engine: Any = CountedEngine(self._engine.sibling(), self._ends.row)
@@ -160,7 +157,7 @@ returns something else."""
 
 def run_searcher(link: Link, *, config: Config, index: int, incarnation: str, logs: Path, ends: bytes) -> None:
     """The target of a searcher's process; `ends` is a pickled EndsHandle."""
-    local = LocalSearcherEnds(
+    local = SearcherEnds(
         link,
         pickle.loads(ends),
         config.runtime,
@@ -208,7 +205,7 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
         visits=ends.visits,
         reference_engine=reference_engine,
         rewards=make_rewards(task, own, log=logs / f"rewards-{index}.log"),
-        sender=ends.sender,
+        sender=ends,
         step_values=make_step_values(
             own, loaded, task, log=logs / f"rewards-{index}-values.log", between_steps=heartbeat.work
         ),
@@ -228,16 +225,13 @@ def search(ends: SearcherEnds, *, config: Config, index: int, incarnation: str, 
             start = partial(start_scorer, config, loaded, searcher)
             return make_evaluator(config, loaded, task, rewards, start=start)
 
-        loader = WeightLoader(ends, engine, report=partial(ends.row.__setitem__, "mismatch_kl"))
         role = SearcherRole(
             ends=ends,
             heartbeat=heartbeat,
-            loader=loader,
+            loader=WeightLoader(ends, engine, report=partial(ends.row.__setitem__, "mismatch_kl")),
             references=ReferenceLoader(ends, searcher),
             searcher=searcher,
-            evaluations=Evaluations(
-                ends, heartbeat, engine=engine, make=evaluator, may_evaluate=lambda: loader.is_of_this_trainer
-            ),
+            evaluations=Evaluations(ends, heartbeat, engine=engine, make=evaluator),
             first_groups=prompts_per_searcher(config),
         )
         try:

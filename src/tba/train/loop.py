@@ -158,7 +158,7 @@ class Trainer:
 
     def measure_mismatch(self, batch: Batch, log_pi_N: Tensor) -> dict[str, float]:
         """Searchers against this trainer at one version, in steps where that was measured."""
-        # A batch of an asynchronous run may hold responses of another trainer's version of this number.
+        # A batch of an asynchronous run may hold responses that a trainer before a resume called this version.
         found = None
         if self.probe is not None:
             found = self.probe.take(self.step_index)
@@ -407,8 +407,8 @@ class Trainer:
         return {name: part for name, part in parts.items() if part is not None}
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The evaluation of a step has come: the weights of the best one so far are kept. A trainer that died may have asked
-        for it: then it may come twice, or be of weights that were never saved."""
+        """The evaluation of a step has come: the weights of the best one so far are kept. That of a step that is made again
+        after a resume may come twice."""
         if step > self.step_index or any(evaluated == step and found for evaluated, found in self.recorder.evaluations):
             return
         self.recorder.evaluation(step, metrics)

@@ -26,9 +26,9 @@ from tba.observe.files import RunFolder
 from tba.runtime.board import Board
 from tba.runtime.cluster import copies
 from tba.runtime.cluster.weights import Offer, WeightMirror, WeightRelay, unpickled_ends
-from tba.runtime.links import PARENT, EndsHandle, RelayedLink, frame, pickled, split_frame
+from tba.runtime.links import RelayedLink, frame, pickled, split_frame
 from tba.runtime.processes import RoleProcess
-from tba.runtime.seats import HostHandle
+from tba.runtime.supervisor import HostHandle
 
 logger = logging.getLogger("tba")
 
@@ -74,15 +74,13 @@ class RoleHost:
         self._hung_up = False
         self._relay: WeightRelay | None = None
         self._mirror: WeightMirror | None = None
-        self._ends: EndsHandle | None = None
+        self._has_mirror = threading.Event()
         self._arguments: dict[str, Any] = {}
         """What a searcher that waits for its first weights is started with."""
         self._begin: Callable[[Mapping[str, Any]], None] = lambda arguments: None
         """Starts the role's process."""
         self._early_frames: list[bytes] = []
         """What came for the role before its process was started."""
-        self._changed_trainers = False
-        """Whether the trainer that the searcher was started for is gone."""
         self._lock = threading.Lock()
         self._copied = None if copied is None else RunFolder(copied)
         self._looked = 0.0
@@ -92,7 +90,6 @@ class RoleHost:
         target: str | bytes,
         arguments: Mapping[str, Any],
         *,
-        trainer: str = "",
         log: str | None,
         threads: int,
     ) -> None:
@@ -106,45 +103,21 @@ class RoleHost:
                 handle = HostHandle(board=self._board.memory.handle(), owner=arguments["host"].owner)
                 self._begin({**arguments, "host": handle})
             else:
-                self._arguments = dict(arguments)
-                self._meet(trainer, unpickled_ends(arguments["ends"]))
-
-    def new_trainer(self, trainer: str, ends: bytes) -> None:
-        """The searcher works for another trainer now; it is told as soon as that one's weights are here."""
-        with self._lock:
-            self._changed_trainers = True
-            self._meet(trainer, unpickled_ends(ends))
-
-    def _meet(self, trainer: str, ends: EndsHandle) -> None:
-        before, self._mirror = self._mirror, WeightMirror(trainer, ends)
-        self._ends = self._mirror.ends(replace(ends, board=self._board.memory.handle()))
-        if before is not None:
-            before.close()
+                ends = replace(unpickled_ends(arguments["ends"]), board=self._board.memory.handle())
+                self._mirror = WeightMirror(ends)
+                self._arguments = {**arguments, "ends": pickled(self._mirror.ends(ends))}
+                self._has_mirror.set()
 
     @ray.method(concurrency_group="weights")
-    def take_weights(self, offer: Offer, data: list[Any]) -> bool:
-        """A version for the searcher; `data` is empty where it is here already. False = of a trainer that is gone, or that
-        has not been introduced yet and must offer it again."""
+    def take_weights(self, offer: Offer, data: list[Any]) -> None:
+        """A version for the searcher; `data` is empty where it is here already."""
         found = ray.get(data[0]) if data else None
+        self._has_mirror.wait()  # `start` was called before this, but in another thread
         with self._lock:
-            mirror = self._mirror
-            if mirror is None or mirror.trainer != offer.trainer:
-                return False
-            was_filled = mirror.is_filled
-            mirror.take(offer, found)
-            if mirror.is_filled and not was_filled:
-                self._introduce()
-            return True
-
-    def _introduce(self) -> None:
-        assert self._ends is not None
-        if self._role is None:
-            self._begin({**self._arguments, "ends": pickled(self._ends)})
-        if self._changed_trainers:
-            # Also where its process begins only now: the trainer, which takes it for one that worked for the trainer before,
-            # hands out no visits until it has told which it has.
-            assert self._role is not None
-            self._role.link.send_frame(PARENT, pickled(self._ends.greeting()))
+            assert self._mirror is not None
+            self._mirror.take(offer, found)
+            if self._role is None and self._mirror.is_filled:
+                self._begin(self._arguments)
 
     def _start_process(
         self, target: str | bytes, arguments: Mapping[str, Any], *, log: Path | None, threads: int
@@ -231,9 +204,9 @@ class RoleHost:
         assert self._copied is not None
         return copies.read_block(self._copied, name, offset)
 
-    def serve_weights(self, trainer: str, ends: bytes) -> None:
+    def serve_weights(self, ends: bytes) -> None:
         """The trainer on this node publishes from now on."""
-        self._relay = WeightRelay(trainer, unpickled_ends(ends))
+        self._relay = WeightRelay(unpickled_ends(ends))
 
     def set_receivers(self, hosts: Mapping[str, Any]) -> None:
         """Actors of the searchers there are, by their names."""

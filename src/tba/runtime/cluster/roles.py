@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 import signal
 import sys
 import threading
@@ -29,7 +28,7 @@ from tba.runtime.cluster.copies import RunCopy
 from tba.runtime.cluster.host import CONCURRENCY_GROUPS, RoleHost
 from tba.runtime.cluster.weights import WeightRelay, unpickled_ends
 from tba.runtime.links import RelayedLink, StartSearchers, hang_up
-from tba.runtime.seats import MakeLink, Seat
+from tba.runtime.supervisor import MakeLink, Seat
 from tba.runtime.threads import RoleThreads
 
 logger = logging.getLogger("tba")
@@ -45,7 +44,7 @@ KILLED, FAILED = -9, 1
 
 
 class ClusterRole:
-    """A role in an actor (processes.Role)."""
+    """A role in an actor, with the methods of a RoleProcess."""
 
     def __init__(
         self,
@@ -57,22 +56,15 @@ class ClusterRole:
         log: Path | None,
         make_link: MakeLink,
         started: Any = None,
-        new_trainer: Callable[[StartSearchers], Any] = lambda orders: None,
-        serve_weights: Callable[[StartSearchers], Any] = lambda orders: None,
         copy: RunCopy | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """`started`, and what the functions return, are calls of the actor: an error of one is the role's end. `copy`
+        """`started` is a call of the actor: an error of it is the role's end. `copy`
         follows the run folder on the role's node; None = it is not copied. `ended` is called once, when the role is gone."""
         self.name = name
         self.log = log
         self.pid = 0
         self.status: int | None = None
-        self.node = ""
-        """Node of a trainer whose run is copied, once that is known."""
-        self.lacks_groups = copy is not None
-        self._new_trainer = new_trainer
-        self._serve_weights = serve_weights
         self._actor = actor
         self._calls: list[Any] = [started]
         """Calls whose end has not been seen yet."""
@@ -101,16 +93,14 @@ class ClusterRole:
         if self.pid == 0 and number in (signal.SIGINT, signal.SIGKILL):
             self._end(-number)  # it has not begun: there is nothing to save, and a node may never come
         else:
-            self._calls.append(self._actor.signal.remote(number))
+            self.watch(self._actor.signal.remote(number))
 
     def show_stacks(self) -> None:
-        self._calls.append(self._actor.show_stacks.remote())
+        self.watch(self._actor.show_stacks.remote())
 
-    def new_trainer(self, orders: StartSearchers) -> None:
-        self._calls.append(self._new_trainer(orders))
-
-    def serve_weights(self, orders: StartSearchers) -> None:
-        self._calls.append(self._serve_weights(orders))
+    def watch(self, call: Any) -> None:
+        """An error of this call of the actor is the role's end."""
+        self._calls.append(call)
 
     def _exchange(self) -> None:
         """Bring frames and signs of life until the role has ended."""
@@ -199,8 +189,8 @@ class ClusterRoles:
         """The trainer that was started last."""
         self._trainer: Any = None
         """The trainer's actor; None = the trainer is in this process."""
-        self._trainer_name = ""
-        """Which trainer it is: the incarnation of its process."""
+        self._orders: StartSearchers | None = None
+        """How the trainer has searchers started; None = it has not asked for any yet."""
         self._relay: WeightRelay | None = None
         """Where the trainer is in this process."""
         self._searchers: dict[str, Any] = {}
@@ -211,7 +201,7 @@ class ClusterRoles:
         """`arguments["host"]` is a HostHandle, of which the role gets its own node's form."""
         copied = None if self._copy is None else arguments["config"].run_folder
         actor = self._actor("trainer", None, copied=copied)
-        self._trainer, self._trainer_name = actor, secrets.token_hex(4)
+        self._trainer = actor
         started = None
         if self._copy is None:
             started = actor.start.remote(target, dict(arguments), log=None, threads=self._threads.trainer)
@@ -223,13 +213,12 @@ class ClusterRoles:
             log=None,
             make_link=make_link,
             started=started,
-            serve_weights=self._serve_weights,
             copy=self._copy,
         )
-        before, self._role = self._role, role
+        self._role = role
         if self._copy is not None:
             # In the background: it takes as long as a checkpoint takes to travel, and a node may have to be waited for.
-            begin = partial(self._begin_copied, self._copy, role, before, actor, target, dict(arguments))
+            begin = partial(self._begin_copied, self._copy, role, actor, target, dict(arguments))
             threading.Thread(target=begin, daemon=True, name="trainer-begin").start()
         return role
 
@@ -237,7 +226,6 @@ class ClusterRoles:
         self,
         copy: RunCopy,
         role: ClusterRole,
-        before: ClusterRole | None,
         actor: Any,
         target: str,
         arguments: dict[str, Any],
@@ -255,14 +243,11 @@ class ClusterRoles:
             handed_over = copy.hand_over(actor, begun, owner, resume)
             if handed_over:
                 logger.warning("the trainer's node has no such run folder: it gets the copy in %s.", copy.folder.path)
-            role.node = ray.get(actor.node.remote())
-            if role.node == ray.get_runtime_context().get_node_id():
+            if ray.get(actor.node.remote()) == ray.get_runtime_context().get_node_id():
                 logger.warning(
                     "replay.durability=node: the trainer runs on this node, where the second copy of its groups is too. "
                     "Join the cluster from a node that has no room for the trainer."
                 )
-            # All of them are on this node where the trainer before was here too, and had been given those that it lacked.
-            role.lacks_groups = handed_over or before is None or before.lacks_groups or before.node != role.node
             arguments["resume"] = resume or handed_over or begun is not None
             ray.get(actor.start.remote(target, arguments, log=None, threads=self._threads.trainer))
         except ray.exceptions.RayActorError:  # told by the exchange
@@ -272,14 +257,16 @@ class ClusterRoles:
             role.kill()
 
     def searcher(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> ClusterRole:
-        if self._trainer is None and self._relay is None:
-            self._trainer_name = secrets.token_hex(4)
-            self._relay = WeightRelay(self._trainer_name, unpickled_ends(orders.ends))
+        if orders is not self._orders:  # the first searcher of this trainer
+            self._orders = orders
+            if self._role is None:
+                self._relay = WeightRelay(unpickled_ends(orders.ends))
+            else:
+                self._role.watch(self._trainer.serve_weights.remote(orders.ends))
         actor, log = self._actor(seat.name, seat.index), self._logs / f"{seat.name}.log"
         started = actor.start.remote(
             orders.recipe,
             {"index": seat.index, "incarnation": seat.incarnation, "ends": orders.ends},
-            trainer=self._trainer_name,
             log=str(log),
             threads=self._threads.searcher,
         )
@@ -295,7 +282,6 @@ class ClusterRoles:
             log=log,
             make_link=make_link,
             started=started,
-            new_trainer=lambda later: actor.new_trainer.remote(self._trainer_name, later.ends),
             ended=partial(self._forget, holder),
         )
 
@@ -316,11 +302,6 @@ class ClusterRoles:
         # Ray knows parts of one GPU only.
         gpus = self._gpus_each if self._ranks == 1 else self._ranks * math.ceil(self._gpus_each)
         return {"num_cpus": self._ranks * self._threads.trainer, "num_gpus": gpus}
-
-    def _serve_weights(self, orders: StartSearchers) -> Any:
-        call = self._trainer.serve_weights.remote(self._trainer_name, orders.ends)
-        self._tell_receivers()
-        return call
 
     def _forget(self, holder: str) -> None:
         with self._lock:

@@ -34,10 +34,8 @@ RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Offer:
-    """A version on its way: Offer(trainer="5f3a91c2", kind="weights", number=13, header=Header(...), canary=None)"""
+    """A version on its way: Offer(kind="weights", number=13, header=Header(...), canary=None)"""
 
-    trainer: str
-    """Which trainer it is of, by the incarnation of its process: another one's versions may be lower."""
     kind: Kind
     number: int
     """Number of publications up to this one."""
@@ -54,8 +52,7 @@ class WeightRelay:
     """Passes on what a trainer on this node publishes: one put for all searchers, and no more than one offer on the way to
     each, so that a slow node gets fewer versions and holds up nobody."""
 
-    def __init__(self, trainer: str, ends: EndsHandle) -> None:
-        self._trainer = trainer
+    def __init__(self, ends: EndsHandle) -> None:
         handles: dict[Kind, SlotsHandle | None] = {"weights": ends.weights, "references": ends.references}
         self._sources = {kind: _Source(handle) for kind, handle in handles.items() if handle is not None}
         self._receivers: dict[str, Give] = {}
@@ -92,26 +89,14 @@ class WeightRelay:
         assert source.header is not None
         for name, give in self._receivers.items():
             number, had_canary, arrived = self._given.get((name, kind), (-1, False, None))
-            if arrived is not None:
-                if not ray.wait([arrived], timeout=0.0)[0]:
-                    continue
-                if not _was_taken(arrived):
-                    number, had_canary = -1, False
+            if arrived is not None and not ray.wait([arrived], timeout=0.0)[0]:
+                continue
             if source.number <= number and (source.canary is None or had_canary):
                 continue
-            offer = Offer(
-                trainer=self._trainer, kind=kind, number=source.number, header=source.header, canary=source.canary
-            )
+            offer = Offer(kind=kind, number=source.number, header=source.header, canary=source.canary)
             # A second offer of the same bytes is for the canary alone.
             data = [source.object] if source.number > number else []
             self._given[name, kind] = (source.number, source.canary is not None, give(offer, data))
-
-
-def _was_taken(arrived: Any) -> bool:
-    try:
-        return bool(ray.get(arrived))
-    except ray.exceptions.RayError:
-        return True  # it is gone, and the supervisor says so in a moment: nothing is gained by offering it again
 
 
 class _Source:
@@ -141,11 +126,10 @@ class _Source:
 
 
 class WeightMirror:
-    """A searcher's slots on its own node, filled by offers of one trainer."""
+    """A searcher's slots on its own node, filled by offers of its trainer."""
 
-    def __init__(self, trainer: str, ends: EndsHandle) -> None:
+    def __init__(self, ends: EndsHandle) -> None:
         """`ends` is the trainer's: of its slots only the layout has a meaning here."""
-        self.trainer = trainer
         handles: dict[Kind, SlotsHandle | None] = {"weights": ends.weights, "references": ends.references}
         self._layouts = {kind: handle.layout for kind, handle in handles.items() if handle is not None}
         self._slots = {kind: SlotMemory.create(data_bytes(layout)) for kind, layout in self._layouts.items()}
@@ -175,10 +159,6 @@ class WeightMirror:
             self._numbers[offer.kind] = offer.number
         if offer.canary is not None and offer.number == self._numbers[offer.kind]:
             slots.add_canary(offer.canary)
-
-    def close(self) -> None:
-        for slots in self._slots.values():
-            slots.memory.close()
 
 
 def unpickled_ends(ends: bytes) -> EndsHandle:
