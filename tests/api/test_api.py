@@ -141,7 +141,7 @@ class Heard(TrainerCallback):
 
 
 def test_what_a_script_asks_of_a_trainer_before_during_and_after_the_run(folder, tmp_path, monkeypatch):
-    """Callbacks, averages over logging_steps, the trained model in the object that was given, evaluation, samples, a folder
+    """Callbacks, the trained model in the object that was given, evaluation, samples, a folder
     with a card, and the request to the hub."""
     given, heard = AutoModelForCausalLM.from_pretrained(folder / "model"), Heard()
     before = given.lm_head.weight.detach().clone()
@@ -169,12 +169,20 @@ def test_what_a_script_asks_of_a_trainer_before_during_and_after_the_run(folder,
     output = trainer.train()
     assert (output.global_step, output["steps"], trainer.state.global_step) == (4, 4, 4)
     logged = [event for event in heard.events if event[0] != "evaluate"]
-    assert logged == [("begin", 9, 9), ("save", 1), ("log", 2), ("log", 4), ("save", 4), ("end", 4)]
+    logs = [
+        ("log", 1),
+        ("save", 1),
+        ("log", 2),
+        ("log", 3),
+        ("log", 4),
+        ("save", 4),
+    ]  # every step, whatever logging_steps
+    assert logged == [("begin", 9, 9), *logs, ("end", 4)]
     lines = [json.loads(line) for line in RunFolder(tmp_path / "run").metrics.read_text().splitlines()]
     history = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     assert history == [line["loss"] for line in lines if "loss" in line]
     scores = {line["step"]: line["rewards/late/mean"] for line in lines if "loss" in line}
-    assert scores == {2: 0.0, 4: 1.0}  # steps 1 and 2 are of weights 0 and 1
+    assert scores == {1: 0.0, 2: 0.0, 3: 1.0, 4: 1.0}  # steps 1 and 2 are of weights 0 and 1
     assert trainer.model is given
     assert not torch.equal(given.lm_head.weight, before)
     (texts,) = trainer.generate(["w9 w5"], num_generations=3)

@@ -287,12 +287,13 @@ def _optimizer(given: Mapping[str, Any], steps: Steps, ignored: list[str]) -> di
 def _reports(given: Mapping[str, Any], steps: Steps, ignored: list[str]) -> dict[str, Any]:
     """Checkpoints, evaluations, logs."""
     limit = given.get("save_total_limit", 0)
+    logging = 500 if given.get("logging_steps") is None else steps.of("logging_steps", given["logging_steps"])
     found: dict[str, Any] = {"train.keep_checkpoints": limit if limit > 0 else steps.most}  # as many as can be
     if "save_strategy" in given or "save_steps" in given:
         is_best = _strategy(given, "save_strategy") == "best"
         found["train.checkpoint_every"] = None if is_best else steps.every("save", default=500)
     if "eval_strategy" in given or "eval_steps" in given:
-        found["evaluate.every"] = steps.every("eval", default=given.get("logging_steps") or 500) or 0
+        found["evaluate.every"] = steps.every("eval", default=logging) or 0
     if "metric_for_best_model" in given:
         found["evaluate.best_metric"] = str(given["metric_for_best_model"]).removeprefix("eval_")
     if given.get("greater_is_better") is False:
