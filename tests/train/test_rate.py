@@ -194,6 +194,9 @@ def test_a_policy_that_is_sure_of_all_its_responses_does_not_raise_the_rate():
     rate = begun(1e-4)
     for _ in range(50):
         assert rate.for_batch(1, 0.0, drifted(1e-6), entropy=1e-3) == pytest.approx(1e-4)
+        rate.moved(1e-6, 0.0)  # as in mode=sync
+    assert rate.rate == 1e-4
+    assert rate.for_batch(1, 0.0, drifted(1.0), entropy=1e-3) < 1e-6  # what runs away is held all the same
 
 
 def test_the_signal_is_the_mean_agreement_and_counts_as_three_hundredths_at_least():

@@ -12,6 +12,7 @@ from tba.config import Config, ConfigError, TrainConfig, dump_config, load_confi
 from tba.launch.defaults import with_objective_defaults
 from tba.launch.resume import resumed_config, with_stored_defaults
 from tba.models.policy import PolicyModel
+from tba.objectives.registry import make_objective
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.observe.files import RunFolder
 from tba.train.batch import Budget
@@ -191,6 +192,22 @@ def test_nothing_moves_before_rewards_differ_and_the_first_batch_in_which_they_d
     result = updates.first(own_batch(1), step=6, progress=0.0)
     wanted = 1.7 * 0.18 * updates.rate.entropy**0.5
     assert updates.train_step.movement(own_batch(1), result.outputs) == pytest.approx(wanted, rel=0.25)
+
+
+def test_an_objective_without_groups_learns_from_equal_rewards(tmp_path):
+    config = config_of("objective.name=reinforce", "objective.baseline=none", "train.second_update_after=0")
+    updates = Updates(config, make_step(), LearningRate(config), Beta(config), tmp_path)
+    updates.train_step.objective = make_objective(config)
+    equal = replace(own_batch(0), reward_PK=torch.ones_like(own_batch(0).reward_PK))
+    assert updates.first(equal, step=0, progress=0.0).metrics["learning_rate"] > 1e-5
+
+
+def test_a_gradient_of_nothing_is_not_stretched(tmp_path):
+    config = config_of("objective.name=reinforce", "objective.baseline=none", "objective.beta=0")
+    updates = Updates(config, make_step(), LearningRate(config), Beta(config), tmp_path)
+    updates.train_step.objective = make_objective(config)
+    nothing = replace(own_batch(0), reward_PK=torch.zeros_like(own_batch(0).reward_PK))
+    assert updates.first(nothing, step=0, progress=0.0).metrics["learning_rate"] == 1e-6
 
 
 def test_the_rate_of_auto_follows_the_drift_of_late_batches(tmp_path):

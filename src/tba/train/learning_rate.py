@@ -43,7 +43,7 @@ USUAL_SIGNAL, LEAST_SIGNAL = 0.1, 0.03
 """What the signal is taken to be before the first batch shows it, and at least: it is known to .02 after 32 batches."""
 LEAST_ENTROPY, MOST_ENTROPY = 0.01, 10.0
 """Nats per response. A surer policy has nothing left to learn by sampling. It hardly drifts, so the rate would grow without
-end: it stays as it is. Longer responses bear no longer steps: with 20 nats and more, what their root asks for is mostly
+end: it only falls. Longer responses bear no longer steps: with 20 nats and more, what their root asks for is mostly
 noise (one_family: .92 instead of .98)."""
 STEPS, MOST_HORIZON = 200, 5.0
 """Steps of the run that train.target_drift is said for, and the largest factor for shorter and longer ones."""
@@ -105,7 +105,7 @@ class LearningRate:
         if math.isfinite(entropy):
             self.entropy = min(MOST_ENTROPY, max(LEAST_ENTROPY, entropy))
         drift, squares = found.get("off_policy/drift", 0.0), self._squares_since(found.get("off_policy/drift_lag", 0.0))
-        if not (self.is_auto and drift > 0.0 and squares > 0.0) or entropy < LEAST_ENTROPY:
+        if not (self.is_auto and drift > 0.0 and squares > 0.0):
             return self.at(step, progress)
         if self.sees_new_responses and "off_policy/agreement" in found:
             self.signal += (found["off_policy/agreement"] - self.signal) / min(self.batches + 2, MEMORY)
@@ -165,7 +165,7 @@ class LearningRate:
             self._follow(math.log(nats) - 0.5 * math.log(squares), progress)
 
     def _follow(self, stiffness: float, progress: float) -> None:
-        if self.decay(progress) < LEAST_DECAY:
+        if self.decay(progress) < LEAST_DECAY or (self.entropy <= LEAST_ENTROPY and not stiffness > self.stiffness):
             return
         self.batches += 1
         before = stiffness if math.isnan(self.stiffness) else self.stiffness

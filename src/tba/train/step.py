@@ -46,6 +46,8 @@ MEASURED_RESPONSES = 32
 """Responses whose movement by an update is measured."""
 TRIALS, NEAR, MOST_STRETCH = 4, 0.25, 30.0
 """Lengths of the first update that are tried at most, the log of a factor that needs no other, and the largest factor."""
+LEAST_MOVEMENT = 1e-6
+"""Nats that a first update moves log_pi by at least, where it follows a gradient."""
 
 LEAST_WORK = 2e9
 """Floating-point operations of a full micro-batch, forward and backward, below which one thread computes all of them. Here
@@ -152,7 +154,10 @@ class TrainStep:
         """Make the update just made as much longer or shorter as it takes to move log_pi so far; returns the factor."""
         whole = 1.0
         for _ in range(TRIALS):
-            factor = min(MOST_STRETCH, max(1.0 / MOST_STRETCH, nats / max(self.movement(batch, before), 1e-12)))
+            moved = self.movement(batch, before)
+            if moved < LEAST_MOVEMENT:  # the gradient is nothing, or rounding noise
+                break
+            factor = min(MOST_STRETCH, max(1.0 / MOST_STRETCH, nats / moved))
             self.optimizer.stretch(factor)
             whole *= factor
             if abs(math.log(factor)) < NEAR:

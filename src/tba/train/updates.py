@@ -126,9 +126,9 @@ class Updates:
 
     def _move(self, batch: Batch, rate: float, *, progress: float, lags: bool) -> dict[str, float]:
         """The update of a new batch, and what it takes to know the next rate where no response lags behind. A batch without
-        weight makes none. Nor do those before the first one whose rewards differ, where the rate is `auto`."""
+        weight makes none. Nor do those before the first one that says something, where the rate is `auto`."""
         begins = self.rate.is_auto and self.rate.squares == 0.0
-        first = begins and math.isfinite(self.rate.entropy) and reward_spread(batch) > 0.0
+        first = begins and math.isfinite(self.rate.entropy) and self._says_something(batch, progress)
         if begins and not first:
             rate = 0.0  # rounding noise is all that this gradient holds, and Adam would make a whole step of it
         measured = self.rate.is_auto and not lags and self.config.takes_turns
@@ -138,6 +138,13 @@ class Updates:
         self.rate.made(found["learning_rate"] if batch.totals.responses else 0.0, of_new_batch=True)
         self.rate.moved(found.pop("movement", 0.0), progress)
         return found
+
+    def _says_something(self, batch: Batch, progress: float) -> bool:
+        """Whether the first gradient is more than rounding noise. Groups of equal rewards have none where responses are
+        compared with their group's mean, while the policy is still the reference."""
+        objective = self.train_step.objective
+        compares = objective.needs.group and self.config.has_plain_target_at(0, progress)
+        return not compares or reward_spread(batch) > 0.0
 
     @contextmanager
     def _naming(self, batch: Batch, name: str, step: int) -> Iterator[None]:
