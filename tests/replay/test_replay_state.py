@@ -35,15 +35,16 @@ SETTINGS = {
 }
 
 
-def use(buffer, rng, groups, first, last):
+def use(buffer, rng, groups, first, last, longest=39):
     """Add, evict, expire, reset references and sample at random; returns the batches."""
     batches = []
     for step in range(first, last):
         for _ in range(4):
-            tokens = [rng.integers(0, 4, rng.integers(1, 40)).tolist() for _ in range(4)]
+            tokens = [rng.integers(0, 4, rng.integers(1, longest + 1)).tolist() for _ in range(4)]
+            # Some come late, and expire before others that came earlier.
+            name, version = f"p{rng.integers(12)}", max(0, step - int(rng.integers(8)))
             buffer.add(
-                groups(f"p{rng.integers(12)}", tokens, rng.normal(size=4).tolist(), version=step, reference=step // 20),
-                step=step,
+                groups(name, tokens, rng.normal(size=4).tolist(), version=version, reference=step // 20), step=step
             )
         buffer.expire(step - 8)
         if step % 20 == 0:
@@ -54,24 +55,54 @@ def use(buffer, rng, groups, first, last):
     return batches
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_restored_buffer_draws_evicts_and_counts_as_it_would_have(name):
-    def make():
-        return replay(fresh_steps=2, capacity=90, capacity_per_prompt=30, **SETTINGS[name])
-
+def assert_goes_on_alike(make, longest=39):
+    """A buffer and its restored copy make the same batches of the same groups."""
     buffer, rng, groups = make(), np.random.default_rng(1), Groups()
-    use(buffer, rng, groups, 0, 33)
+    use(buffer, rng, groups, 0, 33, longest)
     again = make()
     again.load_state(saved_and_read(buffer.state()))
     assert contents(again) == contents(buffer)
     later, count = rng.bit_generator.state, groups.count
-    want = use(buffer, rng, groups, 33, 70)
+    want = use(buffer, rng, groups, 33, 70, longest)
     rng.bit_generator.state, groups.count = later, count
-    got = use(again, rng, groups, 33, 70)
+    got = use(again, rng, groups, 33, 70, longest)
     for left, right in zip(want, got, strict=True):
         assert_same_batch(left, right)
     assert again.stats() == buffer.stats()
     assert contents(again) == contents(buffer)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_restored_buffer_draws_evicts_and_counts_as_it_would_have(name):
+    assert_goes_on_alike(lambda: replay(fresh_steps=2, capacity=90, capacity_per_prompt=30, **SETTINGS[name]))
+
+
+@pytest.mark.parametrize("name", ["softmax", "importance"])
+def test_a_restored_buffer_draws_alike_where_copies_have_left_gaps(name):
+    # Responses of at most two of four tokens: most groups replace copies in the middle of a prompt's responses.
+    assert_goes_on_alike(lambda: replay(fresh_steps=2, **SETTINGS[name]), longest=2)
+
+
+@pytest.mark.parametrize("inverse_temperature", [0.0, 2.0])
+def test_a_restored_buffer_draws_alike_from_thousands_of_which_some_have_expired(inverse_temperature):
+    def make():
+        return replay(on_policy_probability=0.0, lag="drop", deduplicate=False, inverse_temperature=inverse_temperature)
+
+    buffer, groups, again = make(), Groups(), make()
+    for group in range(30):  # every other group is of version 0 and leaves: 1,500 of 3,000 responses stay
+        buffer.add(groups("a", [[5 + group, 5 + i] for i in range(100)], version=group % 2), step=1)
+    assert buffer.expire(1) == 1500
+    again.load_state(saved_and_read(buffer.state()))
+    for _ in range(5):
+        assert_same_batch(buffer.sample(1, 8, step=2), again.sample(1, 8, step=2))
+
+
+def test_a_state_is_read_in_the_process_that_made_it():
+    buffer, again, groups = replay(), replay(), Groups()
+    buffer.add(groups("a", [[5, 6], [7]]), step=0)
+    again.load_state(buffer.state())
+    again.add(groups("a", [[7]]), step=0)
+    assert len(again) == 2, "the copy is found and replaced"
 
 
 def test_a_buffer_goes_on_with_other_settings():

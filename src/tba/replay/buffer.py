@@ -251,7 +251,7 @@ class ReplayBuffer:
             queued = state["groups"] if state["queue"] is None else state["queue"]
             self._queue.groups = deque(BufferedGroup(*group) for group in queued.tolist())
         columns = self._with_logits(state["columns"])
-        ids, floats = (cut(state[name], state["lengths"]) for name in ("ids", "floats"))
+        ids, floats = (cut(bytes(state[name]), state["lengths"]) for name in ("ids", "floats"))
         self._entries, self._entry_of, first, first_token = {}, {}, 0, 0
         for index, prompt_id, reference_version, newest_group_arrival, num_responses, num_tokens in state["entries"]:
             own, prompt_tokens = slice(first, first + num_responses), slice(first_token, first_token + num_tokens)

@@ -95,8 +95,6 @@ class PromptEntry:
                 self.position_of.pop(self.ids[position], None)  # absent of a copy that came without deduplication
             self.ids[position] = self.floats[position] = b""
         self.alive[positions] = False
-        if "logit" in self.columns:
-            self.columns["logit"][positions] = -np.inf  # never drawn
         self.num_responses -= len(positions)
         if len(positions) and positions.min() == self.oldest_position:
             self.oldest_position += int(self.alive[self.oldest_position : len(self.ids)].argmax())

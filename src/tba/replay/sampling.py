@@ -18,8 +18,6 @@ from tba.replay.prompts import DrawWithoutReplacement, PromptDraws, PromptEntry
 
 UNIFORM_SHARE = 0.5
 """Share of the old responses of a batch of one prompt that is drawn uniformly where the others are drawn by weight."""
-PERMUTED = 1024
-"""Largest number of responses of which a uniform draw makes a permutation; of more it draws one after the other."""
 NOTHING = np.zeros(0, np.int64)
 
 Choice = list[tuple[PromptEntry, np.ndarray]]
@@ -206,19 +204,8 @@ def draw_uniformly(
     entry: PromptEntry, count: int, rng: np.random.Generator, *, since: int = 0, exclude: np.ndarray = NOTHING
 ) -> np.ndarray:
     """Positions of `count` responses with arrival number `since` or larger, uniformly; all of them where there are fewer."""
-    first = entry.first_since(since)
-    width = len(entry.ids) - first
-    if width > max(PERMUTED, 2 * count):
-        drawn = first + (rng.random(3 * count + 8) * width).astype(np.int64)
-        distinct = dict.fromkeys(drawn[entry.alive[drawn]].tolist())
-        for position in exclude.tolist():
-            distinct.pop(position, None)
-        if len(distinct) >= count:
-            return np.array(list(distinct)[:count], np.int64)
-    positions = entry.live(since)
-    if len(exclude):
-        positions = np.delete(positions, positions.searchsorted(exclude))
-    return rng.permutation(positions)[:count]
+    positions = _live_without(entry, exclude, since)
+    return rng.choice(positions, min(count, len(positions)), replace=False)
 
 
 def draw_by_weight(
@@ -228,17 +215,24 @@ def draw_by_weight(
     logits. All of them where there are fewer."""
     if "logit" not in entry.columns:
         return draw_uniformly(entry, count, rng, exclude=exclude)
-    first, count = entry.oldest_position, min(count, entry.num_responses - len(exclude))
+    positions = _live_without(entry, exclude)
+    count = min(count, len(positions))
     if count <= 0:
         return NOTHING
     # Gumbel top-k: the k largest of logit + noise follow that law, and nothing is exponentiated that could overflow.
-    noise = rng.standard_exponential(len(entry.ids) - first)
+    noise = rng.standard_exponential(len(positions))
     np.negative(np.log(noise, out=noise), out=noise)
-    keys = entry.columns["logit"][first : len(entry.ids)] + noise  # a response that has left has the logit -inf
-    keys[exclude - first] = -np.inf
+    keys = entry.columns["logit"][positions] + noise
     best = np.flatnonzero(keys >= np.partition(keys, -count)[-count])
     # Scores may be too large for the noise to change them; among such equals the noise decides.
-    return first + best[np.lexsort((noise[best], keys[best]))[::-1][:count]]
+    return positions[best[np.lexsort((noise[best], keys[best]))[::-1][:count]]]
+
+
+def _live_without(entry: PromptEntry, exclude: np.ndarray, since: int = 0) -> np.ndarray:
+    """Positions of the stored responses, oldest first, that are not in `exclude`."""
+    # Draws are over stored responses only, never over the gaps between them: a restored buffer has no gaps, and draws alike.
+    positions = entry.live(since)
+    return np.delete(positions, positions.searchsorted(exclude)) if len(exclude) else positions
 
 
 def _rounded(number: float, rng: np.random.Generator) -> int:
