@@ -195,6 +195,10 @@ def test_epochs_become_steps_when_the_rows_are_known():
             {"lr_scheduler_type": "cosine", "learning_rate": 1e-5, "lr_scheduler_kwargs": {"num_cycles": 2}},
             "lr_scheduler_kwargs of cosine: num_cycles=2 cannot be kept: it takes min_lr, min_lr_rate.",
         ),
+        (
+            {"learning_rate": 1e-5, "lr_scheduler_kwargs": {"min_lr": 1e-6}},
+            "lr_scheduler_kwargs of constant: min_lr=1e-06 cannot be kept: it takes none.",
+        ),
         ({"per_device_train_batch_size": 6, "num_generations": 4}, "6 responses of a step do not hold whole groups of"),
         ({"scale_rewards": "batch", "loss_type": "grpo"}, 'scale_rewards="batch" cannot be kept'),
         ({"sync_ref_model": True, "ref_model_mixup_alpha": 0.6}, "ref_model_mixup_alpha=0.6 cannot be kept"),
@@ -224,6 +228,9 @@ def test_what_cannot_be_kept_is_refused_with_what_to_use_instead(given, words):
         {"report_to": "trackio"},
         {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}},
         {"warmup_steps": 10},
+        {"lr_scheduler_kwargs": {"min_lr": 1e-6}},
+        {"lr_scheduler_type": "cosine", "learning_rate": "auto"},
+        {"warmup_ratio": 0.1, "learning_rate": "auto"},
     ],
 )
 def test_what_has_no_meaning_is_told_once(given, caplog):
