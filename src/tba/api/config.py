@@ -157,7 +157,9 @@ class TBAConfig(_Arguments):
         given = self.given
         with in_python_words():
             for name, reason in REFUSED.items():
-                if (value := given.get(name)) and value not in (DEFAULTS[name], "no"):
+                value = given.get(name, DEFAULTS[name])
+                asks = value != DEFAULTS[name] if name.startswith(("sapo_", "vespo_")) else value and value != "no"
+                if asks and value != DEFAULTS[name]:
                     raise ConfigError(f"{name}={value!r} cannot be kept: {reason}.")
             others = DEFAULTS.keys() - SETTINGS.keys() - REFUSED.keys()
             ignored = [name for name in given if name in others and given[name] != DEFAULTS[name]]
