@@ -15,7 +15,7 @@ from trl_fields import FIELDS as COMMITTED
 from tba import GRPOConfig, TBAConfig, api
 from tba.api.config import DEFAULTS
 from tba.api.names import ARGUMENTS, DIRECT, REFUSED, REFUSED_ARGUMENTS, SETTINGS, python_words
-from tba.config import ConfigError
+from tba.config import ConfigError, TrainConfig
 from tba.launch.defaults import with_objective_defaults
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "from_trl.md"
@@ -165,6 +165,12 @@ def test_a_copy_with_one_field_replaced_is_the_same_but_for_it(caplog):
     found = dataclasses.replace(args, seed=7)
     assert found.config == args.config.model_copy(update={"seed": 7})
     assert "those with TRL's default count as left out" in caplog.text
+
+
+def test_a_section_may_be_given_as_an_object_and_says_only_what_was_set():
+    args = TBAConfig(max_steps=5, train=TrainConfig(samples_per_prompt=4, responses_per_step=8))
+    assert args.config == TBAConfig(max_steps=5, train={"samples_per_prompt": 4, "responses_per_step": 8}).config
+    assert args.train.max_steps == 5
 
 
 def test_epochs_become_steps_when_the_rows_are_known():

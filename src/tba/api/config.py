@@ -193,6 +193,8 @@ def _checked(name: str, value: Any) -> Any:
             value = json.loads(value)
     if isinstance(kind, type) and issubclass(kind, BaseModel) and not isinstance(value, (Mapping, BaseModel)):
         raise ConfigError(f'{name}={value!r} is no section: give its settings, {name}={{"SETTING": VALUE}}.')
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_unset=True)
     if name.endswith("_kwargs") and not isinstance(value, Mapping):
         raise ConfigError(f'{name}={value!r} is no mapping: give a dict, {name}={{"NAME": VALUE}}.')
     if name == "output_dir" and not isinstance(value, (str, Path)):
