@@ -188,7 +188,10 @@ def test_epochs_become_steps_when_the_rows_are_known():
     [
         ({"fp16": True}, "fp16=True cannot be kept: use bf16=True"),
         ({"sapo_temperature_neg": 2.0}, 'sapo_temperature_neg=2.0 cannot be kept: loss_type="sapo" has the 1.05'),
-        ({"loss_type": "vespo", "vespo_k_pos": 0.0}, 'vespo_k_pos=0.0 cannot be kept: loss_type="vespo" has the constants'),
+        (
+            {"loss_type": "vespo", "vespo_k_pos": 0.0},
+            'vespo_k_pos=0.0 cannot be kept: loss_type="vespo" has the constants',
+        ),
         ({"min_p": 0.1}, "min_p=0.1 cannot be kept: use top_p"),
         ({"beta": 0.0}, "beta=0 cannot be kept for tb"),
         # Which beta that is depends on the objective and the length of responses.

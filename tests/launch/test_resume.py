@@ -253,12 +253,12 @@ def test_a_run_of_an_earlier_version_is_refused_in_one_sentence(tmp_path):
     old = config.model_dump(mode="json")
     old["train"] |= {"share_prompts": True, "responses_per_micro_batch": None}
     run.config.write_text(yaml.safe_dump(old))
-    words = f"{run.path} was made by an earlier version of tba: it can be evaluated (`tba evaluate {run.path}`) but not resumed."
+    words = f"was made by an earlier version of tba: it can be evaluated (`tba evaluate {run.path}`) but not resumed."
     with pytest.raises(ConfigError) as of_command:
         run_arguments([str(run.path)])
     with pytest.raises(ConfigError) as of_config:
         with_stored_defaults(config)
-    assert str(of_command.value) == str(of_config.value) == words
+    assert str(of_command.value) == str(of_config.value) == f"{run.path} {words}"
 
 
 def test_there_must_be_something_to_resume(copied, folder):
