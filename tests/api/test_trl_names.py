@@ -15,7 +15,7 @@ from trl_fields import FIELDS as COMMITTED
 from tba import GRPOConfig, TBAConfig, api
 from tba.api.config import DEFAULTS
 from tba.api.names import ARGUMENTS, DIRECT, REFUSED, REFUSED_ARGUMENTS, SETTINGS, python_words
-from tba.config import ConfigError
+from tba.config import ConfigError, TrainConfig
 from tba.launch.defaults import with_objective_defaults
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "from_trl.md"
@@ -167,6 +167,12 @@ def test_a_copy_with_one_field_replaced_is_the_same_but_for_it(caplog):
     assert "those with TRL's default count as left out" in caplog.text
 
 
+def test_a_section_may_be_given_as_an_object_and_says_only_what_was_set():
+    args = TBAConfig(max_steps=5, train=TrainConfig(samples_per_prompt=4, responses_per_step=8))
+    assert args.config == TBAConfig(max_steps=5, train={"samples_per_prompt": 4, "responses_per_step": 8}).config
+    assert args.train.max_steps == 5
+
+
 def test_epochs_become_steps_when_the_rows_are_known():
     args = TBAConfig(num_train_epochs=3, per_device_train_batch_size=16, num_generations=4, save_strategy="epoch")
     train = args.resolved(num_rows=10).train
@@ -182,6 +188,10 @@ def test_epochs_become_steps_when_the_rows_are_known():
     [
         ({"fp16": True}, "fp16=True cannot be kept: use bf16=True"),
         ({"sapo_temperature_neg": 2.0}, 'sapo_temperature_neg=2.0 cannot be kept: loss_type="sapo" has the 1.05'),
+        (
+            {"loss_type": "vespo", "vespo_k_pos": 0.0},
+            'vespo_k_pos=0.0 cannot be kept: loss_type="vespo" has the constants',
+        ),
         ({"min_p": 0.1}, "min_p=0.1 cannot be kept: use top_p"),
         ({"beta": 0.0}, "beta=0 cannot be kept for tb"),
         # Which beta that is depends on the objective and the length of responses.
@@ -194,6 +204,10 @@ def test_epochs_become_steps_when_the_rows_are_known():
         (
             {"lr_scheduler_type": "cosine", "learning_rate": 1e-5, "lr_scheduler_kwargs": {"num_cycles": 2}},
             "lr_scheduler_kwargs of cosine: num_cycles=2 cannot be kept: it takes min_lr, min_lr_rate.",
+        ),
+        (
+            {"learning_rate": 1e-5, "lr_scheduler_kwargs": {"min_lr": 1e-6}},
+            "lr_scheduler_kwargs of constant: min_lr=1e-06 cannot be kept: it takes none.",
         ),
         ({"per_device_train_batch_size": 6, "num_generations": 4}, "6 responses of a step do not hold whole groups of"),
         ({"scale_rewards": "batch", "loss_type": "grpo"}, 'scale_rewards="batch" cannot be kept'),
@@ -224,6 +238,9 @@ def test_what_cannot_be_kept_is_refused_with_what_to_use_instead(given, words):
         {"report_to": "trackio"},
         {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}},
         {"warmup_steps": 10},
+        {"lr_scheduler_kwargs": {"min_lr": 1e-6}},
+        {"lr_scheduler_type": "cosine", "learning_rate": "auto"},
+        {"warmup_ratio": 0.1, "learning_rate": "auto"},
     ],
 )
 def test_what_has_no_meaning_is_told_once(given, caplog):

@@ -61,5 +61,5 @@ def write_run(cell: Cell, accuracy: float, *, kl: float = 1.0, seconds: float = 
 
 def write_record(cell: Cell, *, error: str | None) -> None:
     cell.record.parent.mkdir(parents=True)
-    record = {"settings": cell.settings, "error": error, "commit": "abc", "time": 0.0}
+    record = {"settings": cell.settings, "defaults": cell.defaults, "error": error, "commit": "abc", "time": 0.0}
     cell.record.write_text(json.dumps(record))

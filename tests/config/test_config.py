@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tba.config import ConfigError, Schedule, dump_config, load_config, read_yaml
-from tba.config.files import GONE, make_config
+from tba.config.files import GONE, is_of_earlier_version, load_run_config, make_config
 from tba.launch.defaults import with_objective_defaults
 from tba.objectives.registry import make_objective
 
@@ -161,6 +161,19 @@ def test_a_setting_of_an_earlier_version_says_what_stands_in_its_place(key):
 def test_a_setting_in_a_section_of_an_earlier_version_is_told_the_same():
     with pytest.raises(ConfigError, match=r"unknown key search\.kinds: it is gone: every searcher explores by"):
         load_config(None, ["search.kinds.wide.count=2"])
+
+
+def test_a_run_of_an_earlier_version_is_read_without_the_keys_that_are_gone(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("seed: 4\nobjective: {kl_clip: 5}\nsearch: {kinds: {wide: {count: 2}}}\ntrain: {max_steps: 9}\n")
+    assert is_of_earlier_version(path)
+    assert load_run_config(path, ["seed=5"]) == load_config(None, ["seed=5", "train.max_steps=9"])
+    with pytest.raises(ConfigError, match=r"train\.share_prompts: it is gone"):
+        load_run_config(path, ["train.share_prompts=true"])  # what a user asks for is not dropped
+    path.write_text("train: {max_steps: 9, max_stepz: 9}")
+    assert not is_of_earlier_version(path)
+    with pytest.raises(ConfigError, match=r"unknown key train\.max_stepz"):
+        load_run_config(path)
 
 
 def test_all_problems_are_listed_at_once():

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 from commands import Command
 from problem import make_config, wait_for, with_settings
 
@@ -20,7 +21,7 @@ from tba.cli.training import checkpoint_among, resolve, run_arguments
 from tba.config import Config, ConfigError, Schedule, dump_config, load_config
 from tba.launch import train
 from tba.launch.operate import read_status
-from tba.launch.resume import checkpoint_to_resume
+from tba.launch.resume import checkpoint_to_resume, with_stored_defaults
 from tba.launch.supervise import later_checkpoints, supervise
 from tba.observe.claim import NAME as CLAIM
 from tba.observe.claim import Claim, FolderInUse
@@ -243,6 +244,21 @@ def test_settings_that_decide_what_is_learned_may_not_change(copied):
     shorter = copied.model_copy(update={"train": copied.train.model_copy(update={"max_steps": 5})})
     with pytest.raises(ConfigError, match=r"train.max_steps was 6 and is 5"):
         train(shorter, resume=True)
+
+
+def test_a_run_of_an_earlier_version_is_refused_in_one_sentence(tmp_path):
+    config = load_config(None, [f"output={tmp_path}", "name=old"])
+    run = RunFolder(config.run_folder)
+    run.path.mkdir()
+    old = config.model_dump(mode="json")
+    old["train"] |= {"share_prompts": True, "responses_per_micro_batch": None}
+    run.config.write_text(yaml.safe_dump(old))
+    words = f"was made by an earlier version of tba: it can be evaluated (`tba evaluate {run.path}`) but not resumed."
+    with pytest.raises(ConfigError) as of_command:
+        run_arguments([str(run.path)])
+    with pytest.raises(ConfigError) as of_config:
+        with_stored_defaults(config)
+    assert str(of_command.value) == str(of_config.value) == f"{run.path} {words}"
 
 
 def test_there_must_be_something_to_resume(copied, folder):

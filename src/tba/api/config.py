@@ -157,7 +157,9 @@ class TBAConfig(_Arguments):
         given = self.given
         with in_python_words():
             for name, reason in REFUSED.items():
-                if (value := given.get(name)) and value not in (DEFAULTS[name], "no"):
+                value = given.get(name, DEFAULTS[name])
+                asks = value != DEFAULTS[name] if name.startswith(("sapo_", "vespo_")) else value and value != "no"
+                if asks and value != DEFAULTS[name]:
                     raise ConfigError(f"{name}={value!r} cannot be kept: {reason}.")
             others = DEFAULTS.keys() - SETTINGS.keys() - REFUSED.keys()
             ignored = [name for name in given if name in others and given[name] != DEFAULTS[name]]
@@ -191,6 +193,8 @@ def _checked(name: str, value: Any) -> Any:
             value = json.loads(value)
     if isinstance(kind, type) and issubclass(kind, BaseModel) and not isinstance(value, (Mapping, BaseModel)):
         raise ConfigError(f'{name}={value!r} is no section: give its settings, {name}={{"SETTING": VALUE}}.')
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_unset=True)
     if name.endswith("_kwargs") and not isinstance(value, Mapping):
         raise ConfigError(f'{name}={value!r} is no mapping: give a dict, {name}={{"NAME": VALUE}}.')
     if name == "output_dir" and not isinstance(value, (str, Path)):

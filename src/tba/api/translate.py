@@ -84,7 +84,7 @@ def _known(name: str, options: Mapping[str, Any], known: Sequence[str]) -> Mappi
     """Refuse options of an argument that are not known here."""
     for option, value in options.items():
         if option not in known:
-            raise ConfigError(f"{name}: {option}={value!r} cannot be kept: it takes {', '.join(known)}.")
+            raise ConfigError(f"{name}: {option}={value!r} cannot be kept: it takes {', '.join(known) or 'none'}.")
     return options
 
 
@@ -267,12 +267,14 @@ def _optimizer(given: Mapping[str, Any], steps: Steps, ignored: list[str]) -> di
     if not 0 <= (given.get("warmup_ratio") or 0) <= 1:
         raise ConfigError(f"warmup_ratio={given['warmup_ratio']} is no share of the run: write one from 0 to 1.")
     warmup, rate = given.get("warmup_steps") or given.get("warmup_ratio") or 0, given.get("learning_rate")
-    if rate is None:  # it finds itself, and falls to zero at the end
-        ignored += [name for name in ("lr_scheduler_type", "warmup_steps", "warmup_ratio") if given.get(name)]
-    elif not isinstance(rate, (int, float)):
-        found["train.learning_rate"] = rate
+    if not isinstance(rate, (int, float)):  # it finds itself, and falls to zero at the end
+        of_schedule = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio")
+        ignored += [name for name in of_schedule if given.get(name)]
+        if rate is not None:
+            found["train.learning_rate"] = rate
     else:
-        known = ("min_lr", "min_lr_rate", *(["num_decay_steps"] if kind == "warmup_stable_decay" else []))
+        known = [] if SCHEDULES[kind] == "constant" else ["min_lr", "min_lr_rate"]
+        known += ["num_decay_steps"] if kind == "warmup_stable_decay" else []
         options = _known(f"lr_scheduler_kwargs of {kind}", given.get("lr_scheduler_kwargs") or {}, known)
         schedule: dict[str, Any] = {"kind": SCHEDULES[kind], "start": rate}
         schedule["warmup_steps"] = steps.of("warmup_steps", warmup) if warmup else 0

@@ -19,6 +19,8 @@ from tba.config import Config, ConfigError, load_config
 from tba.launch.defaults import with_objective_defaults
 from tba.observe.files import RunFolder, read_summary
 
+OF_ITS_PLACE = ("name", "output", "observe.progress", "train.second_update_after")
+"""Settings that the folder, or the machine, decides: a study may be moved, and machines may share it."""
 State = Literal["done", "failed", "changed", "missing"]
 """State of a run on disk; changed = it was run before, with other settings."""
 ENDED: tuple[State, State] = ("done", "failed")
@@ -48,6 +50,8 @@ class Cell:
     """Path of the run folder inside the study's folder."""
     settings: Mapping[str, Any]
     """What the study sets, by dotted key. A run with other settings is another run."""
+    defaults: Mapping[str, Any]
+    """What the package decides for all the others, by dotted key: a run with other defaults is another run too."""
     config: Config
 
     @property
@@ -60,7 +64,7 @@ class Cell:
         return self.folder.path.with_name(f".{self.folder.path.name}") / "record.json"
 
     def read_record(self) -> dict[str, Any] | None:
-        """How the run ended: {"settings": ..., "error": None, "time": ..., "commit": ...}; None = it has not ended."""
+        """How the run ended: {"settings": ..., "defaults": ..., "error": None, "time": ...}; None = it has not ended."""
         try:
             record: dict[str, Any] = json.loads(self.record.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -72,7 +76,7 @@ class Cell:
         record = self.read_record()
         if record is None:
             return "missing"
-        if record["settings"] != self.settings:
+        if self.changes():
             return "changed"
         if record["error"] is not None:
             return "failed" if record["time"] >= retry_before else "missing"
@@ -80,9 +84,15 @@ class Cell:
 
     def changes(self) -> str:
         """Settings that the run on disk had otherwise: `train.max_steps 2 -> 3`."""
-        before = (self.read_record() or {"settings": self.settings})["settings"]
-        names = [name for name in {**before, **self.settings} if before.get(name) != self.settings.get(name)]
-        return ", ".join(f"{name} {before.get(name)} -> {self.settings.get(name)}" for name in names)
+        record = self.read_record()
+        if record is None:
+            return ""
+        if "defaults" not in record:
+            return "it was made by an earlier version"
+        is_set = record["settings"] != self.settings
+        before, now = (record["settings"], self.settings) if is_set else (record["defaults"], self.defaults)
+        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        return ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in names)
 
     def metric(self, name: str) -> float:
         """A metric of the last evaluation of a finished run."""
@@ -183,14 +193,17 @@ def make_cell(study: Study, folder: Path, row: str, column: str, seed: int, valu
     settings = [item for layer in [*layers, {"seed": seed}] for item in flatten(layer).items()]
     own = [("name", folder.name), ("output", str(folder.parent)), ("observe.progress", False)]
     config = load_config(None, [f"{name}={json.dumps(value)}" for name, value in [*settings, *own]])
-    with_objective_defaults(config)  # refuses what only the objective knows to be wrong
+    resolved = flatten(with_objective_defaults(config).model_dump(mode="json"))
+    given = json.loads(json.dumps(dict(settings)))  # as a record holds them
+    defaults = {key: value for key, value in resolved.items() if key not in given and key not in OF_ITS_PLACE}
     return Cell(
         row=row,
         column=column,
         seed=seed,
         value=value,
         label=label_of(study, row, column, seed, value),
-        settings=json.loads(json.dumps(dict(settings))),  # as a record holds them
+        settings=given,
+        defaults=defaults,
         config=config,
     )
 

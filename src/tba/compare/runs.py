@@ -17,6 +17,7 @@ from tba.compare.plan import ENDED, Cell, Plan, is_result, make_plan
 from tba.compare.plot import save_plot
 from tba.compare.results import Results, as_json, as_markdown, gather
 from tba.compare.study import load_study
+from tba.config import ConfigError
 from tba.launch import train
 from tba.observe.claim import Claim, FolderInUse, holder_of
 from tba.observe.contents import remove_contents
@@ -45,6 +46,7 @@ def compare(
     """Do the runs that are not done yet, and write results.json, results.md and plot.png into the study's folder."""
     plan = make_plan(load_study(path, quick=quick), output)
     check_new_folder(plan.root, may_hold="*")
+    refuse_earlier_version(plan.root)
     do_runs(plan, retry_before=time.time() if retry_failed else 0.0, wait_seconds=wait_seconds)
     results = gather(plan)
     options = ["--output", str(output)] if output != OUTPUT else []
@@ -55,6 +57,14 @@ def compare(
     print(as_markdown(results, command=command))
     print(f"{plan.root}/results.md, results.json, plot.png")
     return results
+
+
+def refuse_earlier_version(root: Path) -> None:
+    """Refuse a study's folder of a version that kept its records inside of the run folders."""
+    if (old := next(root.glob("*/*/*/*/cell.json"), None) or next(root.glob("*/*/*/*/failed.json"), None)) is not None:
+        raise ConfigError(
+            f"{root} was made by an earlier version of tba ({old.relative_to(root)}): name another --output, or delete it."
+        )
 
 
 def do_runs(plan: Plan, *, retry_before: float, wait_seconds: float) -> None:
@@ -131,7 +141,7 @@ def do_run(plan: Plan, cell: Cell, num_left: int) -> None:
             remove_contents(cell.folder.path)
         finally:
             earlier.release()
-    record = {"settings": cell.settings, "error": None, "commit": commit_hash()}
+    record = {"settings": cell.settings, "defaults": cell.defaults, "error": None, "commit": commit_hash()}
     started = time.monotonic()
     try:
         summary = train(cell.config)

@@ -96,10 +96,33 @@ def read_yaml(text: str) -> Any:
 
 def load_config(path: Path | str | None = None, overrides: Iterable[str] = (), **values: Any) -> Config:
     """Resolve a config: defaults, then file, then `values` (merged section by section), then dotted `overrides`."""
+    return _resolved([_read_yaml(Path(path)) if path is not None else {}, values], overrides)
+
+
+def load_run_config(path: Path, overrides: Iterable[str] = ()) -> Config:
+    """Resolve the config.yaml of a run, which has all keys of its version: those that are gone since are left out."""
+    return _resolved([_without_gone(_read_yaml(path))], overrides)
+
+
+def is_of_earlier_version(path: Path) -> bool:
+    """Whether a run's config.yaml has keys that are gone since."""
+    data = _read_yaml(path)
+    return _without_gone(data) != data
+
+
+def _without_gone(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    return {
+        key: _without_gone(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in data.items()
+        if f"{prefix}{key}" not in GONE
+    }
+
+
+def _resolved(layers: Iterable[Mapping[str, Any]], overrides: Iterable[str]) -> Config:
     data = Config().model_dump(mode="json")
     data["train"]["max_steps"] = None  # what it is depends on whether train.max_seconds is given
-    data = merge(data, _read_yaml(Path(path)) if path is not None else {})
-    data = merge(data, values)
+    for layer in layers:
+        data = merge(data, layer)
     for override in overrides:
         key, value = _parse_override(override)
         if len(key) == 1 and isinstance(value, Mapping):

@@ -7,7 +7,6 @@ model loads. The sections `task`, `search` and `runtime` have files of their own
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -278,12 +277,11 @@ class TrainConfig(Section):
     keep_checkpoints: int = Field(default=2, ge=0)
     """Number of checkpoints kept, the newest; 0 = none is written."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _limit_steps(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and values.get("max_steps") is None and values.get("max_seconds") is None:
-            return {**values, "max_steps": DEFAULT_STEPS}
-        return values
+    @model_validator(mode="after")
+    def _limit_steps(self) -> TrainConfig:
+        if self.max_steps is None and self.max_seconds is None:
+            object.__setattr__(self, "max_steps", DEFAULT_STEPS)  # and it still counts as unset
+        return self
 
     @property
     def prompts_per_step(self) -> int:

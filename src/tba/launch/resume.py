@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config, ConfigError, load_config
-from tba.launch.checks import before_collapse
+from tba.launch.checks import before_collapse, refuse_earlier_version
 from tba.observe.files import RunFolder, read_summary
 from tba.replay.recover import check_stored
 from tba.train.checkpoint import TRAINER, check_manifest, find_checkpoint, last_row_of
@@ -49,6 +49,7 @@ BY_MACHINE = {
 
 def with_stored_defaults(config: Config) -> Config:
     """The config of a run that is to be resumed; what is not given is as its objective decided when the run was started."""
+    refuse_earlier_version(config.run_folder)
     path = RunFolder(config.run_folder).config
     stored = load_config(path) if path.is_file() else None
     if stored is None or stored.objective.name != config.objective.name:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tba.config import Config, ConfigError, ModelConfig, dump_config, load_config
+from tba.config import Config, ConfigError, ModelConfig, dump_config, load_config, load_run_config
 from tba.generate.engine import Scorer, make_scorer
 from tba.launch.async_run import AsyncRun
 from tba.launch.checks import check_before_loading, check_inputs, run_of, task_to_evaluate, with_trusted_code
@@ -253,9 +253,9 @@ def evaluate_model(target: str, overrides: Sequence[str], *, keep: KeepResponses
     task, path, folder, start = task_to_evaluate(target, overrides), Path(target), run_of(target), None
     if folder is not None:
         weights = folder.newest_checkpoint() if folder.path == path else path
-        config = load_config(folder.config, [*overrides, f"model.path={weights}"])
+        config = load_run_config(folder.config, [*overrides, f"model.path={weights}"])
         config = with_trusted_code(config, folder, overrides)
-        start = partial(load_scorer, load_config(folder.config, overrides).trainer_model)
+        start = partial(load_scorer, load_run_config(folder.config, overrides).trainer_model)
     else:
         own = [] if task is None else [f"task.name={task}"]
         config = load_config(None, [*overrides, *own, f"model.path={target}"])

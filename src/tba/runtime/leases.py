@@ -114,7 +114,7 @@ class VisitLedger:
     def load_state(self, state: Mapping[str, Any]) -> None:
         with self._lock:
             self._place, self._handed_out = state["place"], state["handed_out"]
-            self.num_lost = state.get("lost", 0)  # an older version has not saved it
+            self.num_lost = state["lost"]
             self._leased, self._handed_back = {}, [Visit(**visit) for visit in state["open"]]
             self.difficulty.load_state(state["difficulty"])
 
