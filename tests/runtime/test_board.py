@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tba.runtime.board import PLACES, Board, SharedMemory
-from tba.runtime.channels import WAITS
+from tba.runtime.board import PLACES, WAITS, Board, SharedMemory
 from tba.runtime.searcher_rule import Waits
 
 MEBIBYTE = 2**20

@@ -20,7 +20,6 @@ from typing import Literal
 import numpy as np
 
 from tba.observe.display import RoleStatus, weights_of
-from tba.runtime.channels import WAITS, Wait
 from tba.runtime.deadlines import Idleness
 from tba.runtime.searcher_rule import Waits
 
@@ -188,6 +187,9 @@ Place = Literal["none", "empty", "filled", "given_up"]
 PLACES: tuple[Place, ...] = ("none", "empty", "filled", "given_up")
 """Whether a searcher with this number is wanted, and whether there is a process for it."""
 
+Wait = Literal["none", "first_fill", "replay_ratio", "pace", "channel_full", "durable_replay"]
+WAITS: tuple[Wait, ...] = ("none", "first_fill", "replay_ratio", "pace", "channel_full", "durable_replay")
+"""The named places where a role may wait, and no others."""
 WAITS_FOR: dict[Wait, str] = {
     "none": "works",
     "first_fill": "waits for groups that fill a batch",

@@ -11,19 +11,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from tba.runtime.board import WAITS, Row, Wait
 from tba.runtime.deadlines import HeartbeatAges, Idleness, Waiting, overdue
 
 logger = logging.getLogger("tba")
 
 if TYPE_CHECKING:
-    from tba.runtime.board import Row
     from tba.types import TrajectoryGroup, Weights
 
-Wait = Literal["none", "first_fill", "replay_ratio", "pace", "channel_full", "durable_replay"]
-WAITS: tuple[Wait, ...] = ("none", "first_fill", "replay_ratio", "pace", "channel_full", "durable_replay")
-"""The named places where a role may wait, and no others."""
 POLL_SECONDS = 0.002
 """Time between two looks of a role that waits."""
 TOLD_AFTER_SECONDS = 45.0

@@ -23,7 +23,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 import cloudpickle
 
@@ -39,9 +39,6 @@ from tba.runtime.fork_server import (
 )
 from tba.runtime.links import Failed, Link, RunCannotGoOn
 
-if TYPE_CHECKING:
-    from tba.runtime.cluster.roles import ClusterRole
-
 logger = logging.getLogger("tba")
 
 ROLE_MODULES = ("tba.search.role", "tba.launch.start")
@@ -55,6 +52,50 @@ class RoleDied(RuntimeError):
 
 
 L = TypeVar("L", bound=Link)
+L_co = TypeVar("L_co", bound=Link, covariant=True)
+
+
+class Role(Protocol[L_co]):
+    """A role as its starter sees it: a process of this machine, or an actor that stands for one of another machine."""
+
+    name: str
+
+    @property
+    def link(self) -> L_co: ...
+
+    @property
+    def log(self) -> Path | None:
+        """None = it writes where this process does."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Its process, on the machine that it runs on."""
+        ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def status(self) -> int | None:
+        """Exit status, or minus the number of the signal that killed it; None while it runs."""
+        ...
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait for its end; True when it came within the time."""
+        ...
+
+    def kill(self) -> None:
+        """End it by force, at once."""
+        ...
+
+    def signal(self, number: int) -> None:
+        """Send its process a signal, unless it has ended."""
+        ...
+
+    def show_stacks(self) -> None:
+        """Have it write to its log what every thread is doing."""
+        ...
 
 
 class RoleProcess(Generic[L]):
@@ -143,7 +184,7 @@ STOP_SECONDS = 10.0
 """Time for searchers and ranks to end when asked, before they are killed."""
 
 
-def stop_all(processes: Sequence[RoleProcess[Any] | ClusterRole], message: Any, *, timeout_seconds: float) -> None:
+def stop_all(processes: Sequence[Role[Any]], message: Any, *, timeout_seconds: float) -> None:
     """Ask all to stop, wait together, kill what remains."""
     for process in processes:
         process.link.send(message)

@@ -25,7 +25,7 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 from tba.config import Config, RuntimeConfig
 from tba.observe.claim import Holder
@@ -50,12 +50,9 @@ from tba.runtime.links import (
     Stop,
     group_of,
 )
-from tba.runtime.processes import STOP_SECONDS, RoleProcess, last_lines, may_fork, stop_all
+from tba.runtime.processes import STOP_SECONDS, Role, RoleProcess, last_lines, may_fork, stop_all
 from tba.runtime.replica import Replica
 from tba.runtime.threads import threads_of, workers_of
-
-if TYPE_CHECKING:
-    from tba.runtime.cluster.roles import ClusterRole
 
 logger = logging.getLogger("tba")
 
@@ -77,10 +74,8 @@ TRY_AGAIN = 75
 
 MakeLink = Callable[[Connection], RelayedLink]
 """Makes the supervisor's end of a role's link."""
-Role: TypeAlias = "RoleProcess[RelayedLink] | ClusterRole"
-"""A process of this machine, or an actor that stands for one of another machine."""
-StartTrainer = Callable[[MakeLink], Role]
-StartSearcher = Callable[["Seat", StartSearchers, MakeLink], Role]
+StartTrainer = Callable[[MakeLink], Role[RelayedLink]]
+StartSearcher = Callable[["Seat", StartSearchers, MakeLink], Role[RelayedLink]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +85,7 @@ class LocalRoles:
     config: Config
     logs: Path
 
-    def trainer(self, target: str, arguments: Mapping[str, Any], make_link: MakeLink) -> Role:
+    def trainer(self, target: str, arguments: Mapping[str, Any], make_link: MakeLink) -> Role[RelayedLink]:
         """Start `target(link, **arguments)`; `arguments["host"]` is the supervisor's HostHandle."""
         return RoleProcess(
             "trainer",
@@ -103,7 +98,7 @@ class LocalRoles:
             make_link=make_link,
         )
 
-    def searcher(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> Role:
+    def searcher(self, seat: Seat, orders: StartSearchers, make_link: MakeLink) -> Role[RelayedLink]:
         """Start the role that fills a seat, as the trainer has ordered it."""
         return RoleProcess(
             seat.name,
@@ -142,7 +137,7 @@ class Seat:
     """A searcher's place: the process that fills it now, and how its predecessors fared."""
 
     index: int
-    process: Role | None = None
+    process: Role[RelayedLink] | None = None
     """None while nobody fills it."""
     incarnation: str = ""
     """Name of the present process among all that ever filled a seat: group ids and leases carry it."""
@@ -256,7 +251,7 @@ class SearcherPool:
             row["pid"], row["place"] = 0, PLACES.index("none")
         self._seats = []
 
-    def _look_at(self, seat: Seat, process: Role) -> None:
+    def _look_at(self, seat: Seat, process: Role[RelayedLink]) -> None:
         self._board.searcher(seat.index)["pid"] = process.pid
         failure = seat.failure
         overdue = failure is not None and time.monotonic() > seat.failed_at + STOP_SECONDS
@@ -367,7 +362,7 @@ class Supervisor:
         self._replica = replica
         self._events: queue.SimpleQueue[tuple[RelayedLink, str, bytes | None]] = queue.SimpleQueue()
         self._make_link = partial(RelayedLink, deliver=lambda *event: self._events.put(event))
-        self._trainer_process: Role | None = None
+        self._trainer_process: Role[RelayedLink] | None = None
         self._searchers = SearcherPool(
             config,
             board,
@@ -444,7 +439,7 @@ class Supervisor:
         if self._start_trainer is None:
             dump_stacks([os.getpid()])
 
-    def _running(self) -> list[Role]:
+    def _running(self) -> list[Role[RelayedLink]]:
         processes = [self._trainer_process, *(seat.process for seat in self._searchers)]
         return [process for process in processes if process is not None and process.alive]
 

@@ -10,8 +10,8 @@ apart. The signal is the share of recent updates that is no noise: the correlati
 responses with their rewards. Both are measured for nothing. A new batch was generated some updates ago and has not been
 trained on since, so its drift, log_pi now - log_pi when generated, is the work of the updates in between.
 
-1. The first update has no drift to go by. It is made longer or shorter until it moves its own batch by FIRST x
-   train.target_drift x sqrt(entropy).
+1. Nothing moves before the rewards of some prompt differ (train/updates.py). The first update has no drift to go by. It is
+   made longer or shorter until it moves its own batch by FIRST x train.target_drift x sqrt(entropy).
 2. The stiffness, drift per unit of rate, is averaged over the batches so far, at most MEMORY of them. The rate is the size
    above over the stiffness. It rises by at most RISE in a step.
 3. Where a batch has drifted further than the average explains, its own update goes by its own stiffness: a policy that
