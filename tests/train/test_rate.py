@@ -71,13 +71,13 @@ def test_the_rate_of_a_run_by_seconds_falls_with_the_time():
     assert both.at(150, both.config.progress_at(150, 10.0)) == pytest.approx(5e-5)
 
 
-def test_the_first_update_moves_its_batch_by_a_set_number_of_nats_at_a_rate_to_be_found():
+def test_the_first_update_is_of_the_usual_size_at_a_rate_to_be_found():
     rate = rate_of()
     assert rate.for_batch(0, 0.0, {}, entropy=4.0) == START == 1e-6
-    assert rate.first_movement == pytest.approx(1.7 * 0.2 * 2.0)
+    assert rate.size == pytest.approx(0.2 * (0.1 * 4.0) ** 0.5)
     sure = rate_of()
     sure.for_batch(0, 0.0, {}, entropy=0.0)  # taken for .01 nats
-    assert sure.first_movement == pytest.approx(1.7 * 0.2 * 0.1)
+    assert sure.size == pytest.approx(0.2 * (0.1 * 0.01) ** 0.5)
 
 
 def test_the_entropy_is_that_of_the_last_batch_with_weight_within_bounds():

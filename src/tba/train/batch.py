@@ -301,15 +301,33 @@ def drift_metrics(batch: Batch, log_pi_N: Tensor, *, step: int, exact: bool) -> 
 
 
 def _drift_of_late(batch: Batch, drift_PK: Tensor, late_PK: Tensor, *, step: int, exact: bool) -> dict[str, float]:
-    """Mean |drift| of the responses of earlier versions, and their mean lag. An engine in bf16 is some way off its trainer
-    even without a drift (ROUNDING_DRIFT), and independent distances add up by their squares."""
+    """Mean |drift| of the responses of earlier versions, and their mean lag."""
     if not late_PK.any():
         return {}
     size = float(drift_PK[late_PK].abs().mean())
     if not exact:
-        rounding = ROUNDING_DRIFT * math.sqrt(float(batch.lengths.view(batch.shape)[late_PK].float().mean()))
-        size = math.sqrt(max(size**2 - rounding**2, (LEAST_EXACT * size) ** 2))
+        size = without_rounding(size, float(batch.lengths.view(batch.shape)[late_PK].float().mean()))
     return {"off_policy/drift": size, "off_policy/drift_lag": float((step - batch.version_PK)[late_PK].float().mean())}
+
+
+def without_rounding(nats: float, tokens: float) -> float:
+    """A movement of log_pi of responses of so many tokens, less the part that is rounding: two passes in bf16 are some way
+    apart even where nothing has moved, and independent distances add up by their squares."""
+    return math.sqrt(max(nats**2 - ROUNDING_DRIFT**2 * tokens, (LEAST_EXACT * nats) ** 2))
+
+
+def hold_out(batch: Batch) -> tuple[Batch, list[int]]:
+    """The batch with a quarter of its responses dropped, and those responses: whole prompts where there are four or more.
+
+    What an update does to them is what it does to new responses; responses that it follows move several times as far.
+    """
+    weight_PK = batch.weight_PK.clone()
+    if len(weight_PK) >= 4:
+        weight_PK[3::4] = 0.0
+    else:
+        weight_PK[:, 3::4] = 0.0
+    dropped = torch.nonzero((batch.weight_PK > weight_PK).flatten()).flatten().tolist()
+    return _weighted(batch, weight_PK), dropped
 
 
 def entropy_of(batch: Batch, outputs: Forward) -> float:

@@ -10,13 +10,13 @@ apart. The signal is the share of recent updates that is no noise: the correlati
 responses with their rewards. Both are measured for nothing. A new batch was generated some updates ago and has not been
 trained on since, so its drift, log_pi now - log_pi when generated, is the work of the updates in between.
 
-1. Nothing moves before the rewards of some prompt differ (train/updates.py). The first update has no drift to go by. It is
-   made longer or shorter until it moves its own batch by FIRST x train.target_drift x sqrt(entropy).
+1. Nothing moves before the rewards of some prompt differ (train/updates.py). The first update has no drift to go by. It
+   leaves a quarter of its batch out, and is made longer or shorter until it moves those responses so far.
 2. The stiffness, drift per unit of rate, is averaged over the batches so far, at most MEMORY of them. The rate is the size
    above over the stiffness. It rises by at most RISE in a step.
 3. Where a batch has drifted further than the average explains, its own update goes by its own stiffness: a policy that
    runs away from its data is held at once.
-4. All movements but the first are longer in a run of few steps and shorter in one of many, by the root of their number.
+4. All movements are longer in a run of few steps and shorter in one of many, by the root of their number.
 5. In the last part of the run (train.settle) the rate falls to zero.
 
 Where searcher and trainer take turns without a lag nothing drifts. The movement of the batch by its own update stands in
@@ -36,9 +36,6 @@ from tba.config import Config
 
 START = 1e-6
 """Rate of the first update before its length is known: so low that it does no harm to any model."""
-FIRST = 1.7
-"""Movement of the first update, in units of train.target_drift x sqrt(entropy): Adam's first step is a full one for every
-weight, whatever its gradient, and moves several times as far as later ones of the same rate."""
 USUAL_SIGNAL, LEAST_SIGNAL = 0.1, 0.03
 """What the signal is taken to be before the first batch shows it, and at least: it is known to .02 after 32 batches."""
 LEAST_ENTROPY, MOST_ENTROPY = 0.01, 10.0
@@ -114,12 +111,12 @@ class LearningRate:
         return min(self.at(step, progress), self.size * math.exp(-stiffness) * self.decay(progress))
 
     def horizon(self, step: int, progress: float) -> float:
-        """Factor of all movements but the first. The fewer steps a run has, the longer they are, by the root: noise that
+        """Factor of all movements. The fewer steps a run has, the longer they are, by the root: noise that
         many steps add up to averages out, and what few steps do not reach is lost."""
         train = self.config.train
         steps = math.inf if train.max_steps is None else float(train.max_steps)
-        if train.max_seconds is not None and step > 0 and progress > 0.0:
-            steps = min(steps, step / progress)
+        if train.max_seconds is not None and progress > 0.0:
+            steps = min(steps, max(1, step) / progress)
         elif train.max_steps is None:
             return 1.0  # nobody knows yet how many there will be
         return min(MOST_HORIZON, max(1.0 / MOST_HORIZON, math.sqrt(STEPS / steps)))
@@ -129,11 +126,6 @@ class LearningRate:
         """Whether no response of a batch was trained on before: the drift of one that was is its own push."""
         train, replay = self.config.train, self.config.replay
         return train.updates_per_batch == replay.max_trained_per_generated == replay.on_policy_probability == 1
-
-    @property
-    def first_movement(self) -> float:
-        """Nats that the first update moves log_pi by, however long the run is."""
-        return FIRST * self.scale * self.config.train.target_drift * math.sqrt(self.entropy)
 
     @property
     def target(self) -> float:

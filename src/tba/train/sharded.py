@@ -47,8 +47,10 @@ class ShardedTrainStep(TrainStep):
         start = None if log_z is None or not log_z.started else float(log_z.start)
         return self._lead("gradients", batch=batch, log_z_start=start, beta=beta)
 
-    def move(self, learning_rate: float, *, nats: float | None = None, measure: bool = False) -> dict[str, float]:
-        return self._lead("move", learning_rate=learning_rate, nats=nats, measure=measure)
+    def move(
+        self, learning_rate: float, *, nats: float | None = None, of: Sequence[int] = (), measure: bool = False
+    ) -> dict[str, float]:
+        return self._lead("move", learning_rate=learning_rate, nats=nats, of=of, measure=measure)
 
     def restart_log_z(self) -> None:
         self._lead("restart")

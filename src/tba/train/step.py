@@ -17,7 +17,7 @@ with fewer micro-batches than others take part with empty ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -37,6 +37,7 @@ from tba.train.batch import (
     deal_responses,
     empty_micro_batch,
     pack_responses,
+    without_rounding,
 )
 from tba.train.optimizer import MasterAdamW
 from tba.train.ranks import ALONE, Ranks
@@ -131,9 +132,12 @@ class TrainStep:
         result = self.gradients(batch, beta=beta)
         return replace(result, metrics={**result.metrics, **self.move(learning_rate)})
 
-    def move(self, learning_rate: float, *, nats: float | None = None, measure: bool = False) -> dict[str, float]:
+    def move(
+        self, learning_rate: float, *, nats: float | None = None, of: Sequence[int] = (), measure: bool = False
+    ) -> dict[str, float]:
         """Make the update of the last gradients. With `nats` it is then made as much longer or shorter as it takes to move
-        log_pi so far. Returns the norm of the gradients and the rate, and where it is asked for the movement in nats."""
+        log_pi of the responses `of` so far (none = of all). Returns the norm of the gradients and the rate, and where it is
+        asked for the movement of all responses in nats."""
         assert self._passed is not None, "there are gradients"
         (batch, result), self._passed = self._passed, None
         norm = self.optimizer.clip_gradients().item()
@@ -146,15 +150,17 @@ class TrainStep:
         self.moved = True
         self.optimizer.step(learning_rate)
         if nats is not None:
-            learning_rate *= self._stretch(batch, result.outputs, nats)
+            learning_rate *= self._stretch(batch, result.outputs, nats, of)
         movement = {"movement": self.movement(batch, result.outputs)} if measure else {}
         return {"grad_norm": norm, "learning_rate": learning_rate, **movement}
 
-    def _stretch(self, batch: Batch, before: Forward, nats: float) -> float:
+    def _stretch(self, batch: Batch, before: Forward, nats: float, of: Sequence[int]) -> float:
         """Make the update just made as much longer or shorter as it takes to move log_pi so far; returns the factor."""
         whole = 1.0
         for _ in range(TRIALS):
-            moved = self.movement(batch, before)
+            moved = self.movement(batch, before, of)
+            if not self.is_exact:
+                moved = without_rounding(moved, float(batch.lengths.float().mean()))
             if moved < LEAST_MOVEMENT:  # the gradient is nothing, or rounding noise
                 break
             factor = min(MOST_STRETCH, max(1.0 / MOST_STRETCH, nats / moved))
@@ -169,10 +175,12 @@ class TrainStep:
         """Whether the policy computes in fp32."""
         return self.policy.model.dtype == torch.float32
 
-    def movement(self, batch: Batch, before: Forward) -> float:
-        """Nats that log_pi has moved since these outputs of the batch: mean |change| of a few responses."""
-        (P, K), count = batch.shape, min(len(batch.lengths), MEASURED_RESPONSES)
-        responses = sorted({index * P * K // count for index in range(count)})
+    def movement(self, batch: Batch, before: Forward, of: Sequence[int] = ()) -> float:
+        """Nats that log_pi has moved since these outputs of the batch: mean |change| of a few of the responses `of` (none =
+        of all)."""
+        among = of or range(len(batch.lengths))
+        count = min(len(among), MEASURED_RESPONSES)
+        responses = [among[index * len(among) // count] for index in range(count)]
         change_R = torch.zeros(len(responses), device=self.policy.device)
         dealt = deal_responses(batch, self.budget, responses, num_ranks=self.ranks.size)
         for forward, micro_batch in self._computed(self._own_micro_batches(batch, dealt)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from tba.config import Config
-from tba.train.batch import drift_metrics, entropy_of, reward_spread, shape_target
+from tba.train.batch import drift_metrics, entropy_of, hold_out, reward_spread, shape_target
 from tba.train.learning_rate import LearningRate
 from tba.train.reference import Beta
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
@@ -74,11 +74,12 @@ class Updates:
         """The update of this step, on a new batch. `progress` is the share of the run that is done before it."""
         self._see_rewards(batch)
         with self._naming(batch, f"step {step}", step):
-            result = self._gradients(batch, step=step, progress=progress)
-            exact, own = self.train_step.is_exact, self._in_own_unit(batch)
-            found = drift_metrics(own, result.outputs.log_pi_N.cpu(), step=step, exact=exact)
-            rate = self.rate.for_batch(step, progress, found, entropy=entropy_of(batch, result.outputs))
-            metrics = self._move(batch, rate, progress=progress, lags="off_policy/drift" in found)
+            begins = self.rate.is_auto and self.rate.squares == 0.0
+            trained, unseen = hold_out(batch) if begins else (batch, None)
+            result = self._gradients(trained, step=step, progress=progress)
+            found = drift_metrics(trained, result.outputs.log_pi_N.cpu(), step=step, exact=self.train_step.is_exact)
+            rate = self.rate.for_batch(step, progress, found, entropy=entropy_of(trained, result.outputs))
+            metrics = self._move(trained, rate, progress=progress, lags="off_policy/drift" in found, unseen=unseen)
         if self.config.train.second_update_after and batch.totals.responses and metrics["learning_rate"] > 0.0:
             self.trained_once.append(with_old_values(batch, result))
         signal = {"off_policy/signal": self.rate.signal} if self.rate.is_auto else {}
@@ -124,15 +125,17 @@ class Updates:
         shaped, beta = shape_target(batch, self.config, step, progress, beta=self.beta.at(step, progress))
         return self.train_step.gradients(shaped, beta=beta)
 
-    def _move(self, batch: Batch, rate: float, *, progress: float, lags: bool) -> dict[str, float]:
+    def _move(
+        self, batch: Batch, rate: float, *, progress: float, lags: bool, unseen: Sequence[int] | None
+    ) -> dict[str, float]:
         """The update of a new batch, and what it takes to know the next rate where no response lags behind. A batch without
-        weight makes none. Nor do those before the first one that says something, where the rate is `auto`."""
-        begins = self.rate.is_auto and self.rate.squares == 0.0
-        first = begins and math.isfinite(self.rate.entropy) and self._says_something(batch, progress)
-        if begins and not first:
+        weight makes none. `unseen` are the responses that the first update of `auto` is measured by."""
+        first = unseen is not None and math.isfinite(self.rate.entropy) and self._says_something(batch, progress)
+        if unseen is not None and not first:
             rate = 0.0  # rounding noise is all that this gradient holds, and Adam would make a whole step of it
         measured = self.rate.is_auto and not lags and self.config.takes_turns
-        found = self.train_step.move(rate, nats=self.rate.first_movement if first else None, measure=measured)
+        nats = self.rate.size if first else None
+        found = self.train_step.move(rate, nats=nats, of=unseen or (), measure=measured)
         if first:
             self.rate.rate = found["learning_rate"]
         self.rate.made(found["learning_rate"] if batch.totals.responses else 0.0, of_new_batch=True)
