@@ -90,6 +90,9 @@ def test_the_entropy_is_that_of_the_last_batch_with_weight_within_bounds():
     assert rate.size == pytest.approx(0.2 * (0.1 * 5.0) ** 0.5)
     rate.for_batch(4, 0.0, {}, entropy=90.0)  # counts as 10
     assert rate.size == pytest.approx(0.2 * (0.1 * 10.0) ** 0.5)
+    short = rate_of("train.max_steps=50")  # a quarter of the steps: twice as far, and up to 40 nats count
+    short.for_batch(0, 0.0, {}, entropy=90.0)
+    assert short.size == pytest.approx(2.0 * 0.2 * (0.1 * 40.0) ** 0.5)
 
 
 @pytest.mark.parametrize(

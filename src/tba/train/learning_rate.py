@@ -16,7 +16,8 @@ trained on since, so its drift, log_pi now - log_pi when generated, is the work 
    above over the stiffness. It rises by at most RISE in a step.
 3. Where a batch has drifted further than the average explains, its own update goes by its own stiffness: a policy that
    runs away from its data is held at once.
-4. All movements are longer in a run of few steps and shorter in one of many, by the root of their number.
+4. All movements are longer in a run of few steps and shorter in one of many, by the root of their number. In a run of n <
+   STEPS steps the entropy counts up to STEPS / n times as much.
 5. In the last part of the run (train.settle) the rate falls to zero.
 
 Where searcher and trainer take turns without a lag nothing drifts. The movement of the batch by its own update stands in
@@ -40,8 +41,8 @@ USUAL_SIGNAL, LEAST_SIGNAL = 0.1, 0.03
 """What the signal is taken to be before the first batch shows it, and at least: it is known to .02 after 32 batches."""
 LEAST_ENTROPY, MOST_ENTROPY = 0.01, 10.0
 """Nats per response. A surer policy has nothing left to learn by sampling. It hardly drifts, so the rate would grow without
-end: it only falls. Longer responses bear no longer steps: with 20 nats and more, what their root asks for is mostly
-noise (one_family: .92 instead of .98)."""
+end: it only falls. Over 200 steps, longer responses bear no longer updates: with 20 nats and more, most of what their root
+asks for is noise (one_family: .92 instead of .98). In a run of few steps that noise costs less than what is not reached."""
 STEPS, MOST_HORIZON = 200, 5.0
 """Steps of the run that train.target_drift is said for, and the largest factor for shorter and longer ones."""
 RISE = 2.0
@@ -65,7 +66,7 @@ class LearningRate:
     """Log of the drift in nats that one update of rate 1 would make; NaN = not measured yet."""
     signal: float = field(init=False, default=USUAL_SIGNAL)
     entropy: float = field(init=False, default=math.nan)
-    """Nats per response of the last batch, within their bounds; NaN = not measured yet."""
+    """Nats per response of the last batch, at least LEAST_ENTROPY; NaN = not measured yet."""
     batches: int = field(init=False, default=0)
     """Number of batches whose drift was measured."""
     squares: float = field(init=False, default=0.0)
@@ -100,7 +101,7 @@ class LearningRate:
         """The rate for a new batch, after what it shows of the updates before it."""
         self.horizon_factor = self.horizon(step, progress)
         if math.isfinite(entropy):
-            self.entropy = min(MOST_ENTROPY, max(LEAST_ENTROPY, entropy))
+            self.entropy = max(LEAST_ENTROPY, entropy)
         drift, squares = found.get("off_policy/drift", 0.0), self._squares_since(found.get("off_policy/drift_lag", 0.0))
         if not (self.is_auto and drift > 0.0 and squares > 0.0):
             return self.at(step, progress)
@@ -135,7 +136,8 @@ class LearningRate:
     @property
     def size(self) -> float:
         """Nats that an update is to move log_pi of a new response by."""
-        return self.target * math.sqrt(max(LEAST_SIGNAL, self.signal) * self.entropy)
+        entropy = min(MOST_ENTROPY * max(1.0, self.horizon_factor**2), self.entropy)
+        return self.target * math.sqrt(max(LEAST_SIGNAL, self.signal) * entropy)
 
     def drift(self, progress: float) -> float:
         """Nats by which the next update will move it, as far as is known."""

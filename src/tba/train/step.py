@@ -136,8 +136,8 @@ class TrainStep:
         self, learning_rate: float, *, nats: float | None = None, of: Sequence[int] = (), measure: bool = False
     ) -> dict[str, float]:
         """Make the update of the last gradients. With `nats` it is then made as much longer or shorter as it takes to move
-        log_pi of the responses `of` so far (none = of all). Returns the norm of the gradients and the rate, and where it is
-        asked for the movement of all responses in nats."""
+        log_pi of the responses `of` so far (none = of all). Returns the norm of the gradients, the rate, and the movement in
+        nats: with `measure` that of all responses, otherwise with `nats` that of those."""
         assert self._passed is not None, "there are gradients"
         (batch, result), self._passed = self._passed, None
         norm = self.optimizer.clip_gradients().item()
@@ -149,26 +149,30 @@ class TrainStep:
             return {"grad_norm": norm, "learning_rate": learning_rate}
         self.moved = True
         self.optimizer.step(learning_rate)
+        found = {"grad_norm": norm, "learning_rate": learning_rate}
         if nats is not None:
-            learning_rate *= self._stretch(batch, result.outputs, nats, of)
-        movement = {"movement": self.movement(batch, result.outputs)} if measure else {}
-        return {"grad_norm": norm, "learning_rate": learning_rate, **movement}
+            factor, found["movement"] = self._stretch(batch, result.outputs, nats, of)
+            found["learning_rate"] *= factor
+        if measure:
+            found["movement"] = self.movement(batch, result.outputs)
+        return found
 
-    def _stretch(self, batch: Batch, before: Forward, nats: float, of: Sequence[int]) -> float:
-        """Make the update just made as much longer or shorter as it takes to move log_pi so far; returns the factor."""
-        whole = 1.0
+    def _stretch(self, batch: Batch, before: Forward, nats: float, of: Sequence[int]) -> tuple[float, float]:
+        """Make the update just made as much longer or shorter as it takes to move log_pi so far; returns the factor and how
+        far it moved, 0 where it follows no gradient."""
+        whole, factor, moved = 1.0, 1.0, 0.0
         for _ in range(TRIALS):
             moved = self.movement(batch, before, of)
             if not self.is_exact:
                 moved = without_rounding(moved, float(batch.lengths.float().mean()))
             if moved < LEAST_MOVEMENT:  # the gradient is nothing, or rounding noise
-                break
+                return whole, 0.0
             factor = min(MOST_STRETCH, max(1.0 / MOST_STRETCH, nats / moved))
             self.optimizer.stretch(factor)
             whole *= factor
             if abs(math.log(factor)) < NEAR:
                 break
-        return whole
+        return whole, factor * moved
 
     @property
     def is_exact(self) -> bool:

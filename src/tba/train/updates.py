@@ -77,7 +77,8 @@ class Updates:
             begins = self.rate.is_auto and self.rate.squares == 0.0
             trained, unseen = hold_out(batch) if begins else (batch, None)
             result = self._gradients(trained, step=step, progress=progress)
-            found = drift_metrics(trained, result.outputs.log_pi_N.cpu(), step=step, exact=self.train_step.is_exact)
+            exact, own = self.train_step.is_exact, self._in_own_unit(trained)
+            found = drift_metrics(own, result.outputs.log_pi_N.cpu(), step=step, exact=exact)
             rate = self.rate.for_batch(step, progress, found, entropy=entropy_of(trained, result.outputs))
             metrics = self._move(trained, rate, progress=progress, lags="off_policy/drift" in found, unseen=unseen)
         if self.config.train.second_update_after and batch.totals.responses and metrics["learning_rate"] > 0.0:
