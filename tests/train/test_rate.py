@@ -197,7 +197,7 @@ def test_a_policy_that_is_sure_of_all_its_responses_does_not_raise_the_rate():
     rate = begun(1e-4)
     for _ in range(50):
         assert rate.for_batch(1, 0.0, drifted(1e-6), entropy=1e-3) == pytest.approx(1e-4)
-        rate.moved(1e-6, 0.0)  # as in mode=sync
+        rate.moved(0.0, new=None, own=1e-6)  # as in mode=sync
     assert rate.rate == 1e-4
     assert rate.for_batch(1, 0.0, drifted(1.0), entropy=1e-3) < 1e-6  # what runs away is held all the same
 
@@ -229,7 +229,7 @@ def test_below_a_tenth_of_its_height_the_rate_only_falls():
     # progress .96: (1 - .96) / .5 = .08 of the height. What drifts is too little to measure,
     assert see(rate, 10.0, progress=0.96) == pytest.approx(0.08 * found)
     assert see(rate, 4000.0, progress=0.96) == pytest.approx(0.08 * USUAL / 4000)  # but a runaway is held
-    rate.moved(1e-9, 0.96)
+    rate.moved(0.96, new=None, own=1e-9)
     assert (rate.rate, rate.stiffness) == (found, stiffness)
     see(rate, 10.0, progress=0.94)  # .12 of it
     assert rate.stiffness < stiffness
@@ -255,14 +255,14 @@ def test_a_rate_that_is_a_hundred_times_too_low_is_mended_within_a_dozen_steps(l
 
 def test_where_the_roles_take_turns_the_movement_of_a_batch_by_its_own_update_stands_in_for_its_drift():
     rate = begun(1e-4, overrides=("mode=sync",))
-    rate.moved(0.1, 0.0)  # by the update of 1e-4: a stiffness of 1000
+    rate.moved(0.0, new=None, own=0.1)  # by the update of 1e-4: a stiffness of 1000
     assert rate.rate == pytest.approx(min(RISE * 1e-4, USUAL / 1000))
     rate.made(1e-4, of_new_batch=True)
-    rate.moved(3.2, 0.0)  # 32 times as far: .6 of the way to it, 8000
+    rate.moved(0.0, new=None, own=3.2)  # 32 times as far: .6 of the way to it, 8000
     assert rate.rate == pytest.approx(USUAL / 8000)
-    rate.moved(0.0, 0.0)  # nothing was measured
+    rate.moved(0.0, new=None, own=0.0)  # nothing was measured
     rate.made(0.0, of_new_batch=True)
-    rate.moved(0.1, 0.0)  # nothing moved
+    rate.moved(0.0, new=None, own=0.1)  # nothing moved
     assert rate.rate == pytest.approx(USUAL / 8000)
     assert rate.signal == 0.1
 
@@ -272,7 +272,7 @@ def test_without_lag_a_rate_that_is_a_hundred_times_too_low_is_mended_within_a_d
     for step in range(1, 13):
         used = rate.for_batch(step, 0.0, {}, entropy=4.0)
         rate.made(used, of_new_batch=True)
-        rate.moved(used * USUAL / 1e-4, 0.0)
+        rate.moved(0.0, new=None, own=used * USUAL / 1e-4)
     assert at(rate, 13) == pytest.approx(1e-4)
 
 
@@ -333,3 +333,12 @@ def test_responses_that_were_trained_on_before_say_nothing_of_the_signal(setting
     see(seen, 1000.0, agreement=0.9)
     assert seen.signal == 0.1
     assert math.isfinite(seen.stiffness)  # how far they drift counts all the same
+
+
+def test_where_nothing_lags_the_movement_of_a_batch_by_its_own_update_is_told_from_that_of_new_responses():
+    rate = begun(1e-4, overrides=("mode=sync",))
+    rate.moved(0.0, new=0.1, own=0.4)  # by the first update of 1e-4: a stiffness of 1000
+    assert (math.exp(rate.stiffness), rate.own_factor) == pytest.approx((1000.0, 4.0))
+    rate.made(1e-4, of_new_batch=True)
+    rate.moved(0.0, new=None, own=0.4)
+    assert math.exp(rate.stiffness) == pytest.approx(1000.0)

@@ -87,7 +87,15 @@ def assert_same_metrics(want: list[dict], got: list[dict]) -> None:
         # order grows with the steps (1.2e-5 of a gradient's norm after five was seen).
         rel = 1e-5 if index < 4 else 1e-4
         assert one.keys() == several.keys()
-        for name in one.keys() & {"loss", "tb/loss", "tb/log_z", "grad_norm", "movement", "learning_rate"}:
+        for name in one.keys() & {
+            "loss",
+            "tb/loss",
+            "tb/log_z",
+            "grad_norm",
+            "movement",
+            "own_movement",
+            "learning_rate",
+        }:
             assert several[name] == pytest.approx(one[name], rel=rel, abs=1e-5), (index, name)
 
 

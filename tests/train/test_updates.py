@@ -242,8 +242,11 @@ def test_where_the_roles_take_turns_without_lag_the_movement_of_each_batch_is_me
     result = updates.first(batch, step=0, progress=0.0)
     assert "movement" not in result.metrics
     assert updates.rate.batches == 1
-    movement = step.movement(batch, result.outputs)
-    assert math.exp(updates.rate.stiffness) == pytest.approx(movement / result.metrics["learning_rate"])
+    new, own = unseen_movement(updates, batch, result), step.movement(batch, result.outputs)
+    assert updates.rate.own_factor == pytest.approx(
+        own / new, rel=0.25
+    )  # as near as the stretched update is to its aim
+    assert math.exp(updates.rate.stiffness) == pytest.approx(new / result.metrics["learning_rate"], rel=0.25)
     lagged = make_auto(tmp_path, make_step(), "mode=fixed_lag", "lag_steps=1")
     lagged.first(own_batch(0), step=0, progress=0.0)
     lagged.first(own_batch(1), step=1, progress=0.0)

@@ -21,8 +21,8 @@ trained on since, so its drift, log_pi now - log_pi when generated, is the work 
 5. In the last part of the run (train.settle) the rate falls to zero.
 
 Where searcher and trainer take turns without a lag nothing drifts. The movement of the batch by its own update stands in
-for it, and the signal is taken to be the usual one. So it is where responses are trained on more often than once, or drawn
-from all of replay: their drift is their own push too.
+for it, divided by what the first update showed of the two, and the signal is taken to be the usual one. So it is where
+responses are trained on more often than once, or drawn from all of replay: their drift is their own push too.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class LearningRate:
     """Sum of the squares of the rates of all updates: steps in directions of their own add up by their squares."""
     squares_before: deque[float] = field(init=False)
     """The same before each of the last versions, the newest last."""
+    own_factor: float = field(init=False, default=1.0)
+    """How many times as far the first update moved its own batch as new responses."""
     horizon_factor: float = field(init=False, default=1.0)
     """The horizon's factor at the last batch."""
     scale: float = field(init=False, default=1.0)
@@ -151,10 +153,12 @@ class LearningRate:
         elif self.config.takes_turns:
             self.squares_before[-1] = self.squares  # it is made before the version is published, otherwise after
 
-    def moved(self, nats: float, progress: float) -> None:
-        """Take the movement of a batch by its own update, the last that was made, where nothing else shows what updates
-        do."""
-        squares = self._squares_since(1.0)
+    def moved(self, progress: float, *, new: float | None, own: float | None) -> None:
+        """Take how far the last update moved new responses (known of the first update) and its own batch (known where
+        nothing lags), in nats."""
+        if new and own:
+            self.own_factor = own / new
+        nats, squares = new or (own or 0.0) / self.own_factor, self._squares_since(1.0)
         if nats > 0.0 and squares > 0.0:
             self._follow(math.log(nats) - 0.5 * math.log(squares), progress)
 
@@ -185,5 +189,5 @@ class LearningRate:
         self.squares_before = deque(state["squares_before"], maxlen=VERSIONS_KEPT)
 
 
-SAVED = ("rate", "stiffness", "signal", "entropy", "batches", "squares", "horizon_factor", "scale")
+SAVED = ("rate", "stiffness", "signal", "entropy", "batches", "squares", "own_factor", "horizon_factor", "scale")
 """Attributes that a checkpoint holds, besides `squares_before`."""

@@ -136,8 +136,8 @@ class TrainStep:
         self, learning_rate: float, *, nats: float | None = None, of: Sequence[int] = (), measure: bool = False
     ) -> dict[str, float]:
         """Make the update of the last gradients. With `nats` it is then made as much longer or shorter as it takes to move
-        log_pi of the responses `of` so far (none = of all). Returns the norm of the gradients, the rate, and the movement in
-        nats: with `measure` that of all responses, otherwise with `nats` that of those."""
+        log_pi of the responses `of` so far (none = of all). Returns the norm of the gradients, the rate, with `nats` the
+        movement of those responses, and with `measure` the movement of all responses."""
         assert self._passed is not None, "there are gradients"
         (batch, result), self._passed = self._passed, None
         norm = self.optimizer.clip_gradients().item()
@@ -154,7 +154,7 @@ class TrainStep:
             factor, found["movement"] = self._stretch(batch, result.outputs, nats, of)
             found["learning_rate"] *= factor
         if measure:
-            found["movement"] = self.movement(batch, result.outputs)
+            found["own_movement"] = self.movement(batch, result.outputs)
         return found
 
     def _stretch(self, batch: Batch, before: Forward, nats: float, of: Sequence[int]) -> tuple[float, float]:

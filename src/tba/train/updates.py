@@ -140,7 +140,7 @@ class Updates:
         if first:
             self.rate.rate = found["learning_rate"]
         self.rate.made(found["learning_rate"] if batch.totals.responses else 0.0, of_new_batch=True)
-        self.rate.moved(found.pop("movement", 0.0), progress)
+        self.rate.moved(progress, new=found.pop("movement", None), own=found.pop("own_movement", None))
         return found
 
     def _says_something(self, batch: Batch, progress: float) -> bool:
