@@ -374,7 +374,9 @@ def test_two_steps_of_groups_may_wait_where_nothing_else_bounds_their_age():
 
 def test_sections_and_lists_of_a_file_with_nothing_below_them_are_at_their_defaults(tmp_path):
     path = tmp_path / "commented.yaml"
-    path.write_text("train:\n  # max_steps: 5\ntask:\n  name: arithmetic\n  red_team:\nobserve:\n  sinks:\n  # - wandb\n")
+    path.write_text(
+        "train:\n  # max_steps: 5\ntask:\n  name: arithmetic\n  red_team:\nobserve:\n  sinks:\n  # - wandb\n"
+    )
     assert load_config(path) == load_config()
     assert load_config(path, ["train.settle=0"]) == load_config(None, ["train.settle=0"])
 
