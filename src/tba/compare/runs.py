@@ -22,6 +22,7 @@ from tba.launch import train
 from tba.observe.claim import Claim, FolderInUse, holder_of
 from tba.observe.contents import remove_contents
 from tba.observe.files import check_new_folder, write_atomic, write_json
+from tba.observe.metrics import Evaluation
 from tba.observe.recorder import RunListener
 
 OUTPUT = Path("runs/studies")
@@ -138,7 +139,7 @@ class MetricCheck(RunListener):
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         for name in self._names if metrics else ():
-            check_metric(name, metrics, where=f"the first evaluation of {self._label}")
+            check_metric(name, Evaluation.of(metrics).values, where=f"the first evaluation of {self._label}")
         self._names.clear()
 
 
