@@ -138,9 +138,10 @@ class MetricCheck(RunListener):
         self._names, self._label = dict.fromkeys([study.metric, study.tuning_metric]), label
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name in self._names if metrics else ():
-            check_metric(name, Evaluation.of(metrics).values, where=f"the first evaluation of {self._label}")
-        self._names.clear()
+        if metrics:
+            for name in self._names:
+                check_metric(name, Evaluation.of(metrics).values, where=f"the first evaluation of {self._label}")
+            self._names.clear()
 
 
 def do_run(plan: Plan, cell: Cell, num_left: int) -> None:

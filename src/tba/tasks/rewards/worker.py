@@ -185,7 +185,11 @@ def guard(worker: int, output: int, wake: int) -> int:
             if signal.SIGUSR1 in asked:
                 with suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGUSR1)
-                select.select([output], [], [], LINE_SECONDS)  # or the end that may be asked for next comes first
+                # What is asked for next may be the end of the worker, in the middle of what it writes now.
+                deadline = time.monotonic() + LINE_SECONDS
+                while (left := deadline - time.monotonic()) > 0 and select.select([output], [], [], left)[0]:
+                    if not copy_output(output):
+                        break
             if signal.SIGTERM in asked:
                 break
             ended = reap()
