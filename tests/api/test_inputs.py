@@ -283,3 +283,18 @@ def test_a_start_model_that_the_run_would_move_aside_is_refused(folder, tmp_path
     )
     with pytest.raises(ValueError, match=r"is part of the run in .* choose another output_dir, or copy it elsewhere"):
         trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"tokenizer": None}, "no argument tokenizer: did you mean processing_class\\?"),  # its name in earlier TRL
+        ({"train_data": []}, "no argument train_data: did you mean train_dataset\\?"),
+        ({"seed": 1}, "no argument seed: it takes model, reward_funcs"),
+    ],
+)
+def test_an_argument_that_the_trainer_lacks_is_answered_with_the_one_that_is_meant(argument, message):
+    with pytest.raises(ConfigError, match=message):
+        TBATrainer(
+            model="tba:arithmetic", reward_funcs=flat, args=TBAConfig(max_steps=1), train_dataset=ROWS, **argument
+        )

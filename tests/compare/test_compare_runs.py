@@ -147,10 +147,15 @@ def test_settings_that_only_the_objective_knows_are_checked_before_the_first_run
     assert not (tmp_path / "studies").exists()
 
 
-def test_an_unknown_metric_is_said_after_the_first_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"metric='acc' is not in `final` of .*: it has accuracy\."):
+def test_an_unknown_metric_is_said_at_the_first_evaluation(tmp_path):
+    with pytest.raises(
+        ConfigError,
+        match=r"metric='acc' is not in the first evaluation of runs/slow/1/seed-0: it has accuracy\.",
+    ):
         run_study(tmp_path, changes={"metric": "acc"})
-    assert len(list(tmp_path.rglob("summary.json"))) == 1
+    [summary] = tmp_path.rglob("summary.json")
+    assert json.loads(summary.read_text())["steps"] == 0
+    run_study(tmp_path, changes={"rows": {"slow": {}}, "columns": {"1": {}}, "seeds": [0]})  # the metric was corrected
 
 
 def test_a_study_leaves_the_runs_of_other_processes_alone_and_says_for_which_it_waited(tmp_path):

@@ -151,3 +151,10 @@ def test_a_study_of_an_earlier_version_is_refused_in_one_sentence(tmp_path, name
 def test_a_seed_that_is_no_list_is_told_how_to_write_it():
     with pytest.raises(ConfigError, match=r"seeds: a list is needed, got 3: write \[3\]"):
         make_study({**STUDY, "seeds": 3})
+
+
+def test_a_study_without_columns_is_told_how_to_have_one():
+    with pytest.raises(
+        ConfigError, match=r"columns is missing: a study needs name, rows, columns, seeds \(columns: {all"
+    ):
+        make_study({name: value for name, value in STUDY.items() if name != "columns"})

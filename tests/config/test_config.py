@@ -90,6 +90,9 @@ def test_there_are_shipped_configs():
         ("task.rewards=[{function: 3}]", "task.rewards[].function=3 is neither `file.py:name` nor a Python function"),
         ("task.name=custom", "task.data is needed for task.name=custom"),
         ("task.rewards=[5]", "task.rewards.0: a section is needed, got 5: write task.rewards=[{SETTING: VALUE}]"),
+        ("objective=grpo", "got 'grpo': write objective.name=grpo, or objective: {name: grpo} in a file."),
+        ("model.lora=true", "got True: write model.lora={}, or lora: {} in a file."),
+        ("model.lora=false", "got False: write model.lora=null, or lora: null in a file."),
         ("task.instruction=Think.", "task.instruction is for gsm8k and math, and task.name=arithmetic asks by its own"),
         (
             "objective.beta={start: 1, begin: 2}",
@@ -367,6 +370,21 @@ def test_two_steps_of_groups_may_wait_where_nothing_else_bounds_their_age():
     assert load_config(None, ["replay.lag=keep"]).max_waiting_groups == 32
     assert load_config(None, ["replay.lag=keep", "replay.initial_responses=800"]).max_waiting_groups == 100
     assert load_config(None, ["replay.lag=pace"]).max_waiting_groups is None
+
+
+def test_sections_and_lists_of_a_file_with_nothing_below_them_are_at_their_defaults(tmp_path):
+    path = tmp_path / "commented.yaml"
+    path.write_text(
+        "train:\n  # max_steps: 5\ntask:\n  name: arithmetic\n  red_team:\nobserve:\n  sinks:\n  # - wandb\n"
+    )
+    assert load_config(path) == load_config()
+    assert load_config(path, ["train.settle=0"]) == load_config(None, ["train.settle=0"])
+
+
+def test_null_is_a_value_where_a_setting_may_be_none(tmp_path):
+    path = tmp_path / "null.yaml"
+    path.write_text("train: {max_grad_norm: }\n")
+    assert load_config(path).train.max_grad_norm is None  # no clipping; the default is 1
 
 
 def test_a_list_that_is_written_without_brackets_is_told_how_to_write_it():

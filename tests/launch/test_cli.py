@@ -133,6 +133,7 @@ def test_so_are_those_that_come_later(arguments, message, monkeypatch, capfd, tm
         (["doctor", "--verbose"], "tba doctor: there is no option --verbose. Options are --help."),
         (["--version"], "tba: there is no option --version. Options are --help."),
         (["trian"], "tba: there is no command trian: did you mean train? Commands are train, evaluate, compare"),
+        (["resume", "runs/a"], "tba: there is no command resume: did you mean tba train --resume? Commands are train,"),
         (["frobnicate"], "tba: there is no command frobnicate. Commands are train, evaluate, compare"),
         (["train", "--max-steps", "1", "--max-steps", "2"], "tba train: --max-steps is given twice: keep one of them."),
         (

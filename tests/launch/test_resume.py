@@ -246,6 +246,15 @@ def test_settings_that_decide_what_is_learned_may_not_change(copied):
         train(shorter, resume=True)
 
 
+def test_data_that_have_moved_are_wanted_back_at_their_place(copied, tmp_path):
+    """Given at their new place they would be other settings, which are refused."""
+    config = copied.model_copy(update={"task": copied.task.model_copy(update={"eval_data": f"{tmp_path}/moved.jsonl"})})
+    with pytest.raises(
+        ValueError, match=r"task\.eval_data: .*moved\.jsonl is not there any more.* or put a link there"
+    ):
+        train(config, resume=True)
+
+
 def test_a_run_of_an_earlier_version_is_refused_in_one_sentence(tmp_path):
     config = load_config(None, [f"output={tmp_path}", "name=old"])
     run = RunFolder(config.run_folder)

@@ -324,6 +324,8 @@ def test_a_failed_sample_is_not_solved(tokenizer, write):
     [
         ('{"prompt": "a"}\n{"prompt": \n', "data.jsonl line 2 is not valid JSON"),
         ('{"prompt": "a"}\n\n{"question": "b"}\n', "data.jsonl line 3 has no usable `prompt` column"),
+        ('{"question": "b", "answer": 3}\n', "It has question, answer: rename the column with the prompts."),
+        ('{"prompt": [{"from": "human", "value": "b"}]}', r'Got \[{"from": "human", "value": "b"}\]\.'),
         ('{"prompt": [{"role": "user"}]}', "data.jsonl line 1 has no usable `prompt` column"),
         ('["a"]', "data.jsonl line 1 has no usable `prompt` column"),
         ("\n", "data.jsonl is empty"),

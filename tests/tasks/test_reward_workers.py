@@ -166,6 +166,13 @@ def test_a_reward_that_never_answers_is_named_after_two_calls(rewards):
         score_all(workers, [group("hang") for _ in range(5)])
 
 
+def test_the_log_has_the_line_at_which_a_call_hung(rewards, tmp_path):
+    score_all(rewards("calls", timeout_seconds=1.0), [group("a"), group("hang")])
+    line = REWARDS.splitlines().index("        time.sleep(600)") + 1
+    log = (tmp_path / "logs" / "rewards.log").read_text()
+    assert f'File "{tmp_path}/rewards.py", line {line} in calls' in log
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("no_function", r"rewards.py has no function 'no_function'; it has calls"), ("missing", r"no function 'missing'")],

@@ -6,6 +6,7 @@ script asks for afterwards (the trained model, an evaluation, samples) is read f
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 import tempfile
@@ -368,6 +369,11 @@ def _refuse(others: Mapping[str, Any]) -> None:
     """Refuse arguments of GRPOTrainer that ask for something that there is not here."""
     for name, value in others.items():
         if name not in REFUSED_ARGUMENTS:
-            raise ConfigError(f"TBATrainer has no argument {name}: it takes {', '.join(ARGUMENTS)} and reward_weights.")
+            meant = difflib.get_close_matches(name, ARGUMENTS, n=1)
+            meant += [
+                known for known, words in ARGUMENTS.items() if words.startswith(name)
+            ]  # tokenizer: processing_class
+            hint = f"did you mean {meant[0]}?" if meant else f"it takes {', '.join(ARGUMENTS)} and reward_weights."
+            raise ConfigError(f"TBATrainer has no argument {name}: {hint}")
         if value and value != (None, None):
             raise ConfigError(f"{name} cannot be kept: {REFUSED_ARGUMENTS[name]}.")

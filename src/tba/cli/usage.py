@@ -81,9 +81,16 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and self.get_command(ctx, args[0]) is None:
             known = self.list_commands(ctx)
-            hint = nearest(args[0], {name: name for name in known})
+            hint = self._with_option(ctx, args[0]) or nearest(args[0], {name: name for name in known})
             raise typer.BadParameter(f"there is no command {args[0]}{hint} Commands are {', '.join(known)}.", ctx)
         return super().resolve_command(ctx, args)
+
+    def _with_option(self, ctx: Any, name: str) -> str:
+        """`: did you mean tba train --resume?`, or nothing where no command has an option of this name."""
+        for command in filter(None, (self.get_command(ctx, known) for known in self.list_commands(ctx))):
+            if any(f"--{name}" in option.opts for option in command.params):
+                return f": {MEANT} tba {command.name} --{name}?"
+        return ""
 
 
 def log_warnings() -> None:

@@ -97,10 +97,19 @@ class Cell:
     def metric(self, name: str) -> float:
         """A metric of the last evaluation of a finished run."""
         final = (read_summary(self.folder) or {"final": {}})["final"]
-        if name not in final:
-            has = f"it has {', '.join(final)}" if final else "the run had no prompts to evaluate on"
-            raise ConfigError(f"metric={name!r} is not in `final` of {self.folder.summary}: {has}.")
+        check_metric(name, final, where=f"`final` of {self.folder.summary}")
         return float(final[name])
+
+
+class UnknownMetric(ConfigError):
+    """A metric of the study that no evaluation has: every run would be made in vain."""
+
+
+def check_metric(name: str, measured: Mapping[str, float], *, where: str) -> None:
+    """Refuse a metric of a study that was not measured."""
+    if name not in measured:
+        has = f"it has {', '.join(measured)}" if measured else "the run had no prompts to evaluate on"
+        raise UnknownMetric(f"metric={name!r} is not in {where}: {has}.")
 
 
 def is_result(summary: Mapping[str, Any] | None) -> bool:

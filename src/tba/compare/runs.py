@@ -9,19 +9,21 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from tba.compare.plan import ENDED, Cell, Plan, is_result, make_plan
+from tba.compare.plan import ENDED, Cell, Plan, UnknownMetric, check_metric, is_result, make_plan
 from tba.compare.plot import save_plot
 from tba.compare.results import Results, as_json, as_markdown, gather
-from tba.compare.study import load_study
+from tba.compare.study import Study, load_study
 from tba.config import ConfigError
 from tba.launch import train
 from tba.observe.claim import Claim, FolderInUse, holder_of
 from tba.observe.contents import remove_contents
 from tba.observe.files import check_new_folder, write_atomic, write_json
+from tba.observe.metrics import Evaluation
+from tba.observe.recorder import RunListener
 
 OUTPUT = Path("runs/studies")
 """Folder of study folders, where none is given."""
@@ -129,6 +131,19 @@ def wait(cells: Sequence[Cell], since: float, wait_seconds: float) -> None:
     )
 
 
+class MetricCheck(RunListener):
+    """Ends a run at its first evaluation where that lacks a metric of the study, which hours of runs would lack too."""
+
+    def __init__(self, study: Study, label: str) -> None:
+        self._names, self._label = dict.fromkeys([study.metric, study.tuning_metric]), label
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        if metrics:
+            for name in self._names:
+                check_metric(name, Evaluation.of(metrics).values, where=f"the first evaluation of {self._label}")
+            self._names.clear()
+
+
 def do_run(plan: Plan, cell: Cell, num_left: int) -> None:
     """Do one claimed run, and write down how it ended."""
     if changes := cell.changes():
@@ -144,9 +159,11 @@ def do_run(plan: Plan, cell: Cell, num_left: int) -> None:
     record = {"settings": cell.settings, "defaults": cell.defaults, "error": None, "commit": commit_hash()}
     started = time.monotonic()
     try:
-        summary = train(cell.config)
+        summary = train(cell.config, listener=MetricCheck(plan.study, cell.label))
         if not is_result(summary):
             raise RuntimeError(f"its last evaluation is of step {summary['final_step']}, see the warning above.")
+    except UnknownMetric:
+        raise
     except FAILURES as error:
         record["error"] = f"{type(error).__name__}: {error}"
         say(f"{cell.label}: failed, {record['error']}")

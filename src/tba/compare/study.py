@@ -208,6 +208,9 @@ def _explain(problem: Mapping[str, Any]) -> str:
         sections: dict[str, type[Section]] = {"tune": Tune, "quick": Quick}
         known = sections.get(location[0], Study).model_fields
         return f"unknown key {'.'.join(location)}: allowed are {', '.join(known)}."
+    if problem["type"] == "missing":
+        needed = [name for name, field in Study.model_fields.items() if field.is_required()]
+        return f"{'.'.join(location)} is missing: a study needs {', '.join(needed)} (columns: {{all: {{}}}} is one column)."
     if problem["type"] == "value_error":
         return str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "tuple_type":

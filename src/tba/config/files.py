@@ -119,10 +119,11 @@ def _without_gone(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _resolved(layers: Iterable[Mapping[str, Any]], overrides: Iterable[str]) -> Config:
-    data = Config().model_dump(mode="json")
-    data["train"]["max_steps"] = None  # what it is depends on whether train.max_seconds is given
+    defaults = Config().model_dump(mode="json")
+    defaults["train"]["max_steps"] = None  # what it is depends on whether train.max_seconds is given
+    data = defaults
     for layer in layers:
-        data = merge(data, layer)
+        data = merge(data, _without_empty(layer, defaults))
     for override in overrides:
         key, value = _parse_override(override)
         if len(key) == 1 and isinstance(value, Mapping):
@@ -131,6 +132,18 @@ def _resolved(layers: Iterable[Mapping[str, Any]], overrides: Iterable[str]) -> 
         else:
             _set(data, key, value)
     return make_config(data)
+
+
+def _without_empty(layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer without its sections and lists that hold nothing: all that stood below `train:` may be commented out."""
+    found = {}
+    for key, value in layer.items():
+        default = defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            found[key] = _without_empty(value, default)
+        elif value is not None or not isinstance(default, (Mapping, list)):
+            found[key] = value
+    return found
 
 
 def refuse_two_values(overrides: Iterable[str], options: Mapping[str, tuple[str, Any]]) -> None:
@@ -263,14 +276,28 @@ def _explain(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "tuple_type":
         return f"{key}: a list is needed, got {problem['input']!r}: write {key}=[{problem['input']}]."
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        remedy = f"write {key}.SETTING=VALUE, a line for each setting."
-        if location[-1].isdecimal():  # of a list, whose members have no keys of their own
-            remedy = f"write {'.'.join(location[:-1])}=[{{SETTING: VALUE}}]."
-        return f"{key}: a section is needed, got {problem['input']!r}: {remedy}"
+        return f"{key}: a section is needed, got {problem['input']!r}: write {_as_section(location, problem['input'])}."
     if problem["type"] == "string_type" and isinstance(problem["input"], (int, float, date)):
         kind = type(problem["input"]).__name__
         return f"""{key}: text is needed, and YAML reads {problem["input"]} as a {kind}: put it in quotes, {key}="'...'"."""
     return f"{key}: {message}, got {problem['input']!r}."
+
+
+def _as_section(location: list[str], value: Any) -> str:
+    """How what was meant by a value is written as a section: `objective.name=grpo, or objective: {name: grpo} in a file`."""
+    key, section = ".".join(location), _section_at(location)
+    if location[-1].isdecimal():  # of a list, whose members have no keys of their own
+        return f"{'.'.join(location[:-1])}=[{{SETTING: VALUE}}]"
+    if isinstance(value, bool):  # only a section that may be missing, such as model.lora, is switched on and off
+        whole = "{}" if value else "null"
+        return f"{key}={whole}, or {location[-1]}: {whole} in a file"
+    setting, meant = "SETTING", "VALUE"
+    if isinstance(value, str) and section is not None:
+        # What a section is of stands first: objective.name, task.name, model.path, generate.engine, runtime.kind.
+        first, field = next(iter(section.model_fields.items()))
+        if isinstance(field.default, str):
+            setting, meant = first, value
+    return f"{key}.{setting}={meant}, or {location[-1]}: {{{setting}: {meant}}} in a file"
 
 
 def unknown_key(location: list[str]) -> str:

@@ -38,6 +38,7 @@ def check_before_loading(config: Config, *, resume: bool = False, keep_earlier: 
         RunFolder.check(config.run_folder, overwrite=config.overwrite, keep_earlier=keep_earlier)
     elif config.run_folder.is_dir():
         RunFolder.check_writable(config.run_folder)
+        _check_not_moved(config)
     check_inputs(config)
     for imported in config.replay.imports:
         if not Path(imported).is_file():
@@ -45,6 +46,16 @@ def check_before_loading(config: Config, *, resume: bool = False, keep_earlier: 
             raise ValueError(f"replay.imports: file {imported} {found}. Give a JSONL file.")
     if (config.overwrite or keep_earlier) and not resume and config.run_folder.is_dir():
         _refuse_replacing_inputs(config)
+
+
+def _check_not_moved(config: Config) -> None:
+    """Refuse to resume a run whose inputs are not where they were: their paths are settings, which may not change."""
+    inputs = {"model.path": config.model.path, "task.data": config.task.data, "task.eval_data": config.task.eval_data}
+    for key, path in inputs.items():
+        if path is not None and Path(path).is_absolute() and not Path(path).exists():
+            raise ValueError(
+                f"{key}: {path} is not there any more, and the run was started with it: move it back, or put a link there."
+            )
 
 
 def _refuse_replacing_inputs(config: Config) -> None:

@@ -112,7 +112,9 @@ def _load_and_train(
         prepare_roles()
     check_devices(config)
     if config.observe.progress:
-        show_line(f"loading {config.model.path} and the data")
+        adapter = is_adapter(Path(config.model.path))
+        merged = f" (an adapter, merged into {base_of(Path(config.model.path))})" if adapter else ""
+        show_line(f"loading {config.model.path}{merged} and the data")
     inputs = load_inputs(config)
     # Bad train rows show here, before anything is written.
     config = with_room(config, num_prompts=len(inputs.task.prompts("train")))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -47,6 +47,10 @@ logger = logging.getLogger("tba.models")
 
 ADAPTER = "default"
 """Name of the LoRA adapter, as PEFT calls it."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+"""Files of which a tokenizer has one; some families have others."""
+UNPACKED = ("mxfp4", "fp8", "compressed-tensors")
+"""Ways of quantizing that transformers undoes when it loads."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,10 +103,11 @@ def load_model(config: ModelConfig) -> LoadedModel:
         _check_fetched(Path(base))
         shape = AutoConfig.from_pretrained(base, **options)
     check_generates(config.path, shape)
-    _check_has_tokenizer(config.path, Path(path))
     _check_generation_config(config.path, Path(base))
+    with_tokenizer = path if adapter is None or _has_tokenizer(adapter) else base  # PEFT saves an adapter without one
+    _check_has_tokenizer(config.path, Path(with_tokenizer))
     with told(config.path, "cannot be loaded with its tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(with_tokenizer, **options)
     with told(config.path, "cannot be loaded with its weights"):
         if getattr(shape, "quantization_config", None) is None:
             _check_not_integers(Path(base))
@@ -155,10 +160,21 @@ def _check_finite(model: PreTrainedModel) -> None:
         raise ValueError(f"{len(broken)} of its {len(own)} tensors hold NaN or infinite numbers ({some_of(broken)})")
 
 
+def _opened(file: Path) -> Any:
+    """A file of weights, whose header says how long it must be: a download that broke off is known by its name."""
+    try:
+        return safe_open(file, "pt")
+    except SafetensorError as error:
+        size = file.stat().st_size
+        raise ValueError(
+            f"{file.name} ({size} bytes) is damaged or cut off ({error}): download or copy it again"
+        ) from None
+
+
 def _check_not_integers(folder: Path) -> None:
     """Refuse integers as weights, of which transformers would make floats as they stand: their scales are lost."""
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
+        with _opened(file) as tensors:
             weights = [name for name in tensors.keys() if name.endswith(".weight")]  # noqa: SIM118
             if whole := [name for name in weights if tensors.get_slice(name).get_dtype()[0] in "IU"]:
                 raise ValueError(
@@ -240,6 +256,13 @@ def check_generates(path: str, shape: Any) -> None:
                 f"model.path={path!r} is {kind} ({built}): what is trained here are decoder-only language models, such as "
                 "Llama, Qwen, Gemma or GPT-2. Give one of these."
             )
+    quantization = getattr(shape, "quantization_config", None)
+    method = quantization.get("quant_method", "bitsandbytes") if isinstance(quantization, Mapping) else None
+    if method is not None and method not in UNPACKED:
+        raise ValueError(
+            f"model.path={path!r} is quantized ({method}), and weights are trained in float32 or bfloat16: give the model "
+            "that it was made from. model.lora={} needs less memory."
+        )
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
         size = getattr(shape, name, None)
         if isinstance(size, int) and size < 1:
@@ -259,22 +282,17 @@ def _check_generation_config(path: str, folder: Path) -> None:
         ) from None
 
 
+def _has_tokenizer(folder: Path) -> bool:
+    names = (*TOKENIZER_FILES, "*.tiktoken", "tekken.json", "tokenization_*.py")
+    return any(next(folder.glob(name), None) for name in names)
+
+
 def _check_has_tokenizer(path: str, folder: Path) -> None:
     """Refuse a folder without a tokenizer: of some kinds transformers makes an empty one, for which all text is empty."""
-    names = (
-        "tokenizer.json",
-        "tokenizer.model",
-        "spiece.model",
-        "vocab.json",
-        "vocab.txt",
-        "*.tiktoken",
-        "tekken.json",
-    )
-    own_code = ("tokenization_*.py",)
-    if folder.is_dir() and not any(next(folder.glob(name), None) for name in (*names, *own_code)):
+    if folder.is_dir() and not _has_tokenizer(folder):
         raise ValueError(
-            f"model.path={path!r}: the folder has no tokenizer ({', '.join(names[:5])}). Copy these files of the model that "
-            "it was made from, or AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
+            f"model.path={path!r}: the folder has no tokenizer ({', '.join(TOKENIZER_FILES)}). Copy these files of the "
+            "model that it was made from, or AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
         )
 
 
@@ -427,9 +445,10 @@ def with_adapter(model: PreTrainedModel, path: Path) -> PreTrainedModel:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT would make up random ones
         try:
-            return _peft().PeftModel.from_pretrained(model, str(path)).merge_and_unload()
+            merged = _peft().PeftModel.from_pretrained(model, str(path)).merge_and_unload()
         except UserWarning as warning:
             raise ValueError(f"{path}: {first_line(warning)}") from None
+    return merged.requires_grad_(True)  # PEFT has frozen all but the adapter, which is no more
 
 
 def _peft() -> Any:

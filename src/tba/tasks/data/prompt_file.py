@@ -24,7 +24,7 @@ from tba.config import TaskConfig
 from tba.tasks.data.prompts import make_prompt
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, RowNames, jsonl_rows, parsed_row
 from tba.tasks.data.splits import not_held_out, question_key
-from tba.tasks.rewards.files import GIVEN_ARGUMENTS
+from tba.tasks.rewards.files import GIVEN_ARGUMENTS, shortened
 from tba.types import Prompt
 
 Reader = Callable[[DataRow, Path], Prompt]
@@ -192,10 +192,11 @@ def _prompt_text(row: DataRow) -> str | list[dict[str, str]]:
     if not isinstance(row.value, dict):
         raise BadRow("no object", wanted)
     if "prompt" not in row.value:
-        raise BadRow("missing column", wanted)
+        others = f" It has {', '.join(row.value)}: rename the column with the prompts." if row.value else ""
+        raise BadRow("missing column", wanted + others)
     prompt = row.value["prompt"]
     if not isinstance(prompt, str) and not is_chat(prompt):
-        raise BadRow("wrong type", wanted)
+        raise BadRow("wrong type", f"{wanted} Got {shortened(json.dumps(prompt, ensure_ascii=False), 120)}.")
     contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     if not any(content.strip() for content in contents):
         raise BadRow("empty prompt", f"{row.place} has no usable `prompt` column: it is empty.")

@@ -296,6 +296,8 @@ class WorkerRewards:
         self._give_up(seat, job, reason)
 
     def _hung(self, seat: _Seat, job: _Job, seconds: float) -> None:
+        assert seat.process is not None
+        seat.process.log_line()
         if self._first is None:
             self.close()
             raise RewardUnusable(
@@ -308,8 +310,8 @@ class WorkerRewards:
                 self.close()
                 raise RewardUnusable(
                     f"the reward {self._names()} has not answered once: every call hung until it was killed "
-                    f"(search.reward_timeout_seconds={self._timeout_seconds:g}). Call it by hand with the texts of one "
-                    "prompt; if it only is slow, raise search.reward_timeout_seconds."
+                    f"(search.reward_timeout_seconds={self._timeout_seconds:g}). {self._log} has the line at which it hung. "
+                    "Call it by hand with the texts of one prompt; if it only is slow, raise search.reward_timeout_seconds."
                 )
         words = f"the reward {self._names()} took longer than search.reward_timeout_seconds={self._timeout_seconds:g} s"
         self._give_up(seat, job, words)

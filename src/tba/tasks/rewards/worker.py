@@ -13,6 +13,7 @@ killed is back in a moment.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import re
@@ -48,6 +49,8 @@ LOG_BYTES = 1_000_000
 """Size of a log beyond which its beginning is dropped; half of it stays."""
 STOP_SECONDS = 5.0
 """Time for a guard to end what its worker has started, before it is killed itself."""
+LINE_SECONDS = 0.5
+"""Time for a worker that hangs to write at which line it is."""
 GIB = 2**30
 SECRET = re.compile(
     r"(^|_)(TOKEN|KEYS?|AUTH|PAT)(_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|^(AWS|AZURE)_", re.IGNORECASE
@@ -114,6 +117,10 @@ class RewardProcess:
             return f"killed by signal {status - 128}"
         return f"exit status {status}"
 
+    def log_line(self) -> None:
+        """Have the log say at which line the worker is."""
+        self._process.send_signal(signal.SIGUSR1)
+
     def kill(self) -> None:
         """End the worker and everything that it has started."""
         self._process.terminate()
@@ -174,7 +181,16 @@ def guard(worker: int, output: int, wake: int) -> int:
         if output in ready and not copy_output(output):
             watched.remove(output)
         if wake in ready:
-            if signal.SIGTERM in os.read(wake, 64):
+            asked = os.read(wake, 64)
+            if signal.SIGUSR1 in asked:
+                with suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGUSR1)
+                # What is asked for next may be the end of the worker, in the middle of what it writes now.
+                deadline = time.monotonic() + LINE_SECONDS
+                while (left := deadline - time.monotonic()) > 0 and select.select([output], [], [], left)[0]:
+                    if not copy_output(output):
+                        break
+            if signal.SIGTERM in asked:
                 break
             ended = reap()
             if worker in ended:
@@ -247,7 +263,7 @@ def main() -> int:
     wake, waken = os.pipe()
     os.set_blocking(waken, False)
     signal.set_wakeup_fd(waken)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     worker = os.fork()
@@ -262,6 +278,7 @@ def main() -> int:
             os.dup2(writing, stream)
         for unused in (reading, writing, wake, waken):
             os.close(unused)
+        faulthandler.register(signal.SIGUSR1, file=2)
         return run_worker(descriptor)
     os.close(descriptor)
     os.close(writing)
