@@ -440,7 +440,7 @@ COMMANDS = {
         "cannot be read as the config of an adapter",
     ),
     "a prepared folder that is a file": (
-        ["prepare", "red_team", "--output", "file.txt"],
+        ["prepare", "reward_model", "--model", "m", "--pairs", "p.jsonl", "--output", "file.txt"],
         {},
         "file.txt is a file, not a",
     ),

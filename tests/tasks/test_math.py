@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recipes.arithmetic import make_tokenizer
 from tba.config import ConfigError, TaskConfig, load_config
-from tba.tasks.arithmetic.prepare import make_tokenizer
 from tba.tasks.data.splits import read_problems, read_splits
 from tba.tasks.math.answers import last_boxed, normal_form, plain_number
+from tba.tasks.math.dataset import MathTask
 from tba.tasks.math.grading import same_answer
 from tba.tasks.math.symbolic import SymbolicEquality, symbolic_equality
-from tba.tasks.math.task import MathTask
 from tba.tasks.registry import make_task
 from tba.types import Completion
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from builders import tiny_tokenizer
 
+from recipes.arithmetic import make_tokenizer
 from tba.config import TaskConfig
-from tba.tasks.arithmetic.prepare import make_tokenizer
 from tba.tasks.data.splits import question_key, read_splits
 from tba.tasks.gsm8k import GSM8KTask
 from tba.tasks.registry import TASKS, make_task
-from tba.tasks.tldr import task as tldr
+from tba.tasks.tldr import summarising as tldr
 
 DATA = Path(os.environ.get("TBA_DATA", Path(__file__).parents[3] / "shared" / "data"))
 

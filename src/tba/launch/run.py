@@ -23,8 +23,8 @@ from tba.runtime.board import Row
 from tba.runtime.leases import VisitLedger
 from tba.search.loop import group_texts
 from tba.tasks.base import Split, Task
-from tba.tasks.checked import check_prompts
 from tba.tasks.registry import make_task_for
+from tba.tasks.user_task import check_prompts
 from tba.types import ResponseCounts
 
 

@@ -39,7 +39,8 @@ from tba.runtime.processes import prepare_roles
 from tba.runtime.supervisor import Host
 from tba.runtime.threads import threads_alone, threads_of
 from tba.search.make import make_search_engine
-from tba.tasks.evaluation import AnswerEvaluator, KeepResponses, make_evaluator
+from tba.tasks.base import KeepResponses
+from tba.tasks.evaluation import AnswerEvaluator, make_evaluator
 from tba.tasks.rewards.pool import make_rewards
 from tba.tasks.rewards.sources import copy_sources
 from tba.train.health import Collapsed

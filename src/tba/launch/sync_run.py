@@ -30,7 +30,8 @@ from tba.search.make import (
     make_start_scorer,
     make_step_values,
 )
-from tba.tasks.evaluation import CountedEngine, Evaluator, make_evaluator
+from tba.tasks.base import Evaluator
+from tba.tasks.evaluation import CountedEngine, make_evaluator
 from tba.tasks.rewards.pool import make_rewards
 from tba.train.loop import Trainer
 from tba.train.make import make_learner, make_trainer

@@ -7,7 +7,7 @@ part of a name.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -202,7 +202,7 @@ def standard_error(values: Sequence[float]) -> float | None:
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def mean_metrics(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def mean_metrics(values: Mapping[str, Iterable[float]]) -> dict[str, float]:
     """Each metric's mean with its standard error beside it, of one value for each prompt (or response, where they all answer
     one prompt): mean_metrics({"accuracy": [1, 0]}) == {"accuracy": 0.5, "accuracy_standard_error": 0.5}"""
     found: dict[str, float] = {}

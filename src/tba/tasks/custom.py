@@ -14,11 +14,12 @@ from functools import cached_property
 from pathlib import Path
 
 from tba.config import RewardConfig, TaskConfig
-from tba.tasks.base import Outcome, RewardFailed, Split, TaskInputs
+from tba.tasks.base import EvaluationInputs, Evaluator, Split, TaskInputs
 from tba.tasks.data.prompt_file import PromptReader, Reader, Side, read_prompts, read_text
 from tba.tasks.data.rows import RowNames
 from tba.tasks.data.splits import nothing_left
-from tba.tasks.evaluation import AnswerEvaluator, EvaluationInputs, Evaluator
+from tba.tasks.evaluation import AnswerEvaluator
+from tba.tasks.outcomes import Outcome, RewardFailed
 from tba.tasks.rewards.files import check_reward_function
 from tba.tasks.rewards.functions import RewardSet, reward_weights
 from tba.types import Completion, Prompt, combined_reward

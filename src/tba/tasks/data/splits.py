@@ -48,6 +48,8 @@ class Source:
     """Subset of the dataset on the hub."""
     read: Callable[[DataRow], QuestionAnswer]
     """Makes a question of a row; raises BadRow for a row that is none."""
+    held_out: tuple[str, ...] = ("test",)
+    """Names of the split to report on; of a folder the first that it has, of a hub dataset the first."""
 
 
 def read_splits(config: TaskConfig, source: Source, *, trains: bool = True) -> dict[Split, list[QuestionAnswer]]:
@@ -57,8 +59,8 @@ def read_splits(config: TaskConfig, source: Source, *, trains: bool = True) -> d
     has_held_out = config.eval_data is not None or not Path(held_out).expanduser().is_file()
     return make_splits(
         config,
-        read_problems(config, config.data, "train", source),
-        read_problems(config, held_out, "test", source) if has_held_out else None,
+        read_problems(config, config.data, ("train",), source),
+        read_problems(config, held_out, source.held_out, source) if has_held_out else None,
         trains=trains,
     )
 
@@ -89,10 +91,10 @@ def make_splits(
     return splits if held_out is None else {**splits, "held_out": list(held_out)}
 
 
-def read_problems(config: TaskConfig, data: str, split: str, source: Source) -> list[QuestionAnswer]:
-    """The good rows of a file, or of one split ("train", "test") of a folder or a hub dataset."""
+def read_problems(config: TaskConfig, data: str, names: Sequence[str], source: Source) -> list[QuestionAnswer]:
+    """The good rows of a file, or of the split with the first of these names in a folder or a hub dataset."""
     bad, file = BadRows(config.on_bad_row), Path(data).expanduser()
-    rows = jsonl_rows(file, bad) if file.is_file() else split_rows(data, split, bad, hub_subset=source.hub_subset)
+    rows = jsonl_rows(file, bad) if file.is_file() else split_rows(data, names, bad, hub_subset=source.hub_subset)
     ids = set[str]()
 
     def read(row: DataRow) -> QuestionAnswer:

@@ -23,7 +23,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tba.tasks.base import Outcome, RewardBroken, RewardFailed
+from tba.tasks.outcomes import Outcome, RewardBroken, RewardFailed
 from tba.tasks.rewards.files import VERL_ARGUMENTS, describe, line_in, load_reward_function, shortened
 
 if TYPE_CHECKING:

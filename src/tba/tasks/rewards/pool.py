@@ -13,18 +13,17 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import Config, RewardConfig
 from tba.runtime.channels import POLL_SECONDS
 from tba.runtime.links import Failed
-from tba.tasks.base import Outcome, RewardBroken, RewardFailed, Task
-from tba.tasks.checked import TaskFailed, checked_outcomes, user_code
+from tba.tasks.base import FinishedGroup, Rewards, Task
+from tba.tasks.outcomes import Outcome, RewardBroken, RewardFailed
 from tba.tasks.rewards.worker import Ready, RewardProcess, Scored
-from tba.types import Completion, Prompt
+from tba.tasks.user_task import TaskFailed, checked_outcomes, user_code
+from tba.types import Completion
 
 START_SECONDS = 120.0
 """Deadline for a worker to import the reward's file; the call's own time-out counts from then."""
@@ -38,39 +37,6 @@ ASYNC_WORKERS = 8
 
 class RewardUnusable(RuntimeError):
     """The reward cannot be loaded, or has hung in every call: trying again would only lose more time."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FinishedGroup:
-    """A visit whose responses are complete: FinishedGroup(prompt=..., completions=[...], texts=[...])"""
-
-    prompt: Prompt
-    completions: Sequence[Completion]
-    texts: Sequence[str]
-    visit: int = -1
-    """Number of the visit among all visits of the run; -1 = it is not one of them."""
-    step_values: Sequence[np.ndarray] | None = None
-    """Monte-Carlo values of each response's steps, see Trajectory; None = not estimated."""
-
-    def values_of_samples(self) -> Sequence[np.ndarray | None]:
-        return [None] * len(self.completions) if self.step_values is None else self.step_values
-
-
-class Rewards(Protocol):
-    """Takes groups to score, hands them back with one outcome per sample, in any order."""
-
-    @property
-    def outstanding(self) -> int:
-        """Number of groups submitted and not handed back yet."""
-        ...
-
-    def submit(self, group: FinishedGroup) -> None: ...
-
-    def ready(self, wait_seconds: float = 0.0) -> list[tuple[FinishedGroup, list[Outcome]]]:
-        """Groups that are scored; waits for an answer of a worker, but not longer than the time."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def make_rewards(task: Task, config: Config, *, log: Path) -> Rewards:

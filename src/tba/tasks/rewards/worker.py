@@ -35,7 +35,7 @@ import cloudpickle
 
 from tba.runtime.links import Failed, Link
 from tba.runtime.processes import popen, role_environment
-from tba.tasks.base import Outcome
+from tba.tasks.outcomes import Outcome
 from tba.tasks.rewards.files import PASS_ON, WITHHELD, describe
 from tba.tasks.rewards.functions import PlainReward, RewardSet
 
