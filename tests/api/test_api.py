@@ -22,8 +22,7 @@ from transformers import (
 
 from tba import TBAConfig, TBATrainer
 from tba.config import dump_config, load_config
-from tba.observe.contents import foreign
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder, foreign
 from tba.tasks.rewards.functions import RewardSet
 
 pytestmark = pytest.mark.slow

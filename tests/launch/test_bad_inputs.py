@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 from transformers import AutoTokenizer, BertConfig, T5Config
 
 from tba.cli import main
-from tba.observe.claim import Claim
+from tba.observe.run_folder import Claim
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from tba.generate.engine import stop_ids_of
 from tba.launch.supervise import ENDING_SIGNALS
 from tba.models.load import LoadedModel, load_model
 from tba.observe.display import RoleStatus
-from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder, RunListener
+from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Row
 from tba.runtime.leases import VisitLedger
 from tba.search.loop import group_texts

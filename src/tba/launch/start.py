@@ -29,8 +29,9 @@ from tba.launch.sync_run import SyncRun
 from tba.models.cpu import use_cpu
 from tba.models.load import base_of, is_adapter, load_model
 from tba.observe.display import show_line, show_summary, steps_words
-from tba.observe.files import RunFolder, WriteFailures, check_new_folder, tell_failure, write_atomic
+from tba.observe.files import WriteFailures, check_new_folder, tell_failure, write_atomic
 from tba.observe.recorder import RunListener
+from tba.observe.run_folder import RunFolder
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import stacks_to
 from tba.runtime.links import ShowStacks
