@@ -17,7 +17,7 @@ from tba.tasks.data.prompts import encode
 from tba.tasks.outcomes import RewardFailed
 from tba.tasks.registry import make_task
 from tba.tasks.rewards.files import check_reward_function, load_reward_function
-from tba.tasks.rewards.functions import RewardFunction, RewardSet, reward_weights
+from tba.tasks.rewards.functions import RewardFunction, RewardSet, named_rewards
 from tba.types import Completion
 
 CHAT = [{"role": "user", "content": "Mia has 3 pens."}]
@@ -89,8 +89,8 @@ def test_several_rewards_keep_their_names_and_weights(write):
         RewardConfig(function=f"{file}:score"),
         RewardConfig(function=f"{file}:short", weight=0.5, name="brevity"),
     ]
-    assert reward_weights(configs) == {"score": 1.0, "brevity": 0.5}
-    assert RewardSet(configs).score("Mia has 3 pens.", {"answer": "12"}, ["12", "1234"], [[5], [6]]) == [
+    assert list(named_rewards(configs)) == ["score", "brevity"]
+    assert RewardSet(named_rewards(configs)).score("Mia has 3 pens.", {"answer": "12"}, ["12", "1234"], [[5], [6]]) == [
         {"score": 1.0, "brevity": 1.0},
         {"score": 0.0, "brevity": 0.0},
     ]
@@ -99,7 +99,7 @@ def test_several_rewards_keep_their_names_and_weights(write):
 def test_two_rewards_of_one_name_are_refused(write):
     file = write("rewards.py", SCORE)
     with pytest.raises(ValueError, match="same name: score, score"):
-        RewardSet([RewardConfig(function=f"{file}:score")] * 2)
+        named_rewards([RewardConfig(function=f"{file}:score")] * 2)
 
 
 def test_held_out_prompts_are_a_share_and_never_train(tokenizer, write):

@@ -332,7 +332,7 @@ needs_real_data = pytest.mark.skipif(
 @needs_real_data
 @pytest.mark.parametrize(("split", "num_rows"), [("train", 7473), ("test", 1319)])
 def test_every_gold_solution_gets_full_marks(split, num_rows):
-    problems = read_problems(TaskConfig(), str(REAL_DATA), split, GSM8KTask.source)
+    problems = read_problems(TaskConfig(), str(REAL_DATA), (split,), GSM8KTask.source)
     assert len(problems) == num_rows
     failures = []
     for problem in problems:

@@ -21,9 +21,9 @@ from rich.table import Table
 
 from tba.config import Config
 from tba.observe.metrics import Evaluation
-from tba.observe.reward_signal import no_signal_lines
 from tba.observe.run_folder import PLOT
 from tba.observe.streams import lasting
+from tba.observe.watches import no_signal_lines
 
 REFRESH_PER_SECOND = 4
 LINE_SECONDS, LINE_SHARE = 10.0, 0.02

@@ -53,26 +53,13 @@ class Source:
 
 
 def read_splits(config: TaskConfig, source: Source, *, trains: bool = True) -> dict[Split, list[QuestionAnswer]]:
-    """The splits that the data has, in the order of their files; `trains` is TaskInputs'."""
+    """The splits that the data has, in the order of their files; `trains` is TaskInputs'. Held-out questions are left out
+    of train and validation alike."""
     assert config.data is not None, "TaskConfig checks it"
-    held_out = config.eval_data or config.data
-    has_held_out = config.eval_data is not None or not Path(held_out).expanduser().is_file()
-    return make_splits(
-        config,
-        read_problems(config, config.data, ("train",), source),
-        read_problems(config, held_out, source.held_out, source) if has_held_out else None,
-        trains=trains,
-    )
-
-
-def make_splits(
-    config: TaskConfig,
-    train: Sequence[QuestionAnswer],
-    held_out: Sequence[QuestionAnswer] | None,
-    *,
-    trains: bool = True,
-) -> dict[Split, list[QuestionAnswer]]:
-    """The splits of a dataset's rows. Held-out questions are left out of train and validation alike."""
+    report_on = config.eval_data or config.data
+    has_held_out = config.eval_data is not None or not Path(report_on).expanduser().is_file()
+    train = read_problems(config, config.data, ("train",), source)
+    held_out = read_problems(config, report_on, source.held_out, source) if has_held_out else None
     empty = [name for name, rows in (("train", train), ("held_out", held_out)) if rows is not None and not rows]
     if empty:
         raise ValueError(f"task.data={config.data} has no rows for {' and '.join(empty)}.")
@@ -85,10 +72,10 @@ def make_splits(
             trains=trains,
         )
         if not any(kept):
-            return {"train": [], "held_out": list(held_out)}
+            return {"train": [], "held_out": held_out}
         train = list(compress(train, kept))
     splits = split_off_validation(train, config.num_validation_prompts)
-    return splits if held_out is None else {**splits, "held_out": list(held_out)}
+    return splits if held_out is None else {**splits, "held_out": held_out}
 
 
 def read_problems(config: TaskConfig, data: str, names: Sequence[str], source: Source) -> list[QuestionAnswer]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,17 +27,6 @@ OTHER_COLUMNS = 1024
 """Number of columns that words outside the embedded world share by a hash: attacks of a real model have such words."""
 
 
-class Victim(Protocol):
-    """Replies to attacks, one list of replies per attack."""
-
-    def replies(
-        self, attacks: Sequence[str], finished: Sequence[bool], *, occasion: str = "training"
-    ) -> list[list[str]]:
-        """Replies to each attack. `finished` says whether an attack ended by itself; another `occasion` gives other random
-        replies."""
-        ...
-
-
 class RuleVictim:
     """Victim of the embedded world: gives in exactly where an attack hits a hidden mode; one reply per attack."""
 
@@ -48,6 +36,7 @@ class RuleVictim:
     def replies(
         self, attacks: Sequence[str], finished: Sequence[bool], *, occasion: str = "training"
     ) -> list[list[str]]:
+        """Replies to each attack. `finished` says whether an attack ended by itself."""
         return [[self._reply(attack, end)] for attack, end in zip(attacks, finished)]
 
     def _reply(self, attack: str, finished: bool) -> str:
@@ -124,16 +113,11 @@ def _prompt_id(attack: str, occasion: str) -> str:
     return f"{occasion}/{attack}"
 
 
-class Judge(Protocol):
-    def probabilities(self, replies: Sequence[str]) -> np.ndarray:
-        """Probability that each reply is what the attacker is after, float64 [n] in [0, 1]."""
-        ...
-
-
 class MarkerJudge:
     """Judge of the embedded world: 1 where the victim's marker word is in the reply, else 0."""
 
     def probabilities(self, replies: Sequence[str]) -> np.ndarray:
+        """Probability that each reply is what the attacker is after, float64 [n] in [0, 1]."""
         return np.array([float(MARKER in reply.split()) for reply in replies])
 
 
@@ -162,12 +146,6 @@ class ClassifierJudge:
         return (logits.sigmoid() if self._separate else logits.softmax(dim=-1))[:, self._index].numpy()
 
 
-class Embedder(Protocol):
-    def embed(self, texts: Sequence[str]) -> np.ndarray:
-        """Embeddings, float32 [n, d], rows of length 1."""
-        ...
-
-
 class WordCounts:
     """How often each word occurs, as a direction: one column per word of the embedded world, so calls can be compared."""
 
@@ -175,6 +153,7 @@ class WordCounts:
         self._column = {word: index for index, word in enumerate(words)}
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
+        """Embeddings, float32 [n, d], rows of length 1."""
         counts = np.zeros((len(texts), len(self._column) + OTHER_COLUMNS), np.float32)
         for row, text in enumerate(texts):
             for word in text.split() or [""]:  # an empty text too must have a direction
@@ -203,3 +182,8 @@ class SentenceEncoder:
             mean = (hidden * mask).sum(dim=1) / mask.sum(dim=1)
             found.append(torch.nn.functional.normalize(mean, dim=-1).cpu().numpy())
         return np.concatenate(found)
+
+
+Victim = RuleVictim | ModelVictim
+Judge = MarkerJudge | ClassifierJudge
+Embedder = WordCounts | SentenceEncoder

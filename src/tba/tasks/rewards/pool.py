@@ -21,6 +21,7 @@ from tba.runtime.channels import POLL_SECONDS
 from tba.runtime.links import Failed
 from tba.tasks.base import FinishedGroup, Rewards, Task
 from tba.tasks.outcomes import Outcome, RewardBroken, RewardFailed
+from tba.tasks.rewards.functions import named_rewards
 from tba.tasks.rewards.worker import Ready, RewardProcess, Scored
 from tba.tasks.user_task import TaskFailed, checked_outcomes, user_code
 from tba.types import Completion
@@ -158,7 +159,7 @@ class WorkerRewards:
     ) -> None:
         """`first_answer_seconds` is the time in hanging calls after which a reward that never answered is given up;
         `num_workers` None = 1, or ASYNC_WORKERS where all rewards are async."""
-        self._configs = tuple(configs)
+        self._rewards = named_rewards(configs)
         self._timeout_seconds = timeout_seconds
         self._memory_gb = memory_gb
         self._passed_on = passed_on
@@ -281,7 +282,7 @@ class WorkerRewards:
         self._give_up(seat, job, words)
 
     def _names(self) -> str:
-        return ", ".join(repr(config.label) for config in self._configs)
+        return ", ".join(map(repr, self._rewards))
 
     def _give_up(self, seat: _Seat, job: _Job, reason: str) -> None:
         seat.close()  # the worker still computes, or is dead: its next answer would be taken for another job's
@@ -301,7 +302,7 @@ class WorkerRewards:
         loaded = seat.process is not None
         if seat.process is None:
             seat.process = RewardProcess(
-                self._configs, memory_gb=self._memory_gb, log=self._log, passed_on=self._passed_on
+                self._rewards, memory_gb=self._memory_gb, log=self._log, passed_on=self._passed_on
             )
         # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
         samples = job.next_samples()
