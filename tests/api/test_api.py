@@ -254,7 +254,7 @@ def test_rewards_keep_their_names_and_functions_in_the_config_and_can_be_pickled
     assert trainer.config.task.rewards[0].function == named
     # A worker process gets the pickled config, and knows neither this file nor the rewards' file.
     code = (
-        "import sys, pickle; from tba.tasks.rewards.functions import RewardSet, named_rewards\n"
+        "import sys, pickle; from tba.tasks.rewards.functions import RewardSet\n"
         "print(RewardSet(pickle.load(sys.stdin.buffer)).score('w5', {'want': 'w7'}, ['w7 w1'], [[7, 1]]))"
     )
     payload = cloudpickle.dumps(named_rewards(trainer.config.task.rewards))

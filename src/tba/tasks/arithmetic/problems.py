@@ -20,10 +20,10 @@ import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple
 
 from tba.tasks.base import EvaluationInputs, Evaluator, Split, TaskInputs
-from tba.tasks.data.prompts import make_prompt
+from tba.tasks.data.prompts import LazyPrompts, make_prompt
 from tba.tasks.evaluation import AnswerEvaluator
 from tba.tasks.gsm8k import final_number, same_number
 from tba.tasks.outcomes import Outcome
@@ -130,7 +130,7 @@ class ArithmeticTask:
         )
 
 
-class ProblemPrompts(Sequence[Prompt]):
+class ProblemPrompts(LazyPrompts):
     """Prompts that are made one by one when they are asked for: drawing and encoding all of them takes seconds, and the
     trainer, which only counts them, or a searcher that visits a few, need not wait for that."""
 
@@ -149,14 +149,7 @@ class ProblemPrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._count))]
-        place = range(self._count)[index]
+    def at(self, place: int) -> Prompt:
         if place not in self._made:
             self._made[place] = self._make(place, self._problems[place])
         return self._made[place]

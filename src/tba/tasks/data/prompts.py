@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +12,24 @@ from transformers import PreTrainedTokenizerBase
 from tba.config import TaskConfig
 from tba.tasks.data.rows import BadRow
 from tba.types import Prompt
+
+
+class LazyPrompts(Sequence[Prompt], ABC):
+    """Prompts that are made when they are asked for."""
+
+    @abstractmethod
+    def at(self, place: int) -> Prompt:
+        """The prompt at a place from 0 on."""
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        places = range(len(self))[index]
+        return self.at(places) if isinstance(places, int) else [self.at(place) for place in places]
 
 
 def make_prompt(

@@ -8,9 +8,9 @@ on, are train rows that a hash of the question picks: the same in every run.
 
 from __future__ import annotations
 
-import hashlib
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -117,7 +117,17 @@ def split_off_validation(problems: Sequence[QuestionAnswer], num_validation: int
 
 
 def _hash(question: str) -> bytes:
-    return hashlib.blake2b(question.encode(), digest_size=8).digest()
+    return blake2b(question.encode(), digest_size=8).digest()
+
+
+def hash_64(text: str) -> int:
+    """Hash of a text, 64 bits, the same on every machine."""
+    return int.from_bytes(_hash(text), "little")
+
+
+def share_of(prompt: str | Sequence[Mapping[str, str]]) -> float:
+    """A number in [0, 1) from a prompt: equal prompts fall on the same side."""
+    return hash_64(json.dumps(prompt, sort_keys=True)) / 2**64
 
 
 def not_held_out(
@@ -147,4 +157,4 @@ def question_key(question: str | Sequence[dict[str, str]]) -> int:
     """Hash of a question, 64 bits, the same for equal questions: " Two\\nTWOS" equals "two twos". A chat counts whole."""
     messages = [question] if isinstance(question, str) else [f"{m['role']}: {m['content']}" for m in question]
     text = "\n".join(" ".join(message.split()).casefold() for message in messages)
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+    return hash_64(text)

@@ -12,7 +12,6 @@ scores are standardised and pair accuracy is measured: the figures are those of 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import random
@@ -30,6 +29,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTo
 from tba.models.load import context_length, first_line, load_weights, resolve_device
 from tba.observe.files import check_new_folder
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, jsonl_rows, prompt_column, require_object, text_column
+from tba.tasks.data.splits import share_of
 from tba.tasks.tldr.reward_model import REWARD_FILE, Pooling, RewardModel, Sequenced, make_sequence, pad_right
 
 SequencedPair = tuple[Sequenced, Sequenced]
@@ -187,19 +187,14 @@ def _split_pairs(path: Path, held_out: Path | None, settings: RewardTraining) ->
     pairs = read_pairs(path, on_bad_row=settings.on_bad_row)
     if held_out is not None:
         return pairs, read_pairs(held_out, on_bad_row=settings.on_bad_row)
-    kept = [pair for pair in pairs if _place(pair.prompt) >= settings.held_out_fraction]
-    measured = [pair for pair in pairs if _place(pair.prompt) < settings.held_out_fraction]
+    kept = [pair for pair in pairs if share_of(pair.prompt) >= settings.held_out_fraction]
+    measured = [pair for pair in pairs if share_of(pair.prompt) < settings.held_out_fraction]
     if not kept or len(measured) < 2:
         raise ValueError(
             f"held_out_fraction={settings.held_out_fraction} leaves {len(kept)} of {len(pairs)} pairs to train on and "
             f"{len(measured)} to measure on: give more pairs, or a file of pairs to measure on (--held-out)."
         )
     return kept, measured
-
-
-def _place(prompt: str) -> float:
-    """A number from 0 to 1 by a hash of the prompt."""
-    return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "big") / 2**64
 
 
 def _sequenced(
