@@ -15,6 +15,7 @@ from tba.config import Config, RewardConfig, TaskConfig
 from tba.generate.engine import Engine, Scorer
 from tba.generate.sampling import training_sampling
 from tba.tasks.outcomes import Outcome
+from tba.tasks.outcomes import RewardFailed as RewardFailed  # what a user's task imports from here
 from tba.types import Completion, Prompt, Sampling
 
 Split = Literal["train", "validation", "held_out"]
