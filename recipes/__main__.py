@@ -8,14 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from recipes.arithmetic import prepare_arithmetic
 from recipes.red_team import prepare_red_team
 from recipes.tldr import prepare_tldr
 from tba.observe.files import check_new_folder
 
-RECIPES = {"arithmetic": prepare_arithmetic, "tldr": prepare_tldr, "red_team": prepare_red_team}
+RECIPES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "arithmetic": prepare_arithmetic,
+    "tldr": prepare_tldr,
+    "red_team": prepare_red_team,
+}
 
 
 def main() -> None:

@@ -100,7 +100,7 @@ class Task(Protocol):
         ...
 
     def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
-        """Evaluator that says how good a policy is at this task; AnswerEvaluator.of_task where accuracy says it."""
+        """Evaluator that says how good a policy is at this task; AnswerEvaluator where accuracy says it."""
         ...
 
 

@@ -80,7 +80,7 @@ class CustomTask:
 
     def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
         """An evaluator with means of the rewards, which say how good a policy is where no reward of 1 means solved."""
-        return AnswerEvaluator.of_task(self, inputs, mean_rewards=True)
+        return AnswerEvaluator(self, inputs, mean_rewards=True)
 
 
 def _split_words(num_train: int, num_held_out: int, words: str, is_same: bool) -> str:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import comb, exp
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -59,40 +60,54 @@ def make_evaluator(
     inputs = EvaluationInputs(config=config, tokenizer=loaded.tokenizer, rewards=rewards, start=start, keep=keep)
     with user_code(type(task), ".make_evaluator"):
         made = task.make_evaluator(inputs)
-    own = ":" in config.task.name and not isinstance(made, AnswerEvaluator)
+    own = ":" in config.task.name and type(made) is not AnswerEvaluator
     return CheckedEvaluator(made, what=f"task.name={config.task.name}") if own else made
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerEvaluator:
-    """`accuracy`, and with samples `pass@k` and `avg@k`, with standard errors over prompts. `rewards` is its own, not shared
-    with a running search. Where responses have no reward, `num_responses_without_reward` says how many.
+class TaskEvaluator:
+    """What evaluators have in common: the prompts that a task is evaluated on, and the responses to them."""
 
-    Where rewards may be anything (`mean_rewards`), `reward` comes first and `solved` is the share that reaches 1; it is
-    called `accuracy` too where every reward of the evaluation was 0 or 1.
+    def __init__(self, task: Any, inputs: EvaluationInputs) -> None:
+        self.task, self.inputs = task, inputs
+        self.prompts, self.sampling = inputs.prompts(task), inputs.sampling
+
+    def respond(
+        self,
+        engine: Engine,
+        samples_per_prompt: int,
+        sampling: Sampling,
+        between_steps: BetweenSteps | None,
+        finished: Callable[[FinishedGroup], None] = lambda group: None,
+    ) -> list[FinishedGroup]:
+        """The responses to every prompt; see `respond`."""
+        asked = (engine, self.inputs.tokenizer, self.prompts, samples_per_prompt, sampling)
+        return respond(*asked, between_steps=between_steps, finished=finished)
+
+
+class AnswerEvaluator(TaskEvaluator):
+    """`accuracy`, and with samples `pass@k` and `avg@k`, with standard errors over prompts. Where responses have no reward,
+    `num_responses_without_reward` says how many.
+
+    Where rewards may be anything (`mean_rewards`), `reward` of the greedy responses comes first, `reward@k` is of the
+    sampled ones, and `solved` is the share that reaches 1; it is called `accuracy` too where every reward of the evaluation
+    was 0 or 1.
     """
 
-    task: Task
-    rewards: Rewards
-    tokenizer: PreTrainedTokenizerBase
-    prompts: Sequence[Prompt]
-    sampling: Sampling
-    samples_per_prompt: int
-    """Number k of samples for pass@k and avg@k; 0 = greedy accuracy only."""
-    mean_rewards: bool = False
-    """True adds `reward` of the greedy responses and `reward@k` of the sampled ones, for rewards that are not 0 or 1."""
-    keep: KeepResponses | None = None
+    def __init__(self, task: Task, inputs: EvaluationInputs, *, mean_rewards: bool = False) -> None:
+        super().__init__(task, inputs)
+        self._measures_means = mean_rewards
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
-        samples = self.samples_per_prompt
-        first = self._respond(engine, greedy(self.sampling), 1, between_steps)
-        others = self._respond(engine, self.sampling, samples, between_steps) if samples else []
-        found = outcomes_of(self.rewards, [*first, *others], between_polls=between_steps)
+        rewards, samples, keep = self.inputs.rewards, self.inputs.config.evaluate.samples_per_prompt, self.inputs.keep
+        # Submitted as soon as they are there: a slow reward is called while others are written.
+        first = self.respond(engine, 1, greedy(self.sampling), between_steps, rewards.submit)
+        others = self.respond(engine, samples, self.sampling, between_steps, rewards.submit) if samples else []
+        found = outcomes_of(rewards, [*first, *others], between_polls=between_steps)
         outcomes, sampled = found[: len(first)], found[len(first) :]
-        if self.keep is not None:
-            self.keep("greedy", first, outcomes, self._solved(outcomes))
+        if keep is not None:
+            keep("greedy", first, outcomes, self._solved(outcomes))
             if samples:
-                self.keep("sampled", others, sampled, self._solved(sampled))
+                keep("sampled", others, sampled, self._solved(sampled))
         metrics = dict(self._mean_rewards(outcomes, "reward"))  # first, hence the headline
         solved = [own[0] for own in self._solved(outcomes)]
         metrics |= mean_metrics(dict.fromkeys(self._shares([*outcomes, *sampled]), solved))
@@ -101,24 +116,13 @@ class AnswerEvaluator:
             metrics |= self._mean_rewards(sampled, f"reward@{samples}")
         return {**metrics, "num_prompts": float(len(self.prompts)), **_without_reward(found)}
 
-    def _respond(
-        self, engine: Engine, sampling: Sampling, samples: int, between_steps: BetweenSteps | None
-    ) -> list[FinishedGroup]:
-        """The responses to every prompt, each submitted to its reward as soon as it is there: a slow reward is called while
-        others are written."""
-        return respond(
-            *(engine, self.tokenizer, self.prompts, samples, sampling),
-            between_steps=between_steps,
-            finished=self.rewards.submit,
-        )
-
     def _solved(self, outcomes: Sequence[Sequence[Outcome]]) -> list[list[bool]]:
         with user_code(type(self.task), ".solved"):
             return [[bool(self.task.solved(outcome)) for outcome in own] for own in outcomes]
 
     def _shares(self, outcomes: Sequence[Sequence[Outcome]]) -> list[str]:
         """Names for the share of greedy responses that are solved."""
-        if not self.mean_rewards:
+        if not self._measures_means:
             return ["accuracy"]
         weights = self.task.reward_weights
         rewards = [combined_reward(components, weights) for own in outcomes for components in _scored(own)]
@@ -126,23 +130,9 @@ class AnswerEvaluator:
         return ["accuracy", "solved"] if binary else ["solved"]
 
     def _mean_rewards(self, outcomes: Sequence[Sequence[Outcome]], name: str) -> Mapping[str, float]:
-        if not self.mean_rewards:
+        if not self._measures_means:
             return {}
         return reward_metrics(outcomes, self.task.reward_weights, name=name)
-
-    @staticmethod
-    def of_task(task: Task, inputs: EvaluationInputs, *, mean_rewards: bool = False) -> AnswerEvaluator:
-        """The evaluator that most tasks make."""
-        return AnswerEvaluator(
-            task=task,
-            rewards=inputs.rewards,
-            tokenizer=inputs.tokenizer,
-            prompts=inputs.prompts(task),
-            sampling=inputs.sampling,
-            samples_per_prompt=inputs.config.evaluate.samples_per_prompt,
-            mean_rewards=mean_rewards,
-            keep=inputs.keep,
-        )
 
 
 def _without_reward(outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:
@@ -191,12 +181,8 @@ def reward_metrics(
     values = {name: _prompt_means(scored, lambda components: combined_reward(components, weights))}
     if len(weights) > 1:
         for component in weights:
-            values[f"{name}/{component}"] = _prompt_means(scored, _picker(component))
+            values[f"{name}/{component}"] = _prompt_means(scored, methodcaller("get", component))
     return mean_metrics({metric: found for metric, found in values.items() if found})
-
-
-def _picker(component: str) -> Callable[[Components], float | None]:
-    return lambda components: components.get(component)
 
 
 def _prompt_means(scored: Sequence[Sequence[Components]], value: Callable[[Components], float | None]) -> list[float]:

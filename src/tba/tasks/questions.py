@@ -110,7 +110,7 @@ class QuestionTask(RowsTask):
         return isinstance(outcome, dict) and outcome["exact_match"] == 1.0
 
     def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
-        return AnswerEvaluator.of_task(self, inputs)
+        return AnswerEvaluator(self, inputs)
 
     def _counts(self, completion: Completion) -> bool:
         """Whether a response may be right: one that is cut off at the length limit is wrong (the no-EOS rule)."""

@@ -112,7 +112,7 @@ class ArithmeticTask:
         return isinstance(outcome, dict) and outcome["exact_match"] == 1.0
 
     def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
-        return AnswerEvaluator.of_task(self, inputs)
+        return AnswerEvaluator(self, inputs)
 
     def _problems(self, split: Split) -> Sequence[Problem]:
         if split == "train":

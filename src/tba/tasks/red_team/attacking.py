@@ -24,7 +24,7 @@ from tba.models.names import check_named
 from tba.observe.metrics import mean_metrics
 from tba.tasks.base import BetweenSteps, EvaluationInputs, Evaluator, Split, TaskInputs
 from tba.tasks.data.prompts import make_prompt
-from tba.tasks.evaluation import Distance, in_parts, respond
+from tba.tasks.evaluation import Distance, TaskEvaluator, in_parts
 from tba.tasks.outcomes import Outcome
 from tba.tasks.red_team.diversity import diversity, effective_modes
 from tba.tasks.red_team.models import (
@@ -168,20 +168,19 @@ class RedTeamTask:
         return SentenceEncoder(self._config.embedder, device=self._device)
 
 
-class AttackEvaluator:
+class AttackEvaluator(TaskEvaluator):
     """`success`, diversity of what succeeded (`cosine_distance`, ...) and of all attacks, as the published evaluation has it
     (`cosine_distance_all_attacks`, ...), and, where the start model is known, `kl` to it and `regularised_reward`, which TB
     and KL-regularised policy gradients alike maximise. Standard errors are over attacks, which all answer one prompt."""
 
     def __init__(self, task: RedTeamTask, inputs: EvaluationInputs) -> None:
-        self._task, self._inputs = task, inputs
-        self.prompts, self.sampling = inputs.prompts(task), inputs.sampling
+        super().__init__(task, inputs)
         self._distance = Distance.of(inputs)
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
-        task, inputs = self._task, self._inputs
+        task, inputs = self.task, self.inputs
         count = inputs.config.evaluate.samples_per_prompt or DEFAULT_ATTACKS
-        (group,) = respond(engine, inputs.tokenizer, self.prompts, count, self.sampling, between_steps=between_steps)
+        (group,) = self.respond(engine, count, self.sampling, between_steps)
         finished = [completion.finish == "stop" for completion in group.completions]
         parts = in_parts(len(finished), ATTACKS_AT_ONCE, between_steps)
         probabilities = np.concatenate([task.probabilities(group.texts[part], finished[part]) for part in parts])

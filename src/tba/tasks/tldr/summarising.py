@@ -30,7 +30,7 @@ from tba.observe.metrics import mean_metrics
 from tba.tasks.base import BetweenSteps, EvaluationInputs, Evaluator, FinishedGroup, Split, TaskInputs
 from tba.tasks.data.rows import BadRow, DataRow, prompt_column, require_object, text_column
 from tba.tasks.data.splits import QuestionAnswer, Source, read_splits
-from tba.tasks.evaluation import Distance, greedy, in_parts, respond
+from tba.tasks.evaluation import Distance, TaskEvaluator, greedy, in_parts
 from tba.tasks.outcomes import Outcome, RewardFailed
 from tba.tasks.questions import RowsTask
 from tba.tasks.tldr.posts import (
@@ -130,14 +130,13 @@ class TLDRTask(RowsTask):
         return self._scorers[path]
 
 
-class SummaryEvaluator:
+class SummaryEvaluator(TaskEvaluator):
     """Win rate against the reference summaries by the gold scorer, sampled and greedy; a tie counts half. Where the start
     model is known also `kl` to it and `regularised_reward` of the samples, and the perplexities of the greedy responses.
     Standard errors are over posts."""
 
     def __init__(self, task: TLDRTask, inputs: EvaluationInputs) -> None:
-        self._task, self._inputs = task, inputs
-        self.prompts, self.sampling = inputs.prompts(task), inputs.sampling
+        super().__init__(task, inputs)
         self._posts = [_post(prompt) for prompt in self.prompts]
         self._distance = Distance.of(inputs)
         self._reference_gold: np.ndarray | None = None
@@ -149,16 +148,15 @@ class SummaryEvaluator:
             return np.concatenate([score(self._posts[part], texts[part], finished[part]) for part in parts])
 
         sampled, best = (
-            respond(engine, self._inputs.tokenizer, self.prompts, 1, sampling, between_steps=between_steps)
-            for sampling in (self.sampling, greedy(self.sampling))
+            self.respond(engine, 1, sampling, between_steps) for sampling in (self.sampling, greedy(self.sampling))
         )
         if self._reference_gold is None:
             references = [prompt.columns["reference"] for prompt in self.prompts]
-            self._reference_gold = scored(self._task.gold_scores, references, [True] * len(references))
-        gold, gold_of_best = (scored(self._task.gold_scores, *_responses(groups)) for groups in (sampled, best))
+            self._reference_gold = scored(self.task.gold_scores, references, [True] * len(references))
+        gold, gold_of_best = (scored(self.task.gold_scores, *_responses(groups)) for groups in (sampled, best))
         cut_off = np.array([group.completions[0].finish == "length" for group in sampled])
-        reward = scored(self._task.proxy_scores, *_responses(sampled))
-        if (cut_off_reward := self._inputs.config.train.cut_off_reward) is not None:
+        reward = scored(self.task.proxy_scores, *_responses(sampled))
+        if (cut_off_reward := self.inputs.config.train.cut_off_reward) is not None:
             reward = np.where(cut_off, cut_off_reward, reward)
         means = {
             "win_rate": wins(gold, self._reference_gold),
@@ -170,7 +168,7 @@ class SummaryEvaluator:
         }
         perplexities = {}
         if self._distance is not None:
-            means |= self._distance.means(sampled, reward, self._inputs.final_beta, between_steps)
+            means |= self._distance.means(sampled, reward, self.inputs.final_beta, between_steps)
             perplexities = self._distance.perplexity(best, between_steps)
         return {**mean_metrics(means), **perplexities, "num_prompts": float(len(self.prompts))}
 
