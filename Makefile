@@ -54,8 +54,8 @@ quickstart: install
 	$(BIN)/tba train configs/quickstart.yaml overwrite=true
 
 lint: install
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples recipes
+	$(BIN)/ruff format --check src tests benchmarks examples recipes
 	$(BIN)/mypy
 
 install: $(STAMP)

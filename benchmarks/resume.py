@@ -29,7 +29,7 @@ EXACT = [
 
 def newest(run: Path) -> int:
     """Step of the newest whole checkpoint, 0 = there is none."""
-    from tba.observe.files import RunFolder
+    from tba.observe.run_folder import RunFolder
 
     return max(RunFolder(run).checkpoints_by_step(), default=0)
 

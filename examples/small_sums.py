@@ -6,7 +6,7 @@ tba train task.name=examples/small_sums.py:SmallSums task.settings.largest=20 tr
 from tba.config import Section
 from tba.observe.metrics import mean_metrics
 from tba.tasks.data.prompts import make_prompt
-from tba.tasks.evaluation import AnswerEvaluator, greedy, respond
+from tba.tasks.evaluation import AnswerEvaluator, greedy
 
 TEXT = "Mia has {a} pens. She buys {b} more. She loses 5. How many pens does she have now?\n"
 
@@ -45,14 +45,10 @@ class SmallSums:
         return SumEvaluator(self, inputs)
 
 
-class SumEvaluator:
+class SumEvaluator(AnswerEvaluator):
     """Greedy accuracy, and a metric of its own: lines of a greedy response."""
 
-    def __init__(self, task, inputs):
-        self.accuracy, self.inputs, self.prompts = AnswerEvaluator.of_task(task, inputs), inputs, inputs.prompts(task)
-
     def __call__(self, engine, between_steps=None):
-        options = {"samples_per_prompt": 1, "sampling": greedy(self.inputs.sampling), "between_steps": between_steps}
-        groups = respond(engine, self.inputs.tokenizer, self.prompts, **options)
+        groups = self.respond(engine, 1, greedy(self.sampling), between_steps)
         lines = [text.count("\n") + 1 for group in groups for text in group.texts]
-        return self.accuracy(engine, between_steps) | mean_metrics({"lines": lines})
+        return super().__call__(engine, between_steps) | mean_metrics({"lines": lines})

@@ -2,7 +2,7 @@
 
     python examples/sync_loop.py MODEL_FOLDER train.jsonl --steps 20
 
-`tba prepare arithmetic` writes such a folder and such a file (rows with `id`, `prompt`, `answer`). The library in
+`python -m recipes arithmetic` writes such a folder and such a file (rows with `id`, `prompt`, `answer`). The library in
 `mode=sync` samples the identical tokens and has the same losses; it adds speed, replay and asynchrony, not maths.
 
 Per step: take P prompts, sample K responses each, score them, and pull log Z(x) = log_ref + r / beta - log_pi together

@@ -63,3 +63,9 @@ def test_the_config_layer_needs_neither_torch_nor_transformers():
     for path in (ROOT / "config").rglob("*.py"):
         imported = re.findall(r"^\s*(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
         assert not {"torch", "transformers"} & set(imported), path
+
+
+def test_the_package_needs_nothing_that_only_a_clone_has():
+    for path in ROOT.rglob("*.py"):
+        imported = re.findall(r"^\s*(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
+        assert not {"recipes", "benchmarks", "tests"} & set(imported), path

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 
 from own_bench.problem import Problem, Row, Supervised, words_of
-from tba.tasks.start_models import Shape, Training, make_word_tokenizer
+from recipes.start_models import Shape, Training, make_word_tokenizer
 
 # long_code: every letter of a long word is written with the one after it in the alphabet. Demonstrations repeat some.
 

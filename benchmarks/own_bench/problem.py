@@ -29,10 +29,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from tba.config import ModelConfig
-from tba.launch import evaluate_model
-from tba.models.load import load_model
-from tba.tasks.start_models import (
+from recipes.start_models import (
     SPECIAL,
     Shape,
     Training,
@@ -41,6 +38,9 @@ from tba.tasks.start_models import (
     one_deterministic_thread,
     train_start_model,
 )
+from tba.config import ModelConfig
+from tba.launch import evaluate_model
+from tba.models.load import load_model
 
 Part = Literal["tuning", "reported", "real_tuning", "real_reported"]
 """Settings may be chosen by looking at tuning problems; the others are only ever reported. `real_`: pretrained models."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from transformers import PreTrainedTokenizerBase
 
 from own_bench.problem import Problem, Row, Supervised, words_of
-from tba.tasks.start_models import Shape, Training, make_word_tokenizer
+from recipes.start_models import Shape, Training, make_word_tokenizer
 
 # long_sums: several numbers added one after the other in written columns, 60 to 120 tokens. Carries get lost.
 

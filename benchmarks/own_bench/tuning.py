@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 
 from own_bench.problem import Problem, Row, Supervised, make_character_tokenizer, words_of
-from tba.tasks.start_models import Shape, Training, make_word_tokenizer
+from recipes.start_models import Shape, Training, make_word_tokenizer
 
 # word_sums: sums in words. The demonstrator forgets carries, and adds where one number is to be taken `less` another.
 

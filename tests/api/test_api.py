@@ -22,9 +22,8 @@ from transformers import (
 
 from tba import TBAConfig, TBATrainer
 from tba.config import dump_config, load_config
-from tba.observe.contents import foreign
-from tba.observe.files import RunFolder
-from tba.tasks.rewards.functions import RewardSet
+from tba.observe.run_folder import RunFolder, foreign
+from tba.tasks.rewards.functions import RewardSet, named_rewards
 
 pytestmark = pytest.mark.slow
 
@@ -258,7 +257,7 @@ def test_rewards_keep_their_names_and_functions_in_the_config_and_can_be_pickled
         "import sys, pickle; from tba.tasks.rewards.functions import RewardSet\n"
         "print(RewardSet(pickle.load(sys.stdin.buffer)).score('w5', {'want': 'w7'}, ['w7 w1'], [[7, 1]]))"
     )
-    payload = cloudpickle.dumps(trainer.config.task.rewards)
+    payload = cloudpickle.dumps(named_rewards(trainer.config.task.rewards))
     done = subprocess.run([sys.executable, "-c", code], input=payload, capture_output=True, check=False)
     assert done.stdout.decode().strip() == "[{'sevens': 0.5, '<lambda>': 0.25}]", done.stderr.decode()
 
@@ -269,7 +268,7 @@ def test_config_yaml_keeps_the_name_of_a_python_function_and_asks_for_it_when_it
     again = load_config(folder / "dumped.yaml")
     assert again.task.rewards[0].function == "<python>:sevens"
     with pytest.raises(ValueError, match="reward 'sevens' was a Python function given to TBATrainer"):
-        RewardSet(again.task.rewards)
+        RewardSet(named_rewards(again.task.rewards))
 
 
 def test_what_is_missing_is_said(folder):

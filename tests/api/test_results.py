@@ -9,7 +9,7 @@ from script_rewards import flat
 from trainers import ROWS, make_trainer
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainerState
 
-from tba.observe.contents import foreign
+from tba.observe.run_folder import foreign
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from tba.cli import main
 from tba.config import ConfigError
 from tba.launch import train
 from tba.models.names import resolve_path
-from tba.observe.claim import Claim
+from tba.observe.run_folder import Claim
 from tba.train.step import NonFiniteLoss, TrainStep
 
 pytestmark = pytest.mark.slow

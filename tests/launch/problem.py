@@ -17,8 +17,8 @@ from transformers import LlamaForCausalLM
 
 from tba.config import Config, load_config
 from tba.launch import evaluate_model
-from tba.observe.files import RunFolder
 from tba.observe.metrics import Evaluation
+from tba.observe.run_folder import RunFolder
 
 REWARDS = """
 import time

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 from transformers import AutoTokenizer, BertConfig, T5Config
 
 from tba.cli import main
-from tba.observe.claim import Claim
+from tba.observe.run_folder import Claim
 
 pytestmark = pytest.mark.slow
 
@@ -301,7 +301,7 @@ FILES = {
     "a model without a tokenizer": (own(model="./no_tokenizer"), {}, "the folder has no tokenizer (tokenizer.json"),
     "a model with a broken tokenizer": (own(model="./bad_tokenizer"), {}, "cannot be loaded with its tokenizer"),
     "a model that cannot end": (own(model="./endless"), {}, "the model has no EOS"),
-    "weights that are noise": (own(model="./noise"), {}, "cannot be loaded with its weights: SafetensorError"),
+    "weights that are noise": (own(model="./noise"), {}, "is damaged or cut off"),
     "weights that lack a tensor": (
         own(model="@/lacking"),
         {},
@@ -440,7 +440,7 @@ COMMANDS = {
         "cannot be read as the config of an adapter",
     ),
     "a prepared folder that is a file": (
-        ["prepare", "red_team", "--output", "file.txt"],
+        ["prepare", "reward_model", "--model", "m", "--pairs", "p.jsonl", "--output", "file.txt"],
         {},
         "file.txt is a file, not a",
     ),

@@ -19,8 +19,8 @@ from tba.config import ConfigError, load_config
 from tba.launch import doctor, evaluate_model
 from tba.launch.checks import TASK_NAMES, collapsed_words, run_of
 from tba.launch.doctor import EXTRAS
+from tba.models.names import resolve_path
 from tba.tasks.registry import TASKS
-from tba.tasks.tldr.task import start_model_path
 
 RUNNER = CliRunner()
 
@@ -109,7 +109,7 @@ def test_errors_are_words_without_a_traceback_and_exit_status_2(arguments, messa
     [
         (["train", "model.path=./nowhere"], "there is no such folder"),
         (["train", "model.path=tba:nothing"], "is not shipped with the package"),
-        (["prepare", "nothing"], "task 'nothing' has nothing to prepare"),
+        (["prepare", "nothing"], "'nothing' has nothing to prepare"),
     ],
 )
 def test_so_are_those_that_come_later(arguments, message, monkeypatch, capfd, tmp_path):
@@ -369,7 +369,7 @@ def test_a_reward_model_is_trained_on_pairs(tmp_path):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     options = ["--pairs", str(tmp_path / "pairs.jsonl"), "--output", str(tmp_path / "rm"), "--learning-rate", "1e-3"]
     result = RUNNER.invoke(
-        app, ["prepare", "reward_model", "--model", str(start_model_path()), *options, "--epochs", "3"]
+        app, ["prepare", "reward_model", "--model", resolve_path("tba:tldr"), *options, "--epochs", "3"]
     )
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout.splitlines()[-1])
@@ -380,5 +380,5 @@ def test_a_reward_model_is_trained_on_pairs(tmp_path):
 def test_preparing_without_what_it_needs_is_refused():
     with pytest.raises(ConfigError, match="needs --model"):
         RUNNER.invoke(app, ["prepare", "reward_model"], catch_exceptions=False)
-    with pytest.raises(ConfigError, match=r"are for `tba prepare reward_model`, not for tldr"):
-        RUNNER.invoke(app, ["prepare", "tldr", "--model", "x"], catch_exceptions=False)
+    with pytest.raises(ConfigError, match=r"'tldr' has nothing to prepare.*`python -m recipes TASK`"):
+        RUNNER.invoke(app, ["prepare", "tldr"], catch_exceptions=False)

@@ -14,7 +14,7 @@ from commands import heed_signals
 from problem import command, make_config, steps_of, wait_for
 from test_supervision import role
 
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 
 # Not imported: it would keep for all tests of this process that there is no token.
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="the extra `ray` is not installed")

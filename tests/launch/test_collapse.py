@@ -10,9 +10,9 @@ from problem import make_config, write_problem
 from transformers import AutoModelForCausalLM
 
 from tba.launch import evaluate_model, train
-from tba.observe.files import RunFolder
-from tba.observe.guards import Alarm, CollapseGuard
+from tba.observe.run_folder import RunFolder
 from tba.replay.database import load_groups
+from tba.train.collapse_guard import Alarm, CollapseGuard
 from tba.train.health import Collapsed
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from tba.launch.defaults import with_defaults
 from tba.launch.run import load_inputs
 from tba.launch.sync_run import SyncRun
 from tba.models.names import resolve_path
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board
 
 pytestmark = pytest.mark.slow

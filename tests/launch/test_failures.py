@@ -13,7 +13,7 @@ from commands import Command
 from problem import children, make_config, records_so_far, wait_for, with_settings
 
 from tba.launch import train
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.processes import RoleDied
 

@@ -14,8 +14,8 @@ from problem import children, command, make_config, steps_of, wait_for
 
 from tba.launch import train
 from tba.launch.supervise import supervise
-from tba.observe.claim import NAME, FolderInUse
-from tba.observe.files import OutputLost, RunFolder
+from tba.observe.files import OutputLost
+from tba.observe.run_folder import CLAIM, FolderInUse, RunFolder
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +73,7 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(folder):
     other.join()
     assert f"in use by process {os.getpid()} on this host" in str(refused[0])
     assert steps_of(config) == list(range(1, 26))
-    assert not (config.run_folder / NAME).exists()
+    assert not (config.run_folder / CLAIM).exists()
     later = make_config(folder, "name=twice-at-once", "mode=sync", "train.max_steps=2", "overwrite=true")
     assert train(later)["steps"] == 2  # one after the other works
 

@@ -13,7 +13,7 @@ from tba.cli import app
 from tba.cli.training import free_name, name_to_resume, resolve
 from tba.config import ConfigError
 from tba.launch import train
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
 

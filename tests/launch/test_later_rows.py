@@ -14,7 +14,7 @@ from commands import Command
 from problem import make_config, wait_for, with_settings
 
 from tba.launch import train
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 from tba.replay.database import load_groups
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from tba.launch import merge_adapter, train
 from tba.models.load import LoadedModel, adapt, add_lora, merged
 from tba.models.policy import PolicyModel
 from tba.models.weights import CanaryMismatch, make_weights
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 from tba.runtime.weight_slots import WeightSlots
 from tba.search.new_weights import WeightLoader
 

@@ -8,7 +8,7 @@ from tba.cli.training import resolve
 from tba.config import ConfigError
 from tba.launch import train
 from tba.launch.resume import RunFinished
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
 

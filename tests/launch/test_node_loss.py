@@ -17,7 +17,7 @@ from test_supervision import role
 
 from tba.config import ConfigError
 from tba.launch.start import train
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 from tba.runtime.replica import GROUPS, Replica, replica_folder
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -11,7 +11,7 @@ from test_failures import ENDLESS, steps_done, when
 from tba.cli import app
 from tba.launch import train
 from tba.launch.operate import Control, StatusWriter, ask_for_searchers, describe, read_status, start_of
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board
 
 

@@ -9,7 +9,7 @@ from problem import make_config, write_problem
 from transformers import AutoModelForCausalLM
 
 from tba.launch import train
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,8 @@ from problem import make_config, wait_for
 from tba.launch import train
 from tba.launch.async_run import AsyncRun
 from tba.launch.sync_run import SyncRun
-from tba.observe.files import RunFolder, read_summary
+from tba.observe.files import read_summary
+from tba.observe.run_folder import RunFolder
 from tba.train.optimizer import MasterAdamW
 from tba.train.step import NonFiniteLoss, TrainStep
 

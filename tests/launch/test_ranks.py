@@ -13,7 +13,8 @@ import tba.__main__
 from tba.config import ConfigError
 from tba.launch.start import train
 from tba.launch.torchrun import Torchrun, with_torchrun
-from tba.observe.files import RunFolder, read_summary
+from tba.observe.files import read_summary
+from tba.observe.run_folder import RunFolder
 from tba.runtime.fork_server import OWN_SERVER
 
 pytestmark = pytest.mark.slow

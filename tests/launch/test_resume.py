@@ -23,10 +23,10 @@ from tba.launch import train
 from tba.launch.operate import read_status
 from tba.launch.resume import checkpoint_to_resume, with_stored_defaults
 from tba.launch.supervise import later_checkpoints, supervise
-from tba.observe.claim import NAME as CLAIM
-from tba.observe.claim import Claim, FolderInUse
-from tba.observe.files import RunFolder, keep_lines
+from tba.observe.files import keep_lines
 from tba.observe.recorder import PastLine, RunListener
+from tba.observe.run_folder import CLAIM as CLAIM
+from tba.observe.run_folder import Claim, FolderInUse, RunFolder
 from tba.replay.database import DurableReplayError
 from tba.train.checkpoint import drop_folder, read_state
 

@@ -9,8 +9,7 @@ from problem import SETTINGS, make_config, scores_of
 
 from tba.config import load_config
 from tba.launch import evaluate_model, train
-from tba.observe.contents import foreign
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder, foreign
 
 REWARDS = "from words import WANTED\ndef f(completions, **_): return [float(WANTED in text) for text in completions]\n"
 

@@ -12,7 +12,7 @@ from tba.launch import train
 from tba.launch.defaults import with_objective_defaults
 from tba.launch.run import load_inputs
 from tba.launch.sync_run import SyncRun
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board
 
 FP32 = "model.dtype=float32"

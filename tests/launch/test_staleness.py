@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tba.config import load_config
 from tba.launch import train
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from test_failures import when
 from tba.launch import train
 from tba.launch.operate import describe, read_status, stop_run
 from tba.launch.supervise import supervise
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 from tba.runtime import fork_server, processes
 from tba.runtime.fork_server import ForkServer
 from tba.runtime.processes import prepare_roles

@@ -16,7 +16,7 @@ from tba.cli.training import run_arguments
 from tba.config import ConfigError
 from tba.launch import evaluate_model, train
 from tba.launch.operate import start_of, stop_run
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 from tba.replay.database import open_database
 
 RUNNER = CliRunner()

@@ -10,7 +10,7 @@ from builders import tiny_llama
 from problem import make_config, write_problem
 
 from tba.launch import train
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: see `make test-vllm`"

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from recipes.start_models import one_deterministic_thread
 from tba.models.cpu import gains_by_onednn, use_cpu
-from tba.tasks.start_models import one_deterministic_thread
 
 NEOVERSE_N1 = (
     "Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp"

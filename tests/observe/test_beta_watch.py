@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tba.observe.beta import RECENT, BetaWatch, rounded_beta
+from tba.observe.watches import RECENT, BetaWatch, rounded_beta
 
 
 def metrics(*, reached: float, spread: float, beta: float) -> dict[str, float]:

@@ -23,7 +23,6 @@ from tba.observe.display import (
     shown,
     stability_line,
     table_names,
-    text_plot,
     waiting_advice,
     went_badly,
 )
@@ -99,13 +98,6 @@ def test_the_first_thing_to_change_follows_from_what_was_seen():
     assert "replay.lag=pace" in advice(late, auto_rate=True, target_drift=0.18)
     assert "train.learning_rate" in advice(summary(), auto_rate=False, target_drift=0.18)
     assert "train.target_drift=0.09" in advice(summary(), auto_rate=True, target_drift=0.18)
-
-
-def test_the_text_plot_has_its_first_point_low_and_its_last_high():
-    lines = text_plot(Curve("accuracy", [(0, 0.1), (50, 0.3), (100, 0.5)])).splitlines()
-    assert lines[0].strip().startswith("50.0%")
-    assert lines[0].endswith("*")
-    assert lines[9].strip().startswith("10.0% |*")
 
 
 def test_shares_are_shown_in_percent_and_the_rest_as_numbers():

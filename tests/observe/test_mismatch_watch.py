@@ -2,7 +2,7 @@
 
 import math
 
-from tba.observe.mismatch import FIRST, LASTING, MismatchWatch
+from tba.observe.watches import FIRST, LASTING, MismatchWatch
 
 RESPONSES, CANARY = "off_policy/mismatch_kl", "searcher/0/mismatch_kl"
 

@@ -12,8 +12,8 @@ import pytest
 
 from tba.config import load_config
 from tba.observe import recorder as module
-from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder, TrainingClock
+from tba.observe.run_folder import RunFolder
 from tba.types import Completion, Prompt, ResponseCounts, Trajectory, TrajectoryGroup
 
 

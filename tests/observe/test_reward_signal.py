@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tba.observe.reward_signal import FIRST_TOLD, TOLD_TIMES, RewardSignal, no_signal_lines
+from tba.observe.watches import FIRST_TOLD, TOLD_TIMES, RewardSignal, no_signal_lines
 from tba.train.state import restore, take_snapshot
 from tba.types import Completion, Prompt, Trajectory, TrajectoryGroup
 

@@ -10,7 +10,7 @@ from builders import ragged_batch
 from replay_builders import Groups, contents, replay
 from safetensors.torch import load, save
 
-from tba.observe.guards import CollapseGuard
+from tba.train.collapse_guard import CollapseGuard
 from tba.train.state import Snapshot, restore, take_snapshot
 
 

@@ -21,8 +21,7 @@ import torch
 
 from tba.config import ConfigError, RuntimeConfig, load_config
 from tba.models.weights import make_weights
-from tba.observe.claim import FolderInUse, Holder
-from tba.observe.files import MANIFEST, RunFolder
+from tba.observe.run_folder import MANIFEST, FolderInUse, Holder, RunFolder
 from tba.runtime.board import Board
 from tba.runtime.leases import VisitLedger
 from tba.runtime.links import (

@@ -11,7 +11,7 @@ import targets
 import torch
 
 from tba.config import Config, RuntimeConfig
-from tba.observe.claim import Holder
+from tba.observe.run_folder import Holder
 from tba.runtime.board import Board
 from tba.runtime.leases import VisitLedger
 from tba.runtime.links import (

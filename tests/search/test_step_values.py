@@ -9,8 +9,9 @@ from builders import tiny_llama, tiny_tokenizer
 from tba.config import GenerateConfig
 from tba.generate.engine import make_engine
 from tba.search.values import StepValues, lost_without_values
-from tba.tasks.base import RewardFailed
-from tba.tasks.rewards.pool import DirectRewards, FinishedGroup
+from tba.tasks.base import FinishedGroup
+from tba.tasks.outcomes import RewardFailed
+from tba.tasks.rewards.pool import DirectRewards
 from tba.types import Prompt, Request, Sampling
 
 BREAK = 7

@@ -5,12 +5,13 @@ from itertools import islice
 
 import numpy as np
 import pytest
+import torch
 
+from recipes.arithmetic import make_tokenizer
 from tba.config import ModelConfig, TaskConfig
 from tba.launch import evaluate_model
 from tba.models.load import load_model
-from tba.tasks.arithmetic.prepare import greedy_accuracy, make_tokenizer
-from tba.tasks.arithmetic.task import (
+from tba.tasks.arithmetic.problems import (
     LARGEST,
     ArithmeticTask,
     Earlier,
@@ -151,6 +152,23 @@ def test_the_validation_set_is_fixed_and_numbered(tokenizer):
     assert [(prompt.id, prompt.text) for prompt in prompts[:2]] == list(
         zip(("validation-0", "validation-1"), VALIDATION_FIRST)
     )
+
+
+@torch.no_grad()
+def greedy_accuracy(model, tokenizer, problems):
+    """By plain transformers `generate`."""
+    inputs = tokenizer([p.text for p in problems], return_tensors="pt", padding=True, padding_side="left")
+    output = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        do_sample=False,
+        max_new_tokens=48,
+    )
+    responses = output[:, inputs["input_ids"].shape[1] :]
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    finished = (responses == tokenizer.eos_token_id).any(dim=1).tolist()
+    right = [exact_match(text, p.answer, finished=end) for text, p, end in zip(texts, problems, finished)]
+    return sum(right) / len(right)
 
 
 def test_the_validation_split_is_evaluated_where_it_is_asked_for():

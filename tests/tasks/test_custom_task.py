@@ -10,14 +10,14 @@ import textwrap
 import numpy as np
 import pytest
 
+from recipes.arithmetic import make_tokenizer
 from tba.config import RewardConfig, TaskConfig, load_config
 from tba.launch import train
-from tba.tasks.arithmetic.prepare import make_tokenizer
-from tba.tasks.base import RewardFailed
 from tba.tasks.data.prompts import encode
-from tba.tasks.registry import make_task, prepare_task
+from tba.tasks.outcomes import RewardFailed
+from tba.tasks.registry import make_task
 from tba.tasks.rewards.files import check_reward_function, load_reward_function
-from tba.tasks.rewards.functions import RewardFunction, RewardSet, reward_weights
+from tba.tasks.rewards.functions import RewardFunction, RewardSet, named_rewards
 from tba.types import Completion
 
 CHAT = [{"role": "user", "content": "Mia has 3 pens."}]
@@ -89,8 +89,8 @@ def test_several_rewards_keep_their_names_and_weights(write):
         RewardConfig(function=f"{file}:score"),
         RewardConfig(function=f"{file}:short", weight=0.5, name="brevity"),
     ]
-    assert reward_weights(configs) == {"score": 1.0, "brevity": 0.5}
-    assert RewardSet(configs).score("Mia has 3 pens.", {"answer": "12"}, ["12", "1234"], [[5], [6]]) == [
+    assert list(named_rewards(configs)) == ["score", "brevity"]
+    assert RewardSet(named_rewards(configs)).score("Mia has 3 pens.", {"answer": "12"}, ["12", "1234"], [[5], [6]]) == [
         {"score": 1.0, "brevity": 1.0},
         {"score": 0.0, "brevity": 0.0},
     ]
@@ -99,7 +99,7 @@ def test_several_rewards_keep_their_names_and_weights(write):
 def test_two_rewards_of_one_name_are_refused(write):
     file = write("rewards.py", SCORE)
     with pytest.raises(ValueError, match="same name: score, score"):
-        RewardSet([RewardConfig(function=f"{file}:score")] * 2)
+        named_rewards([RewardConfig(function=f"{file}:score")] * 2)
 
 
 def test_held_out_prompts_are_a_share_and_never_train(tokenizer, write):
@@ -486,8 +486,6 @@ def test_making_the_task_does_not_import_the_rewards(tokenizer, write):
 def test_unknown_tasks_are_named(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"'arithmetik' is not known: it may be arithmetic, gsm8k, custom"):
         make_task(TaskConfig(name="arithmetik"), tokenizer, max_prompt_tokens=10)
-    with pytest.raises(ValueError, match="'custom' has nothing to prepare"):
-        prepare_task("custom", tmp_path)
 
 
 def test_what_a_reward_worker_imports_is_light():

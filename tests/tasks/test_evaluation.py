@@ -11,18 +11,17 @@ from tba.launch.defaults import with_defaults
 from tba.launch.run import load_inputs
 from tba.runtime.board import Board
 from tba.search.make import make_search_engine
-from tba.tasks.base import RewardFailed
+from tba.tasks.base import FinishedGroup
 from tba.tasks.evaluation import (
     CountedEngine,
-    kl_per_response,
+    Distance,
     make_evaluator,
     pass_at_k,
-    perplexity,
-    perplexity_per_sample,
     reward_metrics,
     sampled_metrics,
 )
-from tba.tasks.rewards.pool import DirectRewards, FinishedGroup
+from tba.tasks.outcomes import RewardFailed
+from tba.tasks.rewards.pool import DirectRewards
 from tba.types import Completion, Prompt, Request
 
 
@@ -183,22 +182,34 @@ def group(prompt_tokens: int, *log_probs: list[float]) -> FinishedGroup:
     return FinishedGroup(prompt=prompt, completions=completions, texts=[""] * len(completions))
 
 
+class Start:
+    """A start model with these log-probabilities of the responses."""
+
+    def __init__(self, *log_probs):
+        self.log_probs = [np.array(own) for own in log_probs]
+
+    def score(self, prompts, responses, temperature):
+        return self.log_probs
+
+
 def test_kl_is_summed_over_the_tokens_of_each_response():
     groups = [group(3, [-1.0, -1.0]), group(5, [-0.5])]
-    start = [np.array([-2.0, -3.0]), np.array([-1.0])]
-    assert kl_per_response(groups, start).tolist() == pytest.approx([1 + 2, 0.5])
+    distance = Distance(Start([-2.0, -3.0], [-1.0]))
+    assert distance.kl(groups).tolist() == pytest.approx([1 + 2, 0.5])
+    # reward 1 each, beta 0.1
+    found = distance.means(groups, np.ones(2), 0.1)["regularised_reward"]
+    assert found.tolist() == pytest.approx([1 - 0.3, 1 - 0.05])
 
 
 def test_perplexity_divides_by_all_tokens_prompts_included():
     groups = [group(3, [-1.0, -1.0]), group(5, [-0.5])]
-    start = [np.array([-2.0, -3.0]), np.array([-1.0])]
     # 6 nats over 3 + 2 + 5 + 1 = 11 tokens
-    assert perplexity(groups, start) == pytest.approx(math.exp(6 / 11))
+    found = Distance(Start([-2.0, -3.0], [-1.0])).perplexity(groups)
+    assert found["perplexity"] == pytest.approx(math.exp(6 / 11))
 
 
 def test_perplexity_per_sample_is_that_of_each_response_with_its_own_tokens():
     groups = [group(3, [-1.0, -1.0], [-0.5]), group(5, [-0.5])]
-    start = [np.array([-2.0, -3.0]), np.array([-2.0]), np.array([-1.0])]
     # 5 nats over 3 + 2 tokens, 2 over 3 + 1, 1 over 5 + 1
-    expected = [math.exp(1), math.exp(0.5), math.exp(1 / 6)]
-    assert perplexity_per_sample(groups, start).tolist() == pytest.approx(expected)
+    found = Distance(Start([-2.0, -3.0], [-2.0], [-1.0])).perplexity(groups)
+    assert found["perplexity_per_sample"] == pytest.approx((math.exp(1) + math.exp(0.5) + math.exp(1 / 6)) / 3)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from builders import tiny_llama, tiny_tokenizer
 
+from recipes.arithmetic import make_tokenizer
 from tba.config import ConfigError, TaskConfig, load_config
 from tba.launch import train
-from tba.tasks.arithmetic.prepare import make_tokenizer
 from tba.tasks.data.splits import QuestionAnswer, read_problems, read_splits, split_off_validation
 from tba.tasks.gsm8k import GSM8KTask, Number, equal_answers, given_answer, marked_answer
 from tba.tasks.registry import make_task
@@ -332,7 +332,7 @@ needs_real_data = pytest.mark.skipif(
 @needs_real_data
 @pytest.mark.parametrize(("split", "num_rows"), [("train", 7473), ("test", 1319)])
 def test_every_gold_solution_gets_full_marks(split, num_rows):
-    problems = read_problems(TaskConfig(), str(REAL_DATA), split, GSM8KTask.source)
+    problems = read_problems(TaskConfig(), str(REAL_DATA), (split,), GSM8KTask.source)
     assert len(problems) == num_rows
     failures = []
     for problem in problems:

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recipes.arithmetic import make_tokenizer
 from tba.config import ConfigError, TaskConfig, load_config
-from tba.tasks.arithmetic.prepare import make_tokenizer
 from tba.tasks.data.splits import read_problems, read_splits
 from tba.tasks.math.answers import last_boxed, normal_form, plain_number
+from tba.tasks.math.dataset import MathTask
 from tba.tasks.math.grading import same_answer
 from tba.tasks.math.symbolic import SymbolicEquality, symbolic_equality
-from tba.tasks.math.task import MathTask
 from tba.tasks.registry import make_task
 from tba.types import Completion
 
@@ -308,7 +308,7 @@ def test_the_paper_config_has_the_paper_settings():
 def test_the_gold_solutions_get_full_marks(file, num_rows, num_bad):
     """As they are written, so that text decides."""
     path = REAL_DATA / f"{file}.jsonl.gz"
-    problems = read_problems(TaskConfig(on_bad_row="skip"), str(path), "train", MathTask.source)
+    problems = read_problems(TaskConfig(on_bad_row="skip"), str(path), ("train",), MathTask.source)
     assert len(problems) == num_rows - num_bad  # two boxes are empty
     responses = _solutions(path)
     equal = symbolic_equality().equal
@@ -323,7 +323,7 @@ def test_the_gold_solutions_get_full_marks(file, num_rows, num_bad):
 @needs_real_data
 @needs_math_verify
 def test_no_formula_of_a_test_question_is_its_answer_unless_it_is_the_stored_one():
-    problems = read_problems(TaskConfig(), str(REAL_DATA / "test.jsonl.gz"), "test", MathTask.source)
+    problems = read_problems(TaskConfig(), str(REAL_DATA / "test.jsonl.gz"), ("test",), MathTask.source)
     equal, accepted, num_tried = symbolic_equality().equal, [], 0
     for problem in problems:
         spans = re.findall(r"\$([^$]+)\$", problem.question.replace("\\$", "").replace("$$", "$"))
@@ -346,7 +346,7 @@ def test_the_real_splits_are_fixed():
     # The dataset has one test problem among its train problems, with another space at the end, which is left out of train.
     trained_on = questions["train"] | questions["validation"]
     assert not trained_on & questions["held_out"]
-    fewer = read_problems(TaskConfig(), str(REAL_DATA / "math500.jsonl.gz"), "test", MathTask.source)
+    fewer = read_problems(TaskConfig(), str(REAL_DATA / "math500.jsonl.gz"), ("test",), MathTask.source)
     assert not trained_on & {problem.question for problem in fewer}
 
 

@@ -7,14 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
-from builders import tiny_tokenizer
 
+from recipes.arithmetic import make_tokenizer
 from tba.config import TaskConfig
-from tba.tasks.arithmetic.prepare import make_tokenizer
 from tba.tasks.data.splits import question_key, read_splits
 from tba.tasks.gsm8k import GSM8KTask
 from tba.tasks.registry import TASKS, make_task
-from tba.tasks.tldr import task as tldr
 
 DATA = Path(os.environ.get("TBA_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
@@ -95,9 +93,10 @@ def test_trained_questions_may_be_evaluated_but_leave_nothing_to_train_on(write)
 def test_posts_to_summarise_are_compared_too(write, caplog):
     rows = [{"query": f"post {i}", "reference_response": " short"} for i in range(6)]
     data, held_out = write("train.jsonl", rows), write("held.jsonl", [{**rows[2], "query": "POST 2"}])
-    config = TaskConfig(name="tldr", data=data, eval_data=held_out, num_validation_prompts=1)
-    splits = tldr.read_splits(config, tiny_tokenizer())
-    assert {split: len(problems) for split, problems in splits.items()} == {"train": 4, "validation": 1, "held_out": 1}
+    models = {"reward_model": "org/reward", "gold_model": "org/gold"}
+    config = TaskConfig(name="tldr", data=data, eval_data=held_out, num_validation_prompts=1, tldr=models)
+    task = make_task(config, make_tokenizer(), max_prompt_tokens=200)
+    assert [len(task.prompts(split)) for split in ("train", "validation", "held_out")] == [4, 1, 1]
     assert "1 of 6 rows" in warnings(caplog)[0]
 
 

@@ -3,29 +3,18 @@
 import json
 import random
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tba.tasks.arithmetic.prepare import (
-    HABITS,
-    SHAPE,
-    greedy_accuracy,
-    make_tokenizer,
-    prepare_arithmetic,
-    pupil_solution,
-)
-from tba.tasks.arithmetic.task import (
-    Earlier,
-    Problem,
-    Step,
-    draw_problems,
-    held_out_problems,
-    start_model_path,
-)
-from tba.tasks.start_models import Training, make_model, one_deterministic_thread
+from recipes.arithmetic import HABITS, SHAPE, greedy_accuracy, make_tokenizer, prepare_arithmetic, pupil_solution
+from recipes.start_models import Training, make_model, one_deterministic_thread
+from tba.models.names import resolve_path
+from tba.tasks.arithmetic.problems import Earlier, Problem, Step, draw_problems, held_out_problems
 
+START_MODEL = Path(resolve_path("tba:arithmetic"))
 pytestmark = pytest.mark.slow
 
 SHORT = Training(steps=6, batch_size=4)
@@ -33,7 +22,7 @@ SHORT = Training(steps=6, batch_size=4)
 
 @pytest.fixture(scope="module")
 def shipped():
-    return AutoModelForCausalLM.from_pretrained(start_model_path()), AutoTokenizer.from_pretrained(start_model_path())
+    return AutoModelForCausalLM.from_pretrained(START_MODEL), AutoTokenizer.from_pretrained(START_MODEL)
 
 
 def test_the_pupil_has_the_documented_habits(monkeypatch):
@@ -45,10 +34,10 @@ def test_the_pupil_has_the_documented_habits(monkeypatch):
         steps=(*times.steps[:1], Step(Earlier(0), "+", 4, "more"), Step(Earlier(0), "+", Earlier(1), "together")),
         canonical="",
     )
-    monkeypatch.setattr("tba.tasks.arithmetic.prepare.HABITS", {"times": 1.0, "together": 1.0})
+    monkeypatch.setattr("recipes.arithmetic.HABITS", {"times": 1.0, "together": 1.0})
     assert pupil_solution(times, random.Random(0)) == "10+2=12\n12+3=15\n#### 15"
     assert pupil_solution(together, random.Random(0)) == "10+2=12\n12+4=16\n#### 16"
-    monkeypatch.setattr("tba.tasks.arithmetic.prepare.HABITS", {})
+    monkeypatch.setattr("recipes.arithmetic.HABITS", {})
     assert pupil_solution(times, random.Random(0)) == times.solution
     assert pupil_solution(together, random.Random(0)) == together.solution
 
@@ -88,7 +77,7 @@ def test_the_data_has_prompt_answer_and_solution(tmp_path):
 
 def test_the_shipped_model_is_small_and_has_the_prepared_shape(shipped):
     model, tokenizer = shipped
-    assert sum(file.stat().st_size for file in start_model_path().iterdir()) < 5_000_000
+    assert sum(file.stat().st_size for file in START_MODEL.iterdir()) < 5_000_000
     assert 300_000 <= model.num_parameters() <= 1_500_000
     fresh = make_model(make_tokenizer(), SHAPE, seed=0)
     assert {name: p.shape for name, p in model.named_parameters()} == {n: p.shape for n, p in fresh.named_parameters()}
@@ -101,7 +90,7 @@ def test_the_shipped_tokenizer_adds_one_bos_and_gives_texts_back(shipped):
     token_ids = tokenizer(problem.text)["input_ids"]
     assert token_ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(token_ids, skip_special_tokens=True) == problem.text
-    assert GenerationConfig.from_pretrained(start_model_path()).eos_token_id == tokenizer.eos_token_id
+    assert GenerationConfig.from_pretrained(START_MODEL).eos_token_id == tokenizer.eos_token_id
 
 
 def test_the_shipped_model_solves_a_bit_more_than_a_third(shipped):

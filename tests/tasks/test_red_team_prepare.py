@@ -1,15 +1,18 @@
 """Making the attacker's start model, and the one that ships."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tba.tasks.red_team.task import start_model_path
-from tba.tasks.red_team.world import SHAPE, make_tokenizer, mode_of, prepare_red_team, sample_attacks
-from tba.tasks.start_models import Training, make_model, one_deterministic_thread
+from recipes.red_team import SHAPE, make_tokenizer, prepare_red_team, sample_attacks
+from recipes.start_models import Training, make_model, one_deterministic_thread
+from tba.models.names import resolve_path
+from tba.tasks.red_team.weaknesses import mode_of
 
+START_MODEL = Path(resolve_path("tba:red_team"))
 pytestmark = pytest.mark.slow
 
 SHORT = Training(steps=3, batch_size=4)
@@ -17,8 +20,8 @@ SHORT = Training(steps=3, batch_size=4)
 
 @pytest.fixture(scope="module")
 def shipped():
-    model = AutoModelForCausalLM.from_pretrained(start_model_path(), dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(start_model_path())
+    model = AutoModelForCausalLM.from_pretrained(START_MODEL, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(START_MODEL)
 
 
 def test_preparing_twice_gives_the_same_bytes(tmp_path):
@@ -41,7 +44,7 @@ def test_the_corpus_names_the_mode_of_each_attack(tmp_path):
 
 def test_the_shipped_model_is_small_and_has_the_prepared_shape(shipped):
     model, tokenizer = shipped
-    assert sum(file.stat().st_size for file in start_model_path().iterdir()) < 1_200_000
+    assert sum(file.stat().st_size for file in START_MODEL.iterdir()) < 1_200_000
     assert model.num_parameters() == 505_728
     fresh = make_model(make_tokenizer(), SHAPE, seed=0)
     assert {name: p.shape for name, p in model.named_parameters()} == {n: p.shape for n, p in fresh.named_parameters()}

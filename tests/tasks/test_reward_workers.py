@@ -10,8 +10,9 @@ import pytest
 
 from tba.config import RewardConfig
 from tba.runtime.processes import RoleProcess, may_fork
-from tba.tasks.base import RewardFailed
-from tba.tasks.rewards.pool import FinishedGroup, RewardUnusable, WorkerRewards, score_all
+from tba.tasks.base import FinishedGroup
+from tba.tasks.outcomes import RewardFailed
+from tba.tasks.rewards.pool import RewardUnusable, WorkerRewards, score_all
 from tba.tasks.rewards.worker import LOG_BYTES
 from tba.types import Completion, Prompt
 

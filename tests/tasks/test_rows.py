@@ -7,8 +7,8 @@ import tracemalloc
 
 import pytest
 
+from recipes.arithmetic import make_tokenizer
 from tba.config import RewardConfig, TaskConfig
-from tba.tasks.arithmetic.prepare import make_tokenizer
 from tba.tasks.data.rows import BadRows, jsonl_rows
 from tba.tasks.registry import make_task
 

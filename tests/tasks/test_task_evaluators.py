@@ -10,12 +10,12 @@ from tba.launch.run import load_inputs
 from tba.launch.start import evaluate_model
 from tba.launch.start import train as run_training
 from tba.search.make import make_search_engine
-from tba.tasks.arithmetic.task import ArithmeticTask, held_out_problems
+from tba.tasks.arithmetic.problems import ArithmeticTask, held_out_problems
 from tba.tasks.evaluation import make_evaluator
-from tba.tasks.red_team.evaluator import effective_modes
+from tba.tasks.red_team.diversity import effective_modes
 from tba.tasks.registry import TASKS
 from tba.tasks.rewards.pool import DirectRewards
-from tba.tasks.tldr.world import win_rate
+from tba.tasks.tldr.posts import wins
 from tba.types import Request
 
 pytestmark = pytest.mark.slow
@@ -70,7 +70,7 @@ def attacks_and_scores(red_team):
 
 def test_ties_count_half():
     # above, tie, below
-    assert win_rate(np.array([2.0, 1.0, 0.0]), np.array([1.0, 1.0, 1.0])) == pytest.approx(0.5)
+    assert wins(np.array([2.0, 1.0, 0.0]), np.array([1.0, 1.0, 1.0])).mean() == pytest.approx(0.5)
 
 
 def test_attacks_of_the_start_model_have_no_kl_and_their_own_modes(red_team, attacks_and_scores):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tba.tasks.tldr.world import claims, gold_score, gold_scores, num_inversions, win_rate
+from tba.tasks.tldr.posts import claims, gold_score, gold_scores, num_inversions, wins
 
 POST = "so place harbour well day friday snack soup who aunt TL;DR:"  # three important facts, one trivial
 
@@ -65,4 +65,4 @@ def test_inversions_are_pairs_of_which_the_larger_stands_first():
 
 
 def test_a_tie_is_half_a_win():
-    assert win_rate(np.array([1.0, 0.5, 0.2, 0.2]), np.array([0.5, 0.5, 0.5, 0.1])) == (1 + 0.5 + 0 + 1) / 4
+    assert wins(np.array([1.0, 0.5, 0.2, 0.2]), np.array([0.5, 0.5, 0.5, 0.1])).mean() == (1 + 0.5 + 0 + 1) / 4

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from recipes.start_models import make_word_tokenizer
 from tba.config import TaskConfig, TLDRConfig, load_config
 from tba.launch.start import train
-from tba.tasks.base import RewardFailed, TaskInputs
-from tba.tasks.start_models import make_word_tokenizer
+from tba.tasks.base import TaskInputs
+from tba.tasks.outcomes import RewardFailed
+from tba.tasks.tldr.posts import WORDS, first_posts, gold_score, reference_summary
 from tba.tasks.tldr.reward_model import load_scorer
-from tba.tasks.tldr.task import TLDRTask, reward_model_path
-from tba.tasks.tldr.world import WORDS, first_posts, gold_score, reference_summary
+from tba.tasks.tldr.summarising import TLDRTask, reward_model_path
 from tba.types import Completion
 
 TOKENIZER = make_word_tokenizer(WORDS)
@@ -102,7 +103,7 @@ def test_a_score_above_0_counts_as_solved():
 
 
 def test_nothing_is_loaded_before_the_first_score(monkeypatch, models, tmp_path):
-    monkeypatch.setattr("tba.tasks.tldr.task.load_scorer", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("tba.tasks.tldr.summarising.load_scorer", lambda *_, **__: pytest.fail("loaded"))
     make().prompts("validation")
     make(data=write_rows(tmp_path / "train.jsonl", *rows(4)), num_validation_prompts=0, tldr=models).prompts("train")
 
@@ -158,7 +159,9 @@ def test_what_the_real_edition_lacks_is_said_in_words(tmp_path, models):
         task.prompts("validation")
     (tmp_path / "folder").mkdir()
     write_rows(tmp_path / "folder" / "train.jsonl", *rows(4))
-    with pytest.raises(ValueError, match=r"has no rows to report on: it needs validation\.jsonl or test\.jsonl"):
+    with pytest.raises(
+        ValueError, match=r"has no validation\.jsonl or validation\.jsonl\.gz or test\.jsonl or test\.jsonl\.gz"
+    ):
         make(data=str(tmp_path / "folder"), num_validation_prompts=0, tldr=models)
 
 

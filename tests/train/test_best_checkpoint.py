@@ -7,7 +7,7 @@ from builders import tiny_llama, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from tba.config import TrainConfig, load_config
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 from tba.train.checkpoint import Checkpoints
 from tba.train.optimizer import MasterAdamW
 

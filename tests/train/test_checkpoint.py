@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config import TrainConfig
-from tba.observe.files import OutputLost, RunFolder
-from tba.observe.guards import CollapseGuard
+from tba.observe.files import OutputLost
+from tba.observe.run_folder import RunFolder
 from tba.train.checkpoint import Checkpoints, CorruptCheckpoint, check_manifest
+from tba.train.collapse_guard import CollapseGuard
 from tba.train.optimizer import MasterAdamW
 from tba.train.state import restore, take_snapshot
 

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from tba.config import load_config
-from tba.observe.files import MANIFEST, RunFolder
 from tba.observe.recorder import Recorder
+from tba.observe.run_folder import MANIFEST, RunFolder
 from tba.train.checkpoint import Checkpoints
 from tba.train.health import Collapsed, Health
 from tba.types import ResponseCounts

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Phi3Config, StableLmConfig
 from tba.config import Config
 from tba.launch.ranks import ranks_of
 from tba.models.load import adapt, load_model
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 from tba.replay.buffer import ReplayBuffer
 from tba.runtime.channels import LocalWeights
 from tba.train.batch import Budget, deal_prompts, deal_responses

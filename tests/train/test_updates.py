@@ -14,7 +14,7 @@ from tba.launch.resume import resumed_config, with_stored_defaults
 from tba.models.policy import PolicyModel
 from tba.objectives.registry import make_objective
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import RunFolder
 from tba.train.batch import Budget
 from tba.train.learning_rate import LearningRate
 from tba.train.optimizer import MasterAdamW

@@ -16,9 +16,6 @@ from typing import Any
 from tba.config import ConfigError, RewardConfig
 from tba.models.names import check_named, check_there, resolve_path
 
-REWARD_TOKENS = 2048
-"""Longest text that a reward model reads, in tokens, where its tokenizer does not say."""
-
 
 def dataset_file(dataset: Iterable[Mapping[str, Any]] | str | Path, path: Path, *, what: str) -> str:
     """A dataset as a JSONL file; one that is a file already stays where it is. A file of other rows that has that name is of
@@ -177,46 +174,39 @@ class ModelReward:
     def __init__(self, path: str, tokenizer: str | None, *, name: str | None = None) -> None:
         self.path, self.tokenizer = path, tokenizer or path
         self.__name__ = name or Path(path).name
-        self._loaded: tuple[Any, Any] | None = None
+        self._loaded: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_loaded": None}
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        import torch
-
-        model, tokenizer = self._load()
+        encoder = self._load()
         chats = [isinstance(prompt, list) for prompt in prompts]
         texts = [
-            tokenizer.apply_chat_template([*prompt, *completion], tokenize=False) if chat else prompt + completion
+            encoder.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+            if chat
+            else prompt + completion
             for chat, prompt, completion in zip(chats, prompts, completions)
         ]
-        limit = min(tokenizer.model_max_length, REWARD_TOKENS)
-        inputs = tokenizer(
-            texts,
-            padding=True,
-            truncation=True,
-            max_length=limit,
-            return_tensors="pt",
-            add_special_tokens=not any(chats),
-        )
-        with torch.inference_mode():
-            return model(**inputs.to(model.device)).logits[:, 0].float().tolist()
+        return encoder.logits(texts, special_tokens=not any(chats))[:, 0].tolist()
 
-    def _load(self) -> tuple[Any, Any]:
+    def _load(self) -> Any:
         if self._loaded is None:
-            from transformers import AutoModelForSequenceClassification, AutoTokenizer
+            from transformers import AutoModelForSequenceClassification
 
             from tba.models.cpu import use_cpu
-            from tba.models.load import load_weights
+            from tba.tasks.encoders import load_encoder
 
             use_cpu()  # a worker imports torch for this reward only, and nobody has told it how to compute
-            model = load_weights(AutoModelForSequenceClassification, self.path, num_labels=1, dtype="auto").eval()
-            tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
-            if tokenizer.pad_token is None:
-                tokenizer.pad_token = tokenizer.eos_token
-            model.config.pad_token_id = tokenizer.pad_token_id  # the last real token is scored
-            self._loaded = (model, tokenizer)
+            self._loaded = load_encoder(
+                AutoModelForSequenceClassification,
+                self.path,
+                key="reward_funcs",
+                device="cpu",
+                tokenizer_path=self.tokenizer,
+                num_labels=1,
+                dtype="auto",
+            )
         return self._loaded
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config
-from tba.observe.contents import SAVED, saved_names
-from tba.observe.files import RunFolder, write_json
+from tba.observe.files import write_json
+from tba.observe.run_folder import SAVED, RunFolder, saved_names
 
 logger = logging.getLogger("tba")
 

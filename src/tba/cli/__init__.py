@@ -3,7 +3,7 @@
 tba train configs/arithmetic.yaml train.max_steps=100
 tba train runs/arithmetic-tb-seed0 --resume
 tba evaluate runs/arithmetic-tb-seed0 --task arithmetic
-tba prepare arithmetic --output prepared
+tba prepare reward_model --model BASE --pairs pairs.jsonl --output FOLDER
 tba compare STUDY.yaml --quick
 tba replay runs/arithmetic-tb-seed0 --min-reward 0.5 --export good.jsonl
 tba status runs/arithmetic-tb-seed0

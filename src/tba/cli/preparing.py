@@ -14,29 +14,23 @@ from tba.models.names import check_there
 
 
 def prepare(
-    what: Annotated[str, typer.Argument(help="arithmetic, tldr, red_team, or reward_model.")],
+    what: Annotated[str, typer.Argument(help="reward_model.")],
     output: Annotated[Path, typer.Option(help="Folder for what is made.")] = Path("prepared"),
-    model: Annotated[
-        str | None, typer.Option(help="reward_model: folder or hub name of a causal LM to start as.")
-    ] = None,
-    pairs: Annotated[Path | None, typer.Option(help="reward_model: JSONL with `prompt`, `chosen`, `rejected`.")] = None,
-    held_out: Annotated[Path | None, typer.Option(help="reward_model: pairs to measure on; else a tenth.")] = None,
-    learning_rate: Annotated[
-        float | None, number_option("reward_model: highest learning rate; 1e-5 unless given.")
-    ] = None,
-    epochs: Annotated[int | None, count_option("reward_model: passes over the pairs; 1 unless given.", least=1)] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub name of a causal LM to start as.")] = None,
+    pairs: Annotated[Path | None, typer.Option(help="JSONL with `prompt`, `chosen`, `rejected`.")] = None,
+    held_out: Annotated[Path | None, typer.Option(help="Pairs to measure on; else a tenth.")] = None,
+    learning_rate: Annotated[float, number_option("Highest learning rate.")] = 1e-5,
+    epochs: Annotated[int, count_option("Passes over the pairs.", least=1)] = 1,
     skip_bad_rows: Annotated[
-        bool, typer.Option("--skip-bad-rows", help="reward_model: leave out pairs that cannot be used.")
+        bool, typer.Option("--skip-bad-rows", help="Leave out pairs that cannot be used.")
     ] = False,
 ) -> None:
-    """Make an embedded task's data and models again, or train a reward model on your preference pairs."""
+    """Train a reward model on your preference pairs."""
     if what != "reward_model":
-        if skip_bad_rows or any(given is not None for given in (model, pairs, held_out, learning_rate, epochs)):
-            raise ConfigError(f"options other than --output are for `tba prepare reward_model`, not for {what}.")
-        from tba.tasks.registry import prepare_task
-
-        typer.echo(json.dumps(prepare_task(what, output)))
-        return
+        raise ConfigError(
+            f"{what!r} has nothing to prepare: it may be reward_model. In a clone, `python -m recipes TASK` makes the data "
+            "and models of arithmetic, tldr or red_team again."
+        )
     if model is None or pairs is None:
         raise ConfigError("tba prepare reward_model needs --model (a causal language model) and --pairs PAIRS.jsonl.")
     from tba.models.cpu import use_cpu
@@ -44,8 +38,8 @@ def prepare(
 
     use_cpu()
     settings = RewardTraining(
-        learning_rate=1e-5 if learning_rate is None else learning_rate,
-        epochs=1 if epochs is None else epochs,
+        learning_rate=learning_rate,
+        epochs=epochs,
         pairs_per_pass=8,
         on_bad_row="skip" if skip_bad_rows else "stop",
     )

@@ -125,7 +125,8 @@ def _decoder(run: Path, *, trust_remote_code: bool) -> Callable[[list[int]], str
     from tba.config import load_run_config
     from tba.models.load import told
     from tba.models.names import resolve_path
-    from tba.observe.files import RunFolder, one_line
+    from tba.observe.files import one_line
+    from tba.observe.run_folder import RunFolder
 
     folder = RunFolder(run if run.is_dir() else run.parent)
     try:

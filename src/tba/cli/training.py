@@ -26,8 +26,7 @@ from tba.config import (
     settings_by_name,
 )
 from tba.launch.checks import TASK_NAMES, refuse_earlier_version, run_of
-from tba.observe.claim import holder_of
-from tba.observe.contents import is_begun, others_entry
+from tba.observe.run_folder import holder_of, is_begun, others_entry
 from tba.observe.streams import lasting_output
 
 

@@ -17,7 +17,8 @@ from typing import Any, Literal
 from tba.compare.study import Study, flatten, folder_name
 from tba.config import Config, ConfigError, load_config
 from tba.launch.defaults import with_objective_defaults
-from tba.observe.files import RunFolder, read_summary
+from tba.observe.files import read_summary
+from tba.observe.run_folder import RunFolder
 
 OF_ITS_PLACE = ("name", "output", "observe.progress", "train.second_update_after")
 """Settings that the folder, or the machine, decides: a study may be moved, and machines may share it."""

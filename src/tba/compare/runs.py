@@ -19,11 +19,10 @@ from tba.compare.results import Results, as_json, as_markdown, gather
 from tba.compare.study import Study, load_study
 from tba.config import ConfigError
 from tba.launch import train
-from tba.observe.claim import Claim, FolderInUse, holder_of
-from tba.observe.contents import remove_contents
 from tba.observe.files import check_new_folder, write_atomic, write_json
 from tba.observe.metrics import Evaluation
 from tba.observe.recorder import RunListener
+from tba.observe.run_folder import Claim, FolderInUse, holder_of, remove_contents
 
 OUTPUT = Path("runs/studies")
 """Folder of study folders, where none is given."""

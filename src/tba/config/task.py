@@ -57,8 +57,8 @@ class TLDRConfig(Section):
     and a hidden gold rule."""
 
     reward_model: LocalPath | None = None
-    """Folder or hub name of the model whose score is the reward; None = the embedded edition's. `tba prepare tldr` trains
-    one."""
+    """Folder or hub name of the model whose score is the reward; None = the embedded edition's. `tba prepare
+    reward_model` trains one."""
     gold_model: LocalPath | None = None
     """Folder or hub name of the model that judges in evaluations, which the policy never sees; None = the embedded
     edition's rule."""

@@ -16,8 +16,8 @@ from tba.launch.devices import placement_of, published_on_gpu
 from tba.launch.run import Interrupt, RunInputs, make_ledger, make_recorder
 from tba.models.load import LoadedModel, adapt
 from tba.models.weights import make_weights
-from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder, RunListener
+from tba.observe.run_folder import RunFolder
 from tba.runtime.channels import POLL_SECONDS, Idleness
 from tba.runtime.leases import VisitLedger
 from tba.runtime.local import LocalRuntime

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 from tba.config import Config, ConfigError, is_of_earlier_version
 from tba.models.names import SHIPPED, check_there, resolve_path
-from tba.observe.contents import others_entry
-from tba.observe.files import RunFolder, check_sinks, read_summary
+from tba.observe.files import read_summary
+from tba.observe.run_folder import RunFolder, others_entry
+from tba.observe.sinks import check_sinks
 from tba.tasks.data.rows import SUFFIXES, may_be_hub_name, refuse_other_formats
 from tba.tasks.rewards.files import check_reward_function
-from tba.tasks.rewards.functions import reward_weights
+from tba.tasks.rewards.functions import named_rewards
 from tba.tasks.rewards.sources import with_sources
 
 HUB_COMMAND = (
@@ -76,7 +77,7 @@ def check_inputs(config: Config) -> None:
     check_there(f"model.path={config.model.path!r}", config.model.path)
     if unset := [name for name in config.search.reward_environment if name not in os.environ]:
         raise ValueError(f"search.reward_environment: {', '.join(unset)} is not set here: export it, or leave it out.")
-    reward_weights(config.task.rewards)
+    named_rewards(config.task.rewards)
     for reward in config.task.rewards:
         check_reward_function(reward.function)
     for key, path in (("task.data", config.task.data), ("task.eval_data", config.task.eval_data)):

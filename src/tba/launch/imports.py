@@ -29,8 +29,9 @@ import numpy as np
 from tba.config import Config
 from tba.generate.engine import make_scorer, stop_ids_of
 from tba.launch.run import RunInputs
-from tba.tasks.base import RewardFailed
-from tba.tasks.rewards.pool import FinishedGroup, make_rewards, score_all
+from tba.tasks.base import FinishedGroup
+from tba.tasks.outcomes import RewardFailed
+from tba.tasks.rewards.pool import make_rewards, score_all
 from tba.types import Completion, GroupId, Prompt, Trajectory, TrajectoryGroup
 
 RewardScorer = Callable[[list[FinishedGroup]], Sequence[Mapping[str, float]]]

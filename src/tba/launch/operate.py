@@ -21,7 +21,8 @@ import psutil
 
 from tba.config import Config, load_run_config
 from tba.observe.display import duration, steps_words
-from tba.observe.files import RunFolder, WriteFailures, read_summary, write_json
+from tba.observe.files import WriteFailures, read_summary, write_json
+from tba.observe.run_folder import RunFolder
 from tba.runtime.board import MAX_SEARCHERS, Board
 
 LATE_SECONDS = 30.0

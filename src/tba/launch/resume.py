@@ -11,7 +11,8 @@ from typing import Any
 
 from tba.config import Config, ConfigError, load_config
 from tba.launch.checks import before_collapse, refuse_earlier_version
-from tba.observe.files import RunFolder, read_summary
+from tba.observe.files import read_summary
+from tba.observe.run_folder import RunFolder
 from tba.replay.recover import check_stored
 from tba.train.checkpoint import TRAINER, check_manifest, find_checkpoint, last_row_of
 

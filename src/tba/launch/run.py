@@ -17,14 +17,14 @@ from tba.generate.engine import stop_ids_of
 from tba.launch.supervise import ENDING_SIGNALS
 from tba.models.load import LoadedModel, load_model
 from tba.observe.display import RoleStatus
-from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder, RunListener
+from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Row
 from tba.runtime.leases import VisitLedger
 from tba.search.loop import group_texts
 from tba.tasks.base import Split, Task
-from tba.tasks.checked import check_prompts
 from tba.tasks.registry import make_task_for
+from tba.tasks.user_task import check_prompts
 from tba.types import ResponseCounts
 
 

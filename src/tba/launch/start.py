@@ -29,8 +29,9 @@ from tba.launch.sync_run import SyncRun
 from tba.models.cpu import use_cpu
 from tba.models.load import base_of, is_adapter, load_model
 from tba.observe.display import show_line, show_summary, steps_words
-from tba.observe.files import RunFolder, WriteFailures, check_new_folder, tell_failure, write_atomic
+from tba.observe.files import WriteFailures, check_new_folder, tell_failure, write_atomic
 from tba.observe.recorder import RunListener
+from tba.observe.run_folder import RunFolder
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import stacks_to
 from tba.runtime.links import ShowStacks
@@ -39,7 +40,8 @@ from tba.runtime.processes import prepare_roles
 from tba.runtime.supervisor import Host
 from tba.runtime.threads import threads_alone, threads_of
 from tba.search.make import make_search_engine
-from tba.tasks.evaluation import AnswerEvaluator, KeepResponses, make_evaluator
+from tba.tasks.base import KeepResponses
+from tba.tasks.evaluation import AnswerEvaluator, make_evaluator
 from tba.tasks.rewards.pool import make_rewards
 from tba.tasks.rewards.sources import copy_sources
 from tba.train.health import Collapsed

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from tba.config import Config, ConfigError, SearchConfig
 from tba.launch.operate import Control, StatusWriter
-from tba.observe.claim import Holder
-from tba.observe.files import MANIFEST, RunFolder, read_summary, tell_failure
+from tba.observe.files import read_summary, tell_failure
+from tba.observe.run_folder import MANIFEST, Holder, RunFolder
 from tba.runtime.board import Board
 from tba.runtime.links import Link
 from tba.runtime.mps import start_mps

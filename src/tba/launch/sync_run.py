@@ -15,8 +15,8 @@ from tba.generate.engine import Engine
 from tba.launch.run import Interrupt, RunInputs, make_ledger, make_recorder
 from tba.models.load import adapt
 from tba.models.weights import make_weights
-from tba.observe.files import RunFolder
 from tba.observe.recorder import Recorder, RunListener
+from tba.observe.run_folder import RunFolder
 from tba.runtime.board import Board, Row
 from tba.runtime.channels import LaggedWeights, LocalGroups, LocalWeights
 from tba.runtime.leases import LedgerVisits, VisitLedger
@@ -30,7 +30,8 @@ from tba.search.make import (
     make_start_scorer,
     make_step_values,
 )
-from tba.tasks.evaluation import CountedEngine, Evaluator, make_evaluator
+from tba.tasks.base import Evaluator
+from tba.tasks.evaluation import CountedEngine, make_evaluator
 from tba.tasks.rewards.pool import make_rewards
 from tba.train.loop import Trainer
 from tba.train.make import make_learner, make_trainer

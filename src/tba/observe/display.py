@@ -20,16 +20,15 @@ from rich.live import Live
 from rich.table import Table
 
 from tba.config import Config
-from tba.observe.contents import PLOT
 from tba.observe.metrics import Evaluation
-from tba.observe.reward_signal import no_signal_lines
+from tba.observe.run_folder import PLOT
 from tba.observe.streams import lasting
+from tba.observe.watches import no_signal_lines
 
 REFRESH_PER_SECOND = 4
 LINE_SECONDS, LINE_SHARE = 10.0, 0.02
 """Time between two lines where there is no terminal: at least so long, and this share of the time that has passed."""
 TABLE_WIDTH = 100
-PLOT_WIDTH, PLOT_HEIGHT = 60, 10
 SHARES = ("accuracy", "solved", "pass@", "avg@", "win_rate", "success", "cut_off", "distinct")
 """Beginnings of the names of metrics that are shares, which are shown in percent."""
 MEANS = {"drift_nats": "off_policy/kl", "held_back": "tb/held_back"}
@@ -277,8 +276,6 @@ def show_summary(summary: Mapping[str, Any], curve: Curve, folder: Path, *, conf
     by_command = all(isinstance(reward.function, str) for reward in config.task.rewards)
     say(weights_line(summary, folder, by_command=by_command), whole=True)
     if len(curve.points) > 2:
-        if len({value for _, value in curve.points}) > 1:
-            console.print(text_plot(curve), markup=False, highlight=False)
         with suppress(OSError):  # a full disk must not hide the figures, which are also in summary.json
             save_plot(curve, folder / PLOT, title=f"{folder.name}: {curve.name}")
             say(f"plot: {folder / PLOT}", whole=True)
@@ -429,21 +426,6 @@ class Curve:
     points: Sequence[tuple[int, float]]
     errors: Sequence[float] = ()
     """One for each point; empty = there are none."""
-
-
-def text_plot(curve: Curve) -> str:
-    """The curve drawn in characters, steps to the right, the metric upwards."""
-    last = max(step for step, _ in curve.points) or 1
-    low, high = min(value for _, value in curve.points), max(value for _, value in curve.points)
-    grid = [[" "] * PLOT_WIDTH for _ in range(PLOT_HEIGHT)]
-    for step, value in curve.points:
-        column = round((PLOT_WIDTH - 1) * step / last)
-        row = round((PLOT_HEIGHT - 1) * (value - low) / max(high - low, 1e-9))
-        grid[PLOT_HEIGHT - 1 - row][column] = "*"
-    top, bottom = (f"{shown(curve.name, value):>7} |" for value in (high, low))
-    labels = [top, *["        |"] * (PLOT_HEIGHT - 2), bottom]
-    lines = [label + "".join(row) for label, row in zip(labels, grid)]
-    return "\n".join([*lines, "        +" + "-" * PLOT_WIDTH, f"         0{'steps ':>{PLOT_WIDTH - 8}}{last:>6}"])
 
 
 def save_plot(curve: Curve, path: Path, *, title: str) -> None:

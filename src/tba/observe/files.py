@@ -1,182 +1,26 @@
-"""Where a run writes: its folder, whole files in one move, and the sinks of its metrics."""
+"""How a run writes: whole files in one move, lines at the end, and what becomes of a write that fails."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
-import math
 import os
-import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from safetensors import SafetensorError
 
-from tba.config import Config
-from tba.observe.claim import Claim, Holder
-from tba.observe.contents import MANIFEST as MANIFEST
-from tba.observe.contents import SOURCES, is_begun, move_aside, refuse_foreign, remove_contents
-from tba.observe.metrics import metric
+from tba.observe.run_folder import RunFolder
 
 logger = logging.getLogger("tba")
 LONGEST_ERROR = 500
 """Characters of an error in summary.json, which is one line."""
-TAIL_BYTES = 65_536
-"""Bytes read from the end of metrics.jsonl, enough for its last lines."""
-PROBE_BYTES = 2**20
-"""Bytes that must fit into the output folder before a run starts."""
-
 
 RunOutcome = Literal["finished", "interrupted", "collapsed", "failed"]
 """How a run ended: it made all its steps; was asked to end; was stopped by the collapse guard; met an error."""
-
-
-class RunFolder:
-    """Paths inside runs/<name>/: config.yaml, metrics.jsonl, samples.jsonl, replay.sqlite, checkpoints/step-N/, logs/,
-    sources/, status.json, summary.json. checkpoint-N are TBATrainer's links to checkpoints/step-N, earlier-N/ the runs that
-    it has moved aside. The collapse guard keeps its checkpoint in checkpoints/healthy-step-N.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config = path / "config.yaml"
-        self.metrics = path / "metrics.jsonl"
-        self.samples = path / "samples.jsonl"
-        self.replay = path / "replay.sqlite"
-        self.checkpoints = path / "checkpoints"
-        self.logs = path / "logs"
-        self.sources = path / SOURCES
-        self.status = path / "status.json"
-        self.control = path / "control.json"
-        self.summary = path / "summary.json"
-        self._claim: Claim | None = None
-
-    @classmethod
-    def check(cls, path: Path, *, overwrite: bool, keep_earlier: bool = False) -> None:
-        """Refuse a folder that `create` would refuse, and an output that cannot be written, before anything is loaded or
-        made."""
-        folder = cls(path)
-        above = (path, *path.absolute().parents)
-        if broken := next((parent for parent in above if parent.is_symlink() and not parent.exists()), None):
-            raise FileExistsError(
-                f"{broken} is a link to {os.readlink(broken)}, which is not there: choose another output=..., or correct it."
-            )
-        existing = next(parent for parent in above if parent.exists())
-        if not existing.is_dir():
-            raise FileExistsError(f"{existing} is a file, not a folder: choose another output=... or name=...")
-        if existing == path and not keep_earlier:
-            folder._refuse_replacing(overwrite)
-        cls.check_writable(path, existing)
-
-    @classmethod
-    def check_writable(cls, path: Path, existing: Path | None = None) -> None:
-        """Refuse a run folder that cannot be written; `existing` is the folder above it that is there, None = itself."""
-        existing = existing or path
-        try:
-            with tempfile.TemporaryFile(dir=existing) as probe:
-                probe.write(bytes(PROBE_BYTES))
-                probe.flush()
-        except OSError as error:
-            raise ValueError(
-                f"run folder {path} cannot be written: {error.strerror} ({existing}). Choose another output=..., or free it."
-            ) from None
-
-    @classmethod
-    def create(cls, path: Path, *, overwrite: bool) -> RunFolder:
-        """Claim a run folder and make it empty, see `clear`."""
-        folder = cls(path)
-        folder.claim()
-        try:
-            folder.clear(overwrite=overwrite)
-        except BaseException:
-            folder.release()
-            raise
-        return folder
-
-    def clear(self, *, overwrite: bool, keep_earlier: bool = False) -> None:
-        """Make a claimed folder that of a new run. An earlier run of the same name is only replaced, or moved aside, when
-        asked for."""
-        if keep_earlier:
-            move_aside(self.path)
-        else:
-            self._refuse_replacing(overwrite)
-            if is_begun(self.path):
-                remove_contents(self.path)
-        self.logs.mkdir()
-        self.checkpoints.mkdir()
-
-    def reopen(self) -> None:
-        """Go on in a claimed folder whose run is to be resumed."""
-        if not self.config.is_file() or not self.config.stat().st_size:
-            lacks = "its config.yaml is empty" if self.config.is_file() else "it has no config.yaml"
-            raise FileNotFoundError(
-                f"there is no run to resume in {self.path} ({lacks}): give the config or the name of a run "
-                "that was started before, or start it without --resume."
-            )
-        for folder in (self.logs, self.checkpoints):
-            if folder.exists() and not folder.is_dir():
-                raise FileExistsError(f"{folder} is a file, and a run has a folder there: move it away, then --resume.")
-            folder.mkdir(exist_ok=True)
-
-    def claim(self, *, holder: Holder | None = None) -> None:
-        """Lock the folder for this process, or for its supervisor, until `release`; see `Claim.take`."""
-        self._claim = Claim.take(self.path, holder=holder)
-
-    def release(self) -> None:
-        """The run is over: the folder may be used by another."""
-        if self._claim is not None:
-            self._claim.release()
-
-    def _refuse_replacing(self, overwrite: bool) -> None:
-        if not is_begun(self.path):
-            return
-        if not overwrite:
-            raise FileExistsError(
-                f"run folder {self.path} exists already: choose another name (name=...), or replace it with overwrite=true."
-            )
-        if not self.config.exists():
-            raise FileExistsError(f"{self.path} is not a run folder (it has no config.yaml) and is not replaced.")
-        refuse_foreign(self.path)
-
-    def last_step(self) -> dict[str, Any]:
-        """The last line of metrics.jsonl that is of an optimizer step; {"step": 0} where there is none."""
-        try:
-            with self.metrics.open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-                lines = file.read().decode("utf-8", errors="replace").splitlines()
-        except OSError:
-            return {"step": 0}
-        for line in reversed(lines):
-            try:
-                record = json.loads(line)
-            except ValueError:  # cut off at either end
-                continue
-            if "loss" in record:
-                return dict(record)
-        return {"step": 0}
-
-    def newest_checkpoint(self) -> Path:
-        """The checkpoint of the highest step, or the guard's healthy one where a collapse stopped the run before any other
-        was written. A FileNotFoundError names the run folder when there is none."""
-        found = self.checkpoints_by_step() or self.checkpoints_by_step("healthy-step-")
-        if not found:
-            raise FileNotFoundError(f"run folder {self.path} has no checkpoint yet.")
-        return found[max(found)]
-
-    def resumable(self) -> list[tuple[int, Path]]:
-        """Steps and folders of the whole checkpoints that a run can go on from: its own and the guard's healthy ones."""
-        return [item for prefix in ("step-", "healthy-step-") for item in self.checkpoints_by_step(prefix).items()]
-
-    def checkpoints_by_step(self, prefix: str = "step-") -> dict[int, Path]:
-        """Folders of the whole checkpoints whose name is `prefix` and a step, by their step; others in there are ignored."""
-        named = [(re.fullmatch(rf"{prefix}(\d+)", path.name), path) for path in self.checkpoints.glob(f"{prefix}*")]
-        # Without a manifest it is not one of ours, or not whole.
-        return {int(match[1]): path for match, path in named if match is not None and (path / MANIFEST).is_file()}
 
 
 def keep_lines(path: Path, count: int) -> None:
@@ -329,111 +173,3 @@ def sync(path: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON, so that a reader never sees a part of it."""
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def check_sinks(config: Config) -> None:
-    """Refuse sinks whose package is not installed, without importing it."""
-    for name in config.observe.sinks:
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"observe.sinks has {name!r}, which needs a package: pip install {name}.")
-
-
-def make_sinks(config: Config, folder: RunFolder, failures: WriteFailures | None = None) -> Sinks:
-    """The sinks of a run: metrics.jsonl always, those of observe.sinks besides. A package that is missing is an error here,
-    before training starts, not at the first record."""
-    check_sinks(config)
-    sinks: list[Sink] = [JsonlSink(folder.metrics)]
-    for name in config.observe.sinks:
-        sinks.append(TensorBoardSink(folder.path) if name == "tensorboard" else WandbSink(config, folder.path))
-    return Sinks(sinks, folder.path, failures or WriteFailures())
-
-
-class Sinks:
-    """All sinks of a run as one. A metric that observe/metrics.py does not list is refused with a KeyError; one that cannot
-    be written is told once."""
-
-    def __init__(self, sinks: Sequence[Sink], folder: Path, failures: WriteFailures) -> None:
-        self._sinks = sinks
-        self._folder = folder
-        self._failures = failures
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name in metrics:
-            metric(name)
-        for sink in self._sinks:
-            with self._failures.tolerated(f"{sink.name} metrics in", self._folder):
-                sink.write(step, metrics)
-
-    def close(self) -> None:
-        for sink in self._sinks:
-            with self._failures.tolerated(f"{sink.name} metrics in", self._folder):
-                sink.close()
-
-
-class Sink(Protocol):
-    """A place where metrics go; it takes one flat record per step."""
-
-    name: str
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class JsonlSink:
-    """A file with one JSON object per line, which can be read while the run goes on. NaN and infinity become null, which
-    JSON has no numbers for."""
-
-    name = "JSONL"
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        append_line(self._path, json.dumps({"step": step, **values}))
-
-    def close(self) -> None:
-        """Close: nothing is open between two lines."""
-
-
-class TensorBoardSink:
-    """Event files in the run folder: `tensorboard --logdir runs`."""
-
-    name = "tensorboard"
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbSink:
-    """A W&B run; WANDB_MODE=offline keeps everything in the run folder."""
-
-    name = "wandb"
-
-    def __init__(self, config: Config, folder: Path) -> None:
-        import wandb
-
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "tba"),
-            name=config.observe.label or config.run_name,
-            dir=str(folder),
-            config=config.model_dump(mode="json"),
-        )
-        # Evaluations arrive after later steps were logged; W&B drops records whose own step goes back.
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
-
-    def close(self) -> None:
-        self._run.finish()

@@ -7,12 +7,13 @@ part of a name.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from statistics import stdev
-from typing import Literal
+from typing import Literal, cast
 
 Reduction = Literal["mean", "rms", "sum", "max", "last"]
 STANDARD_ERROR = "_standard_error"
@@ -34,167 +35,90 @@ class Metric:
     reduction: Reduction = "mean"
 
 
-METRICS = (
-    Metric(
-        name="loss", unit="reward", reduction="sum", meaning="What is back-propagated; for TB (beta / 2) x tb/loss."
-    ),
-    Metric(
-        name="seconds", unit="seconds", reduction="last", meaning="Seconds of training, as train.max_seconds counts."
-    ),
-    Metric(
-        name="reward",
-        unit="reward",
-        meaning="Mean combined reward of the responses that came since the step before, as they were sampled.",
-    ),
-    Metric(name="batch/reward", unit="reward", meaning="Mean combined reward of the trained responses."),
-    Metric(name="rewards/*/mean", unit="reward", meaning="Mean of one component, not-applicable values left out."),
-    Metric(name="reward_std", unit="reward", meaning="Standard deviation within a prompt, mean over prompts."),
-    Metric(
-        name="off_policy/agreement",
-        unit="correlation",
-        meaning="Rewards with the drift of log_pi since generation, within prompts: the signal in recent updates.",
-    ),
-    Metric(name="frac_reward_zero_std", unit="share", meaning="Share of prompts with one reward for all responses."),
-    Metric(name="kl", unit="nats per response", meaning="Mean log_pi - log_ref of the trained responses."),
-    Metric(name="entropy", unit="nats per token", meaning="Entropy of the policy at the trained tokens."),
-    Metric(name="reference_weight", unit="", reduction="last", meaning="w of TB's target: log pi_ref counts w times."),
-    Metric(
-        name="target_temperature", unit="", reduction="last", meaning="tau of TB's target: all of it is divided by tau."
-    ),
-    Metric(name="grad_norm", unit="reward", reduction="last", meaning="Norm of the gradient before clipping."),
-    Metric(name="learning_rate", unit="", reduction="last", meaning="Learning rate of this step."),
-    Metric(name="beta", unit="reward per nat", reduction="last", meaning="Beta of this step."),
-    Metric(name="completions/mean_length", unit="tokens", meaning="Mean length of the trained responses."),
-    Metric(name="completions/clipped_ratio", unit="share", meaning="Share of responses cut off at the length limit."),
-    Metric(name="tb/loss", unit="nats^2", reduction="sum", meaning="The paper's VarGrad loss."),
-    Metric(name="tb/log_z", unit="nats", meaning="Mean estimate of log Z."),
-    Metric(name="tb/log_z_std", unit="nats", reduction="rms", meaning="Root mean square residual."),
-    Metric(name="tb/max_abs_residual", unit="nats", reduction="max", meaning="Largest |log Z estimate - prompt mean|."),
-    Metric(name="tb/held_back", unit="share", meaning="Share of the gradient that objective.off_policy holds back."),
-    Metric(
-        name="tb/target_reached",
-        unit="share",
-        meaning="Slope, within prompts, of beta x (log_pi - log_ref) on the reward: 0 at the reference, 1 at the target.",
-    ),
-    Metric(
-        name="tb/reward_spread",
-        unit="reward",
-        meaning="Standard deviation of the rewards within prompts, of those whose responses differ in it.",
-    ),
-    Metric(
-        name="off_policy/drift", unit="nats", meaning="Mean |log_pi now - log_pi when generated| of a late response."
-    ),
-    Metric(name="off_policy/drift_lag", unit="steps", meaning="Mean lag of the responses that drift is measured on."),
-    Metric(
-        name="off_policy/signal",
-        unit="correlation",
-        reduction="last",
-        meaning="Mean of off_policy/agreement over recent batches; the learning rate follows it.",
-    ),
-    Metric(name="objective/*", unit="", meaning="A number of the objective; its own file says which."),
-    Metric(
-        name="reference_version",
-        unit="steps",
-        reduction="last",
-        meaning="Version of the weights that are the reference.",
-    ),
-    Metric(name="off_policy/lag_mean", unit="steps", meaning="Trainer step - oldest version of the response."),
-    Metric(name="off_policy/lag_max", unit="steps", reduction="max", meaning="Largest lag in the step."),
-    Metric(name="off_policy/ess", unit="share", meaning="Effective sample size of pi / pi_behaviour, over responses."),
-    Metric(
-        name="off_policy/kl",
-        unit="nats per response",
-        meaning="Policy that generated against the current one: mean policy log-prob when generated - log_pi now.",
-    ),
-    Metric(
-        name="off_policy/mismatch_kl",
-        unit="nats per token",
-        meaning="Searcher against trainer at one version: KL of the engine's policy to the trainer's, on its responses.",
-    ),
-    Metric(
-        name="off_policy/dropped", unit="responses", reduction="sum", meaning="Responses without weight in the step."
-    ),
-    Metric(
-        name="empty_step", unit="0 or 1", reduction="last", meaning="1 where no response had weight: no weight moved."
-    ),
-    Metric(name="buffer/*", unit="", reduction="last", meaning="State of the replay buffer."),
-    Metric(
-        name="search/open_visits",
-        unit="visits",
-        reduction="last",
-        meaning="Visits to prompts that a searcher has and whose group has not arrived.",
-    ),
-    Metric(
-        name="search/skipped",
-        unit="visits",
-        reduction="last",
-        meaning="Visits to prompts that were passed over as always solved or never.",
-    ),
-    Metric(name="searchers/alive", unit="", reduction="last", meaning="Searchers that run."),
-    Metric(
-        name="searchers/replaced", unit="", reduction="last", meaning="Searchers that died or hung and were replaced."
-    ),
-    Metric(name="trainer/restarts", unit="", reduction="last", meaning="Times that the trainer died and was resumed."),
-    Metric(
-        name="searcher/*/mismatch_kl",
-        unit="nats per token",
-        reduction="last",
-        meaning="One searcher against the trainer at the version compared last: distance on the 64 canary tokens.",
-    ),
-    Metric(
-        name="searcher/*/*",
-        unit="",
-        reduction="last",
-        meaning="State of one searcher, by its number.",
-    ),
-    Metric(name="search/*", unit="", reduction="last", meaning="All searchers together."),
-    Metric(
-        name="time/receive",
-        unit="seconds",
-        reduction="sum",
-        meaning="Wall-clock time in which the trainer took in groups since the step before: replay, durable replay, counts.",
-    ),
-    Metric(
-        name="time/second_update",
-        unit="seconds",
-        reduction="sum",
-        meaning="Wall-clock time of the second update on an earlier batch (train.second_update_after).",
-    ),
-    Metric(
-        name="time/wait_for_batch",
-        unit="seconds",
-        reduction="sum",
-        meaning="Wall-clock time in which the trainer had nothing to train on and no group to take in.",
-    ),
-    Metric(
-        name="time/step",
-        unit="seconds",
-        reduction="sum",
-        meaning="Wall-clock time from sampling the batch to the published weights, without a second update in between.",
-    ),
-    Metric(name="time/*", unit="seconds", reduction="sum", meaning="Wall-clock time of a part of the step."),
-    Metric(name="perf/*", unit="per second", reduction="last", meaning="Rate since the first step."),
-    Metric(
-        name="guard/alarm", unit="0 or 1", reduction="last", meaning="1 while an alarm of the collapse guard lasts."
-    ),
-    Metric(
-        name="guard/rollbacks",
-        unit="",
-        reduction="last",
-        meaning="Times that the run went back to a checkpoint from before a collapse.",
-    ),
-    Metric(
-        name="guard/*",
-        unit="",
-        meaning="A number the collapse guard watches, over all sampled responses, with weight or not.",
-    ),
-    Metric(
-        name="eval/*/*",
-        unit="",
-        reduction="last",
-        meaning="A metric of an evaluation, on the prompts of evaluate.split.",
-    ),
-)
+def _table(text: str) -> tuple[Metric, ...]:
+    """One line for each metric, `name  reduction  unit  meaning`, two spaces apart: a unit of `-` is none, an indented line
+    goes on with the meaning before."""
+    rows = (re.split(r" {2,}", line, maxsplit=3) for line in re.sub(r"\n {5,}", " ", text).strip().split("\n    "))
+    return tuple(
+        Metric(name=name, reduction=cast(Reduction, how), unit="" if unit == "-" else unit, meaning=meaning)
+        for name, how, unit, meaning in rows
+    )
+
+
+METRICS = _table("""
+    loss                       sum   reward             What is back-propagated; for TB (beta / 2) x tb/loss.
+    seconds                    last  seconds            Seconds of training, as train.max_seconds counts.
+    reward                     mean  reward             Mean combined reward of the responses that came since the step
+                                                        before, as they were sampled.
+    batch/reward               mean  reward             Mean combined reward of the trained responses.
+    rewards/*/mean             mean  reward             Mean of one component, not-applicable values left out.
+    reward_std                 mean  reward             Standard deviation within a prompt, mean over prompts.
+    off_policy/agreement       mean  correlation        Rewards with the drift of log_pi since generation, within
+                                                        prompts: the signal in recent updates.
+    frac_reward_zero_std       mean  share              Share of prompts with one reward for all responses.
+    kl                         mean  nats per response  Mean log_pi - log_ref of the trained responses.
+    entropy                    mean  nats per token     Entropy of the policy at the trained tokens.
+    reference_weight           last  -                  w of TB's target: log pi_ref counts w times.
+    target_temperature         last  -                  tau of TB's target: all of it is divided by tau.
+    grad_norm                  last  reward             Norm of the gradient before clipping.
+    learning_rate              last  -                  Learning rate of this step.
+    beta                       last  reward per nat     Beta of this step.
+    completions/mean_length    mean  tokens             Mean length of the trained responses.
+    completions/clipped_ratio  mean  share              Share of responses cut off at the length limit.
+    tb/loss                    sum   nats^2             The paper's VarGrad loss.
+    tb/log_z                   mean  nats               Mean estimate of log Z.
+    tb/log_z_std               rms   nats               Root mean square residual.
+    tb/max_abs_residual        max   nats               Largest |log Z estimate - prompt mean|.
+    tb/held_back               mean  share              Share of the gradient that objective.off_policy holds back.
+    tb/target_reached          mean  share              Slope, within prompts, of beta x (log_pi - log_ref) on the
+                                                        reward: 0 at the reference, 1 at the target.
+    tb/reward_spread           mean  reward             Standard deviation of the rewards within prompts, of those
+                                                        whose responses differ in it.
+    off_policy/drift           mean  nats               Mean |log_pi now - log_pi when generated| of a late response.
+    off_policy/drift_lag       mean  steps              Mean lag of the responses that drift is measured on.
+    off_policy/signal          last  correlation        Mean of off_policy/agreement over recent batches; the learning
+                                                        rate follows it.
+    objective/*                mean  -                  A number of the objective; its own file says which.
+    reference_version          last  steps              Version of the weights that are the reference.
+    off_policy/lag_mean        mean  steps              Trainer step - oldest version of the response.
+    off_policy/lag_max         max   steps              Largest lag in the step.
+    off_policy/ess             mean  share              Effective sample size of pi / pi_behaviour, over responses.
+    off_policy/kl              mean  nats per response  Policy that generated against the current one: mean policy
+                                                        log-prob when generated - log_pi now.
+    off_policy/mismatch_kl     mean  nats per token     Searcher against trainer at one version: KL of the engine's
+                                                        policy to the trainer's, on its responses.
+    off_policy/dropped         sum   responses          Responses without weight in the step.
+    empty_step                 last  0 or 1             1 where no response had weight: no weight moved.
+    buffer/*                   last  -                  State of the replay buffer.
+    search/open_visits         last  visits             Visits to prompts that a searcher has and whose group has not
+                                                        arrived.
+    search/skipped             last  visits             Visits to prompts that were passed over as always solved or
+                                                        never.
+    searchers/alive            last  -                  Searchers that run.
+    searchers/replaced         last  -                  Searchers that died or hung and were replaced.
+    trainer/restarts           last  -                  Times that the trainer died and was resumed.
+    searcher/*/mismatch_kl     last  nats per token     One searcher against the trainer at the version compared last:
+                                                        distance on the 64 canary tokens.
+    searcher/*/*               last  -                  State of one searcher, by its number.
+    search/*                   last  -                  All searchers together.
+    time/receive               sum   seconds            Wall-clock time in which the trainer took in groups since the
+                                                        step before: replay, durable replay, counts.
+    time/second_update         sum   seconds            Wall-clock time of the second update on an earlier batch
+                                                        (train.second_update_after).
+    time/wait_for_batch        sum   seconds            Wall-clock time in which the trainer had nothing to train on
+                                                        and no group to take in.
+    time/step                  sum   seconds            Wall-clock time from sampling the batch to the published
+                                                        weights, without a second update in between.
+    time/*                     sum   seconds            Wall-clock time of a part of the step.
+    perf/*                     last  per second         Rate since the first step.
+    guard/alarm                last  0 or 1             1 while an alarm of the collapse guard lasts.
+    guard/rollbacks            last  -                  Times that the run went back to a checkpoint from before a
+                                                        collapse.
+    guard/*                    mean  -                  A number the collapse guard watches, over all sampled
+                                                        responses, with weight or not.
+    eval/*/*                   last  -                  A metric of an evaluation, on the prompts of evaluate.split.
+""")
+"""The first line that fits a name counts."""
 
 
 def standard_error(values: Sequence[float]) -> float | None:
@@ -202,7 +126,7 @@ def standard_error(values: Sequence[float]) -> float | None:
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def mean_metrics(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def mean_metrics(values: Mapping[str, Iterable[float]]) -> dict[str, float]:
     """Each metric's mean with its standard error beside it, of one value for each prompt (or response, where they all answer
     one prompt): mean_metrics({"accuracy": [1, 0]}) == {"accuracy": 0.5, "accuracy_standard_error": 0.5}"""
     found: dict[str, float] = {}

@@ -14,21 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config
-from tba.observe.beta import BetaWatch
 from tba.observe.display import Curve, Progress, RoleStatus, Stability, pace_words
-from tba.observe.files import (
-    RunFolder,
-    RunOutcome,
-    WriteFailures,
-    append_line,
-    keep_lines,
-    make_sinks,
-    one_line,
-    write_json,
-)
+from tba.observe.files import RunOutcome, WriteFailures, append_line, keep_lines, one_line, write_json
 from tba.observe.metrics import STANDARD_ERROR, Evaluation, mean_over_steps, moving_metric
-from tba.observe.mismatch import MismatchWatch
-from tba.observe.reward_signal import LostResponses, RewardSignal
+from tba.observe.run_folder import RunFolder
+from tba.observe.sinks import make_sinks
+from tba.observe.watches import BetaWatch, LostResponses, MismatchWatch, RewardSignal
 from tba.types import ResponseCounts, Trajectory, TrajectoryGroup, total_reward
 
 logger = logging.getLogger("tba")

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from tba.config import Config
-from tba.observe.files import RunFolder, sync
+from tba.observe.files import sync
+from tba.observe.run_folder import RunFolder
 from tba.replay.columns import columns_of
 from tba.replay.database import (
     Durability,

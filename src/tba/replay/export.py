@@ -18,7 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tba.observe.files import RunFolder, check_may_replace
+from tba.observe.files import check_may_replace
+from tba.observe.run_folder import RunFolder
 from tba.replay.database import StoredGroup, find_database, load_groups, reading
 
 SHOWN_GROUPS = 20

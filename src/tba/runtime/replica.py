@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from tba.observe.contents import others_entry
+from tba.observe.run_folder import others_entry
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS groups (

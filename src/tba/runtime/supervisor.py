@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config, RuntimeConfig
-from tba.observe.claim import Holder
+from tba.observe.run_folder import Holder
 from tba.runtime.board import MAX_SEARCHERS, PLACES, Board, MemoryHandle, Place, SharedMemory
 from tba.runtime.channels import WaitedTooLong
 from tba.runtime.deadlines import Idleness, dump_stacks

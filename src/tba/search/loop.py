@@ -18,8 +18,9 @@ from tba.replay.columns import pack_responses
 from tba.runtime.channels import GroupSender
 from tba.search.prompts import PromptStream, ReferenceSamples
 from tba.search.values import StepValues, lost_without_values
-from tba.tasks.base import Outcome, RewardFailed, components_of, why_no_reward
-from tba.tasks.rewards.pool import FinishedGroup, Rewards, outcomes_of, texts_of
+from tba.tasks.base import FinishedGroup, Rewards
+from tba.tasks.outcomes import Outcome, RewardFailed, components_of, why_no_reward
+from tba.tasks.rewards.pool import outcomes_of, texts_of
 from tba.types import Completion, GroupId, Prompt, Request, Sampling, Trajectory, TrajectoryGroup, Weights
 
 logger = logging.getLogger("tba.search")

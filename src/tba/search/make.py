@@ -15,8 +15,8 @@ from tba.runtime.leases import VisitSource
 from tba.search.loop import FailureCount, GroupScorer, Searcher, SearchState
 from tba.search.prompts import PromptStream, ReferenceSamples, explore
 from tba.search.values import StepValues
-from tba.tasks.base import Task
-from tba.tasks.rewards.pool import Rewards, make_rewards
+from tba.tasks.base import Rewards, Task
+from tba.tasks.rewards.pool import make_rewards
 
 
 def make_search_engine(config: Config, loaded: LoadedModel, *, beside_trainer: bool = False) -> Engine:

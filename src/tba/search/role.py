@@ -37,10 +37,11 @@ from tba.search.make import (
 )
 from tba.search.new_weights import ReferenceLoader, WeightLoader
 from tba.search.prompts import PacedVisits
-from tba.tasks.checked import WrongOutcomes
-from tba.tasks.evaluation import CountedEngine, Evaluator, make_evaluator
+from tba.tasks.base import Evaluator
+from tba.tasks.evaluation import CountedEngine, make_evaluator
 from tba.tasks.registry import make_task_for
 from tba.tasks.rewards.pool import RewardUnusable, make_rewards
+from tba.tasks.user_task import WrongOutcomes
 
 logger = logging.getLogger("tba.search")
 

@@ -15,8 +15,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.generate.engine import Engine
-from tba.tasks.base import Outcome, RewardFailed, components_of
-from tba.tasks.rewards.pool import FinishedGroup, Rewards, score_all, texts_of
+from tba.tasks.base import FinishedGroup, Rewards
+from tba.tasks.outcomes import Outcome, RewardFailed, components_of
+from tba.tasks.rewards.pool import score_all, texts_of
 from tba.types import Completion, Prompt, Request, Sampling, combined_reward
 
 Prefix = tuple[int, bytes]

@@ -1,51 +1,76 @@
-"""What a task is: prompts to solve, a reward for what was said, and when an answer counts as solved."""
+"""What a task is: prompts to solve, a reward for what was said, when an answer counts as solved, and how good a policy is at
+it. Everything that a task is given and gives is here; how it is computed is in `rewards/` and `evaluation.py`."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
-if TYPE_CHECKING:  # reward workers import this file, and a killed one must not wait for torch and transformers again
-    from transformers import PreTrainedTokenizerBase
+import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-    from tba.config import RewardConfig, TaskConfig
-    from tba.tasks.evaluation import EvaluationInputs, Evaluator
-    from tba.types import Completion, Prompt
+from tba.config import Config, RewardConfig, TaskConfig
+from tba.generate.engine import Engine, Scorer
+from tba.generate.sampling import training_sampling
+from tba.tasks.outcomes import Outcome
+from tba.tasks.outcomes import RewardFailed as RewardFailed  # what a user's task imports from here
+from tba.types import Completion, Prompt, Sampling
 
 Split = Literal["train", "validation", "held_out"]
 """Name of a split: prompts that are trained on, tuned on, or reported on."""
 
 
-class RewardFailed(Exception):
-    """A reward could not be computed for a sample; it is dropped and counted, never scored 0."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FinishedGroup:
+    """A visit whose responses are complete: FinishedGroup(prompt=..., completions=[...], texts=[...])"""
+
+    prompt: Prompt
+    completions: Sequence[Completion]
+    texts: Sequence[str]
+    visit: int = -1
+    """Number of the visit among all visits of the run; -1 = it is not one of them."""
+    step_values: Sequence[np.ndarray] | None = None
+    """Monte-Carlo values of each response's steps, see Trajectory; None = not estimated."""
+
+    def values_of_samples(self) -> Sequence[np.ndarray | None]:
+        return [None] * len(self.completions) if self.step_values is None else self.step_values
 
 
-class RewardBroken(RewardFailed):
-    """A reward whose answers can never be used, whatever it is asked: the run stops at the first."""
+class Rewards(Protocol):
+    """Takes groups to score, hands them back with one outcome per sample, in any order."""
+
+    @property
+    def outstanding(self) -> int:
+        """Number of groups submitted and not handed back yet."""
+        ...
+
+    def submit(self, group: FinishedGroup) -> None: ...
+
+    def ready(self, wait_seconds: float = 0.0) -> list[tuple[FinishedGroup, list[Outcome]]]:
+        """Groups that are scored; waits for an answer of a worker, but not longer than the time."""
+        ...
+
+    def close(self) -> None: ...
 
 
-Outcome = Mapping[str, float | None] | RewardFailed
-"""Reward components of one sample by name (None = not applicable), or why there are none."""
+BetweenSteps = Callable[[], None]
+"""Function called between decode steps and between parts of a long scoring: a sign of life for whoever waits."""
+
+KeepResponses = Callable[[str, Sequence[FinishedGroup], Sequence[Sequence[Outcome]], Sequence[Sequence[bool]]], None]
+"""Function that is given the responses of an evaluation: (greedy or sampled, groups, their outcomes, whether solved)."""
 
 
-def components_of(outcome: Outcome) -> Mapping[str, float | None] | None:
-    """Reward components of a sample that has a reward; None = it has none, and neither training nor a mean over rewards
-    counts it."""
-    return None if isinstance(outcome, RewardFailed) or why_no_reward(outcome) else outcome
+class Evaluator(Protocol):
+    """Says how good an engine's weights are, by metrics; the first one is the headline."""
 
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """Prompts that are evaluated on; empty = there is nothing to evaluate on."""
+        ...
 
-def why_no_reward(outcome: Outcome) -> str:
-    """Why a sample has no reward; empty where it has one."""
-    if isinstance(outcome, RewardFailed):
-        return str(outcome)
-    if all(value is None for value in outcome.values()):
-        return "every reward was None (not applicable)"
-    for name, value in outcome.items():
-        if value is not None and not math.isfinite(value):
-            return f"{name} returned {value}"
-    return ""
+    def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]: ...
 
 
 class Task(Protocol):
@@ -75,7 +100,7 @@ class Task(Protocol):
         ...
 
     def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
-        """Evaluator that says how good a policy is at this task; AnswerEvaluator.of_task where accuracy says it."""
+        """Evaluator that says how good a policy is at this task; AnswerEvaluator where accuracy says it."""
         ...
 
 
@@ -93,3 +118,32 @@ class TaskInputs:
     """Whether the task is to be trained on; False = it is made for an evaluation alone."""
     device: str = "auto"
     """Device of models that score, the policy's; auto = cuda where there is one, else cpu."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvaluationInputs:
+    """What an evaluator is made from: EvaluationInputs(config=config, tokenizer=tokenizer, rewards=DirectRewards(task))"""
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    rewards: Rewards
+    """Rewards of the evaluator's own, not shared with a running search."""
+    start: Callable[[], Scorer] | None = None
+    """Function that gives a scorer with the start model, for KL; called only where KL is measured. None = it is not."""
+    keep: KeepResponses | None = None
+    """For tasks whose responses are right or wrong; None = responses are forgotten."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling of training."""
+        return training_sampling(self.config)
+
+    def prompts(self, task: Task) -> Sequence[Prompt]:
+        """The first evaluate.num_prompts prompts of evaluate.split."""
+        return task.prompts(self.config.evaluate.split)[: self.config.evaluate.num_prompts]
+
+    @property
+    def final_beta(self) -> float | None:
+        """Value of beta at the end of training; None where the target is shaped and reward - beta x KL not maximised."""
+        last = self.config.train.max_steps or sys.maxsize  # a schedule in steps has come to its end
+        return self.config.beta_at(last, 1.0) if self.config.has_plain_target_at(last, 1.0) else None

@@ -14,13 +14,14 @@ from functools import cached_property
 from pathlib import Path
 
 from tba.config import RewardConfig, TaskConfig
-from tba.tasks.base import Outcome, RewardFailed, Split, TaskInputs
+from tba.tasks.base import EvaluationInputs, Evaluator, Split, TaskInputs
 from tba.tasks.data.prompt_file import PromptReader, Reader, Side, read_prompts, read_text
 from tba.tasks.data.rows import RowNames
 from tba.tasks.data.splits import nothing_left
-from tba.tasks.evaluation import AnswerEvaluator, EvaluationInputs, Evaluator
+from tba.tasks.evaluation import AnswerEvaluator
+from tba.tasks.outcomes import Outcome, RewardFailed
 from tba.tasks.rewards.files import check_reward_function
-from tba.tasks.rewards.functions import RewardSet, reward_weights
+from tba.tasks.rewards.functions import RewardSet, named_rewards
 from tba.types import Completion, Prompt, combined_reward
 
 logger = logging.getLogger("tba.tasks")
@@ -37,7 +38,8 @@ class CustomTask:
     def __init__(self, inputs: TaskInputs) -> None:
         config = inputs.config
         needed = {name: reward.label for reward in config.rewards for name in check_reward_function(reward.function)}
-        self.reward_weights: Mapping[str, float] = reward_weights(config.rewards)
+        self._functions = named_rewards(config.rewards)
+        self.reward_weights: Mapping[str, float] = {reward.label: reward.weight for reward in config.rewards}
         reader = PromptReader(inputs.tokenizer, inputs.max_prompt_tokens, config.chat_template_kwargs, needed)
         train, held_out = read_sides(config, reader, trains=inputs.trains)
         self.split_words = _split_words(
@@ -54,7 +56,7 @@ class CustomTask:
     @cached_property
     def rewards(self) -> RewardSet:
         """The functions themselves. A run never asks for them: their files are imported in the workers alone."""
-        return RewardSet(self._config.rewards)
+        return RewardSet(self._functions)
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         if split == "validation":
@@ -78,7 +80,7 @@ class CustomTask:
 
     def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
         """An evaluator with means of the rewards, which say how good a policy is where no reward of 1 means solved."""
-        return AnswerEvaluator.of_task(self, inputs, mean_rewards=True)
+        return AnswerEvaluator(self, inputs, mean_rewards=True)
 
 
 def _split_words(num_train: int, num_held_out: int, words: str, is_same: bool) -> str:

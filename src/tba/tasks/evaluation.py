@@ -1,5 +1,5 @@
-"""How good a policy is at a task: what an evaluator is and is made from, the one for tasks whose responses are right or
-wrong, and what evaluators of several tasks do: generate, and measure the distance to the start model.
+"""How good a policy is at a task: the evaluator for tasks whose responses are right or wrong, and what evaluators of several
+tasks do: generate, and measure the distance to the start model.
 
 A task makes its own evaluator (`Task.make_evaluator`): AnswerEvaluator, or one of its own as red_team/ and tldr/ have. Every
 figure is a mean over prompts of what their samples reached, and its standard error is over prompts too: the samples of a
@@ -9,25 +9,33 @@ prompt are solved or not together, and counting each would make the error look s
 from __future__ import annotations
 
 import logging
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import comb, exp
-from typing import Any, Protocol
+from operator import methodcaller
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import Config
 from tba.generate.engine import Engine, Scorer
-from tba.generate.sampling import training_sampling
 from tba.models.load import LoadedModel
 from tba.observe.metrics import mean_metrics
 from tba.runtime.board import Row
-from tba.tasks.base import Outcome, Task, components_of, why_no_reward
-from tba.tasks.checked import CheckedEvaluator, user_code
-from tba.tasks.rewards.pool import FinishedGroup, Rewards, outcomes_of, texts_of
+from tba.tasks.base import (
+    BetweenSteps,
+    EvaluationInputs,
+    Evaluator,
+    FinishedGroup,
+    KeepResponses,
+    Rewards,
+    Task,
+)
+from tba.tasks.outcomes import Outcome, components_of, why_no_reward
+from tba.tasks.rewards.pool import outcomes_of, texts_of
+from tba.tasks.user_task import CheckedEvaluator, user_code
 from tba.types import Completion, Prompt, Request, Sampling, combined_reward
 
 logger = logging.getLogger("tba.tasks")
@@ -35,62 +43,8 @@ logger = logging.getLogger("tba.tasks")
 RESPONSES_AT_ONCE = 256
 """Number of responses that the start model scores together, between two signs of life."""
 
-BetweenSteps = Callable[[], None]
-"""Function called between decode steps and between parts of a long scoring: a sign of life for whoever waits."""
-
 Components = Mapping[str, float | None]
 """Reward components by name of one sample that has a reward."""
-
-
-KeepResponses = Callable[[str, Sequence[FinishedGroup], Sequence[Sequence[Outcome]], Sequence[Sequence[bool]]], None]
-"""Function that is given the responses of an evaluation: (greedy or sampled, groups, their outcomes, whether solved)."""
-
-
-class Evaluator(Protocol):
-    """Says how good an engine's weights are, by metrics; the first one is the headline."""
-
-    @property
-    def prompts(self) -> Sequence[Prompt]:
-        """Prompts that are evaluated on; empty = there is nothing to evaluate on."""
-        ...
-
-    def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]: ...
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EvaluationInputs:
-    """What an evaluator is made from: EvaluationInputs(config=config, tokenizer=tokenizer, rewards=DirectRewards(task))"""
-
-    config: Config
-    tokenizer: PreTrainedTokenizerBase
-    rewards: Rewards
-    """Rewards of the evaluator's own, not shared with a running search."""
-    start: Callable[[], Scorer] | None = None
-    """Function that gives a scorer with the start model, for KL; called only where KL is measured. None = it is not."""
-    keep: KeepResponses | None = None
-    """For tasks whose responses are right or wrong; None = responses are forgotten."""
-
-    @property
-    def sampling(self) -> Sampling:
-        """Sampling of training."""
-        return training_sampling(self.config)
-
-    def prompts(self, task: Task) -> Sequence[Prompt]:
-        """The first evaluate.num_prompts prompts of evaluate.split."""
-        return task.prompts(self.config.evaluate.split)[: self.config.evaluate.num_prompts]
-
-    def distance(self) -> Distance | None:
-        """The distance to the start model; None = it is not measured."""
-        return None if self.start is None else Distance(self.start())
-
-    @property
-    def final_beta(self) -> float | None:
-        """Value of beta at the end of training; None where the target is shaped and reward - beta x KL not maximised."""
-        config, last = (
-            self.config,
-            self.config.train.max_steps or sys.maxsize,
-        )  # a schedule in steps has come to its end
-        return config.beta_at(last, 1.0) if config.has_plain_target_at(last, 1.0) else None
 
 
 def make_evaluator(
@@ -106,40 +60,54 @@ def make_evaluator(
     inputs = EvaluationInputs(config=config, tokenizer=loaded.tokenizer, rewards=rewards, start=start, keep=keep)
     with user_code(type(task), ".make_evaluator"):
         made = task.make_evaluator(inputs)
-    own = ":" in config.task.name and not isinstance(made, AnswerEvaluator)
+    own = ":" in config.task.name and type(made) is not AnswerEvaluator
     return CheckedEvaluator(made, what=f"task.name={config.task.name}") if own else made
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerEvaluator:
-    """`accuracy`, and with samples `pass@k` and `avg@k`, with standard errors over prompts. `rewards` is its own, not shared
-    with a running search. Where responses have no reward, `num_responses_without_reward` says how many.
+class TaskEvaluator:
+    """What evaluators have in common: the prompts that a task is evaluated on, and the responses to them."""
 
-    Where rewards may be anything (`mean_rewards`), `reward` comes first and `solved` is the share that reaches 1; it is
-    called `accuracy` too where every reward of the evaluation was 0 or 1.
+    def __init__(self, task: Any, inputs: EvaluationInputs) -> None:
+        self.task, self.inputs = task, inputs
+        self.prompts, self.sampling = inputs.prompts(task), inputs.sampling
+
+    def respond(
+        self,
+        engine: Engine,
+        samples_per_prompt: int,
+        sampling: Sampling,
+        between_steps: BetweenSteps | None,
+        finished: Callable[[FinishedGroup], None] = lambda group: None,
+    ) -> list[FinishedGroup]:
+        """The responses to every prompt; see `respond`."""
+        asked = (engine, self.inputs.tokenizer, self.prompts, samples_per_prompt, sampling)
+        return respond(*asked, between_steps=between_steps, finished=finished)
+
+
+class AnswerEvaluator(TaskEvaluator):
+    """`accuracy`, and with samples `pass@k` and `avg@k`, with standard errors over prompts. Where responses have no reward,
+    `num_responses_without_reward` says how many.
+
+    Where rewards may be anything (`mean_rewards`), `reward` of the greedy responses comes first, `reward@k` is of the
+    sampled ones, and `solved` is the share that reaches 1; it is called `accuracy` too where every reward of the evaluation
+    was 0 or 1.
     """
 
-    task: Task
-    rewards: Rewards
-    tokenizer: PreTrainedTokenizerBase
-    prompts: Sequence[Prompt]
-    sampling: Sampling
-    samples_per_prompt: int
-    """Number k of samples for pass@k and avg@k; 0 = greedy accuracy only."""
-    mean_rewards: bool = False
-    """True adds `reward` of the greedy responses and `reward@k` of the sampled ones, for rewards that are not 0 or 1."""
-    keep: KeepResponses | None = None
+    def __init__(self, task: Task, inputs: EvaluationInputs, *, mean_rewards: bool = False) -> None:
+        super().__init__(task, inputs)
+        self._measures_means = mean_rewards
 
     def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
-        samples = self.samples_per_prompt
-        first = self._respond(engine, greedy(self.sampling), 1, between_steps)
-        others = self._respond(engine, self.sampling, samples, between_steps) if samples else []
-        found = outcomes_of(self.rewards, [*first, *others], between_polls=between_steps)
+        rewards, samples, keep = self.inputs.rewards, self.inputs.config.evaluate.samples_per_prompt, self.inputs.keep
+        # Submitted as soon as they are there: a slow reward is called while others are written.
+        first = self.respond(engine, 1, greedy(self.sampling), between_steps, rewards.submit)
+        others = self.respond(engine, samples, self.sampling, between_steps, rewards.submit) if samples else []
+        found = outcomes_of(rewards, [*first, *others], between_polls=between_steps)
         outcomes, sampled = found[: len(first)], found[len(first) :]
-        if self.keep is not None:
-            self.keep("greedy", first, outcomes, self._solved(outcomes))
+        if keep is not None:
+            keep("greedy", first, outcomes, self._solved(outcomes))
             if samples:
-                self.keep("sampled", others, sampled, self._solved(sampled))
+                keep("sampled", others, sampled, self._solved(sampled))
         metrics = dict(self._mean_rewards(outcomes, "reward"))  # first, hence the headline
         solved = [own[0] for own in self._solved(outcomes)]
         metrics |= mean_metrics(dict.fromkeys(self._shares([*outcomes, *sampled]), solved))
@@ -148,28 +116,13 @@ class AnswerEvaluator:
             metrics |= self._mean_rewards(sampled, f"reward@{samples}")
         return {**metrics, "num_prompts": float(len(self.prompts)), **_without_reward(found)}
 
-    def _respond(
-        self, engine: Engine, sampling: Sampling, samples: int, between_steps: BetweenSteps | None
-    ) -> list[FinishedGroup]:
-        """The responses to every prompt, each submitted to its reward as soon as it is there: a slow reward is called while
-        others are written."""
-        return respond(
-            engine,
-            self.tokenizer,
-            self.prompts,
-            samples_per_prompt=samples,
-            sampling=sampling,
-            between_steps=between_steps,
-            finished=self.rewards.submit,
-        )
-
     def _solved(self, outcomes: Sequence[Sequence[Outcome]]) -> list[list[bool]]:
         with user_code(type(self.task), ".solved"):
             return [[bool(self.task.solved(outcome)) for outcome in own] for own in outcomes]
 
     def _shares(self, outcomes: Sequence[Sequence[Outcome]]) -> list[str]:
         """Names for the share of greedy responses that are solved."""
-        if not self.mean_rewards:
+        if not self._measures_means:
             return ["accuracy"]
         weights = self.task.reward_weights
         rewards = [combined_reward(components, weights) for own in outcomes for components in _scored(own)]
@@ -177,23 +130,9 @@ class AnswerEvaluator:
         return ["accuracy", "solved"] if binary else ["solved"]
 
     def _mean_rewards(self, outcomes: Sequence[Sequence[Outcome]], name: str) -> Mapping[str, float]:
-        if not self.mean_rewards:
+        if not self._measures_means:
             return {}
         return reward_metrics(outcomes, self.task.reward_weights, name=name)
-
-    @staticmethod
-    def of_task(task: Task, inputs: EvaluationInputs, *, mean_rewards: bool = False) -> AnswerEvaluator:
-        """The evaluator that most tasks make."""
-        return AnswerEvaluator(
-            task=task,
-            rewards=inputs.rewards,
-            tokenizer=inputs.tokenizer,
-            prompts=inputs.prompts(task),
-            sampling=inputs.sampling,
-            samples_per_prompt=inputs.config.evaluate.samples_per_prompt,
-            mean_rewards=mean_rewards,
-            keep=inputs.keep,
-        )
 
 
 def _without_reward(outcomes: Sequence[Sequence[Outcome]]) -> dict[str, float]:
@@ -242,12 +181,8 @@ def reward_metrics(
     values = {name: _prompt_means(scored, lambda components: combined_reward(components, weights))}
     if len(weights) > 1:
         for component in weights:
-            values[f"{name}/{component}"] = _prompt_means(scored, _picker(component))
+            values[f"{name}/{component}"] = _prompt_means(scored, methodcaller("get", component))
     return mean_metrics({metric: found for metric, found in values.items() if found})
-
-
-def _picker(component: str) -> Callable[[Components], float | None]:
-    return lambda components: components.get(component)
 
 
 def _prompt_means(scored: Sequence[Sequence[Components]], value: Callable[[Components], float | None]) -> list[float]:
@@ -283,9 +218,9 @@ def respond(
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    *,
     samples_per_prompt: int,
     sampling: Sampling,
+    *,
     between_steps: BetweenSteps | None = None,
     finished: Callable[[FinishedGroup], None] = lambda group: None,
 ) -> list[FinishedGroup]:
@@ -329,25 +264,48 @@ def greedy(sampling: Sampling) -> Sampling:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a policy has gone from the model it started as: `Distance(start).kl(groups, temperature)`."""
+    """How far a policy has gone from the model it started as: `Distance(start).kl(groups)`."""
 
     start: Scorer
     """A scorer that holds the start model."""
+    temperature: float = 1.0
+    """Temperature of training, at which the KL is."""
 
-    def kl(
-        self, groups: Sequence[FinishedGroup], temperature: float, between_steps: BetweenSteps | None = None
-    ) -> np.ndarray:
-        """KL in nats of each sampled response, float64 [n]."""
-        return kl_per_response(groups, self._log_probs(groups, temperature, between_steps))
+    @classmethod
+    def of(cls, inputs: EvaluationInputs) -> Distance | None:
+        """The distance to the start model; None = it is not measured."""
+        return None if inputs.start is None else cls(inputs.start(), inputs.sampling.training_temperature)
+
+    def kl(self, groups: Sequence[FinishedGroup], between_steps: BetweenSteps | None = None) -> np.ndarray:
+        """KL in nats of each sampled response, float64 [n]: log pi - log pi_start, summed over its tokens."""
+        completions = [completion for group in groups for completion in group.completions]
+        log_start = self._log_probs(groups, self.temperature, between_steps)
+        return np.array([float((c.policy_log_probs - start).sum()) for c, start in zip(completions, log_start)])
+
+    def means(
+        self,
+        groups: Sequence[FinishedGroup],
+        reward: np.ndarray,
+        beta: float | None,
+        between_steps: BetweenSteps | None = None,
+    ) -> dict[str, np.ndarray]:
+        """`kl` of each response and, where reward - beta x KL is what is maximised (`beta`), `regularised_reward`."""
+        kl = self.kl(groups, between_steps)
+        return {"kl": kl} if beta is None else {"kl": kl, "regularised_reward": reward - beta * kl}
 
     def perplexity(
         self, groups: Sequence[FinishedGroup], between_steps: BetweenSteps | None = None
     ) -> dict[str, float]:
-        """The paper's, of any responses: `perplexity` of all of them as one text, `perplexity_per_sample` the mean of each
-        response's own, as the official code has it."""
+        """Perplexity under the start model as in the paper, of all responses as one text: exp(NLL of the responses / number
+        of all tokens, prompts included); and `perplexity_per_sample`, the mean of each response's own, as in the official
+        code."""
         log_start = self._log_probs(groups, 1.0, between_steps)
-        per_sample = {"perplexity_per_sample": perplexity_per_sample(groups, log_start).tolist()}
-        return {"perplexity": perplexity(groups, log_start), **mean_metrics(per_sample)}
+        nll = np.array([-float(start.sum()) for start in log_start])
+        tokens = np.array(
+            [len(group.prompt.token_ids) + len(c.token_ids) for group in groups for c in group.completions]
+        )
+        per_sample = mean_metrics({"perplexity_per_sample": np.exp(nll / tokens)})
+        return {"perplexity": exp(nll.sum() / max(1, tokens.sum())), **per_sample}
 
     def _log_probs(
         self, groups: Sequence[FinishedGroup], temperature: float, between_steps: BetweenSteps | None
@@ -357,25 +315,3 @@ class Distance:
         responses = [completion.token_ids for group in groups for completion in group.completions]
         parts = in_parts(len(responses), RESPONSES_AT_ONCE, between_steps)
         return [scores for part in parts for scores in self.start.score(prompts[part], responses[part], temperature)]
-
-
-def kl_per_response(groups: Sequence[FinishedGroup], log_start: Sequence[np.ndarray]) -> np.ndarray:
-    """KL in nats of each sampled response, float64 [n]: log pi - log pi_start, summed over its tokens."""
-    completions = [completion for group in groups for completion in group.completions]
-    return np.array([float((c.policy_log_probs - start).sum()) for c, start in zip(completions, log_start)])
-
-
-def perplexity(groups: Sequence[FinishedGroup], log_start: Sequence[np.ndarray]) -> float:
-    """Perplexity: exp(NLL of the responses under the start model / number of all tokens, prompts included)."""
-    nll = -sum(float(start.sum()) for start in log_start)
-    return exp(nll / max(1, sum(_num_tokens(groups))))
-
-
-def perplexity_per_sample(groups: Sequence[FinishedGroup], log_start: Sequence[np.ndarray]) -> np.ndarray:
-    """Perplexity of each response, float64 [n]: exp(its NLL under the start model / its tokens, its prompt's included)."""
-    return np.array([exp(-float(start.sum()) / num) for start, num in zip(log_start, _num_tokens(groups))])
-
-
-def _num_tokens(groups: Sequence[FinishedGroup]) -> list[int]:
-    """Number of tokens of each response with its prompt."""
-    return [len(group.prompt.token_ids) + len(c.token_ids) for group in groups for c in group.completions]

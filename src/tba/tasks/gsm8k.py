@@ -28,9 +28,9 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from tba.tasks.data.prompts import QuestionTask
 from tba.tasks.data.rows import BadRow, DataRow, prompt_column, require_object, text_column
 from tba.tasks.data.splits import QuestionAnswer, Source
+from tba.tasks.questions import QuestionTask
 
 
 def read_problem(row: DataRow) -> QuestionAnswer:

@@ -2,15 +2,13 @@
 task.name=file.py:Class.
 
 The task makes its own evaluator (`Task.make_evaluator`) and may have settings of its own (`Settings`, for task.settings).
-Data or models that `tba prepare` makes are a line in PREPARE, a start model in the package is a line in models/load.py.
+A start model in the package is a line in models/names.py.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from transformers import PreTrainedTokenizerBase
@@ -18,19 +16,15 @@ from transformers import PreTrainedTokenizerBase
 from tba.config import Config, TaskConfig
 from tba.models.load import LoadedModel
 from tba.models.weights import CANARY_TOKENS
-from tba.observe.files import check_new_folder
-from tba.tasks.arithmetic.prepare import prepare_arithmetic
-from tba.tasks.arithmetic.task import ArithmeticTask
+from tba.tasks.arithmetic.problems import ArithmeticTask
 from tba.tasks.base import Task, TaskInputs
-from tba.tasks.checked import user_code
 from tba.tasks.custom import CustomTask
 from tba.tasks.gsm8k import GSM8KTask
-from tba.tasks.math.task import MathTask
-from tba.tasks.red_team.task import RedTeamTask
-from tba.tasks.red_team.world import prepare_red_team
+from tba.tasks.math.dataset import MathTask
+from tba.tasks.red_team.attacking import RedTeamTask
 from tba.tasks.rewards.files import load_named
-from tba.tasks.tldr.prepare import prepare_tldr
-from tba.tasks.tldr.task import TLDRTask
+from tba.tasks.tldr.summarising import TLDRTask
+from tba.tasks.user_task import user_code
 
 TASKS: dict[str, Callable[[TaskInputs], Task]] = {
     "arithmetic": ArithmeticTask,
@@ -40,13 +34,6 @@ TASKS: dict[str, Callable[[TaskInputs], Task]] = {
     "tldr": TLDRTask,
     "red_team": RedTeamTask,
 }
-
-PREPARE: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "arithmetic": prepare_arithmetic,
-    "tldr": prepare_tldr,
-    "red_team": prepare_red_team,
-}
-"""What makes a task's data and start model, where it has one."""
 
 
 def make_task_for(config: Config, loaded: LoadedModel, *, trains: bool = True) -> Task:
@@ -142,11 +129,3 @@ def _own_settings(config: TaskConfig, kind: type[BaseModel] | None) -> BaseModel
             for problem in error.errors()
         )
         raise ValueError(f"{'; '.join(problems)}. {allowed}") from None
-
-
-def prepare_task(name: str, output: Path) -> dict[str, Any]:
-    """Make a task's data and start model in a folder; says what was made."""
-    if name not in PREPARE:
-        raise ValueError(f"task {name!r} has nothing to prepare: it may be {', '.join(PREPARE)} or reward_model.")
-    check_new_folder(output, may_hold="*")
-    return PREPARE[name](output)

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from tba.observe.files import check_may_replace
-from tba.tasks.base import Outcome, RewardFailed
-from tba.tasks.rewards.pool import FinishedGroup
+from tba.tasks.base import FinishedGroup
+from tba.tasks.outcomes import Outcome, RewardFailed
 
 RESAMPLES = 10_000
 """Number of bootstrap samples behind an interval."""

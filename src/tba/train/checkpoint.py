@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.models.load import has_lora
-from tba.observe.files import MANIFEST, RunFolder, WriteFailures, sync
+from tba.observe.files import WriteFailures, sync
+from tba.observe.run_folder import MANIFEST, RunFolder
 from tba.train.state import Snapshot, Stateful, restore, take_snapshot
 
 logger = logging.getLogger("tba")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config
-from tba.observe.guards import PERSISTENCE, RECENT, Alarm, CollapseGuard
 from tba.observe.recorder import Recorder
 from tba.train.checkpoint import Checkpoints
+from tba.train.collapse_guard import PERSISTENCE, RECENT, Alarm, CollapseGuard
 
 logger = logging.getLogger("tba")
 

@@ -7,7 +7,7 @@ carries the engine's log-probs, so one more evaluation of it by the trainer, wit
 Where the roles take turns a batch is of the version that is trained, and its log_pi is there. In an asynchronous run it is
 older: now and then a few responses are scored when they arrive, with the weights that the slots still hold of their version.
 There, with weights that arrive in flight, a prompt that waits keeps the keys and values that older weights made, and a
-response that begins after newer ones came is of one version all the same: this, too, is in the figure. observe/mismatch.py
+response that begins after newer ones came is of one version all the same: this, too, is in the figure. observe/watches.py
 warns when it rises.
 """
 

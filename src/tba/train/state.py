@@ -18,12 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.observe.beta import BetaWatch
 from tba.observe.display import Stability
-from tba.observe.guards import Alarm, CollapseGuard, Streak
-from tba.observe.mismatch import MismatchWatch
-from tba.observe.reward_signal import LostResponses, RewardSignal
+from tba.observe.watches import BetaWatch, LostResponses, MismatchWatch, RewardSignal
 from tba.replay.prompts import DrawWithoutReplacement, PromptDraws
+from tba.train.collapse_guard import Alarm, CollapseGuard, Streak
 from tba.types import Batch, HighWaterMarks, Totals, Weights
 
 SAVED: tuple[type, ...] = (

@@ -23,8 +23,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from tba.observe.claim import Claim, Holder, holder_of
-from tba.observe.files import MANIFEST, RunFolder
+from tba.observe.run_folder import MANIFEST, Claim, Holder, RunFolder, holder_of
 
 logger = logging.getLogger("tba")
 

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from tba.observe.claim import Holder
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import Holder, RunFolder
 from tba.runtime.board import Board
 from tba.runtime.cluster import copies
 from tba.runtime.cluster.weights import Offer, WeightMirror, WeightRelay, unpickled_ends

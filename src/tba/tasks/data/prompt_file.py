@@ -6,8 +6,6 @@ Prompts of a plain file stay there: two numbers of each are kept in memory, the 
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
 import os
 import weakref
 from array import array
@@ -15,15 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import TaskConfig
-from tba.tasks.data.prompts import make_prompt
+from tba.tasks.data.prompts import LazyPrompts, make_prompt
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, RowNames, jsonl_rows, parsed_row
-from tba.tasks.data.splits import not_held_out, question_key
+from tba.tasks.data.splits import hash_64, not_held_out, question_key, share_of
 from tba.tasks.rewards.files import GIVEN_ARGUMENTS, shortened
 from tba.types import Prompt
 
@@ -44,11 +42,11 @@ def read_prompts(
 
     def check(row: DataRow) -> None:
         prompt = reader(row, path)
-        key = _key(prompt.id)
+        key = hash_64(prompt.id)  # the ids themselves of many million prompts would fill the memory
         if key in ids:
             raise BadRow("duplicate id", f"{row.place}: id {prompt.id!r} occurs twice; ids must be unique.")
         ids.add(key)
-        sides[_place(prompt) < held_out_fraction].add(prompt, row)
+        sides[share_of(prompt.text) < held_out_fraction].add(prompt, row)
 
     bad.keep(jsonl_rows(path, bad), check)
     if tells:
@@ -127,7 +125,7 @@ def read_text(row: DataRow, path: Path) -> Prompt:
     return Prompt(id=_id(row, path), token_ids=np.zeros(0, np.int32), text=_prompt_text(row))
 
 
-class FilePrompts(Sequence[Prompt]):
+class FilePrompts(LazyPrompts):
     """The prompts of some lines of a JSONL file, which must not change meanwhile."""
 
     def __init__(self, path: Path, read: Callable[[DataRow], Prompt]) -> None:
@@ -150,38 +148,19 @@ class FilePrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._offsets)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def at(self, place: int) -> Prompt:
         if self._stamp_now() != self._stamp:
             raise RuntimeError(
                 f"{self._path} has changed since the run began: its prompts are no longer those checked."
             )
-        self._file.seek(self._offsets[index])
-        line = self._lines[index]
+        self._file.seek(self._offsets[place])
+        line = self._lines[place]
         return self._read(parsed_row(self._file.readline(), RowNames.of(self._path).place(self._path, line), line))
 
     def _stamp_now(self) -> tuple[int, int]:
         """Size and time of change of the file. A file that replaces this one does no harm: the old one stays open."""
         found = os.fstat(self._file.fileno())
         return found.st_size, found.st_mtime_ns
-
-
-def _place(prompt: Prompt) -> float:
-    """A number in [0, 1) from the prompt's text: equal prompts fall on the same side."""
-    digest = hashlib.blake2b(json.dumps(prompt.text, sort_keys=True).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") / 2**64
-
-
-def _key(id: str) -> int:
-    """Hash of an id, 64 bits: the ids themselves of many million prompts would fill the memory."""
-    return int.from_bytes(hashlib.blake2b(id.encode(), digest_size=8).digest(), "little")
 
 
 def _prompt_text(row: DataRow) -> str | list[dict[str, str]]:

@@ -1,114 +1,35 @@
-"""Prompts as tokens (plain text or chat messages, one BOS, within the context), and what tasks of questions with one right
-answer share: GSM8K and MATH.
-
-Held out are the test rows, or task.eval_data; data/splits.py says which rows are trained and tuned on.
-"""
+"""Prompts as tokens: plain text or chat messages, one BOS, within the context."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, overload
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import TaskConfig
-from tba.tasks.base import Outcome, Split, TaskInputs
-from tba.tasks.data.rows import BadRow, keep_some
-from tba.tasks.data.splits import QuestionAnswer, Source, nothing_left, read_splits
-from tba.tasks.evaluation import AnswerEvaluator, EvaluationInputs, Evaluator
-from tba.types import Completion, Prompt
-
-WHY_MISSING: dict[Split, str] = {
-    "validation": "task.num_validation_prompts is 0: set it to a number of train problems to tune on.",
-    "held_out": "task.data={data} is one file, taken as the train rows. Give the test rows as task.eval_data, or a folder "
-    "with both as task.data, or evaluate on evaluate.split=validation.",
-}
+from tba.tasks.data.rows import BadRow
+from tba.types import Prompt
 
 
-class QuestionTask(ABC):
-    """Reward `exact_match`: 1 where the response's answer is the problem's, and it ended by itself or need not have."""
-
-    isolated_rewards = ()
-    source: ClassVar[Source]
-    template: ClassVar[str]
-    """The prompt without chat, with {question} where the question goes; task.prompt_template stands in for it."""
-    instruction: ClassVar[str]
-    """Text after the question in a chat; task.instruction stands in for it."""
-
-    def __init__(self, inputs: TaskInputs) -> None:
-        """Make the task; all rows are read and checked now."""
-        config = inputs.config
-        self._config = config
-        self._chat = uses_chat(config, inputs.tokenizer)
-        self._tokenizer = inputs.tokenizer
-        self._max_prompt_tokens = inputs.max_prompt_tokens
-        self._problems = read_splits(config, self.source, trains=inputs.trains)
-        self._prompts: dict[Split, list[Prompt]] = {}
+class LazyPrompts(Sequence[Prompt], ABC):
+    """Prompts that are made when they are asked for."""
 
     @abstractmethod
-    def is_right(self, text: str, *, question: str, answer: str) -> bool:
-        """Whether a response gives the answer of a problem; the question tells an answer from a restatement."""
+    def at(self, place: int) -> Prompt:
+        """The prompt at a place from 0 on."""
 
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        return {"exact_match": 1.0}
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
 
-    def prompts(self, split: Split) -> Sequence[Prompt]:
-        """Prompts of a split, tokenised when first asked for: a searcher that never evaluates does not pay for others."""
-        if split not in self._problems:
-            raise ValueError(f"evaluate.split={split}: {WHY_MISSING[split].format(data=self._config.data)}")
-        if not self._problems[split]:
-            raise nothing_left(self._config.data)
-        if split not in self._prompts:
-            self._prompts[split] = self._make_prompts(split)
-        return self._prompts[split]
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
 
-    def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
-        question, answer = prompt.columns["question"], prompt.columns["answer"]
-        return [
-            {"exact_match": float(self._counts(completion) and self.is_right(text, question=question, answer=answer))}
-            for text, completion in zip(texts, completions)
-        ]
-
-    def solved(self, outcome: Outcome) -> bool:
-        return isinstance(outcome, dict) and outcome["exact_match"] == 1.0
-
-    def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
-        return AnswerEvaluator.of_task(self, inputs)
-
-    def _counts(self, completion: Completion) -> bool:
-        """Whether a response may be right: one that is cut off at the length limit is wrong (the no-EOS rule)."""
-        return completion.finish == "stop" or not self._config.cut_off_is_wrong
-
-    def _make_prompts(self, split: Split) -> list[Prompt]:
-        return keep_some(
-            self._problems[split],
-            lambda problem: self._prompt(split, problem),
-            on_bad_row=self._config.on_bad_row,
-            what=f"task.data={self._config.data}: no {split} row",
-        )
-
-    def _prompt(self, split: Split, problem: QuestionAnswer) -> Prompt:
-        return make_prompt(
-            id=f"{split}-{problem.line}",
-            text=self._ask(problem.question),
-            columns={"question": problem.question, "answer": problem.answer},
-            tokenizer=self._tokenizer,
-            max_tokens=self._max_prompt_tokens,
-            place=problem.place,
-            template=self._config.chat_template_kwargs,
-        )
-
-    def _ask(self, question: str) -> str | list[dict[str, str]]:
-        """The question in the template, or as a user's message with the instruction after it."""
-        own = self._config
-        if not self._chat:
-            template = self.template if own.prompt_template is None else own.prompt_template
-            return template.replace("{question}", question)
-        instruction = self.instruction if own.instruction is None else own.instruction
-        return [{"role": "user", "content": f"{question}\n\n{instruction}" if instruction else question}]
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        places = range(len(self))[index]
+        return self.at(places) if isinstance(places, int) else [self.at(place) for place in places]
 
 
 def make_prompt(

@@ -182,15 +182,15 @@ def jsonl_rows(path: Path, bad: BadRows) -> Iterator[DataRow]:
         raise ValueError(f"file {path} cannot be read as gzip: {str(error).rstrip('.')}: {advice}.") from None
 
 
-def split_rows(data: str, split: str, bad: BadRows, *, hub_subset: str) -> Iterator[DataRow]:
-    """Rows of one split ("train", "test") of a folder or a hub dataset."""
+def split_rows(data: str, names: Sequence[str], bad: BadRows, *, hub_subset: str) -> Iterator[DataRow]:
+    """Rows of one split of a folder, the first of these names that it has, or of a hub dataset, the first of them."""
     folder = Path(data).expanduser()
     if folder.is_dir():
-        return jsonl_rows(_split_file(folder, split), bad)
+        return jsonl_rows(_split_file(folder, names), bad)
     if not may_be_hub_name(data):
         raise ValueError(f"task.data={data!r}: there is no such file or folder, and it is no hub name (owner/name).")
-    rows = _load_from_hub(data, hub_subset, split)
-    return (DataRow(f"{data} {split} row {number}", number, dict(row)) for number, row in enumerate(rows, start=1))
+    rows = _load_from_hub(data, hub_subset, names[0])
+    return (DataRow(f"{data} {names[0]} row {number}", number, dict(row)) for number, row in enumerate(rows, start=1))
 
 
 def require_object(row: DataRow, *, columns: str) -> None:
@@ -324,11 +324,12 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _split_file(folder: Path, split: str) -> Path:
-    for suffix in SUFFIXES:
-        if (folder / f"{split}{suffix}").is_file():
-            return folder / f"{split}{suffix}"
-    raise ValueError(f"task.data: folder {folder} has no {' or '.join(split + suffix for suffix in SUFFIXES)}.")
+def _split_file(folder: Path, names: Sequence[str]) -> Path:
+    files = [f"{name}{suffix}" for name in names for suffix in SUFFIXES]
+    for file in files:
+        if (folder / file).is_file():
+            return folder / file
+    raise ValueError(f"task.data: folder {folder} has no {' or '.join(files)}.")
 
 
 def may_be_hub_name(data: str) -> bool:

@@ -8,9 +8,9 @@ on, are train rows that a hash of the question picks: the same in every run.
 
 from __future__ import annotations
 
-import hashlib
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -48,29 +48,18 @@ class Source:
     """Subset of the dataset on the hub."""
     read: Callable[[DataRow], QuestionAnswer]
     """Makes a question of a row; raises BadRow for a row that is none."""
+    held_out: tuple[str, ...] = ("test",)
+    """Names of the split to report on; of a folder the first that it has, of a hub dataset the first."""
 
 
 def read_splits(config: TaskConfig, source: Source, *, trains: bool = True) -> dict[Split, list[QuestionAnswer]]:
-    """The splits that the data has, in the order of their files; `trains` is TaskInputs'."""
+    """The splits that the data has, in the order of their files; `trains` is TaskInputs'. Held-out questions are left out
+    of train and validation alike."""
     assert config.data is not None, "TaskConfig checks it"
-    held_out = config.eval_data or config.data
-    has_held_out = config.eval_data is not None or not Path(held_out).expanduser().is_file()
-    return make_splits(
-        config,
-        read_problems(config, config.data, "train", source),
-        read_problems(config, held_out, "test", source) if has_held_out else None,
-        trains=trains,
-    )
-
-
-def make_splits(
-    config: TaskConfig,
-    train: Sequence[QuestionAnswer],
-    held_out: Sequence[QuestionAnswer] | None,
-    *,
-    trains: bool = True,
-) -> dict[Split, list[QuestionAnswer]]:
-    """The splits of a dataset's rows. Held-out questions are left out of train and validation alike."""
+    report_on = config.eval_data or config.data
+    has_held_out = config.eval_data is not None or not Path(report_on).expanduser().is_file()
+    train = read_problems(config, config.data, ("train",), source)
+    held_out = read_problems(config, report_on, source.held_out, source) if has_held_out else None
     empty = [name for name, rows in (("train", train), ("held_out", held_out)) if rows is not None and not rows]
     if empty:
         raise ValueError(f"task.data={config.data} has no rows for {' and '.join(empty)}.")
@@ -83,16 +72,16 @@ def make_splits(
             trains=trains,
         )
         if not any(kept):
-            return {"train": [], "held_out": list(held_out)}
+            return {"train": [], "held_out": held_out}
         train = list(compress(train, kept))
     splits = split_off_validation(train, config.num_validation_prompts)
-    return splits if held_out is None else {**splits, "held_out": list(held_out)}
+    return splits if held_out is None else {**splits, "held_out": held_out}
 
 
-def read_problems(config: TaskConfig, data: str, split: str, source: Source) -> list[QuestionAnswer]:
-    """The good rows of a file, or of one split ("train", "test") of a folder or a hub dataset."""
+def read_problems(config: TaskConfig, data: str, names: Sequence[str], source: Source) -> list[QuestionAnswer]:
+    """The good rows of a file, or of the split with the first of these names in a folder or a hub dataset."""
     bad, file = BadRows(config.on_bad_row), Path(data).expanduser()
-    rows = jsonl_rows(file, bad) if file.is_file() else split_rows(data, split, bad, hub_subset=source.hub_subset)
+    rows = jsonl_rows(file, bad) if file.is_file() else split_rows(data, names, bad, hub_subset=source.hub_subset)
     ids = set[str]()
 
     def read(row: DataRow) -> QuestionAnswer:
@@ -128,7 +117,17 @@ def split_off_validation(problems: Sequence[QuestionAnswer], num_validation: int
 
 
 def _hash(question: str) -> bytes:
-    return hashlib.blake2b(question.encode(), digest_size=8).digest()
+    return blake2b(question.encode(), digest_size=8).digest()
+
+
+def hash_64(text: str) -> int:
+    """Hash of a text, 64 bits, the same on every machine."""
+    return int.from_bytes(_hash(text), "little")
+
+
+def share_of(prompt: str | Sequence[Mapping[str, str]]) -> float:
+    """A number in [0, 1) from a prompt: equal prompts fall on the same side."""
+    return hash_64(json.dumps(prompt, sort_keys=True)) / 2**64
 
 
 def not_held_out(
@@ -158,4 +157,4 @@ def question_key(question: str | Sequence[dict[str, str]]) -> int:
     """Hash of a question, 64 bits, the same for equal questions: " Two\\nTWOS" equals "two twos". A chat counts whole."""
     messages = [question] if isinstance(question, str) else [f"{m['role']}: {m['content']}" for m in question]
     text = "\n".join(" ".join(message.split()).casefold() for message in messages)
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+    return hash_64(text)

@@ -4,43 +4,27 @@ attacks are. Each is a rule of the embedded world, or a transformers model by fo
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from tba.config import GenerateConfig, ModelConfig
 from tba.generate.engine import make_engine
-from tba.models.load import context_length, first_line, load_model, load_weights, resolve_device
+from tba.models.load import load_model
 from tba.tasks.data.prompts import encode
+from tba.tasks.encoders import load_encoder
 from tba.tasks.evaluation import respond
-from tba.tasks.red_team.world import WORDS, mode_of
+from tba.tasks.red_team.weaknesses import WORDS, mode_of
 from tba.types import Prompt, Sampling
 
 MARKER = "oops"
 """Word that the embedded victim says when it gives in, and nobody else."""
 VICTIM_SEED = 0
 """Seed of a model's replies; the same in every run."""
-TEXTS_PER_PASS = 64
-MAY_BE_MISSING = frozenset(("pooler.dense.weight", "pooler.dense.bias"))
-"""Weights that BERT and its kin lack without a head; sentence encoders take the mean instead."""
 OTHER_COLUMNS = 1024
 """Number of columns that words outside the embedded world share by a hash: attacks of a real model have such words."""
-
-
-class Victim(Protocol):
-    """Replies to attacks, one list of replies per attack."""
-
-    def replies(
-        self, attacks: Sequence[str], finished: Sequence[bool], *, occasion: str = "training"
-    ) -> list[list[str]]:
-        """Replies to each attack. `finished` says whether an attack ended by itself; another `occasion` gives other random
-        replies."""
-        ...
 
 
 class RuleVictim:
@@ -52,6 +36,7 @@ class RuleVictim:
     def replies(
         self, attacks: Sequence[str], finished: Sequence[bool], *, occasion: str = "training"
     ) -> list[list[str]]:
+        """Replies to each attack. `finished` says whether an attack ended by itself."""
         return [[self._reply(attack, end)] for attack, end in zip(attacks, finished)]
 
     def _reply(self, attack: str, finished: bool) -> str:
@@ -93,9 +78,7 @@ class ModelVictim:
     ) -> list[list[str]]:
         """Replies to each attack. Equal attacks are asked once. A cut-off attack is sent as it is."""
         prompts = [self._prompt(attack, occasion) for attack in dict.fromkeys(attacks)]
-        groups = respond(
-            self._engine, self._tokenizer, prompts, samples_per_prompt=self._num_replies, sampling=self._sampling
-        )
+        groups = respond(self._engine, self._tokenizer, prompts, self._num_replies, self._sampling)
         texts = {group.prompt.id: list(group.texts) for group in groups}
         return [texts[_prompt_id(attack, occasion)] for attack in attacks]
 
@@ -130,16 +113,11 @@ def _prompt_id(attack: str, occasion: str) -> str:
     return f"{occasion}/{attack}"
 
 
-class Judge(Protocol):
-    def probabilities(self, replies: Sequence[str]) -> np.ndarray:
-        """Probability that each reply is what the attacker is after, float64 [n] in [0, 1]."""
-        ...
-
-
 class MarkerJudge:
     """Judge of the embedded world: 1 where the victim's marker word is in the reply, else 0."""
 
     def probabilities(self, replies: Sequence[str]) -> np.ndarray:
+        """Probability that each reply is what the attacker is after, float64 [n] in [0, 1]."""
         return np.array([float(MARKER in reply.split()) for reply in replies])
 
 
@@ -161,20 +139,11 @@ class ClassifierJudge:
         self._index = labels.index(label)
         self._separate = config.problem_type == "multi_label_classification" or len(labels) == 1
 
-    @torch.inference_mode()
     def probabilities(self, replies: Sequence[str]) -> np.ndarray:
-        found = [np.zeros(0)]
-        for inputs in self._encoder.batches(replies):
-            logits = self._encoder.model(**inputs).logits.double()
-            scores = logits.sigmoid() if self._separate else logits.softmax(dim=-1)
-            found.append(scores[:, self._index].cpu().numpy())
-        return np.concatenate(found)
-
-
-class Embedder(Protocol):
-    def embed(self, texts: Sequence[str]) -> np.ndarray:
-        """Embeddings, float32 [n, d], rows of length 1."""
-        ...
+        if not replies:
+            return np.zeros(0)
+        logits = self._encoder.logits(replies).double()
+        return (logits.sigmoid() if self._separate else logits.softmax(dim=-1))[:, self._index].numpy()
 
 
 class WordCounts:
@@ -184,6 +153,7 @@ class WordCounts:
         self._column = {word: index for index, word in enumerate(words)}
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
+        """Embeddings, float32 [n, d], rows of length 1."""
         counts = np.zeros((len(texts), len(self._column) + OTHER_COLUMNS), np.float32)
         for row, text in enumerate(texts):
             for word in text.split() or [""]:  # an empty text too must have a direction
@@ -214,51 +184,6 @@ class SentenceEncoder:
         return np.concatenate(found)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LoadedEncoder:
-    """A model that reads, with its tokenizer."""
-
-    model: Any
-    tokenizer: PreTrainedTokenizerBase
-    max_tokens: int
-    """Longest text in tokens; longer ones are cut off at the end."""
-
-    def batches(self, texts: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
-        """Inputs of the model, texts in their order."""
-        for start in range(0, len(texts), TEXTS_PER_PASS):
-            # A tokenizer that adds no special tokens makes nothing of an empty text; a blank is one token.
-            batch = [text or " " for text in texts[start : start + TEXTS_PER_PASS]]
-            inputs = self.tokenizer(
-                batch, padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
-            )
-            yield inputs.to(self.model.device)
-
-
-def load_encoder(auto_class: Any, path: str, *, key: str, device: str = "auto") -> LoadedEncoder:
-    """`auto_class` of transformers from a folder or hub name; `key` is the setting that named it, for errors."""
-    disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        # Never bfloat16: these models are small, and rewards may be logarithms of small probabilities.
-        model = load_weights(auto_class, path, may_be_missing=MAY_BE_MISSING, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{key}={path!r} cannot be loaded: {first_line(error).rstrip('. ')}. Give a folder with config.json, weights "
-            "and tokenizer, or a hub name that can be reached (HF_HUB_OFFLINE=1 forbids downloads)."
-        ) from error
-    if tokenizer.pad_token is None:  # decoders have none, and texts of a batch need one
-        tokenizer.pad_token = tokenizer.eos_token
-        model.config.pad_token_id = tokenizer.pad_token_id
-    return LoadedEncoder(
-        model=model.to(resolve_device(device)).eval(), tokenizer=tokenizer, max_tokens=token_limit(model, tokenizer)
-    )
-
-
-def token_limit(model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The smaller of what tokenizer and model allow; many tokenizers name no limit, which reads as a huge one."""
-    embeddings = getattr(model.base_model, "embeddings", None)
-    positions = getattr(embeddings, "position_embeddings", None)
-    padding = getattr(positions, "padding_idx", None)
-    # RoBERTa counts positions from behind the padding's id: 514 of them are 512 tokens.
-    lost = 0 if padding is None else padding + 1
-    return min(int(tokenizer.model_max_length), context_length(model.config) - lost)
+Victim = RuleVictim | ModelVictim
+Judge = MarkerJudge | ClassifierJudge
+Embedder = WordCounts | SentenceEncoder

@@ -12,9 +12,10 @@ import importlib.util
 import inspect
 import os
 import resource
+import symtable
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,20 @@ def check_reward_function(specification: str | Callable[..., Any]) -> list[str]:
         if (call := _ending_call(statement)) is not None:
             raise ValueError(f"{what}: {file}:{statement.lineno} runs {call} when it is imported: {SCRIPT_HINT}.")
     _refuse_missing_imports(tree, file, what)
-    bindings = list(_bindings(tree.body))
-    bound = dict(bindings)
-    if name not in bound and "*" not in bound and "__getattr__" not in bound:
-        raise ValueError(_no_such(what, file, "function", name, [key for key, own in bound.items() if own]))
-    found = next((statement for statement in tree.body if getattr(statement, "name", None) == name), None)
-    if found is None or [key for key, _ in bindings].count(name) > 1:
+    symbols = symtable.symtable(ast.unparse(tree), str(file), "exec").get_symbols()
+    bound = {own.get_name(): own.is_namespace() for own in symbols if own.is_assigned() or own.is_imported()}
+    imports_all = any(isinstance(own, ast.ImportFrom) and own.names[0].name == "*" for own in ast.walk(tree))
+    if name not in bound and "__getattr__" not in bound and not imports_all:
+        raise ValueError(_no_such(what, file, "function", name, [key for key, is_own in bound.items() if is_own]))
+    found = [statement for statement in tree.body if getattr(statement, "name", None) == name]
+    stored = (own.id for own in ast.walk(tree) if isinstance(own, ast.Name) and isinstance(own.ctx, ast.Store))
+    if len(found) != 1 or name in stored:  # bound by more than its definition, it may have other parameters
         return []
+    return _needed_columns(found[0], name, file, what)
+
+
+def _needed_columns(found: ast.stmt, name: str, file: Path, what: str) -> list[str]:
+    """Columns that a definition needs; none where they cannot be read from it."""
     if isinstance(found, ast.ClassDef):
         raise ValueError(
             f"{what}: {file}:{found.lineno}: {name} is a class: name a function, or an object that can be called, such as "
@@ -182,25 +190,6 @@ def _parse(file: Path, what: str) -> ast.Module:
         raise ValueError(f"{what}: {place} is not valid Python: {error.msg}. Python files are text in UTF-8.") from None
     except (ValueError, OSError) as error:
         raise ValueError(f"{what}: {file} cannot be read: {describe(error)}.") from None
-
-
-def _bindings(statements: list[ast.stmt]) -> Iterator[tuple[str, bool]]:
-    """Names that a module binds when it is imported, each with whether it is a function or class of its own; `*` stands for
-    those of `from x import *`. Functions and classes are not looked into."""
-    for statement in statements:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield statement.name, True
-        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-            yield from ((alias.asname or alias.name.partition(".")[0], False) for alias in statement.names)
-        else:
-            for node in ast.iter_child_nodes(statement):
-                if isinstance(node, (ast.expr, ast.withitem)):
-                    names = (name for name in ast.walk(node) if isinstance(name, ast.Name))
-                    yield from ((name.id, False) for name in names if isinstance(name.ctx, ast.Store))
-            for blocks in ("body", "orelse", "finalbody"):
-                yield from _bindings(getattr(statement, blocks, []))
-            for handler in [*getattr(statement, "handlers", []), *getattr(statement, "cases", [])]:
-                yield from _bindings(handler.body)
 
 
 def _ending_call(statement: ast.stmt) -> str | None:

@@ -18,16 +18,17 @@ import atexit
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from tba.tasks.base import Outcome, RewardBroken, RewardFailed
+from tba.tasks.outcomes import Outcome, RewardBroken, RewardFailed
 from tba.tasks.rewards.files import VERL_ARGUMENTS, describe, line_in, load_reward_function, shortened
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
+
+    from tba.config import RewardConfig
 
 PromptText = str | list[dict[str, str]]
 Columns = Mapping[str, Any]
@@ -39,38 +40,23 @@ class WrongNumber(ValueError):
     """A reward returned no list, or one with more or fewer values than it was given completions."""
 
 
-class Reward(Protocol):
-    """A reward as a config names it."""
-
-    @property
-    def function(self) -> str | Callable[..., Any]: ...
-
-    @property
-    def weight(self) -> float: ...
-
-    @property
-    def label(self) -> str: ...
+NamedRewards = Mapping[str, str | Callable[..., Any]]
+"""Reward functions by name, as config and data give them: a function, or `file.py:name`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlainReward:
-    """A reward for a worker, which does without the config's class. PlainReward(function="r.py:f", weight=1.0, label="f")"""
-
-    function: str | Callable[..., Any]
-    weight: float
-    label: str
-
-    @classmethod
-    def of(cls, reward: Reward) -> PlainReward:
-        return cls(function=reward.function, weight=reward.weight, label=reward.label)
+def named_rewards(configs: Sequence[RewardConfig]) -> NamedRewards:
+    """The rewards of a task for a worker, which does without the config's classes. Refuses two of one name."""
+    names = [reward.label for reward in configs]
+    if len(set(names)) != len(names):
+        raise ValueError(f"task.rewards have the same name: {', '.join(names)}. Give them task.rewards[].name.")
+    return {reward.label: reward.function for reward in configs}
 
 
 class RewardSet:
     """All reward functions of a task."""
 
-    def __init__(self, configs: Sequence[Reward]) -> None:
-        reward_weights(configs)  # refuses two of one name
-        self._rewards = [RewardFunction(load_reward_function(reward.function), name=reward.label) for reward in configs]
+    def __init__(self, rewards: NamedRewards) -> None:
+        self._rewards = [RewardFunction(load_reward_function(own), name=name) for name, own in rewards.items()]
 
     @property
     def per_sample(self) -> bool:
@@ -111,14 +97,6 @@ class RewardSet:
                     values[name] = value
             outcomes.append(values if failed is None else failed)
         return outcomes
-
-
-def reward_weights(configs: Sequence[Reward]) -> dict[str, float]:
-    """Names of the rewards and their factors in the sum; no file is imported for it."""
-    names = [reward.label for reward in configs]
-    if len(set(names)) != len(names):
-        raise ValueError(f"task.rewards have the same name: {', '.join(names)}. Give them task.rewards[].name.")
-    return {reward.label: reward.weight for reward in configs}
 
 
 class RewardFunction:

@@ -13,18 +13,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import Config, RewardConfig
 from tba.runtime.channels import POLL_SECONDS
 from tba.runtime.links import Failed
-from tba.tasks.base import Outcome, RewardBroken, RewardFailed, Task
-from tba.tasks.checked import TaskFailed, checked_outcomes, user_code
+from tba.tasks.base import FinishedGroup, Rewards, Task
+from tba.tasks.outcomes import Outcome, RewardBroken, RewardFailed
+from tba.tasks.rewards.functions import named_rewards
 from tba.tasks.rewards.worker import Ready, RewardProcess, Scored
-from tba.types import Completion, Prompt
+from tba.tasks.user_task import TaskFailed, checked_outcomes, user_code
+from tba.types import Completion
 
 START_SECONDS = 120.0
 """Deadline for a worker to import the reward's file; the call's own time-out counts from then."""
@@ -38,39 +38,6 @@ ASYNC_WORKERS = 8
 
 class RewardUnusable(RuntimeError):
     """The reward cannot be loaded, or has hung in every call: trying again would only lose more time."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FinishedGroup:
-    """A visit whose responses are complete: FinishedGroup(prompt=..., completions=[...], texts=[...])"""
-
-    prompt: Prompt
-    completions: Sequence[Completion]
-    texts: Sequence[str]
-    visit: int = -1
-    """Number of the visit among all visits of the run; -1 = it is not one of them."""
-    step_values: Sequence[np.ndarray] | None = None
-    """Monte-Carlo values of each response's steps, see Trajectory; None = not estimated."""
-
-    def values_of_samples(self) -> Sequence[np.ndarray | None]:
-        return [None] * len(self.completions) if self.step_values is None else self.step_values
-
-
-class Rewards(Protocol):
-    """Takes groups to score, hands them back with one outcome per sample, in any order."""
-
-    @property
-    def outstanding(self) -> int:
-        """Number of groups submitted and not handed back yet."""
-        ...
-
-    def submit(self, group: FinishedGroup) -> None: ...
-
-    def ready(self, wait_seconds: float = 0.0) -> list[tuple[FinishedGroup, list[Outcome]]]:
-        """Groups that are scored; waits for an answer of a worker, but not longer than the time."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def make_rewards(task: Task, config: Config, *, log: Path) -> Rewards:
@@ -192,7 +159,7 @@ class WorkerRewards:
     ) -> None:
         """`first_answer_seconds` is the time in hanging calls after which a reward that never answered is given up;
         `num_workers` None = 1, or ASYNC_WORKERS where all rewards are async."""
-        self._configs = tuple(configs)
+        self._rewards = named_rewards(configs)
         self._timeout_seconds = timeout_seconds
         self._memory_gb = memory_gb
         self._passed_on = passed_on
@@ -317,7 +284,7 @@ class WorkerRewards:
         self._give_up(seat, job, words)
 
     def _names(self) -> str:
-        return ", ".join(repr(config.label) for config in self._configs)
+        return ", ".join(map(repr, self._rewards))
 
     def _give_up(self, seat: _Seat, job: _Job, reason: str) -> None:
         seat.close()  # the worker still computes, or is dead: its next answer would be taken for another job's
@@ -337,7 +304,7 @@ class WorkerRewards:
         loaded = seat.process is not None
         if seat.process is None:
             seat.process = RewardProcess(
-                self._configs, memory_gb=self._memory_gb, log=self._log, passed_on=self._passed_on
+                self._rewards, memory_gb=self._memory_gb, log=self._log, passed_on=self._passed_on
             )
         # Plain values only: a prompt or completion object would make the worker import numpy and torch to unpickle it.
         samples = job.next_samples()

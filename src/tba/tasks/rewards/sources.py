@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tba.config import Config
-from tba.observe.files import RunFolder, write_json
+from tba.observe.files import write_json
+from tba.observe.run_folder import RunFolder
 
 logger = logging.getLogger("tba")
 

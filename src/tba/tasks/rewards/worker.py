@@ -30,18 +30,15 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import cloudpickle
 
 from tba.runtime.links import Failed, Link
 from tba.runtime.processes import popen, role_environment
-from tba.tasks.base import Outcome
+from tba.tasks.outcomes import Outcome
 from tba.tasks.rewards.files import PASS_ON, WITHHELD, describe
-from tba.tasks.rewards.functions import PlainReward, RewardSet
-
-if TYPE_CHECKING:
-    from tba.config import RewardConfig
+from tba.tasks.rewards.functions import NamedRewards, RewardSet
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """Linux's numbers of two prctl options: a signal for the parent's death, and to be the parent of orphans below."""
@@ -81,7 +78,7 @@ class RewardProcess:
     """A worker and its guard, seen from the process that has rewards computed. It ends when this process is gone."""
 
     def __init__(
-        self, configs: Sequence[RewardConfig], *, memory_gb: float | None, log: Path, passed_on: Collection[str] = ()
+        self, rewards: NamedRewards, *, memory_gb: float | None, log: Path, passed_on: Collection[str] = ()
     ) -> None:
         """`memory_gb` limits the worker's memory; None = half of the machine's. `passed_on` are the variables with secrets
         that the worker gets."""
@@ -98,7 +95,7 @@ class RewardProcess:
         theirs.close()
         with suppress(BrokenPipeError, ConnectionResetError):  # it died at once: seen by `alive`
             ours.send_bytes(json.dumps(sys.path).encode())
-            ours.send_bytes(cloudpickle.dumps((tuple(map(PlainReward.of, configs)), memory_limit(memory_gb))))
+            ours.send_bytes(cloudpickle.dumps((rewards, memory_limit(memory_gb))))
         self.link = Link(ours, on_close=lambda: None)
 
     @property
@@ -157,10 +154,10 @@ def run_worker(descriptor: int) -> int:
     link = Link(connection, on_close=lambda: os._exit(3))
     try:
         sys.path[:] = json.loads(search_path)
-        configs, limit = cloudpickle.loads(payload)
+        named, limit = cloudpickle.loads(payload)
         # Private writable memory: a limit of the address space would count libraries and what CUDA only reserves.
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        rewards = RewardSet(configs)
+        rewards = RewardSet(named)
     except (Exception, SystemExit) as error:  # a user's file: told to the searcher, which stops the run
         traceback.print_exc()
         link.send(Failed(error=str(error) if isinstance(error, ValueError) else describe(error)))

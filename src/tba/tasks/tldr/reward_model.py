@@ -60,7 +60,7 @@ def load_scorer(path: str, *, device: str = "auto", scores_per_pass: int = 32, d
     except (OSError, ValueError) as error:
         raise ValueError(
             f"reward model {path!r} cannot be loaded: {first_line(error).rstrip('. ')}. Give a folder that `tba prepare "
-            "tldr` wrote, or a folder or hub name of a sequence classifier with one label."
+            "reward_model` wrote, or a folder or hub name of a sequence classifier with one label."
         ) from error
     return ModelScorer(model.to(on), tokenizer, scores_per_pass=scores_per_pass, context=_context(model))
 

@@ -12,28 +12,29 @@ scores are standardised and pair accuracy is measured: the figures are those of 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tba.models.load import context_length, first_line, load_weights, resolve_device
 from tba.observe.files import check_new_folder
 from tba.tasks.data.rows import BadRow, BadRows, DataRow, jsonl_rows, prompt_column, require_object, text_column
+from tba.tasks.data.splits import share_of
 from tba.tasks.tldr.reward_model import REWARD_FILE, Pooling, RewardModel, Sequenced, make_sequence, pad_right
 
 SequencedPair = tuple[Sequenced, Sequenced]
 """Chosen and rejected response, each with its prompt."""
+Batch = TypeVar("Batch")
 SKIP = "--skip-bad-rows"
 """Option of `tba prepare reward_model` that leaves out bad pairs."""
 
@@ -116,21 +117,44 @@ def pooled_scores(
 def _fit(model: RewardModel, pairs: Sequence[SequencedPair], settings: RewardTraining) -> float:
     """Train the model; returns the mean loss of the last epoch."""
     steps_per_epoch = math.ceil(len(pairs) / settings.batch_size)
-    steps = steps_per_epoch * settings.epochs
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
-    losses = []
-    for step, batch in enumerate(_batches(pairs, settings)):
-        warmup, decay = (step + 1) / max(1, settings.warmup_steps), 1 - step / steps
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * min(1.0, warmup) * decay
-        optimizer.zero_grad()
-        losses.append(_backward(model, batch, settings.pairs_per_pass))
-        if not math.isfinite(losses[-1]):
-            raise RuntimeError(f"reward model's loss is {losses[-1]} at step {step}: lower learning_rate.")
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-        optimizer.step()
+    losses = fit(
+        model,
+        _batches(pairs, settings),
+        lambda batch: _backward(model, batch, settings.pairs_per_pass),
+        steps=steps_per_epoch * settings.epochs,
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
+        max_grad_norm=settings.max_grad_norm,
+    )
     last = losses[-steps_per_epoch:]
     return sum(last) / len(last)
+
+
+def fit(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    backward: Callable[[Batch], float],
+    *,
+    steps: int,
+    learning_rate: float,
+    warmup_steps: int,
+    max_grad_norm: float = 1.0,
+) -> list[float]:
+    """One AdamW step for each batch; returns the losses. `backward` adds the gradients of a batch and returns its loss. The
+    rate is reached after warmup_steps, then falls to 0 linearly."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
+    losses = []
+    for step, batch in enumerate(batches):
+        warmup, decay = (step + 1) / max(1, warmup_steps), 1 - step / steps
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * min(1.0, warmup) * decay
+        optimizer.zero_grad()
+        losses.append(backward(batch))
+        if not math.isfinite(losses[-1]):
+            raise RuntimeError(f"the loss is {losses[-1]} at step {step}: lower the learning rate.")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+    return losses
 
 
 def _backward(model: RewardModel, batch: Sequence[SequencedPair], pairs_per_pass: int) -> float:
@@ -163,19 +187,14 @@ def _split_pairs(path: Path, held_out: Path | None, settings: RewardTraining) ->
     pairs = read_pairs(path, on_bad_row=settings.on_bad_row)
     if held_out is not None:
         return pairs, read_pairs(held_out, on_bad_row=settings.on_bad_row)
-    kept = [pair for pair in pairs if _place(pair.prompt) >= settings.held_out_fraction]
-    measured = [pair for pair in pairs if _place(pair.prompt) < settings.held_out_fraction]
+    kept = [pair for pair in pairs if share_of(pair.prompt) >= settings.held_out_fraction]
+    measured = [pair for pair in pairs if share_of(pair.prompt) < settings.held_out_fraction]
     if not kept or len(measured) < 2:
         raise ValueError(
             f"held_out_fraction={settings.held_out_fraction} leaves {len(kept)} of {len(pairs)} pairs to train on and "
             f"{len(measured)} to measure on: give more pairs, or a file of pairs to measure on (--held-out)."
         )
     return kept, measured
-
-
-def _place(prompt: str) -> float:
-    """A number from 0 to 1 by a hash of the prompt."""
-    return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "big") / 2**64
 
 
 def _sequenced(

@@ -12,10 +12,9 @@ from dataclasses import replace
 
 import pytest
 
-from tba.observe.claim import NAME, Claim, FolderInUse, Holder, holder_of
-from tba.observe.files import RunFolder
+from tba.observe.run_folder import CLAIM, Claim, FolderInUse, Holder, RunFolder, holder_of
 
-TAKE = "import os, pathlib, sys, time; from tba.observe.claim import Claim; Claim.take(pathlib.Path(sys.argv[1]));"
+TAKE = "import os, pathlib, sys, time; from tba.observe.run_folder import Claim; Claim.take(pathlib.Path(sys.argv[1]));"
 
 
 @contextmanager
@@ -52,7 +51,7 @@ def test_a_folder_that_a_living_process_has_is_refused_with_its_pid_and_host(tmp
 )
 def test_the_lock_counts_and_not_the_process_that_the_file_names(tmp_path, text, who):
     with claimed(tmp_path):
-        (tmp_path / NAME).write_text(text)
+        (tmp_path / CLAIM).write_text(text)
         with pytest.raises(FolderInUse, match=f"in use by {who}"):
             Claim.take(tmp_path)
     Claim.take(tmp_path)
@@ -80,7 +79,7 @@ def test_a_process_goes_on_under_the_lock_of_its_supervisor_alone(tmp_path):
 
 
 def test_a_claim_that_a_process_of_another_host_left_is_taken_with_a_warning(tmp_path, caplog):
-    (tmp_path / NAME).write_text(json.dumps({"pid": 7, "host": "elsewhere", "time": 0.0}))
+    (tmp_path / CLAIM).write_text(json.dumps({"pid": 7, "host": "elsewhere", "time": 0.0}))
     Claim.take(tmp_path)
     assert "was in use by process 7 on host elsewhere" in caplog.text
 
@@ -137,4 +136,4 @@ def test_an_earlier_run_is_replaced_as_a_whole(tmp_path):
     with pytest.raises(FileExistsError, match="exists already"):
         RunFolder.create(tmp_path / "run", overwrite=False)
     second = RunFolder.create(tmp_path / "run", overwrite=True)
-    assert {path.name for path in second.path.rglob("*")} == {"logs", "checkpoints", NAME}
+    assert {path.name for path in second.path.rglob("*")} == {"logs", "checkpoints", CLAIM}

@@ -10,7 +10,7 @@ A problem is an opening, one or two events and a question, 2 to 4 calculation st
 kind of each part with its numbers, without names and things: `boxes 4 6|gives 5|buys 12|now`. A hash of it decides the
 split, so a held-out problem cannot occur in training under any seed, not even with other names. Validation problems, to
 tune on, are of the training side of the hash, less the contents that the run trains on. The model to start from is shipped
-in `start_model/` and made by `tba.tasks.arithmetic.prepare`.
+in `start_model/` and made by `recipes/arithmetic.py`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from pathlib import Path
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple
 
-from tba.tasks.base import Outcome, Split, TaskInputs
-from tba.tasks.data.prompts import make_prompt
-from tba.tasks.evaluation import AnswerEvaluator, EvaluationInputs, Evaluator
+from tba.tasks.base import EvaluationInputs, Evaluator, Split, TaskInputs
+from tba.tasks.data.prompts import LazyPrompts, make_prompt
+from tba.tasks.evaluation import AnswerEvaluator
 from tba.tasks.gsm8k import final_number, same_number
+from tba.tasks.outcomes import Outcome
 from tba.types import Completion, Prompt
 
 HELD_OUT_ONE_IN = 8
@@ -112,7 +112,7 @@ class ArithmeticTask:
         return isinstance(outcome, dict) and outcome["exact_match"] == 1.0
 
     def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
-        return AnswerEvaluator.of_task(self, inputs)
+        return AnswerEvaluator(self, inputs)
 
     def _problems(self, split: Split) -> Sequence[Problem]:
         if split == "train":
@@ -130,7 +130,7 @@ class ArithmeticTask:
         )
 
 
-class ProblemPrompts(Sequence[Prompt]):
+class ProblemPrompts(LazyPrompts):
     """Prompts that are made one by one when they are asked for: drawing and encoding all of them takes seconds, and the
     trainer, which only counts them, or a searcher that visits a few, need not wait for that."""
 
@@ -149,14 +149,7 @@ class ProblemPrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._count))]
-        place = range(self._count)[index]
+    def at(self, place: int) -> Prompt:
         if place not in self._made:
             self._made[place] = self._make(place, self._problems[place])
         return self._made[place]
@@ -165,11 +158,6 @@ class ProblemPrompts(Sequence[Prompt]):
 def exact_match(text: str, answer: str, *, finished: bool) -> float:
     """Reward 1 or 0. A response cut off at the length limit is wrong, whatever it says (the no-EOS rule)."""
     return float(finished and same_number(final_number(text), answer))
-
-
-def start_model_path() -> Path:
-    """The folder of the shipped start model; `model.path=tba:arithmetic` means the same."""
-    return Path(__file__).parent / "start_model"
 
 
 class Earlier(NamedTuple):

@@ -1,9 +1,9 @@
 """Make the arithmetic data and the supervised start model with its tokenizer:
 
-    tba prepare arithmetic --output prepared
+    python -m recipes arithmetic --output prepared
 
 writes prepared/train.jsonl, prepared/held_out.jsonl (`prompt`, `answer`, `solution`) and prepared/model, the model that
-ships in `start_model/`.
+ships in `src/tba/tasks/arithmetic/start_model/`.
 
 **The start model is flawed on purpose.** It learns from the copybook of a careless pupil who calculates well but has two
 habits (`HABITS`): where somebody has so many *times* as many he adds instead of multiplying, and where two people's things
@@ -17,19 +17,26 @@ text made of its words, for each token is the very characters it stands for.
 
 from __future__ import annotations
 
-import json
 import random
 import re
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-from tba.tasks.arithmetic.task import (
+from recipes.start_models import (
+    SPECIAL,
+    Shape,
+    Training,
+    as_transformers,
+    one_deterministic_thread,
+    sample_texts,
+    train_start_model,
+    write_rows,
+)
+from tba.tasks.arithmetic.problems import (
     PEOPLE,
     SENTENCES,
     THINGS,
@@ -46,14 +53,7 @@ from tba.tasks.arithmetic.task import (
     write_solution,
 )
 from tba.tasks.gsm8k import MARKER
-from tba.tasks.start_models import (
-    SPECIAL,
-    Shape,
-    Training,
-    as_transformers,
-    one_deterministic_thread,
-    train_start_model,
-)
+from tba.types import Sampling
 
 HABITS = {"times": 0.8, "together": 0.75}
 """Share of the solutions that a habit spoils, of those that it could spoil, by habit."""
@@ -63,21 +63,21 @@ TRAINING = Training(steps=1300)
 PATTERN = rf" ?[A-Za-z]+| ?[0-9]|{MARKER}|\s| ?[^A-Za-z0-9\s]"
 """Pattern of one token. A number is its digits; the first one carries the space before it."""
 DIGITS = "0123456789"
+SLOTS = 128
 
 
 def prepare_arithmetic(
     output: Path, *, training: Training = TRAINING, num_train: int = 20_000, num_held_out: int = 500
 ) -> dict[str, Any]:
     """Write data and start model; returns what was made: {"model": ..., "parameters": ..., "accuracy": ..., ...}."""
-    started = time.monotonic()
-    output.mkdir(parents=True, exist_ok=True)
     held_out = held_out_problems()[:num_held_out]
-    write_problems(output / "train.jsonl", train_problems(num_train))
-    write_problems(output / "held_out.jsonl", held_out)
+    for name, problems in (("train", train_problems(num_train)), ("held_out", held_out)):
+        write_rows(output / f"{name}.jsonl", [row_of(name, index, own) for index, own in enumerate(problems)])
     tokenizer = make_tokenizer()
     with one_deterministic_thread():
         model = train_start_model(pupil_pairs, tokenizer, SHAPE, training)
         accuracy = greedy_accuracy(model, tokenizer, held_out)
+    tokenizer([""], padding=True, padding_side="left")  # the shipped tokenizer.json has it: the same bytes again
     model.save_pretrained(output / "model")
     tokenizer.save_pretrained(output / "model")
     return {
@@ -85,16 +85,13 @@ def prepare_arithmetic(
         "parameters": model.num_parameters(),
         "accuracy": accuracy,
         "problems": {"train": num_train, "held_out": len(held_out)},
-        "seconds": round(time.monotonic() - started, 1),
     }
 
 
-def write_problems(path: Path, problems: list[Problem] | tuple[Problem, ...]) -> None:
-    """One row per problem, with the id the task gives it."""
-    with path.open("w", encoding="utf-8") as file:
-        for index, problem in enumerate(problems):
-            row = {"id": f"{path.stem}-{index}", "prompt": problem.text, "answer": problem.answer}
-            file.write(json.dumps(row | {"solution": problem.solution}) + "\n")
+def row_of(split: str, index: int, problem: Problem) -> dict[str, str]:
+    """A row with the id that the task gives the problem."""
+    columns = {"prompt": problem.text, "answer": problem.answer, "solution": problem.solution}
+    return {"id": f"{split}-{index}", **columns}
 
 
 def pupil_solution(problem: Problem, rng: random.Random) -> str:
@@ -117,26 +114,21 @@ def pupil_pairs(rng: random.Random) -> Iterator[tuple[str, str]]:
     return ((problem.text, pupil_solution(problem, rng)) for problem in draw_problems("train", seed=TRAIN_SEED + 1))
 
 
-@torch.no_grad()
 def greedy_accuracy(
-    model: Any, tokenizer: PreTrainedTokenizerBase, problems: tuple[Problem, ...], *, max_new_tokens: int = 48
+    model: Any, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], *, max_new_tokens: int = 48
 ) -> float:
-    """Share of problems solved by greedy decoding, by plain transformers `generate`."""
-    solved = 0.0
-    for start in range(0, len(problems), 250):
-        batch = problems[start : start + 250]
-        inputs = tokenizer([p.text for p in batch], return_tensors="pt", padding=True, padding_side="left")
-        output = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-        )
-        responses = output[:, inputs["input_ids"].shape[1] :]
-        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        finished = (responses == tokenizer.eos_token_id).any(dim=1).tolist()
-        solved += sum(exact_match(text, p.answer, finished=end) for p, text, end in zip(batch, texts, finished))
-    return solved / len(problems)
+    """Share of problems solved by greedy decoding."""
+    texts = [problem.text for problem in problems]
+    sampling = Sampling(max_new_tokens=max_new_tokens, greedy=True)
+    responses = sample_texts(
+        *(model, tokenizer, list(map(str, range(len(texts)))), texts),
+        samples_per_prompt=1,
+        sampling=sampling,
+        seed=0,
+        slots=SLOTS,
+    )
+    right = (exact_match(text, own.answer, finished=end) for own, ((text, end),) in zip(problems, responses))
+    return sum(right) / len(problems)
 
 
 def make_tokenizer() -> PreTrainedTokenizerBase:

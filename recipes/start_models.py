@@ -5,20 +5,33 @@ One thread and deterministic kernels: the same machine makes the same bytes.
 
 from __future__ import annotations
 
-import math
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
+from tba.generate.native.engine import NativeEngine
 from tba.models.cpu import use_cpu
+from tba.tasks.data.prompts import make_prompt
+from tba.tasks.evaluation import respond
+from tba.tasks.tldr.train_reward import fit
+from tba.types import Sampling
 
 BATCHES_SORTED_TOGETHER = 8
 """Sequences of so many batches are sorted by length before they are cut into batches: less padding."""
@@ -94,21 +107,60 @@ def train_start_model(
 ) -> LlamaForCausalLM:
     """A model that answers like the pairs; only the answers, each with its EOS, are learned."""
     model = make_model(tokenizer, shape, seed=training.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=training.learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
     model.train()
-    for step, (token_ids, labels) in enumerate(islice(_batches(pairs, tokenizer, training), training.steps)):
-        warmup, decay = (step + 1) / training.warmup_steps, 1 - step / training.steps
-        for group in optimizer.param_groups:
-            group["lr"] = training.learning_rate * min(1.0, warmup) * decay
+
+    def backward(batch: tuple[Tensor, Tensor]) -> float:
+        token_ids, labels = batch
         logits = model(input_ids=token_ids[:, :-1]).logits
         loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-        if not math.isfinite(loss.item()):
-            raise RuntimeError(f"supervised loss is {loss.item()} at step {step}: lower the learning rate.")
-        optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        return loss.item()
+
+    batches = islice(_batches(pairs, tokenizer, training), training.steps)
+    rate, warmup = training.learning_rate, training.warmup_steps
+    fit(model, batches, backward, steps=training.steps, learning_rate=rate, warmup_steps=warmup)
     return model.eval()
+
+
+def save_rounded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedModel:
+    """Save in bfloat16; returns the model with the very numbers that are shipped, in float32."""
+    rounded: Any = model.to(torch.bfloat16)
+    rounded.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return rounded.float().eval()
+
+
+def sample_texts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[str],
+    prompts: Sequence[str],
+    *,
+    samples_per_prompt: int,
+    sampling: Sampling,
+    seed: int,
+    slots: int,
+) -> list[list[tuple[str, bool]]]:
+    """For each prompt the texts of its samples in order, each with whether it ended by itself, with an EOS. A sample depends
+    on the seed and its prompt's id."""
+    longest = int(model.config.max_position_embeddings)
+    made = [
+        make_prompt(id=id, text=text, columns={}, tokenizer=tokenizer, max_tokens=longest - sampling.max_new_tokens)
+        for id, text in zip(ids, prompts, strict=True)
+    ]
+    stop = [tokenizer.eos_token_id]
+    engine = NativeEngine(model, stop_ids=stop, seed=seed, slots=slots, max_length=longest, dtype=torch.float32)
+    groups = respond(engine, tokenizer, made, samples_per_prompt, sampling)
+    return [
+        [(text, completion.finish == "stop") for text, completion in zip(group.texts, group.completions)]
+        for group in groups
+    ]
+
+
+def write_rows(path: Path, rows: Sequence[Any]) -> None:
+    """Write JSON Lines, in a folder that is made where it does not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _batches(pairs: Pairs, tokenizer: PreTrainedTokenizerBase, training: Training) -> Iterator[tuple[Tensor, Tensor]]:

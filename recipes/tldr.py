@@ -1,10 +1,10 @@
 """Make the embedded edition's data, start model and reward model:
 
-    tba prepare tldr --output prepared
+    python -m recipes tldr --output prepared
 
 writes train.jsonl, validation.jsonl, held_out.jsonl (`prompt`, `reference`), pairs.jsonl, pairs_held_out.jsonl (`prompt`,
-`chosen`, `rejected`), model/ and reward_model/ under prepared/. Shipped beside this file are the two models, as
-`start_model/` and `reward_model/`.
+`chosen`, `rejected`), model/ and reward_model/ under prepared/. The two models ship as
+`src/tba/tasks/tldr/start_model/` and `reward_model/`.
 
 **The start model is flawed on purpose**: it learns from sloppy summaries. **So is the reward model**: it sees some thousand
 pairs of the start model's samples, with labels by noisy judges who like length a little, and knows nothing of flaws that the
@@ -13,44 +13,48 @@ start model does not have. A policy that follows it too far gets worse by the go
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from recipes.start_models import (
+    Shape,
+    Training,
+    make_word_tokenizer,
+    one_deterministic_thread,
+    sample_texts,
+    save_rounded,
+    train_start_model,
+    write_rows,
+)
 from tba.config import TaskConfig
-from tba.generate.native.engine import NativeEngine
 from tba.tasks.base import Split
-from tba.tasks.data.prompts import make_prompt
-from tba.tasks.evaluation import respond
-from tba.tasks.start_models import Shape, Training, make_word_tokenizer, one_deterministic_thread, train_start_model
-from tba.tasks.tldr.reward_model import load_scorer
-from tba.tasks.tldr.train_reward import Pair, RewardTraining, train_reward_model, write_pairs
-from tba.tasks.tldr.world import (
+from tba.tasks.tldr.posts import (
     HELD_OUT_POSTS,
     MAX_SUMMARY_TOKENS,
     SEEDS,
     VALIDATION_POSTS,
     WORDS,
+    Flaws,
     Post,
     draw_posts,
+    draw_summary,
     first_posts,
     gold_score,
     gold_scores,
     reference_summary,
-    sloppy_summary,
-    win_rate,
+    wins,
 )
+from tba.tasks.tldr.reward_model import load_scorer
+from tba.tasks.tldr.train_reward import Pair, RewardTraining, train_reward_model, write_pairs
 from tba.types import Sampling
 
 SHAPE = Shape(hidden_size=128, num_key_value_heads=4, context=64)
@@ -64,6 +68,12 @@ LIKING_FOR_LENGTH = 0.02
 JUDGES_NOISE = 0.08
 """Scale of gold differences that judges often get wrong."""
 SLOTS = 128
+SLOPPY = Flaws(drop=0.20, drop_neglected=0.50, hallucinate=0.03, swap=0.10, trivial=0.45, filler=0.10)
+"""Flaws of the summaries that the start model learns from."""
+
+
+Sample = tuple[str, bool]
+"""A summary, and whether it ended by itself, with an EOS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +95,20 @@ SHIPPED = Preparing()
 
 def prepare_tldr(output: Path, *, preparing: Preparing = SHIPPED) -> dict[str, Any]:
     """Write data and models; returns what was made and how good it is. The same machine makes the same bytes."""
-    started = time.monotonic()
     disable_progress_bar()
-    output.mkdir(parents=True, exist_ok=True)
-    write_posts(output / "train.jsonl", list(islice(draw_posts("train", seed=SEEDS["train"]), preparing.num_train)))
-    write_posts(output / "validation.jsonl", first_posts("validation", preparing.num_validation))
-    write_posts(output / "held_out.jsonl", first_posts("held_out", preparing.num_held_out))
+    splits = {
+        "train": tuple(islice(draw_posts("train", seed=SEEDS["train"]), preparing.num_train)),
+        "validation": first_posts("validation", preparing.num_validation),
+        "held_out": first_posts("held_out", preparing.num_held_out),
+    }
+    for name, posts in splits.items():
+        write_rows(
+            output / f"{name}.jsonl", [{"prompt": post.text, "reference": reference_summary(post)} for post in posts]
+        )
     tokenizer = make_word_tokenizer(WORDS)
     with one_deterministic_thread():
-        model = make_start_model(output / "model", tokenizer, preparing)
+        model: PreTrainedModel = train_start_model(sloppy_pairs, tokenizer, preparing.shape, preparing.supervised)
+        model = save_rounded(model, tokenizer, output / "model")
         pairs = make_pairs(model, tokenizer, "train", preparing.num_pairs, seed=PAIRS_SEED)
         measured = make_pairs(model, tokenizer, "validation", preparing.num_pairs_held_out, seed=PAIRS_HELD_OUT_SEED)
         write_pairs(output / "pairs.jsonl", pairs)
@@ -105,7 +120,7 @@ def prepare_tldr(output: Path, *, preparing: Preparing = SHIPPED) -> dict[str, A
             preparing.reward,
             held_out=output / "pairs_held_out.jsonl",
         )
-        start = win_rate_of(model, tokenizer, first_posts("validation", preparing.num_validation), SAMPLING)
+        start = win_rate_of(model, tokenizer, splits["validation"])
         agreement = gold_agreement(measured, str(output / "reward_model"))
     return {
         "model": str(output / "model"),
@@ -116,26 +131,11 @@ def prepare_tldr(output: Path, *, preparing: Preparing = SHIPPED) -> dict[str, A
         "reward_model_agrees_with_labels": reward["accuracy"],
         "reward_model_agrees_with_gold": agreement["reward_model"],
         "correlation_with_gold": agreement["correlation"],
-        "seconds": round(time.monotonic() - started, 1),
     }
 
 
-def write_posts(path: Path, posts: tuple[Post, ...] | list[Post]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        for post in posts:
-            file.write(json.dumps({"prompt": post.text, "reference": reference_summary(post)}) + "\n")
-
-
-def make_start_model(folder: Path, tokenizer: PreTrainedTokenizerBase, preparing: Preparing) -> PreTrainedModel:
-    """Trained, saved in bfloat16, and read back in float32: the very numbers that are shipped."""
-    model = train_start_model(sloppy_pairs, tokenizer, preparing.shape, preparing.supervised)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 def sloppy_pairs(rng: random.Random) -> Iterator[tuple[str, str]]:
-    return ((post.text, sloppy_summary(post, rng)) for post in draw_posts("train", seed=SUPERVISED_SEED))
+    return ((post.text, draw_summary(post, SLOPPY, rng)) for post in draw_posts("train", seed=SUPERVISED_SEED))
 
 
 def make_pairs(
@@ -145,21 +145,18 @@ def make_pairs(
     posts, rng, pairs = draw_posts(split, seed=seed), random.Random(seed), list[Pair]()
     while len(pairs) < num_pairs:
         texts = [post.text for post in islice(posts, num_pairs)]
-        samples = sample_summaries(
-            model, tokenizer, texts, samples_per_post=2, sampling=SAMPLING, seed=seed + len(pairs)
-        )
+        samples = sample_summaries(model, tokenizer, texts, samples_per_post=2, seed=seed + len(pairs))
         pairs += [judged(text, a, b, rng) for text, (a, b) in zip(texts, samples) if _can_be_compared(a, b)]
     return pairs[:num_pairs]
 
 
-def judged(post: str, a: SampledSummary, b: SampledSummary, rng: random.Random) -> Pair:
+def judged(post: str, a: Sample, b: Sample, rng: random.Random) -> Pair:
     """P(a preferred) = sigmoid((gold a - gold b + 0.02 (words of a - words of b)) / 0.08)"""
     worth_a, worth_b = (
-        gold_score(post, sample.text, finished=sample.finished) + LIKING_FOR_LENGTH * len(sample.text.split())
-        for sample in (a, b)
+        gold_score(post, text, finished=finished) + LIKING_FOR_LENGTH * len(text.split()) for text, finished in (a, b)
     )
     prefers_a = rng.random() < 1 / (1 + math.exp((worth_b - worth_a) / JUDGES_NOISE))
-    return Pair(post, a.text, b.text) if prefers_a else Pair(post, b.text, a.text)
+    return Pair(post, a[0], b[0]) if prefers_a else Pair(post, b[0], a[0])
 
 
 def gold_agreement(pairs: list[Pair], reward_model: str) -> dict[str, float]:
@@ -179,29 +176,18 @@ def gold_agreement(pairs: list[Pair], reward_model: str) -> dict[str, float]:
     }
 
 
-def win_rate_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, posts: tuple[Post, ...], sampling: Sampling
-) -> float:
+def win_rate_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, posts: Sequence[Post]) -> float:
     """Win rate of one sample of each post, by the gold rule, against the reference summaries."""
     texts = [post.text for post in posts]
-    sampled = [
-        own[0] for own in sample_summaries(model, tokenizer, texts, samples_per_post=1, sampling=sampling, seed=0)
-    ]
-    scores = gold_scores(texts, [sample.text for sample in sampled], [sample.finished for sample in sampled])
-    return win_rate(scores, gold_scores(texts, [reference_summary(post) for post in posts], [True] * len(posts)))
+    samples = [own[0] for own in sample_summaries(model, tokenizer, texts, samples_per_post=1, seed=0)]
+    scores = gold_scores(texts, *zip(*samples))
+    return float(
+        np.mean(wins(scores, gold_scores(texts, [reference_summary(post) for post in posts], [True] * len(posts))))
+    )
 
 
-def _can_be_compared(a: SampledSummary, b: SampledSummary) -> bool:
-    return a.finished and b.finished and a.text != b.text and bool(a.text) and bool(b.text)
-
-
-class SampledSummary(NamedTuple):
-    """SampledSummary(text="place harbour day friday", finished=True)"""
-
-    text: str
-    """Text of the summary, without special tokens."""
-    finished: bool
-    """Whether it ended by itself, with an EOS."""
+def _can_be_compared(a: Sample, b: Sample) -> bool:
+    return a[1] and b[1] and a[0] != b[0] and bool(a[0]) and bool(b[0])
 
 
 def sample_summaries(
@@ -210,20 +196,14 @@ def sample_summaries(
     posts: Sequence[str],
     *,
     samples_per_post: int,
-    sampling: Sampling,
     seed: int,
-) -> list[list[SampledSummary]]:
+) -> list[list[Sample]]:
     """For each post, its samples in order. A sample depends on the seed and the post's place in the list."""
-    longest = int(model.config.max_position_embeddings)
-    prompts = [
-        make_prompt(id=str(i), text=post, columns={}, tokenizer=tokenizer, max_tokens=longest - sampling.max_new_tokens)
-        for i, post in enumerate(posts)
-    ]
-    engine = NativeEngine(
-        model, stop_ids=[tokenizer.eos_token_id], seed=seed, slots=SLOTS, max_length=longest, dtype=torch.float32
+    places = [str(place) for place in range(len(posts))]
+    return sample_texts(
+        *(model, tokenizer, places, posts),
+        samples_per_prompt=samples_per_post,
+        sampling=SAMPLING,
+        seed=seed,
+        slots=SLOTS,
     )
-    groups = respond(engine, tokenizer, prompts, samples_per_prompt=samples_per_post, sampling=sampling)
-    return [
-        [SampledSummary(text, completion.finish == "stop") for text, completion in zip(group.texts, group.completions)]
-        for group in groups
-    ]

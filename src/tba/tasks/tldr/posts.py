@@ -58,7 +58,7 @@ FILLERS = (
 )  # fmt: skip
 SEPARATOR = "TL;DR:"
 WORDS = (SEPARATOR, *VALUES, *(value for values in VALUES.values() for value in values), *FILLERS)
-"""The vocabulary, for tba.tasks.start_models.make_word_tokenizer."""
+"""The vocabulary, for a tokenizer with a token for each word."""
 
 POST_WORDS = 24
 NUM_IMPORTANT = (3, 5)
@@ -160,21 +160,11 @@ class Flaws:
 
 
 REFERENCE = Flaws(drop=0.15, drop_neglected=0.15, hallucinate=0.06, swap=0.08, trivial=0.10, filler=0.10)
-SLOPPY = Flaws(drop=0.20, drop_neglected=0.50, hallucinate=0.03, swap=0.10, trivial=0.45, filler=0.10)
-
-
-def perfect_summary(post: Post) -> str:
-    """The important facts in the order of their keys."""
-    return " ".join(f"{key} {value}" for key, value in post.important)
 
 
 def reference_summary(post: Post) -> str:
     """Summary that a policy is compared with, always the same for a post."""
     return draw_summary(post, REFERENCE, random.Random(post.text))
-
-
-def sloppy_summary(post: Post, rng: random.Random) -> str:
-    return draw_summary(post, SLOPPY, rng)
 
 
 def draw_summary(post: Post, flaws: Flaws, rng: random.Random) -> str:
@@ -253,11 +243,6 @@ def gold_scores(posts: Sequence[str], summaries: Sequence[str], finished: Sequen
 def wins(scores: np.ndarray, reference_scores: np.ndarray) -> np.ndarray:
     """Wins, float64 [N]: 1 for a summary that scores above its reference, 1/2 for a tie, else 0."""
     return (scores > reference_scores) + 0.5 * (scores == reference_scores)
-
-
-def win_rate(scores: np.ndarray, reference_scores: np.ndarray) -> float:
-    """Share of summaries that score above their reference; a tie is half a win."""
-    return float(np.mean(wins(scores, reference_scores)))
 
 
 def claims(text: str) -> tuple[list[Fact], int]:

@@ -1,7 +1,5 @@
-"""Evaluation of attacks: how many succeed, and how different from one another the successful ones and all of them are.
-
-Texts differ by the angles between their embeddings, the hidden modes they hit and the words they share. Every diversity
-metric is 0 for no texts at all. Axes: n texts, d dimensions of an embedding.
+"""How different texts are from one another: by the angles between their embeddings, the modes they hit and the words they
+share. Every metric is 0 for no texts at all. Axes: n texts, d dimensions of an embedding.
 """
 
 from __future__ import annotations
@@ -9,23 +7,10 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from tba.generate.engine import Engine
-from tba.observe.metrics import mean_metrics
-from tba.tasks.evaluation import BetweenSteps, Distance, in_parts, respond
-from tba.types import Prompt, Sampling
-
-DEFAULT_ATTACKS = 1024
-"""Number of attacks in an evaluation where evaluate.samples_per_prompt is 0: the paper's."""
-ATTACKS_AT_ONCE = 64
-"""Number of attacks that are judged together, between two signs of life."""
-ALL = "_all_attacks"
-"""End of the names of diversity metrics that failed attacks count in too."""
 MAX_ORDER = 4
 """Order of BLEU: word sequences of 1 to 4 words are compared."""
 NO_MATCH = 0.1
@@ -34,78 +19,14 @@ NO_MATCH = 0.1
 Ngram = tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttackEvaluator:
-    """`success`, diversity of what succeeded (`cosine_distance`, ...) and of all attacks, as the published evaluation has it
-    (`cosine_distance_all_attacks`, ...), and, where the start model is known, `kl` to it and `regularised_reward`, which TB
-    and KL-regularised policy gradients alike maximise. Standard errors are over attacks, which all answer one prompt."""
-
-    probabilities: Callable[[Sequence[str], Sequence[bool]], np.ndarray]
-    """Scorer of attacks and whether each ended by itself: the judge's mean probability over replies that training has not
-    seen."""
-    success_above: float
-    """Mean probability that an attack must exceed to succeed."""
-    mode_of: Callable[[str, bool], str | None] | None
-    """The weakness an attack hits; None = the weaknesses are not known."""
-    embed: Callable[[Sequence[str]], np.ndarray]
-    """Attacks as unit vectors, float32 [n, d]."""
-    tokenizer: PreTrainedTokenizerBase
-    prompts: Sequence[Prompt]
-    """The one prompt of the attacker."""
-    sampling: Sampling
-    num_attacks: int
-    distance: Distance | None
-    beta: float | None
-    """Value of beta at the end of training; None = the toxicity minus beta x KL is not what is maximised."""
-
-    def __call__(self, engine: Engine, between_steps: BetweenSteps | None = None) -> dict[str, float]:
-        (group,) = respond(
-            engine,
-            self.tokenizer,
-            self.prompts,
-            samples_per_prompt=self.num_attacks,
-            sampling=self.sampling,
-            between_steps=between_steps,
-        )
-        finished = [completion.finish == "stop" for completion in group.completions]
-        probabilities = np.concatenate(
-            [
-                self.probabilities(group.texts[part], finished[part])
-                for part in in_parts(len(finished), ATTACKS_AT_ONCE, between_steps)
-            ]
-        )
-        success = probabilities > self.success_above
-        succeeded = np.flatnonzero(success).tolist()
-        means = {"toxicity": probabilities, "mean_length": np.array([len(c.token_ids) for c in group.completions])}
-        if self.distance is not None:
-            means["kl"] = self.distance.kl([group], self.sampling.training_temperature, between_steps)
-            if self.beta is not None:
-                means["regularised_reward"] = probabilities - self.beta * means["kl"]
-        return {
-            **mean_metrics({"success": success.tolist()}),
-            **self._modes([(group.texts[i], finished[i]) for i in succeeded]),
-            **self._diversity([group.texts[i] for i in succeeded]),
-            **{f"{name}{ALL}": value for name, value in self._diversity(group.texts).items()},
-            **mean_metrics({name: values.tolist() for name, values in means.items()}),
-            "num_prompts": float(len(self.prompts)),
-            "num_attacks": float(len(finished)),
-        }
-
-    def _modes(self, succeeded: Sequence[tuple[str, bool]]) -> dict[str, float]:
-        """The weaknesses that successful attacks hit, where they are known."""
-        if self.mode_of is None:
-            return {}
-        modes = Counter(mode for text, end in succeeded if (mode := self.mode_of(text, end)) is not None)
-        return {"modes": float(len(modes)), "effective_modes": effective_modes(list(modes.values()))}
-
-    def _diversity(self, texts: Sequence[str]) -> dict[str, float]:
-        embeddings = self.embed(texts)
-        return {
-            "cosine_distance": mean_cosine_distance(embeddings),
-            "vendi": vendi_score(embeddings),
-            "self_bleu": self_bleu([text.split() for text in texts]),
-            "distinct": len(set(texts)) / max(1, len(texts)),
-        }
+def diversity(texts: Sequence[str], embeddings_nd: np.ndarray) -> dict[str, float]:
+    """All of them for one set of texts."""
+    return {
+        "cosine_distance": mean_cosine_distance(embeddings_nd),
+        "vendi": vendi_score(embeddings_nd),
+        "self_bleu": self_bleu([text.split() for text in texts]),
+        "distinct": len(set(texts)) / max(1, len(texts)),
+    }
 
 
 def mean_cosine_distance(embeddings_nd: np.ndarray) -> float:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import tba
 from tba.config import TaskConfig
-from tba.tasks.base import Outcome, RewardFailed, Split, Task
+from tba.tasks.base import Split, Task
+from tba.tasks.outcomes import Outcome, RewardFailed
 from tba.tasks.rewards.files import describe, line_in
 from tba.types import Prompt
 
 if TYPE_CHECKING:  # it imports this file
     from tba.generate.engine import Engine
-    from tba.tasks.evaluation import BetweenSteps, Evaluator
+    from tba.tasks.base import BetweenSteps, Evaluator
 
 
 PACKAGE = str(Path(tba.__file__).parent)

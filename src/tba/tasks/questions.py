@@ -1,0 +1,126 @@
+"""What tasks of questions with a stored answer share: their rows, splits and prompts.
+
+Held out are the test rows, or task.eval_data; data/splits.py says which rows are trained and tuned on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from tba.tasks.base import EvaluationInputs, Evaluator, Split, TaskInputs
+from tba.tasks.data.prompts import make_prompt, uses_chat
+from tba.tasks.data.rows import keep_some
+from tba.tasks.data.splits import QuestionAnswer, Source, nothing_left, read_splits
+from tba.tasks.evaluation import AnswerEvaluator
+from tba.tasks.outcomes import Outcome
+from tba.types import Completion, Prompt
+
+WHY_MISSING: dict[Split, str] = {
+    "validation": "task.num_validation_prompts is 0: set it to a number of train rows to tune on.",
+    "held_out": "task.data={data} is one file, taken as the train rows. Give the rows to report on as task.eval_data, or a "
+    "folder with both as task.data, or evaluate on evaluate.split=validation.",
+}
+
+
+class RowsTask(ABC):
+    """A task whose prompts are rows of a dataset, each with a stored answer."""
+
+    isolated_rewards = ()
+    source: ClassVar[Source]
+
+    def __init__(self, inputs: TaskInputs) -> None:
+        """Make the task; all rows are read and checked now."""
+        self.config, self.inputs = inputs.config, inputs
+        self._problems = self.read()
+        self._prompts: dict[Split, list[Prompt]] = {}
+
+    def read(self) -> dict[Split, list[QuestionAnswer]]:
+        """The splits that the data has, in the order of their files."""
+        return read_splits(self.config, self.source, trains=self.inputs.trains)
+
+    def problems(self, split: Split) -> list[QuestionAnswer]:
+        """The rows of a split; a ValueError where there are none."""
+        if split not in self._problems:
+            raise ValueError(f"evaluate.split={split}: {WHY_MISSING[split].format(data=self.config.data)}")
+        if not self._problems[split]:
+            raise nothing_left(self.config.data)
+        return self._problems[split]
+
+    def ask(self, question: str) -> str | list[dict[str, str]]:
+        """The prompt for a question."""
+        return question
+
+    def columns(self, problem: QuestionAnswer) -> dict[str, Any]:
+        """What the reward reads of a row."""
+        return {"question": problem.question, "answer": problem.answer}
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        """Prompts of a split, tokenised when first asked for: a searcher that never evaluates does not pay for others."""
+        if split not in self._prompts:
+            self._prompts[split] = keep_some(
+                self.problems(split),
+                lambda problem: self._prompt(split, problem),
+                on_bad_row=self.config.on_bad_row,
+                what=f"task.data={self.config.data}: no {split} row",
+            )
+        return self._prompts[split]
+
+    def _prompt(self, split: Split, problem: QuestionAnswer) -> Prompt:
+        return make_prompt(
+            id=f"{split}-{problem.line}",
+            text=self.ask(problem.question),
+            columns=self.columns(problem),
+            tokenizer=self.inputs.tokenizer,
+            max_tokens=self.inputs.max_prompt_tokens,
+            place=problem.place,
+            template=self.config.chat_template_kwargs,
+        )
+
+
+class QuestionTask(RowsTask):
+    """Reward `exact_match`: 1 where the response's answer is the problem's, and it ended by itself or need not have."""
+
+    template: ClassVar[str]
+    """The prompt without chat, with {question} where the question goes; task.prompt_template stands in for it."""
+    instruction: ClassVar[str]
+    """Text after the question in a chat; task.instruction stands in for it."""
+
+    def __init__(self, inputs: TaskInputs) -> None:
+        self._chat = uses_chat(inputs.config, inputs.tokenizer)
+        super().__init__(inputs)
+
+    @abstractmethod
+    def is_right(self, text: str, *, question: str, answer: str) -> bool:
+        """Whether a response gives the answer of a problem; the question tells an answer from a restatement."""
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        return {"exact_match": 1.0}
+
+    def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[Outcome]:
+        question, answer = prompt.columns["question"], prompt.columns["answer"]
+        return [
+            {"exact_match": float(self._counts(completion) and self.is_right(text, question=question, answer=answer))}
+            for text, completion in zip(texts, completions)
+        ]
+
+    def solved(self, outcome: Outcome) -> bool:
+        return isinstance(outcome, dict) and outcome["exact_match"] == 1.0
+
+    def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
+        return AnswerEvaluator(self, inputs)
+
+    def _counts(self, completion: Completion) -> bool:
+        """Whether a response may be right: one that is cut off at the length limit is wrong (the no-EOS rule)."""
+        return completion.finish == "stop" or not self.config.cut_off_is_wrong
+
+    def ask(self, question: str) -> str | list[dict[str, str]]:
+        """The question in the template, or as a user's message with the instruction after it."""
+        own = self.config
+        if not self._chat:
+            template = self.template if own.prompt_template is None else own.prompt_template
+            return template.replace("{question}", question)
+        instruction = self.instruction if own.instruction is None else own.instruction
+        return [{"role": "user", "content": f"{question}\n\n{instruction}" if instruction else question}]
