@@ -6,6 +6,7 @@ Prompts of a plain file stay there: two numbers of each are kept in memory, the 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import weakref
 from array import array
