@@ -26,7 +26,7 @@ from tiny_models import (
 )
 
 from tba.config import GenerateConfig
-from tba.generate.engine import make_engine, make_scorer, stop_ids_of
+from tba.generate.make import make_engine, make_scorer, stop_ids_of
 from tba.generate.native.engine import NativeEngine
 from tba.generate.sampling import BrokenLogits
 from tba.generate.transformers_engine import TransformersEngine, TransformersScorer

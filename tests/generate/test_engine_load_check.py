@@ -5,14 +5,14 @@ import pytest
 import torch
 from tiny_models import FAMILIES, VOCABULARY, make_requests, make_tiny_model, plain_log_probs
 
+from tba.generate.decoder.attention import CausalAttention
+from tba.generate.decoder.decoder import Decoder, UnsupportedModel
+from tba.generate.decoder.fused_pass import why_never_fused
 from tba.generate.native import engine as engine_module
 from tba.generate.native import kv_cache
 from tba.generate.native.engine import NativeEngine
 from tba.generate.native.page_pool import PAGE
 from tba.generate.native.paged_cache import PagedCache
-from tba.models.decoder import Decoder, UnsupportedModel
-from tba.models.decoder_attention import CausalAttention
-from tba.models.fused_pass import why_never_fused
 from tba.types import Sampling
 
 pytestmark = pytest.mark.slow

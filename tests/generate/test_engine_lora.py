@@ -9,9 +9,9 @@ from tiny_models import FAMILIES, make_requests, make_tiny_model, plain_log_prob
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tba.config import GenerateConfig, LoraConfig
-from tba.generate.engine import LoraEngine, make_engine
+from tba.generate.decoder.decoder import Decoder, UnsupportedModel
+from tba.generate.make import LoraEngine, make_engine
 from tba.generate.native.engine import NativeEngine
-from tba.models.decoder import Decoder, UnsupportedModel
 from tba.models.load import add_lora, merged
 from tba.models.weights import make_weights
 from tba.types import Sampling

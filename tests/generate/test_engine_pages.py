@@ -18,11 +18,11 @@ from tiny_models import (
     plain_log_probs,
 )
 
+from tba.generate.decoder.build import make_decoder
 from tba.generate.native import page_plan
 from tba.generate.native.engine import NativeEngine
 from tba.generate.native.page_pool import SCRATCH, PagePool, PrefixIndex
 from tba.generate.native.running import RunningResponses
-from tba.models.build_decoder import make_decoder
 from tba.types import Prompt, Request, Sampling
 
 PAGE = 4

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_models import FAMILIES, VOCABULARY, make_prompt, make_tiny_model, make_weights_of, plain_log_probs
 
-from tba.generate.engine import make_scorer
+from tba.generate.make import make_scorer
 from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import ReferenceScorer, packed_batches
 

@@ -30,7 +30,7 @@ from tiny_models import (
 
 import tba
 from tba.config import ConfigError, GenerateConfig, LoraConfig
-from tba.generate.engine import LoraEngine, make_engine
+from tba.generate.make import LoraEngine, make_engine
 from tba.models.load import add_lora
 from tba.types import Request, Sampling, Weights
 

@@ -11,7 +11,7 @@ import torch
 from tiny_models import VLLM_DEVICE, make_prompt, make_requests, make_tiny_model, plain_log_probs
 
 from tba.config import ConfigError, GenerateConfig, LoraConfig
-from tba.generate.engine import LoraEngine, make_engine
+from tba.generate.make import LoraEngine, make_engine
 from tba.models.load import add_lora
 from tba.types import Sampling, Weights
 

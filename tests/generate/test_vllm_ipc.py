@@ -14,7 +14,7 @@ import torch
 from tiny_models import make_prompt, make_requests, make_tiny_model, plain_log_probs
 
 from tba.config import GenerateConfig
-from tba.generate.engine import make_engine
+from tba.generate.make import make_engine
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import Sampling
 

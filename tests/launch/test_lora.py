@@ -15,9 +15,9 @@ from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import LoraReferenceScorer, ReferenceScorer
 from tba.launch import merge_adapter, train
 from tba.models.load import LoadedModel, adapt, add_lora, merged
-from tba.models.policy import PolicyModel
 from tba.models.weights import CanaryMismatch, make_weights
 from tba.observe.files import RunFolder
+from tba.policy.model import PolicyModel
 from tba.runtime.weight_slots import WeightSlots
 from tba.search.new_weights import WeightLoader
 

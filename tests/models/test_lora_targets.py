@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from tba.config import ConfigError, LoraConfig
 from tba.generate.transformers_engine import load_weights
 from tba.models.load import add_lora, merged, with_adapter
-from tba.models.packing import pack
-from tba.models.policy import PolicyModel
 from tba.models.weights import make_weights
+from tba.policy.model import PolicyModel
+from tba.policy.packing import pack
 
 CPU = torch.device("cpu")
 SHAPE = {

@@ -11,10 +11,10 @@ from transformers import LlamaForCausalLM
 
 from tba.config import TrainConfig
 from tba.models.load import checkpoint_layers
-from tba.models.packing import pack
-from tba.models.policy import PolicyModel, make_critic, make_log_z
 from tba.objectives.registry import OBJECTIVES
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.policy.model import PolicyModel, make_critic, make_log_z
+from tba.policy.packing import pack
 from tba.train import step as train_step
 from tba.train.batch import Budget
 from tba.train.optimizer import MasterAdamW

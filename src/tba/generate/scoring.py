@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tba.models.build_decoder import make_decoder
-from tba.models.decoder import Decoder
-from tba.models.decoder_attention import CausalAttention, SharedPrefixAttention
-from tba.models.decoder_spec import DecoderSpec
+from tba.generate.decoder.attention import CausalAttention, SharedPrefixAttention
+from tba.generate.decoder.build import make_decoder
+from tba.generate.decoder.decoder import Decoder
+from tba.generate.decoder.spec import DecoderSpec
 from tba.models.load import adapter_off
-from tba.models.packed_attention import PackedLayout, attend_packed
-from tba.models.packing import length_batches, pack, padded, split_by_budget
-from tba.models.policy import PolicyModel, chosen_log_probs
+from tba.policy.log_probs import chosen_log_probs
+from tba.policy.model import PolicyModel
+from tba.policy.packed_attention import PackedLayout, attend_packed
+from tba.policy.packing import length_batches, pack, padded, split_by_budget
 from tba.types import Weights
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tba.generate.decoder.spec import name_problem
 from tba.generate.sampling import (
     Response,
     checked_requests,
@@ -26,10 +27,9 @@ from tba.generate.sampling import (
 )
 from tba.generate.transformers_batch import ResponseBatch
 from tba.generate.transformers_trials import caches_exactly, pads_exactly, selects_exactly, takes_positions
-from tba.models.decoder_spec import name_problem
-from tba.models.packed_check import own_logits
-from tba.models.packing import length_batches, padded
 from tba.models.text_part import switch_length, text_parameters
+from tba.policy.packed_check import own_logits
+from tba.policy.packing import length_batches, padded
 from tba.types import Completion, Request, Sampling, Weights
 
 MOST_SCORED_TOKENS, MOST_LOGITS = 4096, 2**27

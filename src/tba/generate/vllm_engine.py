@@ -53,7 +53,7 @@ from tba.models.load import first_line
 from tba.types import Completion, Request, Sampling, Weights
 
 if TYPE_CHECKING:
-    from tba.generate.engine import Scorer
+    from tba.generate.contract import Scorer
 
 MIN_TEMPERATURE = 0.01
 """vLLM samples at this temperature where a lower one is asked for, with a warning only."""

@@ -31,7 +31,7 @@ from tba.generate.vllm_make import keep
 from tba.generate.vllm_weights import Transfer
 
 if TYPE_CHECKING:
-    from tba.generate.engine import Scorer
+    from tba.generate.contract import Scorer
 
 
 @dataclass(eq=False)

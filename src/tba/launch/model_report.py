@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tba.generate.decoder.build import native_spec
+from tba.generate.decoder.decoder import UnsupportedModel
+from tba.generate.decoder.fused_pass import why_never_fused
+from tba.generate.decoder.spec import DecoderSpec
 from tba.generate.transformers_trials import pads_exactly
-from tba.models.build_decoder import native_spec
-from tba.models.decoder import UnsupportedModel
-from tba.models.decoder_spec import DecoderSpec
-from tba.models.fused_pass import why_never_fused
 from tba.models.load import check_generates, check_has_config, told
 from tba.models.names import resolve_path
-from tba.models.policy import PolicyModel
 from tba.models.text_part import stated_context, switch_length
+from tba.policy.model import PolicyModel
 
 TINY = {
     "num_hidden_layers": 4,

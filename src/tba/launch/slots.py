@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from tba.config import Config, ConfigError
+from tba.generate.decoder.families import FAMILIES
+from tba.generate.decoder.fused_pass import why_never_fused
 from tba.generate.native.kv_cache import KEY_MULTIPLE
 from tba.generate.native.page_pool import PAGE
 from tba.generate.native.prefill import READ_AHEAD
 from tba.launch.devices import device_bytes, kv_bytes
-from tba.models.families import FAMILIES
-from tba.models.fused_pass import why_never_fused
 from tba.models.load import LoadedModel, resolve_dtype
 from tba.runtime.placement import RolePlacement
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tba.config import Config
-from tba.generate.engine import Engine, LoraEngine, Scorer, make_engine, make_scorer
+from tba.generate.contract import Engine, Scorer
+from tba.generate.make import LoraEngine, make_engine, make_scorer
 from tba.generate.sampling import training_sampling
 from tba.models.load import LoadedModel
 from tba.objectives.registry import make_objective

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tba.config import Config, TrainConfig
-from tba.models.packing import PackedTokens, pack, split_by_budget
 from tba.objectives.base import centred
+from tba.policy.packing import PackedTokens, pack, split_by_budget
 from tba.types import Batch, Forward, Totals, on_device, total_reward
 
 ROUNDING = 1e-6

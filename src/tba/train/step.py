@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.models.policy import PolicyModel
 from tba.models.weights import make_weights
 from tba.objectives.base import Objective
 from tba.observe.metrics import reduce_metrics
+from tba.policy.model import PolicyModel
 from tba.runtime.workers import Workers
 from tba.train.batch import (
     Budget,

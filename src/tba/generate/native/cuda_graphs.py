@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tba.generate.decoder.decoder import Decoder
+from tba.generate.decoder.fused_pass import FusedPass
 from tba.generate.native.page_attention import FusedPagedAttention
 from tba.generate.native.page_plan import PagePlan
 from tba.generate.native.paged_cache import PagedCache
 from tba.generate.native.slots import SlotState
-from tba.models.decoder import Decoder
-from tba.models.fused_pass import FusedPass
 
 logger = logging.getLogger("tba.generate")
 
@@ -105,7 +105,7 @@ class FusedDecode:
 
     def _decode_step(self, slots: int, plan: PagePlan) -> None:
         """One decode step: work on static tensors only, so that it can be captured."""
-        from tba.kernels.sampling import choose_tokens
+        from tba.generate.kernels.sampling import choose_tokens
 
         decoder, positions = self.decoder, self.state.column("positions", slots)
         x = self.fused_pass.embed(self.state.column("ids", slots))

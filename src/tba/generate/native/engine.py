@@ -25,6 +25,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tba.generate.decoder.adapter import DecoderAdapter
+from tba.generate.decoder.build import make_decoder
+from tba.generate.decoder.decoder import Decoder
+from tba.generate.decoder.fused_pass import why_not_fused
 from tba.generate.native.cuda_graphs import (
     DECODE_STEPS_AHEAD,
     DECODE_STEPS_PER_SNAPSHOT,
@@ -43,10 +47,6 @@ from tba.generate.native.running import RunningResponses
 from tba.generate.native.slots import SlotState, SlotTable
 from tba.generate.sampling import BrokenLogits, SamplingNeeds, checked_requests, sample
 from tba.generate.scoring import ReferenceScorer
-from tba.models.adapter import DecoderAdapter
-from tba.models.build_decoder import make_decoder
-from tba.models.decoder import Decoder
-from tba.models.fused_pass import why_not_fused
 from tba.types import Completion, Request, Sampling, Weights
 
 logger = logging.getLogger("tba.generate")

@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tba.generate.decoder.attention import attention_with_sinks
+from tba.generate.decoder.spec import DecoderSpec
 from tba.generate.native.slots import SlotTable
-from tba.models.decoder_attention import attention_with_sinks, softcapped_attention
-from tba.models.decoder_spec import DecoderSpec
-from tba.models.packing import on_device
+from tba.policy.packed_attention import softcapped_attention
+from tba.policy.packing import on_device
 
 KEY_MULTIPLE = 16
 """Attention runs over a multiple of this many keys: few distinct shapes, and faster matrix kernels."""

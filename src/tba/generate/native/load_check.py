@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tba.models.decoder import Decoder, UnsupportedModel, tolerance
+from tba.generate.decoder.decoder import Decoder, UnsupportedModel, tolerance
 from tba.types import Completion, Prompt, Request, Sampling
 
 PROMPT_LENGTHS = (7, 4)

@@ -14,15 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from tba.generate.decoder.attention import CausalAttention, _as_block, attention
+from tba.generate.decoder.decoder import Decoder
+from tba.generate.decoder.spec import DecoderSpec
 from tba.generate.native.kv_cache import attend_rows, key_mask
 from tba.generate.native.page_plan import PagePlan
 from tba.generate.native.page_pool import PagePool, PageRefs
 from tba.generate.native.paged_cache import PagedCache
 from tba.generate.native.slots import SlotState
-from tba.models.decoder import Decoder
-from tba.models.decoder_attention import CausalAttention, _as_block, additive, attention
-from tba.models.decoder_spec import DecoderSpec
-from tba.models.packing import on_device
+from tba.policy.packed_attention import additive
+from tba.policy.packing import on_device
 
 
 class PagedAttention:
@@ -66,7 +67,7 @@ class FusedPagedAttention:
     device, so a captured graph serves all lengths."""
 
     def __init__(self, decoder: Decoder, cache: PagedCache, state: SlotState, num_slots: int, plan: PagePlan) -> None:
-        from tba.kernels.paged_attention import PageView
+        from tba.generate.kernels.paged_attention import PageView
 
         self.decoder, self.plan = decoder, plan
         self.view = PageView(
@@ -82,7 +83,7 @@ class FusedPagedAttention:
     def attend_projected(
         self, layer: int, qkv: Tensor, rotations: Tensor | None, query_norm: Tensor | None, key_norm: Tensor | None
     ) -> Tensor:
-        from tba.kernels.paged_attention import attend_pages
+        from tba.generate.kernels.paged_attention import attend_pages
 
         spec = self.decoder.spec
         return attend_pages(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tba.models.packing import on_device
+from tba.policy.packing import on_device
 
 MOST_MEMBERS = 16
 """Most slots whose queries are rows of one tile: larger groups are cut."""

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.models.decoder_spec import DecoderSpec
-from tba.models.packing import on_device
+from tba.generate.decoder.spec import DecoderSpec
+from tba.policy.packing import on_device
 
 logger = logging.getLogger("tba.generate")
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tba.generate.decoder.spec import DecoderSpec
 from tba.generate.native.page_plan import PagePlan, PromptGroups, num_splits
 from tba.generate.native.page_pool import PAGE, SCRATCH, PagePool, PrefixIndex
 from tba.generate.native.slots import SlotTable
-from tba.models.decoder_spec import DecoderSpec
-from tba.models.packing import on_device
+from tba.policy.packing import on_device
 
 
 @dataclass(kw_only=True, eq=False)

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tba.generate.decoder.attention import CausalAttention
+from tba.generate.decoder.decoder import Decoder
 from tba.generate.native.page_attention import ContinuedAttention
 from tba.generate.native.paged_cache import PagedCache, PagedPrompt
 from tba.generate.native.prefill import PREFILL_TOKENS, WaitingPrompt
-from tba.models.decoder import Decoder
-from tba.models.decoder_attention import CausalAttention
-from tba.models.packing import length_batches, on_device, padded
+from tba.policy.packing import length_batches, on_device, padded
 
 TURN_OPERATIONS = 6.5e13
 """Operations for prompts between two turns of decode steps: on an H200 a tenth of a second."""

@@ -10,11 +10,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from tba.generate.decoder.attention import CausalAttention
+from tba.generate.decoder.decoder import Decoder
 from tba.generate.native.kv_cache import KeyValueCache, Prefilled, SlotCache, SlotPrompt, StoredPrompt
 from tba.generate.sampling import Response, finished_at_once, responses_of
-from tba.models.decoder import Decoder
-from tba.models.decoder_attention import CausalAttention
-from tba.models.packing import length_batches, padded
+from tba.policy.packing import length_batches, padded
 from tba.types import Completion, Request, Sampling
 
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 32_768}

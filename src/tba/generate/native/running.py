@@ -19,7 +19,7 @@ from tba.generate.native.prefill import PrefillQueue, PromptPrefill, WaitingProm
 from tba.generate.native.slots import SlotState, SlotTable
 from tba.generate.native.snapshots import FinishedSlots, SlotSnapshot
 from tba.generate.sampling import Response, WrittenTokens
-from tba.models.packing import on_device
+from tba.policy.packing import on_device
 from tba.types import Completion
 
 STEPS_OF_ROOM = 8

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from tba.generate.native.snapshots import AsyncCopy, SlotProgress, SlotSnapshot
 from tba.generate.sampling import Response, SampledTokens, SamplingNeeds, SamplingState, response_key, sampling_needs
-from tba.models.packing import on_device, padded
+from tba.policy.packing import on_device, padded
 
 if TYPE_CHECKING:  # Triton is there only where CUDA is
-    from tba.kernels.sampling import Columns
+    from tba.generate.kernels.sampling import Columns
 
 NO_SNAPSHOT = np.iinfo(np.int64).max
 """Number that no snapshot reaches: of a slot without a response no snapshot tells anything."""
@@ -205,7 +205,7 @@ class SlotState:
 
     def columns(self, num_slots: int) -> Columns:
         """Views of the first slots for the kernels that choose tokens."""
-        from tba.kernels.sampling import Columns
+        from tba.generate.kernels.sampling import Columns
 
         views = {name: self.column(name, num_slots) for name in (*INTEGERS, *FLOATS)}
         return Columns(**views, tokens=self.tokens, behaviour=self.behaviour, policy=self.policy)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from tba.generate.engine import Engine
+from tba.generate.contract import Engine
 from tba.observe.metrics import mean_metrics
 from tba.tasks.evaluation import BetweenSteps, Distance, in_parts, respond
 from tba.types import Prompt, Sampling

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from transformers.utils.logging import disable_progress_bar
 
 from tba.config import GenerateConfig, ModelConfig
-from tba.generate.engine import make_engine
+from tba.generate.make import make_engine
 from tba.models.load import context_length, first_line, load_model, load_weights, resolve_device
 from tba.tasks.data.prompts import encode
 from tba.tasks.evaluation import respond

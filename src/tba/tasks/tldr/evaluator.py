@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from tba.generate.engine import Engine
+from tba.generate.contract import Engine
 from tba.observe.metrics import mean_metrics
 from tba.tasks.evaluation import BetweenSteps, Distance, greedy, in_parts, respond
 from tba.tasks.rewards.pool import FinishedGroup
