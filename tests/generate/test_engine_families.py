@@ -23,7 +23,7 @@ from tiny_models import (
 )
 
 from tba.generate.decoder.build import make_decoder
-from tba.generate.decoder.decoder import UnsupportedModel
+from tba.generate.decoder.spec import UnsupportedModel
 from tba.generate.native.engine import NativeEngine
 from tba.types import Sampling
 

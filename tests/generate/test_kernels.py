@@ -15,9 +15,9 @@ from tiny_models import make_prompt, make_tiny_model, make_weights_of, plain_log
 
 from tba.generate.native.cuda_graphs import FusedDecode
 from tba.generate.native.engine import NativeEngine
-from tba.generate.native.page_pool import PAGE
+from tba.generate.native.paged_cache import PAGE
 from tba.models.weights import make_weights
-from tba.policy.model import _log_probs_of_chunk
+from tba.policy.log_probs import _log_probs_of_chunk
 from tba.types import Prompt, Request, Sampling
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for CUDA.")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tba.config import ConfigError, LoraConfig, ModelConfig, load_config
 from tba.generate.native.engine import NativeEngine
-from tba.generate.scoring import LoraReferenceScorer, ReferenceScorer
+from tba.generate.scoring import PolicyScorer, ReferenceScorer
 from tba.launch import merge_adapter, train
 from tba.models.load import LoadedModel, adapt, add_lora, merged
 from tba.models.weights import CanaryMismatch, make_weights
@@ -88,7 +88,7 @@ def test_the_reference_is_the_base_with_the_adapter_off():
     responses = [rng.integers(3, 40, size=n).astype(np.int32) for n in (5, 1, 7, 3, 2)]
     want = ReferenceScorer(tiny_llama(), max_length=32).score(owners, responses, 0.7)
     for budget in (1000, 12):
-        got = LoraReferenceScorer(adapted(noise=0.3), token_budget=budget).score(owners, responses, 0.7)
+        got = PolicyScorer(adapted(noise=0.3), token_budget=budget).score(owners, responses, 0.7)
         for own, expected in zip(got, want):
             assert np.abs(own - expected).max() < 1e-4
 

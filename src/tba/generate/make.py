@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from tba.config import ConfigError, GenerateConfig, LoraConfig
 from tba.generate.contract import Engine, Scorer
-from tba.generate.decoder.decoder import UnsupportedModel
+from tba.generate.decoder.spec import UnsupportedModel
 from tba.generate.native.engine import NativeEngine
-from tba.generate.scoring import LoraReferenceScorer, ReferenceScorer
-from tba.generate.transformers_engine import TransformersEngine, TransformersScorer
+from tba.generate.scoring import PolicyScorer, ReferenceScorer
+from tba.generate.transformers_engine import TransformersEngine
 from tba.models.load import ADAPTER, has_lora, merged
-from tba.types import Completion, Request, Sampling, Weights
+from tba.types import Weights
 
 logger = logging.getLogger("tba.generate")
 
@@ -92,41 +90,24 @@ def make_engine(
         is_plain = config.temperature == config.top_p == 1.0 and config.top_k == config.min_new_tokens == 0
         scorer = None if is_plain and not explores else make_scorer(model, max_length=max_length)
         if scorer is not None and lora is not None:
-            scorer = MergingScorer(scorer, model)
-        return _vllm_engine_maker()(model, scorer=scorer, lora=lora, beside_trainer=beside_trainer, **options)
+            scorer = with_adapters(scorer, model)
+        try:  # here alone: vLLM takes seconds to import, and is an extra
+            from tba.generate.vllm_engine import make_vllm_engine
+        except ImportError as error:
+            raise ConfigError(
+                f"generate.engine=vllm needs vLLM, which cannot be imported here ({error}): pip install 'tba-rl[vllm]'."
+            ) from error
+        return make_vllm_engine(model, scorer=scorer, lora=lora, beside_trainer=beside_trainer, **options)
     if config.engine == "native":
         try:
             return NativeEngine(model, **options)
         except UnsupportedModel as reason:
             logger.warning("generate.engine=native cannot run this model: %s. Falling back to transformers.", reason)
-    return TransformersEngine(
-        copy.deepcopy(model),
-        stop_ids=stop_ids,
-        seed=seed,
-        max_length=max_length,
-        slots=config.slots or DEFAULT_SLOTS,
-        update=update,
-        version=version,
-    )
+    own = {name: value for name, value in options.items() if name not in ("dtype", "device")}
+    return TransformersEngine(copy.deepcopy(model), **own)
 
 
-def _vllm_engine_maker() -> Callable[..., Engine]:
-    """What makes an engine over vLLM, imported here alone: vLLM takes seconds to import, and is an extra."""
-    try:
-        from tba.generate.vllm_engine import make_vllm_engine
-    except ImportError as error:
-        raise ConfigError(
-            f"generate.engine=vllm needs vLLM, which cannot be imported here ({error}): pip install 'tba-rl[vllm]'."
-        ) from error
-    return make_vllm_engine
-
-
-def make_scorer(
-    model: PreTrainedModel,
-    *,
-    max_length: int,
-    token_budget: int | None = None,
-) -> Scorer:
+def make_scorer(model: PreTrainedModel, *, max_length: int, token_budget: int | None = None) -> Scorer:
     """A scorer with a frozen copy of the model, on its device and in its dtype.
 
     It uses the native decoder, or the model's own forward pass, with a warning, where that does not know the model. A model
@@ -135,7 +116,7 @@ def make_scorer(
     parameter = next(model.parameters())
     budget = token_budget or SCORED_TOKENS[parameter.device.type]
     if has_lora(model):
-        return LoraReferenceScorer(model, token_budget=budget)
+        return PolicyScorer(model, token_budget=budget, max_length=max_length)
     try:
         return ReferenceScorer(
             model, max_length=max_length, token_budget=budget, dtype=parameter.dtype, device=parameter.device
@@ -144,91 +125,57 @@ def make_scorer(
         logger.warning(
             "the native decoder cannot score with this model: %s. Using its own forward pass, slower.", reason
         )
-        return TransformersScorer(copy.deepcopy(model).requires_grad_(False))
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    return PolicyScorer(frozen, token_budget=budget, max_length=max_length)
 
 
-@dataclass(frozen=True, eq=False)
-class MergingScorer:
-    """A scorer of the whole model that is given adapters."""
-
-    scorer: Scorer
-    model: PreTrainedModel
-    """The base, with an adapter in it by the time that the first one is loaded."""
-
-    def load(self, weights: Weights) -> None:
-        self.scorer.load(merged(self.model, weights))
-
-    def score(
-        self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
-    ) -> list[np.ndarray]:
-        return self.scorer.score(prompt_ids, response_ids, temperature)
+Taker = TypeVar("Taker", Engine, Scorer)
 
 
-class LoraEngine:
-    """An engine that takes adapters. In fp32 it merges each into the weights it decodes with, so that decoding costs no more
-    than without LoRA; in half precision, where merging loses small changes, the adapter is kept beside them.
+def with_adapters(taker: Taker, model: PreTrainedModel) -> Taker:
+    """The same engine or scorer, loaded with adapters from now on.
 
     `model` is the base with an adapter in it, at the latest when the first adapter is loaded: its weights, shapes and scale
     are what an arriving adapter goes with.
     """
+    return cast(Taker, _TakesAdapters(taker, model))
 
-    def __init__(self, engine: Engine, model: PreTrainedModel) -> None:
-        self._engine = engine
+
+class _TakesAdapters:
+    """An engine or scorer whose `load` takes adapters; everything else is its own.
+
+    In fp32 each adapter is merged into the weights, so that decoding costs no more than without LoRA; in half precision,
+    where merging loses small changes, an engine keeps the adapter beside them.
+    """
+
+    def __init__(self, taker: Engine | Scorer, model: PreTrainedModel) -> None:
+        self._taker = taker
         self._model = model
         self._prepare: Callable[[Weights], Weights] | None = None
-        """From a published adapter to what the engine loads; decided at the first."""
+        """From a published adapter to what is loaded; decided at the first."""
 
-    @property
-    def version(self) -> int:
-        return self._engine.version
-
-    @property
-    def has_pending(self) -> bool:
-        return self._engine.has_pending
-
-    @property
-    def vocabulary(self) -> int:
-        return self._engine.vocabulary
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._taker, name)
 
     def load(self, weights: Weights) -> None:
         if self._prepare is None:
             self._prepare = self._way_in()
-        self._engine.load(self._prepare(weights))
+        self._taker.load(self._prepare(weights))
 
     def _way_in(self) -> Callable[[Weights], Weights]:
-        """How adapters reach the engine: merged, or as they are, once there is a place for them."""
-        engine, model = self._engine, self._model
-        if isinstance(engine, NativeEngine) and engine.decoder.dtype != torch.float32:
+        """How adapters arrive: merged, or as they are, once there is a place for them."""
+        taker, model = self._taker, self._model
+        if isinstance(taker, NativeEngine) and taker.decoder.dtype != torch.float32:
             try:
-                engine.keep_adapter_apart(model)
+                taker.keep_adapter_apart(model)
             except UnsupportedModel as reason:
-                logger.warning("LoRA is merged in %s, which loses small changes: %s.", engine.decoder.dtype, reason)
+                logger.warning("LoRA is merged in %s, which loses small changes: %s.", taker.decoder.dtype, reason)
             else:
                 return lambda weights: weights
-        if isinstance(engine, TransformersEngine) and model.dtype != torch.float32:
-            engine.model.add_adapter(model.peft_config[ADAPTER], ADAPTER)
+        if isinstance(taker, TransformersEngine) and model.dtype != torch.float32:
+            taker.model.add_adapter(model.peft_config[ADAPTER], ADAPTER)
             return partial(_with_base, model)
         return partial(merged, model)
-
-    def generate(
-        self,
-        requests: Iterable[Request | None],
-        *,
-        samples_per_prompt: int,
-        sampling: Sampling,
-        between_steps: Callable[[], None] | None = None,
-    ) -> Iterator[Completion]:
-        return self._engine.generate(
-            requests, samples_per_prompt=samples_per_prompt, sampling=sampling, between_steps=between_steps
-        )
-
-    def score(
-        self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
-    ) -> list[np.ndarray]:
-        return self._engine.score(prompt_ids, response_ids, temperature)
-
-    def sibling(self) -> Engine:
-        return self._engine.sibling()
 
 
 def _with_base(model: PreTrainedModel, weights: Weights) -> Weights:

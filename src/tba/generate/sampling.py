@@ -25,8 +25,8 @@ Axes: B responses, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -124,6 +124,33 @@ class SamplingState:
     greedy: Tensor
     """int64, 0 or 1."""
     min_new_tokens: Tensor
+
+    @classmethod
+    def of(cls, responses: Sequence[Response], seed: int, device: torch.device) -> SamplingState:
+        """The settings of responses that are about to start."""
+        numbers = [sampling_numbers(response, seed) for response in responses]
+        return cls(**{name: torch.tensor([row[name] for row in numbers], device=device) for name in numbers[0]})
+
+    def rows(self, rows_B: Tensor, num_generated: int) -> SamplingState:
+        """The settings of some of them, so many tokens later."""
+        chosen = SamplingState(**{name: values[rows_B] for name, values in vars(self).items()})
+        return replace(chosen, position=chosen.position + num_generated)
+
+
+def sampling_numbers(response: Response, seed: int) -> dict[str, int | float]:
+    """The fields of `SamplingState` for a response that is about to start."""
+    sampling = response.sampling
+    return {
+        "key": response_key(seed, response.request.prompt.id, response.sample_index),
+        "position": len(response.token_ids),
+        # A greedy response ignores its temperature, and a temperature of 0 would divide by it.
+        "temperature": 1.0 if sampling.greedy else float(sampling.temperature),
+        "policy_temperature": float(sampling.training_temperature),
+        "top_p": float(sampling.top_p),
+        "top_k": sampling.top_k,
+        "greedy": int(sampling.greedy),
+        "min_new_tokens": sampling.min_new_tokens,
+    }
 
 
 class SampledTokens(NamedTuple):
@@ -288,11 +315,6 @@ class Response:
             "weights themselves are broken (training diverged: lower train.learning_rate or train.max_grad_norm, or go back "
             "to an earlier checkpoint), or the model overflows in its dtype (try model.dtype=float32)."
         )
-
-
-def sequence_of(request: Request) -> np.ndarray:
-    """Prompt and prefix, int64."""
-    return np.concatenate((request.prompt.token_ids, request.prefix_ids)).astype(np.int64)
 
 
 def responses_of(request: Request, samples_per_prompt: int, sampling: Sampling) -> list[Response]:

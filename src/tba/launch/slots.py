@@ -11,9 +11,9 @@ import torch
 from tba.config import Config, ConfigError
 from tba.generate.decoder.families import FAMILIES
 from tba.generate.decoder.fused_pass import why_never_fused
-from tba.generate.native.kv_cache import KEY_MULTIPLE
-from tba.generate.native.page_pool import PAGE
-from tba.generate.native.prefill import READ_AHEAD
+from tba.generate.native.paged_cache import PAGE
+from tba.generate.native.prompt_queue import READ_AHEAD
+from tba.generate.native.slot_cache import KEY_MULTIPLE
 from tba.launch.devices import device_bytes, kv_bytes
 from tba.models.load import LoadedModel, resolve_dtype
 from tba.runtime.placement import RolePlacement

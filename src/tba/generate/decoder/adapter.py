@@ -20,22 +20,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba.generate.decoder.decoder import Decoder, UnsupportedModel
-from tba.generate.decoder.spec import DenseMlp, Layer, Linear, LowRank, Placement
+from tba.generate.decoder.spec import DecoderWeights, DenseMlp, Layer, Linear, LowRank, Placement, UnsupportedModel
 from tba.models.load import ADAPTER
+from tba.models.weights import check_fits
 
 
 class DecoderAdapter:
     """The static tensors of an adapter in a decoder, and which of its named tensors fills which part."""
 
-    def __init__(self, decoder: Decoder, model: PreTrainedModel) -> None:
+    def __init__(self, weights: DecoderWeights, model: PreTrainedModel) -> None:
         """`model` has the adapter: its shapes and scales count, its values do not. It changes nothing until it is loaded."""
         self.placements: dict[str, Placement] = {}
         modules = dict(_adapted_modules(model))
-        places = {_storage(linear.weight): linear for layer in decoder.weights.layers for linear in _linears(layer)}
+        places = {_storage(linear.weight): linear for layer in weights.layers for linear in _linears(layer)}
         sources: dict[int, list[tuple[str, Placement]]] = {}
         for name in modules:
-            placement = decoder.weights.placements.get(f"{name}.weight")
+            placement = weights.placements.get(f"{name}.weight")
             if placement is None or _storage(placement.target) not in places:
                 raise UnsupportedModel(f"its adapter changes {name}, which is no matrix of a layer")
             sources.setdefault(_storage(placement.target), []).append((name, placement))
@@ -73,17 +73,7 @@ class DecoderAdapter:
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy a published adapter in place; nothing is copied when a name or shape is wrong."""
-        if tensors.keys() != self.placements.keys():
-            wrong = sorted(tensors.keys() ^ self.placements.keys())
-            raise KeyError(
-                f"the adapter does not fit the engine's model: {len(wrong)} names differ, the first {wrong[0]!r}."
-            )
-        for name, placement in self.placements.items():
-            if tuple(tensors[name].shape) != placement.shape:
-                raise ValueError(
-                    f"weights: {name} has shape {tuple(tensors[name].shape)}, the engine's adapter has {placement.shape}: "
-                    "load an adapter of the same model.lora."
-                )
+        check_fits(tensors, {name: place.shape for name, place in self.placements.items()})
         for name, placement in self.placements.items():
             placement.target.copy_(placement.arrange(tensors[name]))
 

@@ -1,5 +1,5 @@
-"""How the tokens of a decoder's pass see each other: the interface, and attention over right-padded batches of sequences,
-optionally after a shared beginning (prefill, checks, scoring). Decoding in slots has its own (generate/native/kv_cache.py).
+"""How the tokens of a decoder's pass see each other: the interface, and attention over right-padded batches of sequences
+(prefill, checks). Decoding in slots, and scoring, have their own.
 
 Axes: N tokens, B sequences, T tokens of the longest, L keys, H query heads, K key/value heads, D head dimension.
 """
@@ -172,45 +172,3 @@ class CausalAttention:
             seen = torch.ones(columns, columns, dtype=torch.bool, device=device)
             self.masks[window] = additive(seen.tril().triu(1 - window), self.dtype)
         return self.masks[window]
-
-
-class SharedPrefixAttention:
-    """Right-padded continuations, each seeing its row of already computed prefixes, then itself.
-
-    `prefix` holds per layer keys and values [P, K, L, D]; `rows_B` says which of them each row continues, `lengths_P`
-    how much of each is real. The tokens of row b have positions lengths_P[rows_B[b]] + 0, 1, ...
-    """
-
-    def __init__(
-        self, spec: DecoderSpec, prefix: CausalAttention, rows_B: Tensor, lengths_P: Tensor, num_columns: int
-    ) -> None:
-        self.spec = spec
-        self.prefix = prefix
-        self.rows_B = rows_B
-        self.shape = (rows_B.shape[0], num_columns)
-        self.lengths_B = lengths_P[rows_B]
-        self.masks = {window: self._mask(window) for window in set(spec.windows)}
-
-    def store(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> None:
-        own_key = _as_block(key_NKD, self.shape, self.prefix.dtype)
-        own_value = _as_block(value_NKD, self.shape, self.prefix.dtype)
-        self.key = torch.cat((self.prefix.keys[layer][self.rows_B], own_key), dim=2)
-        self.value = torch.cat((self.prefix.values[layer][self.rows_B], own_value), dim=2)
-
-    def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
-        query = _as_block(query_NHD, self.shape, self.prefix.dtype)
-        mask = self.masks[self.spec.windows[layer]]
-        attended = attention(self.spec, layer, query, self.key, self.value, mask, sinks_H)
-        return attended.transpose(1, 2).flatten(2).flatten(0, 1)
-
-    def _mask(self, window: int | None) -> Tensor:
-        """Mask [B, 1, T, prefix columns + T]."""
-        device, columns = self.rows_B.device, self.shape[1]
-        prefix_index = torch.arange(self.prefix.shape[1], device=device)
-        offset = torch.arange(columns, device=device)
-        length = self.lengths_B[:, None]
-        real = torch.cat((prefix_index < length, (offset >= 0).expand(self.shape)), dim=1)
-        position_BL = torch.cat((prefix_index.expand(self.shape[0], -1), length + offset), dim=1)
-        behind = (length + offset)[:, :, None] - position_BL[:, None]
-        seen = (behind >= 0) & real[:, None]
-        return additive(seen if window is None else seen & (behind < window), self.prefix.dtype)[:, None]

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tba.generate.decoder.decoder import ACTIVATIONS, Decoder, UnsupportedModel, check_decoder
+from tba.generate.decoder.check import check_decoder
+from tba.generate.decoder.decoder import ACTIVATIONS, Decoder
 from tba.generate.decoder.families import FAMILIES, Names
 from tba.generate.decoder.spec import (
     DecoderSpec,
@@ -27,6 +28,7 @@ from tba.generate.decoder.spec import (
     Linear,
     Norm,
     Placement,
+    UnsupportedModel,
 )
 from tba.models.text_part import is_tied, name_of, switch_length, text_parameters, trunk_of
 

@@ -13,31 +13,18 @@ Axes: N tokens, E hidden, H query heads, K key/value heads, D head dimension, V 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from tba.generate.decoder.attention import Attend, CausalAttention
+from tba.generate.decoder.adapter import DecoderAdapter
+from tba.generate.decoder.attention import Attend
 from tba.generate.decoder.experts import apply_experts, clamped_gate
 from tba.generate.decoder.fused_pass import make_fused_pass
 from tba.generate.decoder.spec import DecoderSpec, DecoderWeights, DenseMlp, Experts, Linear, Norm
-
-logger = logging.getLogger("tba.models")
-
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""Largest mean total variation distance to the model's own next-token distribution, by the coarser dtype of the two."""
-LONGEST_WINDOW = 64
-"""Longest window that the check sees the end of: longer ones would make it slow on a large model."""
-
-
-class UnsupportedModel(Exception):
-    """The native decoder cannot run this model; the message says why."""
-
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -47,16 +34,6 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-
-
-class Adapter(Protocol):
-    """What is loaded beside the weights (adapter.py)."""
-
-    def is_of(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether these tensors are an adapter's."""
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy them in place."""
 
 
 class Decoder:
@@ -74,7 +51,7 @@ class Decoder:
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype, device=self.device)
         self.fused_pass = make_fused_pass(spec, weights, rotations)
         """The pass that serves instead of the plain one; None = the plain one serves."""
-        self.adapter: Adapter | None = None
+        self.adapter: DecoderAdapter | None = None
         """LoRA beside the matrices; None = there is none, or it is merged into them."""
 
     @property
@@ -197,50 +174,3 @@ def rotate(heads_NHD: Tensor, rotation: Tensor) -> Tensor:
     pairs = torch.view_as_complex(heads_NHD[..., :size].unflatten(-1, (-1, 2)))
     rotated = torch.view_as_real(pairs * rotation).flatten(-2)
     return rotated if size == heads_NHD.shape[-1] else torch.cat((rotated, heads_NHD[..., size:]), dim=-1)
-
-
-# --- the check -------------------------------------------------------------------------------------------------------
-
-
-def check_decoder(model: nn.Module, decoder: Decoder, max_length: int) -> None:
-    """Check the pass that would serve; a fused one that fails, or is wrong, is replaced by the plain one, with a warning."""
-    try:
-        _check_against(model, decoder, max_length)
-    except Exception as error:  # a kernel may fail to compile in as many ways as there are drivers
-        if decoder.fused_pass is None:
-            raise
-        logger.warning("fused kernels are not used: %s: %.300s", type(error).__name__, error)
-        decoder.fused_pass = None
-        _check_against(model, decoder, max_length)
-
-
-def tolerance(model: nn.Module, decoder: Decoder) -> float:
-    """Largest mean total variation distance that rounding explains."""
-    is_coarse = torch.bfloat16 in (decoder.dtype, next(model.parameters()).dtype)
-    return TOLERANCE[torch.bfloat16 if is_coarse else torch.float32]
-
-
-@torch.no_grad()
-def _check_against(model: nn.Module, decoder: Decoder, max_length: int) -> None:
-    """Log-probs of a few random tokens must be those of the model's own forward pass; of more where windows are short."""
-    short = [window for window in decoder.spec.windows if window is not None and window <= LONGEST_WINDOW]
-    length = min(max(12, *(window + 4 for window in short), 0), max_length)
-    ids = torch.randint(decoder.spec.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-    device = next(model.parameters()).device
-    was_training, _ = model.training, model.eval()
-    expected = model(input_ids=ids.to(device), use_cache=False).logits.float().log_softmax(-1).cpu()
-    model.train(was_training)
-    positions = torch.arange(length).expand(2, -1).reshape(-1).to(decoder.device)
-    # In the dtype that serves: a mask or a kernel that fails, or loses too much, in half precision must fail here.
-    attend = CausalAttention(decoder.spec, 2, length, dtype=decoder.attention_dtype)
-    hidden = decoder.hidden(ids.reshape(-1).to(decoder.device), positions, attend)
-    found = decoder.logits(hidden).log_softmax(-1).cpu().view_as(expected)
-    allowed = tolerance(model, decoder)
-    # Not the largest gap of log-probs: in bf16 those of tokens that never come are off by whole nats in both. And not the
-    # worst position: two bf16 passes of a small chat model differ by 0.16 at one of 24, by 0.04 on average.
-    difference = float((found.exp() - expected.exp()).abs().sum(-1).mean()) / 2
-    if not difference <= allowed:
-        raise UnsupportedModel(
-            f"the native decoder's next-token distribution differs from this {decoder.spec.family} model's forward pass by "
-            f"{difference:.2g} (allowed {allowed:g}): its config uses something the decoder does not know"
-        )

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tba.generate.decoder.decoder import UnsupportedModel
-from tba.generate.decoder.spec import DecoderSpec, ExpertsSpec
+from tba.generate.decoder.spec import DecoderSpec, ExpertsSpec, UnsupportedModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,7 @@ place, so their addresses never change and a captured CUDA graph stays valid.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tba.models.weights import copy_all
+from tba.models.weights import check_fits, copy_all
+
+
+class UnsupportedModel(Exception):
+    """The native decoder cannot run this model; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,31 +237,7 @@ class DecoderWeights:
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy all named tensors in place; nothing is copied when a name or shape is wrong."""
-        self._check(tensors)
+        check_fits(tensors, {name: place.shape for name, place in self.placements.items()}, ignored=self.ignored)
         # Arranged one by one: on a CPU none of them is kept longer than it takes to copy it.
         arranged = (placement.arrange(tensors[name]) for name, placement in self.placements.items())
         copy_all((placement.target for placement in self.placements.values()), arranged)
-
-    def _check(self, tensors: Mapping[str, Tensor]) -> None:
-        unknown = [name for name in tensors if name not in self.placements and name not in self.ignored]
-        missing = [name for name in self.placements if name not in tensors]
-        if unknown or missing:
-            raise KeyError(name_problem(unknown, missing, self.placements))
-        for name, placement in self.placements.items():
-            if tuple(tensors[name].shape) != placement.shape:
-                raise ValueError(
-                    f"weights: {name} has shape {tuple(tensors[name].shape)}, the engine's model has "
-                    f"{placement.shape}: load weights of the same model."
-                )
-
-
-def name_problem(unknown: list[str], missing: list[str], known: Iterable[str]) -> str:
-    """What is wrong with the names of a bundle of weights, as a sentence."""
-    parts = []
-    if unknown:
-        close = difflib.get_close_matches(unknown[0], list(known), n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        parts.append(f"{len(unknown)} unknown names, the first {unknown[0]!r}{hint}")
-    if missing:
-        parts.append(f"{len(missing)} missing names, the first {missing[0]!r}")
-    return f"weights do not fit the engine's model: {'; '.join(parts)}. Names are those of its transformers state dict."

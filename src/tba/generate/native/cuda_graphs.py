@@ -18,9 +18,7 @@ from torch import Tensor
 
 from tba.generate.decoder.decoder import Decoder
 from tba.generate.decoder.fused_pass import FusedPass
-from tba.generate.native.page_attention import FusedPagedAttention
-from tba.generate.native.page_plan import PagePlan
-from tba.generate.native.paged_cache import PagedCache
+from tba.generate.native.paged_cache import PagedCache, PagePlan
 from tba.generate.native.slots import SlotState
 
 logger = logging.getLogger("tba.generate")
@@ -38,6 +36,50 @@ def slots_of_graph(count: int, num_slots: int) -> int:
     graphs, little waste."""
     rounded = 1 << (count - 1).bit_length() if count <= 64 else -(-count // 64) * 64
     return min(rounded, num_slots)
+
+
+class FusedPagedAttention:
+    """One token per slot over its own pages, in the kernels of `attend_pages`, from the projection on: positions and tables
+    are read on the device, so a captured graph serves all lengths."""
+
+    def __init__(self, decoder: Decoder, cache: PagedCache, state: SlotState, num_slots: int, plan: PagePlan) -> None:
+        from tba.generate.kernels.paged_attention import PageView
+
+        self.decoder, self.plan = decoder, plan
+        self.view = PageView(
+            base=cache.pool.base,
+            table=cache.table,
+            positions=state.column("positions", num_slots),
+            done=state.column("done", num_slots),
+            members=cache.groups.members,
+            shared=cache.groups.shared,
+            num_layers=decoder.spec.num_layers,
+        )
+
+    def attend_projected(
+        self, layer: int, qkv: Tensor, rotations: Tensor | None, query_norm: Tensor | None, key_norm: Tensor | None
+    ) -> Tensor:
+        from tba.generate.kernels.paged_attention import attend_pages
+
+        spec = self.decoder.spec
+        return attend_pages(
+            qkv,
+            self.view,
+            layer,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.query_scales[layer],
+            cap=spec.attention_cap,
+            window=spec.windows[layer],
+            sinks_H=self.decoder.weights.layers[layer].sinks,
+            rotations=rotations,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            epsilon=spec.norm_epsilon,
+            splits=self.plan.splits,
+            shared=self.plan.shared,
+        )
 
 
 class FusedDecode:

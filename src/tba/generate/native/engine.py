@@ -3,7 +3,7 @@
 Each turn of the loop gives free slots to waiting responses, runs a decode step for all running ones and hands out what
 the turn before finished: on a GPU the caller and the decode steps work side by side. A prompt is prefilled once; its samples
 start from its keys and values as slots fall free. With the fused kernels keys and values lie in pages, and memory follows
-the tokens that are there (paged_cache.py); elsewhere each slot has a place of full length (kv_cache.py).
+the tokens that are there (paged_cache.py); elsewhere each slot has a place of full length (slot_cache.py).
 
 `load` may be called whenever the caller has control: between two completions, or from `between_steps`.
     in_flight   new weights act from the next token on; the keys and values of earlier tokens stay as the old weights made
@@ -26,7 +26,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tba.generate.decoder.adapter import DecoderAdapter
+from tba.generate.decoder.attention import Attend
 from tba.generate.decoder.build import make_decoder
+from tba.generate.decoder.check import check_engine
 from tba.generate.decoder.decoder import Decoder
 from tba.generate.decoder.fused_pass import why_not_fused
 from tba.generate.native.cuda_graphs import (
@@ -36,15 +38,11 @@ from tba.generate.native.cuda_graphs import (
     InPlaceLoader,
     slots_of_graph,
 )
-from tba.generate.native.kv_cache import SlotAttention, SlotCache
-from tba.generate.native.load_check import check_engine
-from tba.generate.native.page_attention import PagedAttention
-from tba.generate.native.page_pool import PAGE, default_cache_bytes
-from tba.generate.native.paged_cache import PagedCache
-from tba.generate.native.paged_prefill import PagedPrefill
-from tba.generate.native.prefill import READ_AHEAD, Prefill, PrefillQueue
-from tba.generate.native.running import RunningResponses
-from tba.generate.native.slots import SlotState, SlotTable
+from tba.generate.native.paged_cache import PAGE, PagedCache, default_cache_bytes
+from tba.generate.native.prefill import PagedPrefill, SlotPrefill
+from tba.generate.native.prompt_queue import READ_AHEAD, KeyValueCache, PrefillQueue
+from tba.generate.native.slot_cache import SlotAttention, SlotCache
+from tba.generate.native.slots import RunningResponses, SlotState, SlotTable
 from tba.generate.sampling import BrokenLogits, SamplingNeeds, checked_requests, sample
 from tba.generate.scoring import ReferenceScorer
 from tba.types import Completion, Request, Sampling, Weights
@@ -105,7 +103,7 @@ class NativeEngine:
     def _check(self, model: nn.Module) -> None:
         """Check what this engine generates; fused decode steps that fail, or are wrong, are not used, with a warning."""
         try:
-            check_engine(model, self)
+            check_engine(model, self, self.decoder, self.max_length)
         except Exception as error:  # a kernel may fail to compile in as many ways as there are drivers
             if self._fused is None:
                 raise
@@ -114,13 +112,13 @@ class NativeEngine:
             )
             self._fused = None
             self._make_cache(0)
-            check_engine(model, self)
+            check_engine(model, self, self.decoder, self.max_length)
 
     def _make_cache(self, page_size: int) -> None:
         """Keys and values in pages of this size, or in slots for 0, and what fills and reads them."""
         spec, slots, dtype = self.decoder.spec, len(self._slots.responses), self.decoder.attention_dtype
-        self.cache: SlotCache | PagedCache
-        self._prefill: Prefill | PagedPrefill
+        self.cache: KeyValueCache
+        self._prefill: SlotPrefill | PagedPrefill
         if page_size:
             most = default_cache_bytes(self.device) if self._max_cache_bytes is None else self._max_cache_bytes
             self.cache = PagedCache(
@@ -129,7 +127,7 @@ class NativeEngine:
             self._prefill = PagedPrefill(self.decoder, self.cache)
         else:
             self.cache = SlotCache(spec, slots, dtype, self.device)
-            self._prefill = Prefill(self.decoder, self.cache)
+            self._prefill = SlotPrefill(self.decoder, self.cache)
         self._running = RunningResponses(self._slots, self.state, self.cache, self._prefill, seed=self.seed)
 
     def _make_fused(self) -> FusedDecode | None:
@@ -194,7 +192,7 @@ class NativeEngine:
     def keep_adapter_apart(self, model: PreTrainedModel) -> None:
         """From now on take adapters like the one in `model`, without merging them; raises UnsupportedModel where it changes
         something else than matrices of layers."""
-        self.decoder.adapter = DecoderAdapter(self.decoder, model)
+        self.decoder.adapter = DecoderAdapter(self.decoder.weights, model)
         for engine in (self, self._sibling):
             if engine is not None and engine._fused is not None:
                 engine._fused.forget()
@@ -306,14 +304,13 @@ class NativeEngine:
         """One plain decode step: a token for each of the first `count` slots, written into the slots' tables."""
         state, decoder = self.state, self.decoder
         ids, positions = state.column("ids", count), state.column("positions", count)
-        attend: SlotAttention | PagedAttention
-        if isinstance(self.cache, PagedCache):
-            attend = PagedAttention(decoder.spec, self.cache, state, count, num_keys)
-        else:
-            attend = SlotAttention(decoder.spec, self.cache, positions, num_keys)
-        logits = decoder.logits(decoder.hidden(ids, positions, attend))
+        logits = decoder.logits(decoder.hidden(ids, positions, self._attention(count, num_keys)))
         sampled = sample(logits, state.sampling(count), self._stop_ids, needs)
         state.record(count, sampled, self._is_stop)
+
+    def _attention(self, count: int, num_keys: int) -> Attend:
+        assert isinstance(self.cache, SlotCache), "pages are read by the fused kernels"
+        return SlotAttention(self.decoder.spec, self.cache, self.state.column("positions", count), num_keys)
 
     def _load_pending(self) -> None:
         if self._pending is not None:

@@ -1,8 +1,7 @@
-"""The key/value cache of the engine: what it asks of one, and the one with a place of full length for each slot.
+"""Keys and values with a place of full length for each slot: on a CPU, and where there are no fused kernels.
 
-On a CPU, and where there are no fused kernels, every slot has its own place: key index = position of the token, so what
-lies behind the position is never seen, and a slot is given to another response without being wiped. With the fused kernels
-keys and values lie in pages (paged_cache.py).
+Key index = position of the token, so what lies behind the position is never seen, and a slot is given to another response
+without being wiped. With the fused kernels keys and values lie in pages (paged_cache.py).
 
 Axes: M layers, S slots, N slots that decode, K key/value heads, H query heads, D head dimension, L positions, B prompts of
 one prefill.
@@ -12,72 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tba.generate.decoder.attention import attention_with_sinks
 from tba.generate.decoder.spec import DecoderSpec
-from tba.generate.native.slots import SlotTable
 from tba.policy.packed_attention import softcapped_attention
-from tba.policy.packing import on_device
+from tba.types import on_device
 
 KEY_MULTIPLE = 16
 """Attention runs over a multiple of this many keys: few distinct shapes, and faster matrix kernels."""
 
 POSITIONS_LAST = {"cpu": True, "cuda": False}
 """Whether keys lie with positions last, by device."""
-
-
-class KeyValueCache(Protocol):
-    """What the engine asks of its cache. A prompt is what its prefill left in it."""
-
-    def check_fits(self, num_positions: int, what: str) -> None:
-        """Raise where a response of so many positions has no room even alone."""
-
-    def start(
-        self, slot: int, prompt: Any, *, num_positions: int, most_positions: int, is_last: bool, num_spare: int
-    ) -> bool:
-        """Let a slot begin with a prompt, and with room for `num_positions`, of the `most_positions` that it may come to
-        need -> whether there is room, and for `num_spare` pages more. `is_last`: no other response starts from it."""
-
-    def hold(self, slots: SlotTable, num_steps: int) -> bool:
-        """Make room for `num_steps` more tokens in every running slot -> whether there is."""
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Slots have no response any more."""
-
-    def move(self, sources: Sequence[int], targets: Sequence[int], num_keys: int) -> None:
-        """Responses of at most `num_keys` tokens go to other slots."""
-
-    def drop(self, prompt: Any) -> None:
-        """Nobody starts from a prompt any more."""
-
-    def forget_prefixes(self) -> None:
-        """Prompts that are computed from now on share nothing with those before."""
-
-    def clear(self) -> None:
-        """There are neither responses nor prompts any more."""
-
-    def wipe(self) -> None:
-        """Set all keys and values to zero: NaN would come back through keys that are out of sight, 0 x NaN being NaN."""
-
-    def flush(self) -> None:
-        """Tell the device what has changed, before anything runs there."""
-
-
-class StoredPrompt(Protocol):
-    """What the queue knows of a prompt in a cache."""
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that computed it."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether a response may start from it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,7 +103,7 @@ class SlotCache:
             self.fork(targets, batch, rows)
         self._starts.clear()
 
-    def hold(self, slots: SlotTable, num_steps: int) -> bool:
+    def hold(self, running: np.ndarray, positions: np.ndarray) -> bool:
         return True  # a slot has room for its longest response from the start
 
     def release(self, slots: Sequence[int]) -> None:
