@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from tba.generate.decoder.spec import DecoderSpec
+from tba.generate.native.engine import NativeEngine
 from tba.generate.native.paged_cache import PagedCache, side_by_side
 from tba.generate.native.slot_cache import attend_rows, key_mask
 from tba.generate.native.slots import SlotState
@@ -47,3 +49,15 @@ class PagedAttention:
         # A page may come from a response whose numbers were broken: weight 0 x NaN would be NaN.
         values = values.masked_fill((mask == float("-inf")).transpose(1, 2), 0.0)
         return attend_rows(self.spec, layer, query_NHD, keys.transpose(-1, -2), values, mask, sinks_H)
+
+
+def read_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain decode steps read pages where an engine has them; without the kernels no engine does but those of tests."""
+    reads_slots = NativeEngine._attention
+
+    def attention(engine: NativeEngine, count: int, num_keys: int):
+        if isinstance(engine.cache, PagedCache):
+            return PagedAttention(engine.decoder.spec, engine.cache, engine.state, count, num_keys)
+        return reads_slots(engine, count, num_keys)
+
+    monkeypatch.setattr(NativeEngine, "_attention", attention)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from plain_pages import read_pages
 from tiny_models import FAMILIES, VOCABULARY, make_requests, make_tiny_model, plain_log_probs
 
 from tba.generate.decoder.attention import CausalAttention
@@ -25,6 +26,7 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setitem(slot_cache.POSITIONS_LAST, "cpu", False)
     pages = lambda decoder: PAGE if why_never_fused(decoder.spec) is None else 0  # noqa: E731
     monkeypatch.setattr(engine_module, "page_size_for", pages)
+    read_pages(monkeypatch)
     monkeypatch.setattr(Decoder, "attention_dtype", property(lambda decoder: decoder.dtype))
 
 

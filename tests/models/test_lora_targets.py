@@ -107,7 +107,7 @@ def test_every_part_of_an_adapter_gets_the_gradient_of_a_plain_pass(name, target
     expected = torch.autograd.grad((want * weight).sum(), list(trained.values()))
     policy = PolicyModel(model)
     assert policy.packed == (name != "jamba")
-    packed = pack(*sequences(), share_prompts=True, device=CPU)
+    packed = pack(*sequences(), device=CPU)
     got = policy.forward(packed, temperature=1.0).log_pi_N
     assert (got - want).abs().max() < 1e-4
     (got * weight).sum().backward()

@@ -77,7 +77,7 @@ def test_the_text_part_trains_packed_and_the_rest_stands_still(loaded):
     want = plain_log_probs(model)
     policy = PolicyModel(model)
     assert policy.packed
-    got = policy.forward(pack(*sequences(), share_prompts=True, device=CPU), temperature=1.0).log_pi_N
+    got = policy.forward(pack(*sequences(), device=CPU), temperature=1.0).log_pi_N
     assert (got - want).abs().max() < 1e-4
     got.sum().backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

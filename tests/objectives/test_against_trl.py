@@ -137,7 +137,7 @@ def our_loss(
 
 def _forward(policy: PolicyModel, batch: Batch, temperature: float) -> Forward:
     everything = list(range(len(batch.lengths)))
-    packed = pack_responses(batch, everything, share_prompts=True, device=torch.device("cpu")).packed
+    packed = pack_responses(batch, everything, device=torch.device("cpu")).packed
     return policy.forward(packed, temperature=temperature)
 
 

@@ -221,21 +221,20 @@ def test_a_compiled_layer_is_one_graph_for_all_lengths(make, most_gathered, monk
         layer.compile(dynamic=True, fullgraph=True, backend=counter)
     compiled = set()
     for index, lengths in enumerate([(2, 5), (7, 3, 4), (9, 1, 2, 6)]):
-        for share_prompts in (True, False):
-            found = [log_probs_and_gradient(policy, lengths, share_prompts, seed=index) for policy in policies]
-            for got, want in zip(found[1], found[0]):
-                assert (got - want).abs().max() < 1e-5 * max(1.0, float(want.abs().max()))
-            compiled.add(counter.frame_count)
+        found = [log_probs_and_gradient(policy, lengths, seed=index) for policy in policies]
+        for got, want in zip(found[1], found[0]):
+            assert (got - want).abs().max() < 1e-5 * max(1.0, float(want.abs().max()))
+        compiled.add(counter.frame_count)
     assert len(compiled) == 1
     assert compiled != {0}
     torch._dynamo.reset()
 
 
-def log_probs_and_gradient(policy: PolicyModel, lengths: tuple[int, ...], share_prompts: bool, seed: int):
+def log_probs_and_gradient(policy: PolicyModel, lengths: tuple[int, ...], seed: int):
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(3, VOCABULARY, (3 + seed,), generator=generator) for _ in range(2)]
     responses = [[torch.randint(3, VOCABULARY, (n,), generator=generator) for n in lengths] for _ in prompts]
-    packed = pack(prompts, responses, share_prompts=share_prompts, device=torch.device("cpu"))
+    packed = pack(prompts, responses, device=torch.device("cpu"))
     log_pi = policy.forward(packed, temperature=1.0).log_pi_N
     policy.model.zero_grad()
     log_pi.square().sum().backward()

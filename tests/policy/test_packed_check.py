@@ -96,22 +96,21 @@ def log_probs_and_gradient(model, values: torch.Tensor) -> tuple[torch.Tensor, t
     return values.detach(), torch.cat(parts)
 
 
-def check_exact(config, *, packed: bool, share_prompts: bool = True) -> None:
+def check_exact(config, *, packed: bool) -> None:
     model = make_model(config)
     prompts, responses = sequences()
     want = log_probs_and_gradient(model, plain_log_probs(model, prompts, responses))
     policy = PolicyModel(model)
     assert policy.packed == packed
-    row = pack(prompts, responses, share_prompts=share_prompts, device=CPU)
+    row = pack(prompts, responses, device=CPU)
     got = log_probs_and_gradient(model, policy.forward(row, temperature=1.0).log_pi_N)
     assert (got[0] - want[0]).abs().max() < 1e-4
     assert (got[1] - want[1]).norm() < 1e-4 * want[1].norm()
 
 
-@pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize("family", PACKED)
-def test_packed_models_have_the_log_probs_and_gradients_of_plain_passes(family, share_prompts):
-    check_exact(PACKED[family](), packed=True, share_prompts=share_prompts)
+def test_packed_models_have_the_log_probs_and_gradients_of_plain_passes(family):
+    check_exact(PACKED[family](), packed=True)
 
 
 @pytest.mark.parametrize("family", ONE_BY_ONE)
@@ -127,7 +126,7 @@ def test_in_bf16_the_same_models_are_found_out(family):
     with torch.no_grad():
         want = plain_log_probs(model, prompts, responses)
         policy = PolicyModel(model)
-        row = pack(prompts, responses, share_prompts=False, device=CPU)
+        row = pack(prompts, responses, device=CPU)
         got = policy.forward(row, temperature=1.0).log_pi_N
     assert not policy.packed
     assert torch.equal(got, want)
@@ -206,14 +205,13 @@ def longrope(switch: int = 16):
     )
 
 
-@pytest.mark.parametrize("share_prompts", [True, False])
-def test_each_sequence_has_the_angles_of_its_own_length_whatever_lies_beside_it(share_prompts):
-    check_exact(longrope(), packed=True, share_prompts=share_prompts)
+def test_each_sequence_has_the_angles_of_its_own_length_whatever_lies_beside_it():
+    check_exact(longrope(), packed=True)
 
 
 def test_responses_are_split_at_the_length_and_come_back_in_order():
     prompts, responses = sequences(longest=20)
-    whole = pack(prompts, responses, share_prompts=True, device=CPU)
+    whole = pack(prompts, responses, device=CPU)
     (short, short_index), (long, long_index) = split_by_length(whole, 15)
     assert [len(row) for row, _ in short.rows()] == [9 + 5, 4 + 11]
     assert [len(row) for row, _ in long.rows()] == [9 + 10]

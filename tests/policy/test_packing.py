@@ -61,27 +61,25 @@ def plain_log_probs(model, prompts, responses, temperature: float) -> torch.Tens
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize("name", ["llama", *CONFIGS])
-def test_packed_log_probs_equal_unpacked_ones(name, share_prompts):
+def test_packed_log_probs_equal_unpacked_ones(name):
     prompts, responses = sequences()
     want = plain_log_probs(make_model(name), prompts, responses, 0.7)
     policy = PolicyModel(make_model(name))
     assert policy.packed
-    packed = pack(prompts, responses, share_prompts=share_prompts, device=policy.device)
+    packed = pack(prompts, responses, device=policy.device)
     with torch.no_grad():
         got = policy.forward(packed, temperature=0.7).log_pi_N
     assert (got - want).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("share_prompts", [True, False])
-def test_changing_one_sequence_changes_no_others_log_probs(share_prompts):
+def test_changing_one_sequence_changes_no_others_log_probs():
     policy = PolicyModel(tiny_llama())
     prompts, responses = sequences()
 
     def log_probs() -> torch.Tensor:
         with torch.no_grad():
-            packed = pack(prompts, responses, share_prompts=share_prompts, device=policy.device)
+            packed = pack(prompts, responses, device=policy.device)
             return policy.forward(packed, temperature=1.0).log_pi_N
 
     before = log_probs()
@@ -98,7 +96,7 @@ def test_entropy_is_that_of_the_whole_distribution():
     with torch.no_grad():
         p = torch.softmax(model(prompts[0][None]).logits[0, -1] / 2.0, -1)
     policy = PolicyModel(model)
-    packed = pack(prompts, responses, share_prompts=True, device=policy.device)
+    packed = pack(prompts, responses, device=policy.device)
     assert policy.forward(packed, temperature=2.0).entropy_N.item() == pytest.approx(
         -(p * p.log()).sum().item(), abs=1e-5
     )
@@ -130,13 +128,14 @@ def test_equal_responses_are_computed_once_with_the_gradient_of_all():
     response = torch.tensor([7, 8, 2])
     prompts, responses = [torch.tensor([5, 6])], [[response, torch.tensor([9, 2]), response.clone(), response.clone()]]
     gradients = []
-    for share in (True, False):
-        packed = pack(prompts, responses, share_prompts=share, device=policy.device)
+    for together in (True, False):
+        owners, own = (prompts, responses) if together else (prompts * 4, [[response] for response in responses[0]])
+        packed = pack(owners, own, device=policy.device)
         policy.model.zero_grad()
         log_pi = policy.forward(packed, temperature=1.0).log_pi_N
         (log_pi * torch.arange(len(log_pi))).sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters()]))
-        assert len(packed.input_ids_T) == (2 + 2 + 1 if share else 3 * (2 + 2) + (2 + 1))
+        assert len(packed.input_ids_T) == (2 + 2 + 1 if together else 3 * (2 + 2) + (2 + 1))
     assert torch.allclose(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
 
 

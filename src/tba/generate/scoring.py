@@ -134,7 +134,7 @@ def _score(
     for batch in packed_batches(prompts, responses, token_budget=token_budget):
         owners = [torch.from_numpy(prompts[members[0]]) for members in batch]
         own = [[torch.from_numpy(responses[index]) for index in members] for members in batch]
-        found = log_probs(pack(owners, own, share_prompts=True, device=device)).cpu().numpy()
+        found = log_probs(pack(owners, own, device=device)).cpu().numpy()
         order = [index for members in batch for index in members]
         for index, part in zip(order, np.split(found, np.cumsum([len(responses[index]) for index in order])[:-1])):
             scores[index] = part

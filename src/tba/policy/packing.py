@@ -1,14 +1,14 @@
 """Ragged sequences as batches: packed rows of tokens, padded blocks, and the one rule that fills batches to a token budget.
 
 A packed row is what a model in training reads: sequences end to end, with where each response token's prediction stands.
-The last token of a response predicts nothing, so it is not read. With shared prompts, the responses of one prompt are
-branches of one pass over the prompt, and equal responses are computed once. Both are exact.
+The last token of a response predicts nothing, so it is not read. The responses of one prompt are branches of one pass over
+the prompt, and equal responses are computed once. Both are exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 class PackedTokens:
     """Sequences laid end to end.
 
-    A prompt [5, 6] with responses [7, 8] and [9], prompts shared: input_ids_T = [5, 6, 7], positions_T = [0, 1, 2],
+    A prompt [5, 6] with responses [7, 8] and [9]: input_ids_T = [5, 6, 7], positions_T = [0, 1, 2],
     predict_M = [1, 2, 1] (token 7 and token 9 are both predicted at the prompt's last token), targets_M = [7, 8, 9].
     """
 
@@ -62,15 +62,37 @@ class PackedTokens:
         return values_M if self.copies is None else values_M[self.copies]
 
 
-def pack(
-    prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]], *, share_prompts: bool, device: torch.device
-) -> PackedTokens:
-    """Pack prompts, each with its responses (at least one token each), into one row."""
-    if not share_prompts:
-        return _pack_whole(prompts, responses, device)
+def pack(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]], *, device: torch.device) -> PackedTokens:
+    """Pack prompts, each with its responses (at least one token each), into one row: prompts are roots, responses of two
+    tokens and more are branches; a single token needs only its prompt."""
     distinct, copies = _distinct(responses)
-    packed = _pack_shared(prompts, distinct, device)
-    return packed if copies is None else replace(packed, copies=on_device(copies, device))
+    roots = np.array([len(prompt) for prompt in prompts])
+    root_ends = roots.cumsum()
+    sizes = np.array([len(response) for own in distinct for response in own])
+    lengths, root_of = sizes - 1, np.repeat(np.arange(len(prompts)), [len(own) for own in distinct])
+    starts = root_ends[-1] + lengths.cumsum() - lengths
+    within_M = counted(sizes)
+    predict_M = np.where(within_M == 0, np.repeat(root_ends[root_of], sizes), np.repeat(starts, sizes) + within_M) - 1
+    is_branch = lengths > 0
+    layout = PackedLayout(
+        root_lengths=roots.tolist(),
+        branch_lengths=lengths[is_branch].tolist(),
+        branch_roots=root_of[is_branch].tolist(),
+        device=device,
+    )
+    return PackedTokens(
+        prompt_spans=tuple(zip((root_ends - roots).tolist(), roots.tolist())),
+        input_ids_T=on_device(torch.cat([*prompts, *(response[:-1] for own in distinct for response in own)]), device),
+        positions_T=_sent(
+            np.concatenate([counted(roots), np.repeat(roots[root_of], lengths) + counted(lengths)]), device
+        ),
+        layout=layout,
+        predict_M=_sent(predict_M, device),
+        targets_M=on_device(torch.cat([response for own in distinct for response in own]), device),
+        prompts=tuple(prompts),
+        responses=tuple(map(tuple, distinct)),
+        copies=None if copies is None else on_device(copies, device),
+    )
 
 
 def split_by_length(packed: PackedTokens, length: int) -> list[tuple[PackedTokens, Tensor]]:
@@ -92,9 +114,8 @@ def split_by_length(packed: PackedTokens, length: int) -> list[tuple[PackedToken
     filled = [part for part in parts if part[0]]
     if len(filled) == 1:
         return [(packed, torch.cat(filled[0][2]).to(device))]
-    share = bool(packed.layout.branch_lengths)
     return [
-        (pack(prompts, responses, share_prompts=share, device=device), torch.cat(indices).to(device))
+        (pack(prompts, responses, device=device), torch.cat(indices).to(device))
         for prompts, responses, indices in filled
     ]
 
@@ -117,58 +138,6 @@ def _distinct(responses: Sequence[Sequence[Tensor]]) -> tuple[list[list[Tensor]]
     if sum(map(len, distinct)) == len(places):
         return distinct, None
     return distinct, torch.cat([torch.arange(first, first + size) for first, size in places])
-
-
-def _pack_whole(prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]], device: torch.device) -> PackedTokens:
-    """Every response is a root: its prompt, then its tokens but the last."""
-    pieces = [piece for prompt, own in zip(prompts, responses) for response in own for piece in (prompt, response[:-1])]
-    sizes = np.array([len(response) for own in responses for response in own])
-    prompt_sizes = np.repeat([len(prompt) for prompt in prompts], [len(own) for own in responses])
-    lengths = prompt_sizes + sizes - 1
-    starts = lengths.cumsum() - lengths
-    firsts = np.cumsum([0, *(len(own) for own in responses[:-1])])
-    return PackedTokens(
-        input_ids_T=on_device(torch.cat(pieces), device),
-        positions_T=_sent(counted(lengths), device),
-        layout=PackedLayout(root_lengths=lengths.tolist(), device=device),
-        predict_M=_sent(np.repeat(starts + prompt_sizes - 1, sizes) + counted(sizes), device),
-        targets_M=on_device(torch.cat([response for own in responses for response in own]), device),
-        prompt_spans=tuple(zip(starts[firsts].tolist(), map(len, prompts))),
-        prompts=tuple(prompts),
-        responses=tuple(map(tuple, responses)),
-    )
-
-
-def _pack_shared(
-    prompts: Sequence[Tensor], responses: Sequence[Sequence[Tensor]], device: torch.device
-) -> PackedTokens:
-    """Prompts are roots, responses of two tokens and more are branches; a single token needs only its prompt."""
-    roots = np.array([len(prompt) for prompt in prompts])
-    root_ends = roots.cumsum()
-    sizes = np.array([len(response) for own in responses for response in own])
-    lengths, root_of = sizes - 1, np.repeat(np.arange(len(prompts)), [len(own) for own in responses])
-    starts = root_ends[-1] + lengths.cumsum() - lengths
-    within_M = counted(sizes)
-    predict_M = np.where(within_M == 0, np.repeat(root_ends[root_of], sizes), np.repeat(starts, sizes) + within_M) - 1
-    is_branch = lengths > 0
-    layout = PackedLayout(
-        root_lengths=roots.tolist(),
-        branch_lengths=lengths[is_branch].tolist(),
-        branch_roots=root_of[is_branch].tolist(),
-        device=device,
-    )
-    return PackedTokens(
-        prompt_spans=tuple(zip((root_ends - roots).tolist(), roots.tolist())),
-        input_ids_T=on_device(torch.cat([*prompts, *(response[:-1] for own in responses for response in own)]), device),
-        positions_T=_sent(
-            np.concatenate([counted(roots), np.repeat(roots[root_of], lengths) + counted(lengths)]), device
-        ),
-        layout=layout,
-        predict_M=_sent(predict_M, device),
-        targets_M=on_device(torch.cat([response for own in responses for response in own]), device),
-        prompts=tuple(prompts),
-        responses=tuple(map(tuple, responses)),
-    )
 
 
 def _sent(numbers: np.ndarray, device: torch.device) -> Tensor:

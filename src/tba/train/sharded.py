@@ -138,7 +138,7 @@ class ShardedTrainStep(TrainStep):
     @torch.no_grad()
     def _own_canary(self) -> np.ndarray:
         tokens = torch.from_numpy(canary_tokens(self.policy.vocabulary, CANARY_TOKENS)).long()
-        packed = pack([tokens[:1]], [[tokens[1:]]], share_prompts=False, device=self.policy.device)
+        packed = pack([tokens[:1]], [[tokens[1:]]], device=self.policy.device)
         return self.policy.forward(packed, temperature=1.0).log_pi_N.double().cpu().numpy()
 
     @torch.no_grad()
