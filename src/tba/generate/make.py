@@ -6,14 +6,14 @@ import copy
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from tba.config import ConfigError, GenerateConfig, LoraConfig
-from tba.generate.contract import Engine, Scorer
+from tba.generate.contract import Engine, Scorer, Update
 from tba.generate.decoder.spec import UnsupportedModel
 from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import PolicyScorer, ReferenceScorer
@@ -57,7 +57,7 @@ def make_engine(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     version: int = 0,
-    update: Literal["in_flight", "drain"] = "in_flight",
+    update: Update = "in_flight",
     explores: bool = False,
     lora: LoraConfig | None = None,
     beside_trainer: bool = False,

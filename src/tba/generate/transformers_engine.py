@@ -13,18 +13,18 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tba.generate.contract import Engine, Update
 from tba.generate.sampling import (
     Response,
     SamplingNeeds,
     SamplingState,
-    checked_requests,
     finished_at_once,
     responses_of,
     sample,
@@ -47,7 +47,7 @@ COARSE_GAP, COARSE_SHARE = 0.03, 0.5
 """The same in half precision, whichever is less."""
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """An engine that decodes with `model` itself, which must therefore be a copy that nobody trains."""
 
     def __init__(
@@ -58,28 +58,21 @@ class TransformersEngine:
         seed: int,
         max_length: int,
         slots: int = 128,
-        update: Literal["in_flight", "drain"] = "in_flight",
+        update: Update = "in_flight",
         version: int = 0,
     ) -> None:
         """`slots` is the number of responses that are decoded together, unless one request asks for more."""
         self.model: Any = model.eval()
+        config: Any = model.config
+        size = int(config.get_text_config().vocab_size)
+        super().__init__(
+            stop_ids=stop_ids, seed=seed, slots=slots, max_length=max_length, vocabulary=size, update=update
+        )
+        self.version = version
         self.device = next(model.parameters()).device
-        self.stop_ids = frozenset(stop_ids)
         self._stop_ids = torch.tensor(sorted(self.stop_ids), device=self.device)
-        self.seed, self.max_length, self.update, self.version = seed, max_length, update, version
-        self.slots = slots
         self._abilities: CacheAbilities | None = None
         self._running: ResponseBatch | None = None
-        self._pending: Weights | None = None
-        self._generating = False
-
-    @property
-    def has_pending(self) -> bool:
-        return self._pending is not None
-
-    @property
-    def vocabulary(self) -> int:
-        return int(self.model.config.get_text_config().vocab_size)
 
     @property
     def abilities(self) -> CacheAbilities:
@@ -116,34 +109,16 @@ class TransformersEngine:
             scores.append(token_log_probs(logits_TV, targets, heat).cpu().numpy())
         return scores
 
-    def load(self, weights: Weights) -> None:
-        """Take new weights: now, or under `drain` when the running batch has finished."""
-        if self.update == "drain" and self._running is not None:
-            self._pending = weights
-            return
-        self._load_now(weights)
-        if self._running is not None:
-            self._running.open_spans(weights.version)
-
-    def generate(
+    def _generate(
         self,
-        requests: Iterable[Request | None],
-        *,
+        requests: Iterator[Request | None],
         samples_per_prompt: int,
         sampling: Sampling,
-        between_steps: Callable[[], None] | None = None,
+        between_steps: Callable[[], None] | None,
     ) -> Iterator[Completion]:
-        """Yield responses as they finish, batch after batch."""
-        if self._generating:
-            raise RuntimeError("this engine is already generating: exhaust or close the other iterator first.")
-        self._generating = True
-        try:
-            for chosen in self._batches(checked_requests(requests, sampling, self.max_length), samples_per_prompt):
-                responses = [r for request in chosen for r in responses_of(request, samples_per_prompt, sampling)]
-                yield from self._generate_batch(responses, between_steps)
-        finally:
-            self._finish_batch()
-            self._generating = False
+        for chosen in self._batches(requests, samples_per_prompt):
+            responses = [r for request in chosen for r in responses_of(request, samples_per_prompt, sampling)]
+            yield from self._generate_batch(responses, between_steps)
 
     def _batches(self, requests: Iterator[Request | None], samples_per_prompt: int) -> Iterator[list[Request]]:
         """Requests that are decoded together: as many as there are now, up to `slots` responses."""
@@ -180,17 +155,20 @@ class TransformersEngine:
             if between_steps is not None:
                 between_steps()
             yield from batch.step(self.stop_ids, self._stop_ids)
-        self._finish_batch()
-
-    def _finish_batch(self) -> None:
         self._running = None
-        if self._pending is not None:
-            weights, self._pending = self._pending, None
-            self._load_now(weights)
+        self._load_pending()
 
-    def _load_now(self, weights: Weights) -> None:
+    def _stop(self) -> None:
+        self._running = None
+
+    def _any_unfinished(self) -> bool:
+        return self._running is not None
+
+    def _use(self, weights: Weights) -> None:
         load_published(self.model, weights.tensors)
         self.version = weights.version
+        if self._running is not None:
+            self._running.open_spans(weights.version)
 
 
 class ResponseBatch:

@@ -24,17 +24,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from tba.config import ConfigError, LoraConfig
-from tba.generate.contract import Scorer
+from tba.generate.contract import Engine, Scorer, Update
 from tba.generate.sampling import (
     Response,
-    checked_requests,
     finished_at_once,
     response_key,
     responses_of,
@@ -67,7 +66,7 @@ def make_vllm_engine(
     seed: int,
     slots: int,
     max_length: int,
-    update: Literal["in_flight", "drain"],
+    update: Update,
     dtype: torch.dtype,
     device: torch.device | str,
     version: int,
@@ -121,7 +120,7 @@ def make_vllm_engine(
     )
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """An engine that generates with a vLLM, alone or beside its siblings."""
 
     def __init__(
@@ -133,12 +132,12 @@ class VllmEngine:
         slots: int,
         max_length: int,
         vocabulary: int,
-        update: Literal["in_flight", "drain"] = "in_flight",
+        update: Update = "in_flight",
     ) -> None:
+        super().__init__(
+            stop_ids=stop_ids, seed=seed, slots=slots, max_length=max_length, vocabulary=vocabulary, update=update
+        )
         self._shared = shared
-        self.stop_ids = frozenset(stop_ids)
-        self.seed, self.slots, self.max_length, self.update = seed, slots, max_length, update
-        self.vocabulary = vocabulary
         self._waiting: deque[Response] = deque()
         """Samples of the request that was read last which have no slot yet."""
         self._running: dict[str, RunningResponse] = {}
@@ -146,16 +145,10 @@ class VllmEngine:
         self._ended: list[RunningResponse] = []
         """Responses that vLLM has finished, and that are completions when they are handed out."""
         self._finished: deque[Completion] = deque()
-        self._pending: Weights | None = None
-        self._generating = False
 
     @property
-    def version(self) -> int:
+    def version(self) -> int:  # type: ignore[override]
         return self._shared.version
-
-    @property
-    def has_pending(self) -> bool:
-        return self._pending is not None
 
     def sibling(self) -> VllmEngine:
         """A second engine over the same vLLM. While it generates, what this one has running goes on too, with the same
@@ -189,46 +182,39 @@ class VllmEngine:
             )
         return self._shared.scorer.score(prompt_ids, response_ids, temperature)
 
-    def load(self, weights: Weights) -> None:
-        """Take new weights: now, or under `drain` when the running responses have finished."""
-        if self.update == "drain" and self._running:
-            self._pending = weights
-            return
-        self._load_now(weights)
+    def _any_unfinished(self) -> bool:
+        return bool(self._running)
+
+    def _use(self, weights: Weights) -> None:
+        self._shared.score_policy([*self._ended, *self._running.values()])
+        self._shared.load(weights)
         for running in self._running.values():
             running.response.open_span(running.num_tokens, weights.version)
 
-    def generate(
+    def _generate(
         self,
-        requests: Iterable[Request | None],
-        *,
+        requests: Iterator[Request | None],
         samples_per_prompt: int,
         sampling: Sampling,
-        between_steps: Callable[[], None] | None = None,
+        between_steps: Callable[[], None] | None,
     ) -> Iterator[Completion]:
-        """Yield responses as they finish."""
-        if self._generating:
-            raise RuntimeError("this engine is already generating: exhaust or close the other iterator first.")
-        self._generating = True
-        responses = self._responses(checked_requests(requests, sampling, self.max_length), samples_per_prompt, sampling)
-        try:
-            while self._refill(responses) or self._running or self._ended or self._finished:
-                if self._running and between_steps is not None:
-                    between_steps()
-                if self._running:  # scoring between the steps may have finished the last one
-                    self._shared.step()
-                self._complete()
-                while self._finished:
-                    yield self._finished.popleft()
-                self._load_pending()
-        finally:
-            self._shared.abort(list(self._running))
-            self._running.clear()
-            self._waiting.clear()
-            self._ended.clear()
-            self._finished.clear()
+        responses = self._responses(requests, samples_per_prompt, sampling)
+        while self._refill(responses) or self._running or self._ended or self._finished:
+            if self._running and between_steps is not None:
+                between_steps()
+            if self._running:  # scoring between the steps may have finished the last one
+                self._shared.step()
+            self._complete()
+            while self._finished:
+                yield self._finished.popleft()
             self._load_pending()
-            self._generating = False
+
+    def _stop(self) -> None:
+        self._shared.abort(list(self._running))
+        self._running.clear()
+        self._waiting.clear()
+        self._ended.clear()
+        self._finished.clear()
 
     def _responses(
         self, requests: Iterator[Request | None], samples_per_prompt: int, sampling: Sampling
@@ -294,15 +280,6 @@ class VllmEngine:
         self._shared.score_policy(self._ended)
         self._finished.extend(running.completion(self.stop_ids) for running in self._ended)
         self._ended.clear()
-
-    def _load_pending(self) -> None:
-        if self._pending is not None and not self._running:
-            weights, self._pending = self._pending, None
-            self._load_now(weights)
-
-    def _load_now(self, weights: Weights) -> None:
-        self._shared.score_policy([*self._ended, *self._running.values()])
-        self._shared.load(weights)
 
 
 @dataclass(eq=False)

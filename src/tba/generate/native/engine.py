@@ -17,14 +17,14 @@ computed by that version, keys and values included.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tba.generate.contract import Engine, Update
 from tba.generate.decoder.adapter import DecoderAdapter
 from tba.generate.decoder.attention import Attend
 from tba.generate.decoder.build import make_decoder
@@ -43,7 +43,7 @@ from tba.generate.native.prefill import PagedPrefill, SlotPrefill
 from tba.generate.native.prompt_queue import READ_AHEAD, KeyValueCache, PrefillQueue
 from tba.generate.native.slot_cache import SlotAttention, SlotCache
 from tba.generate.native.slots import RunningResponses, SlotState, SlotTable
-from tba.generate.sampling import BrokenLogits, SamplingNeeds, checked_requests, sample
+from tba.generate.sampling import BrokenLogits, SamplingNeeds, sample
 from tba.generate.scoring import ReferenceScorer
 from tba.types import Completion, Request, Sampling, Weights
 
@@ -56,7 +56,7 @@ def page_size_for(decoder: Decoder) -> int:
     return 0 if decoder.fused_pass is None else PAGE
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """An engine that generates with a copy of `model` in static tensors; a Decoder is used as it is, without a copy."""
 
     def __init__(
@@ -67,26 +67,28 @@ class NativeEngine:
         seed: int,
         slots: int,
         max_length: int,
-        update: Literal["in_flight", "drain"] = "in_flight",
+        update: Update = "in_flight",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         version: int = 0,
         max_cache_bytes: int | None = None,
     ) -> None:
         """`max_cache_bytes` bounds pages of keys and values; None = by what the device has free."""
-        self.seed, self.max_length, self.update = seed, max_length, update
         self.version = version
         self.device = torch.device(device)
         if isinstance(model, Decoder):
             self.decoder = model
         else:
             self.decoder = make_decoder(model, max_length=max_length, dtype=dtype, device=self.device)
+        size = self.decoder.spec.vocab_size
+        super().__init__(
+            stop_ids=stop_ids, seed=seed, slots=slots, max_length=max_length, vocabulary=size, update=update
+        )
         self._load_in_place = InPlaceLoader(self.decoder)
         self._dtype = dtype
         self.state = SlotState(slots, self.device)
-        self.stop_ids = frozenset(stop_ids)
         self._stop_ids = torch.tensor(sorted(self.stop_ids), device=self.device)
-        self._is_stop = torch.zeros(self.decoder.spec.vocab_size, dtype=torch.bool, device=self.device)
+        self._is_stop = torch.zeros(size, dtype=torch.bool, device=self.device)
         self._is_stop[self._stop_ids] = True
         self._slots = SlotTable(slots)
         self._max_cache_bytes = max_cache_bytes
@@ -94,9 +96,7 @@ class NativeEngine:
         self._fused = self._make_fused()
         self._queue: PrefillQueue | None = None
         """What waits for slots while the engine generates."""
-        self._pending: Weights | None = None
         self._sibling: NativeEngine | None = None
-        self._generating = False
         if not isinstance(model, Decoder):
             self._check(model)
 
@@ -116,7 +116,7 @@ class NativeEngine:
 
     def _make_cache(self, page_size: int) -> None:
         """Keys and values in pages of this size, or in slots for 0, and what fills and reads them."""
-        spec, slots, dtype = self.decoder.spec, len(self._slots.responses), self.decoder.attention_dtype
+        spec, slots, dtype = self.decoder.spec, self.slots, self.decoder.attention_dtype
         self.cache: KeyValueCache
         self._prefill: SlotPrefill | PagedPrefill
         if page_size:
@@ -140,14 +140,6 @@ class NativeEngine:
             return None
         return FusedDecode(self.decoder, self.cache, self.state, self._is_stop)
 
-    @property
-    def has_pending(self) -> bool:
-        return self._pending is not None
-
-    @property
-    def vocabulary(self) -> int:
-        return self.decoder.spec.vocab_size
-
     def sibling(self) -> NativeEngine:
         """A second engine over the same weights, with slots of its own: to evaluate while this one stands still."""
         # Made once: its tables and graphs cost as much memory and time as this one's.
@@ -156,7 +148,7 @@ class NativeEngine:
                 self.decoder,
                 stop_ids=sorted(self.stop_ids),
                 seed=self.seed,
-                slots=len(self._slots.responses),
+                slots=self.slots,
                 max_length=self.max_length,
                 dtype=self._dtype,
                 device=self.device,
@@ -171,18 +163,15 @@ class NativeEngine:
         """Log-probs of given responses under the weights in use."""
         return ReferenceScorer(self.decoder).score(prompt_ids, response_ids, temperature)
 
-    def load(self, weights: Weights) -> None:
-        """Take new weights: now under `in_flight`, when the running responses have finished under `drain`."""
-        if self.update == "drain" and self._any_unfinished():
-            self._pending = weights
-            return
+    def _use(self, weights: Weights) -> None:
         if self._slots.any_running():
             self._running.synchronize()  # the spans below need the number of tokens that the old weights chose
-        self._pending = None  # what waited for the last response is older than these
-        self._load_now(weights)
+        self._load_in_place(weights.tensors)
+        self.version = weights.version
         for slot, response in self._slots.items():
             response.open_span(int(self._slots.num_tokens[slot]), weights.version)
         if self._queue is not None:
+            self._running.forget_prompts(self._queue)
             self._running.restart(self._queue, self.version)
 
     def _any_unfinished(self) -> bool:
@@ -197,25 +186,20 @@ class NativeEngine:
             if engine is not None and engine._fused is not None:
                 engine._fused.forget()
 
-    def generate(
+    def _generate(
         self,
-        requests: Iterable[Request | None],
-        *,
+        requests: Iterator[Request | None],
         samples_per_prompt: int,
         sampling: Sampling,
-        between_steps: Callable[[], None] | None = None,
+        between_steps: Callable[[], None] | None,
     ) -> Iterator[Completion]:
-        """Yield responses as they finish. Requests are read lazily, so an endless iterator keeps the slots full."""
-        if self._generating:
-            raise RuntimeError("this engine is already generating: exhaust or close the other iterator first.")
-        self._generating = True
         queue = self._queue = PrefillQueue(
-            self._checked(requests, sampling),
+            self._fitting(requests, sampling),
             samples_per_prompt=samples_per_prompt,
             sampling=sampling,
             cache=self.cache,
             stop_ids=self.stop_ids,
-            num_slots=len(self._slots.responses),
+            num_slots=self.slots,
             read_ahead=READ_AHEAD[self.device.type],
         )
         try:
@@ -223,15 +207,14 @@ class NativeEngine:
         except BrokenLogits:
             self.cache.wipe()
             raise
-        finally:
-            self._queue = None
-            self._running.clear()
-            self._load_pending()
-            self._generating = False
 
-    def _checked(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Request | None]:
-        """The same requests, with an error at the first that has no room."""
-        for request in checked_requests(requests, sampling, self.max_length):
+    def _stop(self) -> None:
+        self._queue = None
+        self._running.clear()
+
+    def _fitting(self, requests: Iterator[Request | None], sampling: Sampling) -> Iterator[Request | None]:
+        """The same requests, with an error at the first whose keys and values have no room."""
+        for request in requests:
             if request is not None:
                 prompt, most = request.prompt, (request.sampling or sampling).max_new_tokens
                 length = len(prompt.token_ids) + max(len(request.prefix_ids), most)
@@ -243,8 +226,7 @@ class NativeEngine:
         while True:
             if not overlaps:
                 yield from self._running.completions(self.stop_ids)
-            if not self._any_unfinished():
-                self._load_pending()
+            self._load_pending()
             self._refill(queue)
             if slots.any_running() and between_steps is not None:
                 between_steps()
@@ -295,7 +277,7 @@ class NativeEngine:
         if self._fused is None or self._pending is not None:
             return False
         # Where nothing comes to fill the gaps, running responses move together, and for that the device must stand still.
-        slots, total = self._slots, len(self._slots.responses)
+        slots, total = self._slots, self.slots
         together = slots_of_graph(max(1, slots.count - len(slots.gaps)), total)
         return bool(queue.waiting) or together == slots_of_graph(max(1, slots.count), total)
 
@@ -311,14 +293,3 @@ class NativeEngine:
     def _attention(self, count: int, num_keys: int) -> Attend:
         assert isinstance(self.cache, SlotCache), "pages are read by the fused kernels"
         return SlotAttention(self.decoder.spec, self.cache, self.state.column("positions", count), num_keys)
-
-    def _load_pending(self) -> None:
-        if self._pending is not None:
-            self._load_now(self._pending)
-            self._pending = None
-
-    def _load_now(self, weights: Weights) -> None:
-        self._load_in_place(weights.tensors)
-        self.version = weights.version
-        if self._queue is not None:
-            self._running.forget_prompts(self._queue)
