@@ -117,7 +117,6 @@ class Pages:
             done=self.state[:, 2],
             members=self.members.to(DEVICE),
             shared=self.shared,
-            num_layers=NUM_LAYERS,
         )
         return attend_pages(
             self.qkv,

@@ -68,18 +68,12 @@ class PackedLayout:
     @cached_property
     def root_index_RL(self) -> Tensor:
         """Packed index of each root token; padding repeats the root's first token (it is never attended to)."""
-        lengths, _, _ = self._lengths
-        starts = lengths.cumsum(0) - lengths
-        column = torch.arange(int(lengths.max()))
-        return torch.where(column < lengths[:, None], starts[:, None] + column, starts[:, None]).to(self.device)
+        return _indices_of(self._lengths[0], first=0).to(self.device)
 
     @cached_property
     def branch_index_BM(self) -> Tensor:
         """Packed index of each branch token; padding repeats the branch's first token."""
-        roots, lengths, _ = self._lengths
-        starts = int(roots.sum()) + lengths.cumsum(0) - lengths
-        column = torch.arange(int(lengths.max()))
-        return torch.where(column < lengths[:, None], starts[:, None] + column, starts[:, None]).to(self.device)
+        return _indices_of(self._lengths[1], first=sum(self.root_lengths)).to(self.device)
 
     @cached_property
     def branch_key_index(self) -> Tensor:
@@ -132,6 +126,12 @@ class PackedLayout:
         # A padded query would see nothing and give NaN, which poisons gradients even where its output is unused.
         seen |= (own_column >= branch_lengths[:, None])[:, :, None]
         return seen[:, None].to(self.device)
+
+
+def _indices_of(lengths: Tensor, *, first: int) -> Tensor:
+    """Packed indices of sequences that lie end to end from `first` on, a row each; padding repeats a row's first."""
+    starts, column = first + lengths.cumsum(0) - lengths, torch.arange(int(lengths.max()))
+    return torch.where(column < lengths[:, None], starts[:, None] + column, starts[:, None])
 
 
 def _rows_of(lengths: Tensor, first: int) -> Tensor:

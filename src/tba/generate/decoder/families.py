@@ -146,52 +146,35 @@ def _olmo2(config: Any, *, tied: bool) -> DecoderSpec:
     return _llama_like(config, tied=tied, pre_norms=False, post_norms=True, query_key_norm="all")
 
 
-def _mixtral(config: Any, *, tied: bool) -> DecoderSpec:
-    experts = ExpertsSpec(
-        num_experts=config.num_local_experts,
-        num_chosen=config.num_experts_per_tok,
-        mlp_size=config.intermediate_size,
-        layers=(True,) * config.num_hidden_layers,
-    )
-    return _llama_like(config, tied=tied, experts=experts)
+def _with_experts(config: Any, *, tied: bool, experts: dict[str, Any] | None = None, **changes: Any) -> DecoderSpec:
+    values = {
+        "num_experts": config.num_experts if hasattr(config, "num_experts") else config.num_local_experts,
+        "num_chosen": config.num_experts_per_tok,
+        "mlp_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+        "layers": (True,) * config.num_hidden_layers,
+        "normalised": getattr(config, "norm_topk_prob", True),
+    }
+    return _llama_like(config, tied=tied, experts=ExpertsSpec(**{**values, **(experts or {})}), **changes)
 
 
 def _qwen3_moe(config: Any, *, tied: bool) -> DecoderSpec:
-    every, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
-    layers = range(config.num_hidden_layers)
-    experts = ExpertsSpec(
-        num_experts=config.num_experts,
-        num_chosen=config.num_experts_per_tok,
-        mlp_size=config.moe_intermediate_size,
-        layers=tuple(index not in dense and config.num_experts > 0 and (index + 1) % every == 0 for index in layers),
-        normalised=config.norm_topk_prob,
-    )
-    return _llama_like(config, tied=tied, query_key_norm="head", experts=experts)
+    every, dense, num_layers = config.decoder_sparse_step, config.mlp_only_layers or (), config.num_hidden_layers
+    layers = tuple(i not in dense and config.num_experts > 0 and (i + 1) % every == 0 for i in range(num_layers))
+    return _with_experts(config, tied=tied, query_key_norm="head", experts={"layers": layers})
 
 
 def _olmoe(config: Any, *, tied: bool) -> DecoderSpec:
     if config.clip_qkv is not None:
         raise UnsupportedModel(f"clip_qkv={config.clip_qkv}: the decoder does not clip queries, keys and values")
-    experts = ExpertsSpec(
-        num_experts=config.num_experts,
-        num_chosen=config.num_experts_per_tok,
-        mlp_size=config.intermediate_size,
-        layers=(True,) * config.num_hidden_layers,
-        normalised=config.norm_topk_prob,
-    )
-    return _llama_like(config, tied=tied, query_key_norm="all", experts=experts)
+    return _with_experts(config, tied=tied, query_key_norm="all")
 
 
 def _gpt_oss(config: Any, *, tied: bool) -> DecoderSpec:
-    experts = ExpertsSpec(
-        num_experts=config.num_local_experts,
-        num_chosen=config.num_experts_per_tok,
-        mlp_size=config.intermediate_size,
-        layers=(True,) * config.num_hidden_layers,
-        gate_limit=getattr(config, "swiglu_limit", 7.0),  # older configs do not name them
-        gate_alpha=getattr(config, "swiglu_alpha", 1.702),
-    )
-    return _llama_like(config, tied=tied, experts=experts, sinks=True)
+    gate = {
+        "gate_limit": getattr(config, "swiglu_limit", 7.0),  # older configs do not name them
+        "gate_alpha": getattr(config, "swiglu_alpha", 1.702),
+    }
+    return _with_experts(config, tied=tied, sinks=True, experts=gate)
 
 
 def _gemma(config: Any, *, tied: bool, **changes: Any) -> DecoderSpec:
@@ -262,7 +245,7 @@ FAMILIES: Mapping[str, tuple[Callable[..., DecoderSpec], Names]] = {
     "smollm3": (_smollm3, LLAMA_NAMES),
     "granite": (_granite, LLAMA_NAMES),
     "olmo2": (_olmo2, OLMO2_NAMES),
-    "mixtral": (_mixtral, LLAMA_NAMES),
+    "mixtral": (_with_experts, LLAMA_NAMES),
     "qwen3_moe": (_qwen3_moe, LLAMA_NAMES),
     "olmoe": (_olmoe, LLAMA_NAMES),
     "gpt_oss": (_gpt_oss, GPT_OSS_NAMES),

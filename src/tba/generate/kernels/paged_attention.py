@@ -34,8 +34,7 @@ PROGRAMS_PER_PROCESSOR = 2
 class PageView:
     """Where the keys and values of the slots lie, and how far each slot is.
 
-    PageView(base=chunks[0], table=table, positions=state[:, 1], done=state[:, 5], members=members, shared=shared,
-             num_layers=24)
+    PageView(base=chunks[0], table=table, positions=state[:, 1], done=state[:, 5], members=members, shared=shared)
     """
 
     base: Tensor
@@ -50,7 +49,6 @@ class PageView:
     """Slots of each group, int32 [G, R], -1 = none. A slot is in one group at most."""
     shared: Tensor
     """Number of leading pages that a slot's group reads for it, int32 [S]: the same for all members of a group."""
-    num_layers: int
 
 
 @dataclass(frozen=True, kw_only=True)

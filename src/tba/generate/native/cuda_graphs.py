@@ -53,7 +53,6 @@ class FusedPagedAttention:
             done=state.column("done", num_slots),
             members=cache.groups.members,
             shared=cache.groups.shared,
-            num_layers=decoder.spec.num_layers,
         )
 
     def attend_projected(
