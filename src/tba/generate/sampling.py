@@ -317,45 +317,37 @@ class Response:
         )
 
 
-def responses_of(request: Request, samples_per_prompt: int, sampling: Sampling) -> list[Response]:
-    """The responses that a request asks for, not yet started."""
-    first = request.first_sample
-    return [
-        Response(request=request, sample_index=index, sampling=request.sampling or sampling)
-        for index in range(first, first + samples_per_prompt)
-    ]
-
-
-def finished_at_once(response: Response, stop_ids: Collection[int], version: int) -> Completion | None:
-    """The completion of a response whose prefix ends in a stop token, or is as long as allowed; None for all others."""
-    prefix = np.asarray(response.request.prefix_ids, dtype=np.int32)
-    stopped = len(prefix) > 0 and int(prefix[-1]) in stop_ids
-    if not stopped and len(prefix) < response.sampling.max_new_tokens:
-        return None
-    response.open_span(len(prefix), version)
+def responses_of(
+    request: Request, samples_per_prompt: int, sampling: Sampling, *, stop_ids: Collection[int], version: int
+) -> tuple[list[Response], list[Completion]]:
+    """The responses that a request asks for: those that need tokens, not yet started, and those whose prefix ends in a stop
+    token, or is as long as allowed."""
+    prefix = np.asarray(request.prefix_ids, dtype=np.int32)
+    own, first = request.sampling or sampling, request.first_sample
+    found = [Response(request=request, sample_index=first + index, sampling=own) for index in range(samples_per_prompt)]
+    is_stopped = len(prefix) > 0 and int(prefix[-1]) in stop_ids
+    if not is_stopped and len(prefix) < own.max_new_tokens:
+        return found, []
     unknown = np.full(len(prefix), np.nan, dtype=np.float32)
-    return response.completion(prefix.copy(), unknown, unknown.copy(), stop_ids)
+    for response in found:
+        response.open_span(len(prefix), version)
+    return [], [response.completion(prefix.copy(), unknown.copy(), unknown.copy(), stop_ids) for response in found]
 
 
 def checked_requests(
     requests: Iterable[Request | None], sampling: Sampling, max_length: int
 ) -> Iterator[Request | None]:
-    """The same requests, read lazily, with an error at the first that cannot be generated."""
+    """The same requests, read lazily; a ValueError at an empty prompt, and at one that is too long with its response."""
     for request in requests:
         if request is not None:
-            check_request(request, request.sampling or sampling, max_length)
+            name, prompt, prefix = request.prompt.id, len(request.prompt.token_ids), len(request.prefix_ids)
+            if prompt == 0:
+                raise ValueError(f"prompt {name!r} has no tokens: add a BOS token or drop it from the data.")
+            response = max(prefix, (request.sampling or sampling).max_new_tokens)
+            if prompt + response > max_length:
+                raise ValueError(
+                    f"prompt {name!r} has {prompt} tokens and its response up to {response} (a prefix of {prefix} "
+                    f"included): together more than the engine's max_length={max_length}. Lower task.max_prompt_tokens or "
+                    "generate.max_new_tokens, or use a model with a longer context."
+                )
         yield request
-
-
-def check_request(request: Request, sampling: Sampling, max_length: int) -> None:
-    """Raise a ValueError for an empty prompt, and for one that is too long with its response."""
-    prompt, prefix = len(request.prompt.token_ids), len(request.prefix_ids)
-    if prompt == 0:
-        raise ValueError(f"prompt {request.prompt.id!r} has no tokens: add a BOS token or drop it from the data.")
-    response = max(prefix, sampling.max_new_tokens)
-    if prompt + response > max_length:
-        raise ValueError(
-            f"prompt {request.prompt.id!r} has {prompt} tokens and its response up to {response} "
-            f"(a prefix of {prefix} included): together more than the engine's max_length={max_length}. "
-            "Lower task.max_prompt_tokens or generate.max_new_tokens, or use a model with a longer context."
-        )

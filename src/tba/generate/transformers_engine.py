@@ -25,7 +25,6 @@ from tba.generate.sampling import (
     Response,
     SamplingNeeds,
     SamplingState,
-    finished_at_once,
     responses_of,
     sample,
     sampling_needs,
@@ -117,8 +116,12 @@ class TransformersEngine(Engine):
         between_steps: Callable[[], None] | None,
     ) -> Iterator[Completion]:
         for chosen in self._batches(requests, samples_per_prompt):
-            responses = [r for request in chosen for r in responses_of(request, samples_per_prompt, sampling)]
-            yield from self._generate_batch(responses, between_steps)
+            options: Any = {"stop_ids": self.stop_ids, "version": self.version}
+            found = [responses_of(request, samples_per_prompt, sampling, **options) for request in chosen]
+            yield from (completion for _, completions in found for completion in completions)
+            responses = [response for own, _ in found for response in own]
+            if responses:
+                yield from self._generate_batch(responses, between_steps)
 
     def _batches(self, requests: Iterator[Request | None], samples_per_prompt: int) -> Iterator[list[Request]]:
         """Requests that are decoded together: as many as there are now, up to `slots` responses."""
@@ -144,11 +147,6 @@ class TransformersEngine(Engine):
     def _generate_batch(
         self, responses: list[Response], between_steps: Callable[[], None] | None
     ) -> Iterator[Completion]:
-        at_once = [finished_at_once(response, self.stop_ids, self.version) for response in responses]
-        yield from (completion for completion in at_once if completion is not None)
-        responses = [response for response, completion in zip(responses, at_once) if completion is None]
-        if not responses:
-            return
         batch = self._running = ResponseBatch(self.model, responses, self.abilities, seed=self.seed)
         batch.open_spans(self.version)
         while batch.open_rows:

@@ -34,7 +34,6 @@ from tba.config import ConfigError, LoraConfig
 from tba.generate.contract import Engine, Scorer, Update
 from tba.generate.sampling import (
     Response,
-    finished_at_once,
     response_key,
     responses_of,
     sampling_needs,
@@ -221,10 +220,13 @@ class VllmEngine(Engine):
     ) -> Iterator[list[Response]]:
         """The samples of each request that need tokens; an empty list when there is nothing to start now."""
         for request in requests:
-            responses = [] if request is None else responses_of(request, samples_per_prompt, sampling)
-            at_once = [finished_at_once(response, self.stop_ids, self.version) for response in responses]
-            self._finished.extend(completion for completion in at_once if completion is not None)
-            yield [response for response, completion in zip(responses, at_once) if completion is None]
+            responses: list[Response] = []
+            if request is not None:
+                responses, completions = responses_of(
+                    request, samples_per_prompt, sampling, stop_ids=self.stop_ids, version=self.version
+                )
+                self._finished.extend(completions)
+            yield responses
 
     def _refill(self, responses: Iterator[list[Response]]) -> bool:
         """Start responses while slots are free (not while draining) -> whether there may be more to start."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from tba.generate.native.paged_cache import PagedCache
 from tba.generate.native.slot_cache import SlotCache
-from tba.generate.sampling import Response, finished_at_once, responses_of
+from tba.generate.sampling import Response, responses_of
 from tba.types import Completion, Request, Sampling
 
 KeyValueCache = SlotCache | PagedCache
@@ -124,17 +124,15 @@ class PrefillQueue:
             # Nothing may start now, as under a pace limit; reading goes on at the next call.
             if request is None:
                 break
-            responses: deque[Response] = deque()
-            for response in responses_of(request, self.samples_per_prompt, self.sampling):
-                done = finished_at_once(response, self.stop_ids, version)
-                if done is None:
+            responses, completed = responses_of(
+                request, self.samples_per_prompt, self.sampling, stop_ids=self.stop_ids, version=version
+            )
+            self.completed += completed
+            if responses:
+                for response in responses:
                     response.order = self._num_responses
                     self._num_responses += 1
-                    responses.append(response)
-                else:
-                    self.completed.append(done)
-            if responses:
-                found.append(WaitingPrompt(responses=responses))
+                found.append(WaitingPrompt(responses=deque(responses)))
             # Completed responses are handed out before more is read: an endless run of complete prefixes would not end.
             if len(found) >= num_prompts or self.completed:
                 break
