@@ -50,6 +50,7 @@ from torch import Tensor, nn
 
 from tba.config import ConfigError, LoraConfig
 from tba.models.load import ADAPTER
+from tba.models.text_part import kv_bytes_per_token
 from tba.types import SharedTensors, Weights
 
 # vLLM reads these when it is imported or started: an engine in this process, which meets nobody outside this machine, no
@@ -493,9 +494,6 @@ def memory_options(
 
 def cache_bytes(config: Any, dtype: torch.dtype, max_length: int, sequences: int, limit: int) -> int:
     """Memory for the keys and values of this many sequences of the full length, within the limit; never less than one's."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     blocks = -(-max_length // CACHE_BLOCK_TOKENS) + 1
-    per_sequence = 2 * text.num_hidden_layers * heads * head_size * dtype.itemsize * CACHE_BLOCK_TOKENS * blocks
+    per_sequence = kv_bytes_per_token(config, dtype) * CACHE_BLOCK_TOKENS * blocks
     return max(per_sequence, min(sequences * per_sequence, limit))

@@ -31,17 +31,6 @@ class Attend(Protocol):
 
 
 @runtime_checkable
-class AttendInPlace(Protocol):
-    """An `Attend` whose tensors the kernel writes at once, instead of handing over keys and values to be copied."""
-
-    def storage(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The tensors [N, K, D] that this layer's keys and values are written to, both alike."""
-
-    def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
-        """Attention over what is stored -> [N, H * D]."""
-
-
-@runtime_checkable
 class AttendProjected(Protocol):
     """An `Attend` of a fused pass whose kernels take the projection as it is: they norm, rotate, store and attend."""
 
@@ -101,7 +90,7 @@ def _fused_attention(
         )
 
 
-def _as_block(heads_NHD: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def as_block(heads_NHD: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Heads of a sequence together: [B * T, H, D] -> [B, H, T, D]."""
     return heads_NHD.unflatten(0, shape).transpose(1, 2).to(dtype)
 
@@ -143,7 +132,7 @@ class CausalAttention:
         return self._tables[1].transpose(2, 3)
 
     def storage(self, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The tensors [N, K, D] of a layer's keys and values; a pass that fills them needs no `store`."""
+        """The tensors [N, K, D] of a layer's keys and values; a kernel that fills them at once needs no `store`."""
         spec = self.spec
         if self._tables is None:
             shape = (spec.num_layers if self.keep else 1, *self.shape, spec.num_kv_heads, spec.head_dim)
@@ -158,7 +147,7 @@ class CausalAttention:
         values.copy_(value_NKD)
 
     def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
-        query = _as_block(query_NHD, self.shape, self.dtype)
+        query = as_block(query_NHD, self.shape, self.dtype)
         mask = self._mask(self.spec.windows[layer], query.device)
         kept = layer if self.keep else 0
         attended = attention(self.spec, layer, query, self.keys[kept], self.values[kept], mask, sinks_H)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tba.generate.decoder.attention import Attend, AttendInPlace, AttendProjected
+from tba.generate.decoder.attention import Attend, AttendProjected, CausalAttention
 from tba.generate.decoder.experts import apply_experts, clamped_gate
 from tba.generate.decoder.spec import DecoderSpec, DecoderWeights, DenseMlp, Layer, Linear, Norm
 
@@ -80,14 +80,14 @@ class FusedPass:
 
         return embed(ids_N, self.weights.embedding, self.embedding_scale)
 
-    def hidden(self, x_NE: Tensor, positions_N: Tensor, attend: Attend | AttendInPlace | AttendProjected) -> Tensor:
+    def hidden(self, x_NE: Tensor, positions_N: Tensor, attend: Attend | AttendProjected) -> Tensor:
         """Final hidden states, normed; x is used up."""
         added: Added | None = None
         for index in range(self.spec.num_layers):
             added = self._layer(index, x_NE, added, positions_N, attend)
         return self._add_norm(x_NE, added, self.weights.final_norm)
 
-    def store_only(self, x_NE: Tensor, positions_N: Tensor, attend: Attend | AttendInPlace) -> None:
+    def store_only(self, x_NE: Tensor, positions_N: Tensor, attend: Attend) -> None:
         """Keys and values of every layer, nothing else; x is used up."""
         added: Added | None = None
         last = self.spec.num_layers - 1
@@ -101,7 +101,7 @@ class FusedPass:
         x: Tensor,
         added: Added | None,
         positions: Tensor,
-        attend: Attend | AttendInPlace | AttendProjected,
+        attend: Attend | AttendProjected,
     ) -> Added:
         """Adds what the layer before adds to the residual stream x, and returns what this layer's MLP adds."""
         layer, spec = self.weights.layers[index], self.spec.experts
@@ -133,12 +133,12 @@ class FusedPass:
             self._norm_all_heads(qkv, layer)
         return qkv
 
-    def _store(self, index: int, qkv: Tensor, positions: Tensor, attend: Attend | AttendInPlace) -> Tensor:
+    def _store(self, index: int, qkv: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Norm and rotate heads, store keys and values -> query [N, H, D]."""
         from tba.generate.kernels.layer import rotate_and_store
 
         spec, layer = self.spec, self.weights.layers[index]
-        if isinstance(attend, AttendInPlace):
+        if isinstance(attend, CausalAttention):
             keys, values = attend.storage(index, qkv.device)
         else:
             keys, values = qkv.new_empty(2, qkv.shape[0], spec.num_kv_heads, spec.head_dim)
@@ -154,7 +154,7 @@ class FusedPass:
             key_norm=key_norm,
             epsilon=spec.norm_epsilon,
         )
-        if not isinstance(attend, AttendInPlace):
+        if not isinstance(attend, CausalAttention):
             attend.store(index, keys, values)
         return query
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from tba.generate.decoder.attention import CausalAttention, _as_block, attention
+from tba.generate.decoder.attention import CausalAttention, as_block, attention
 from tba.generate.decoder.decoder import Decoder
 from tba.generate.decoder.spec import DecoderSpec
 from tba.generate.native.paged_cache import PagedCache, PagedPrompt, PagePool, side_by_side
@@ -254,7 +254,7 @@ class ContinuedAttention(CausalAttention):
 
     def attend(self, layer: int, query_NHD: Tensor, sinks_H: Tensor | None = None) -> Tensor:
         spec, window = self.spec, self.spec.windows[layer]
-        query = _as_block(query_NHD, self.shape, self.dtype)
+        query = as_block(query_NHD, self.shape, self.dtype)
         earlier = side_by_side(self.pool.read(self.located, layer), self.before_shape)
         key, value = (torch.cat((old, own[layer]), dim=2) for old, own in zip(earlier, (self.keys, self.values)))
         in_sight = window is None or window >= key.shape[2]
