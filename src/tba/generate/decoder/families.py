@@ -115,7 +115,7 @@ def _llama_like(config: Any, *, tied: bool, **changes: Any) -> DecoderSpec:
         "query_scales": (shape["head_dim"] ** -0.5,) * config.num_hidden_layers,
         "rotary_kinds": ("all",) * config.num_hidden_layers,
         "rotary_dim": int(shape["head_dim"] * partial),
-        "norm_epsilon": config.rms_norm_eps,
+        "norm_epsilon": getattr(config, "rms_norm_eps", None) or config.layer_norm_eps,
         "activation": getattr(config, "hidden_activation", None) or config.hidden_act,
         "tied": tied,
     }
@@ -219,21 +219,7 @@ def _gpt2(config: Any, *, tied: bool) -> DecoderSpec:
 
 
 def _gpt_neox(config: Any, *, tied: bool) -> DecoderSpec:
-    shape, layers = _shape_of(config), config.num_hidden_layers
-    return DecoderSpec(
-        **shape,
-        mlp_size=config.intermediate_size,
-        windows=(None,) * layers,
-        query_scales=(shape["head_dim"] ** -0.5,) * layers,
-        rotary_kinds=("all",) * layers,
-        rotary_dim=int(shape["head_dim"] * config.rope_parameters.get("partial_rotary_factor", 1.0)),
-        norm="layer",
-        norm_epsilon=config.layer_norm_eps,
-        activation=config.hidden_act,
-        gated=False,
-        parallel_residual=config.use_parallel_residual,
-        tied=tied,
-    )
+    return _llama_like(config, tied=tied, norm="layer", gated=False, parallel_residual=config.use_parallel_residual)
 
 
 FAMILIES: Mapping[str, tuple[Callable[..., DecoderSpec], Names]] = {
