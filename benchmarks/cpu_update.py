@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tba.config import TrainConfig
 from tba.models.cpu import use_cpu
-from tba.models.policy import PolicyModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.policy.model import PolicyModel
 from tba.train.batch import Budget
 from tba.train.optimizer import MasterAdamW
 from tba.train.step import TrainStep

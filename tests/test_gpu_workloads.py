@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders import tiny_llama
 
-from tba.models.policy import PolicyModel
+from tba.policy.model import PolicyModel
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

@@ -22,7 +22,7 @@ from gpu_bench.models import device, make_engine, small
 from gpu_bench.roles import endless
 from gpu_bench.workloads import BYTES_PER_SECOND, SHAPES, Row
 from tba.config import load_config
-from tba.models.policy import PolicyModel
+from tba.policy.model import PolicyModel
 from tba.runtime.links import Link
 from tba.runtime.mps import PIPES, start_mps
 from tba.runtime.processes import RoleProcess, last_lines

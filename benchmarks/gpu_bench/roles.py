@@ -48,7 +48,7 @@ def _train_role(tokens: Any, go: Any, share: int) -> None:
     give_way_to_searchers(load_config(None, ["model.device=cuda"]))  # as in a run
     model = small()
     batch = ragged_batch(model.config.vocab_size)
-    step = make_step(model, share=True, max_tokens=16_384)
+    step = make_step(model, max_tokens=16_384)
     compile_layers(model)
     step_seconds(step, batch)  # compiles: it is not work yet
     while True:

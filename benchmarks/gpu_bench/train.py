@@ -13,8 +13,8 @@ from gpu_bench.models import make_model
 from gpu_bench.workloads import FLOPS, SHAPES, Row
 from tba.config import TrainConfig
 from tba.models.load import compile_layers
-from tba.models.policy import PolicyModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.policy.model import PolicyModel
 from tba.train.batch import Budget
 from tba.train.optimizer import MasterAdamW
 from tba.train.step import TrainStep
@@ -44,9 +44,9 @@ def useful_tokens(batch: Batch) -> int:
     return int(batch.lengths.sum()) + batch.shape[1] * sum(len(tokens) for tokens in batch.prompt_tokens)
 
 
-def make_step(model: PreTrainedModel, *, share: bool, max_tokens: int = 32_768) -> TrainStep:
+def make_step(model: PreTrainedModel, *, max_tokens: int = 32_768) -> TrainStep:
     optimizer = MasterAdamW(model.parameters(), TrainConfig())
-    budget = Budget(max_tokens=max_tokens, share_prompts=share)
+    budget = Budget(max_tokens=max_tokens)
     return TrainStep(PolicyModel(model), TrajectoryBalance(), optimizer, budget=budget, temperature=1.0)
 
 
@@ -61,10 +61,10 @@ def step_seconds(step: TrainStep, batch: Batch) -> float:
 def train_rows(shapes: Sequence[str]) -> Iterator[Row]:
     for key in shapes:
         name = SHAPES[key].name
-        for compiled, share in ((False, True), (True, True), (True, False)):
+        for compiled in (False, True):
             model = make_model(SHAPES[key])
             batch = ragged_batch(model.config.vocab_size)
-            step = make_step(model, share=share)
+            step = make_step(model)
             if compiled:
                 compile_layers(model)
             first = step_seconds(step, batch)
@@ -72,8 +72,7 @@ def train_rows(shapes: Sequence[str]) -> Iterator[Row]:
             rate = useful_tokens(batch) / seconds
             mfu = 6 * sum(parameter.numel() for parameter in model.parameters()) * rate / FLOPS
             yield Row(
-                work=f"TB training {name}, 128 sequences of 100 to 600 tokens, {'compiled' if compiled else 'eager'}, "
-                f"prompts {'shared' if share else 'not shared'}",
+                work=f"TB training {name}, 128 sequences of 100 to 600 tokens, {'compiled' if compiled else 'eager'}",
                 figure=f"{rate:,.0f} useful tok/s ({seconds * 1e3:.0f} ms a step, the first {first:.0f} s)",
                 limit=f"{mfu:.0%} of {FLOPS / 1e12:.0f} TFLOP/s by 6 x parameters",
             )

@@ -13,11 +13,11 @@ import torch
 from tiny_models import by_key, keep_in_pages, make_prompt, make_tiny_model, make_weights_of
 from transformers import PreTrainedModel
 
+from tba.generate.decoder.build import make_decoder
 from tba.generate.native.cuda_graphs import DECODE_STEPS_AHEAD
 from tba.generate.native.engine import NativeEngine
 from tba.generate.native.slots import INTEGERS
 from tba.generate.sampling import SamplingNeeds, response_key
-from tba.models.build_decoder import make_decoder
 from tba.types import Completion, Request, Sampling
 
 pytestmark = pytest.mark.slow

@@ -26,10 +26,11 @@ from tiny_models import (
 )
 
 from tba.config import GenerateConfig
-from tba.generate.engine import make_engine, make_scorer, stop_ids_of
+from tba.generate.make import make_engine, make_scorer, stop_ids_of
 from tba.generate.native.engine import NativeEngine
 from tba.generate.sampling import BrokenLogits
-from tba.generate.transformers_engine import TransformersEngine, TransformersScorer
+from tba.generate.scoring import PolicyScorer
+from tba.generate.transformers_engine import TransformersEngine
 from tba.types import Request, Sampling
 
 STOPS = [2, 3, 4]
@@ -315,7 +316,7 @@ def test_an_unknown_family_falls_back_to_transformers_with_a_warning(caplog):
         engine = make("native", model)
         scorer = make_scorer(model, max_length=40)
     assert isinstance(engine, TransformersEngine)
-    assert isinstance(scorer, TransformersScorer)
+    assert isinstance(scorer, PolicyScorer)
     assert "model type 'bloom' is not one of" in caplog.text
     (found,) = engine.generate(make_requests(4), samples_per_prompt=1, sampling=Sampling(max_new_tokens=8))
     prompt = make_requests(4)[0].prompt.token_ids

@@ -22,9 +22,9 @@ from tiny_models import (
     plain_logits,
 )
 
+from tba.generate.decoder.build import make_decoder
+from tba.generate.decoder.spec import UnsupportedModel
 from tba.generate.native.engine import NativeEngine
-from tba.models.build_decoder import make_decoder
-from tba.models.decoder import UnsupportedModel
 from tba.types import Sampling
 
 pytestmark = pytest.mark.slow

@@ -3,16 +3,17 @@
 import numpy as np
 import pytest
 import torch
+from plain_pages import read_pages
 from tiny_models import FAMILIES, VOCABULARY, make_requests, make_tiny_model, plain_log_probs
 
+from tba.generate.decoder.attention import CausalAttention
+from tba.generate.decoder.decoder import Decoder
+from tba.generate.decoder.fused_pass import why_never_fused
+from tba.generate.decoder.spec import UnsupportedModel
 from tba.generate.native import engine as engine_module
-from tba.generate.native import kv_cache
+from tba.generate.native import slot_cache
 from tba.generate.native.engine import NativeEngine
-from tba.generate.native.page_pool import PAGE
-from tba.generate.native.paged_cache import PagedCache
-from tba.models.decoder import Decoder, UnsupportedModel
-from tba.models.decoder_attention import CausalAttention
-from tba.models.fused_pass import why_never_fused
+from tba.generate.native.paged_cache import PAGE, PagedCache
 from tba.types import Sampling
 
 pytestmark = pytest.mark.slow
@@ -22,9 +23,10 @@ pytestmark = pytest.mark.slow
 def as_on_cuda(monkeypatch):
     """Keys, values and attention as they are on a GPU: in the engine's dtype, in pages or, without fused kernels, keys like
     values."""
-    monkeypatch.setitem(kv_cache.POSITIONS_LAST, "cpu", False)
+    monkeypatch.setitem(slot_cache.POSITIONS_LAST, "cpu", False)
     pages = lambda decoder: PAGE if why_never_fused(decoder.spec) is None else 0  # noqa: E731
     monkeypatch.setattr(engine_module, "page_size_for", pages)
+    read_pages(monkeypatch)
     monkeypatch.setattr(Decoder, "attention_dtype", property(lambda decoder: decoder.dtype))
 
 
@@ -70,20 +72,20 @@ def turned_round(attend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_decode_step_that_computes_otherwise_is_refused_when_the_engine_is_made(dtype, monkeypatch):
-    wrong = turned_round(kv_cache.SlotAttention.attend)
-    monkeypatch.setattr(kv_cache.SlotAttention, "attend", wrong)
+    wrong = turned_round(slot_cache.SlotAttention.attend)
+    monkeypatch.setattr(slot_cache.SlotAttention, "attend", wrong)
     with pytest.raises(UnsupportedModel, match=r"differ by .* its prefill or decode step computes otherwise"):
         make(make_tiny_model("llama", spread=4.0), dtype=dtype)
 
 
 def test_a_prefill_that_forgets_a_token_is_refused_when_the_engine_is_made(monkeypatch):
-    fork = kv_cache.SlotCache.fork
+    fork = slot_cache.SlotCache.fork
 
     def forgets(self, slots, prefilled, rows):
         fork(self, slots, prefilled, rows)
         self.values[:, slots, :, 1] = 0.0
 
-    monkeypatch.setattr(kv_cache.SlotCache, "fork", forgets)
+    monkeypatch.setattr(slot_cache.SlotCache, "fork", forgets)
     with pytest.raises(UnsupportedModel, match="its prefill or decode step computes otherwise"):
         make(make_tiny_model("llama", spread=4.0))
 

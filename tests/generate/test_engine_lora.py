@@ -9,9 +9,10 @@ from tiny_models import FAMILIES, make_requests, make_tiny_model, plain_log_prob
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tba.config import GenerateConfig, LoraConfig
-from tba.generate.engine import LoraEngine, make_engine
+from tba.generate.decoder.decoder import Decoder
+from tba.generate.decoder.spec import UnsupportedModel
+from tba.generate.make import make_engine, with_adapters
 from tba.generate.native.engine import NativeEngine
-from tba.models.decoder import Decoder, UnsupportedModel
 from tba.models.load import add_lora, merged
 from tba.models.weights import make_weights
 from tba.types import Sampling
@@ -109,7 +110,7 @@ def test_an_engine_in_bf16_has_the_trainers_gain_after_the_first_steps(kind, ste
         (-log_prob(trainer, ids)).backward()
         optimizer.step()
     gain = float(log_prob(trainer, ids).detach()) - before
-    LoraEngine(engine, adapted(base, noise=0.0, seed=5)).load(make_weights(trainer, version=steps))
+    with_adapters(engine, adapted(base, noise=0.0, seed=5)).load(make_weights(trainer, version=steps))
     if kind == "native":
         in_fp32(engine.decoder)
     else:
@@ -121,7 +122,7 @@ def test_an_engine_in_bf16_has_the_trainers_gain_after_the_first_steps(kind, ste
 def test_in_fp32_an_adapter_is_merged_and_costs_nothing_to_decode():
     base = make_tiny_model("llama")
     trainer, engine = adapted(base, noise=0.3), make_native(base)
-    LoraEngine(engine, adapted(base, noise=0.0)).load(make_weights(trainer, version=1))
+    with_adapters(engine, adapted(base, noise=0.0)).load(make_weights(trainer, version=1))
     assert engine.decoder.adapter is None
     found = next(engine.generate(make_requests(4), samples_per_prompt=1, sampling=SAMPLING))
     prompt = make_requests(4)[0].prompt.token_ids
@@ -151,7 +152,7 @@ def test_an_adapter_on_something_else_than_a_layers_matrices_is_merged_with_a_wa
         make_native(base).keep_adapter_apart(model)
     base, model = base.to(torch.bfloat16), model.to(torch.bfloat16)
     engine = make_native(base, dtype=torch.bfloat16)
-    LoraEngine(engine, model).load(make_weights(model, version=1))
+    with_adapters(engine, model).load(make_weights(model, version=1))
     assert "LoRA is merged in torch.bfloat16, which loses small changes: its adapter changes lm_head" in caplog.text
     assert engine.version == 1
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tiny_models import by_key, keep_in_pages, make_requests, make_tiny_model, make_weights_of, plain_log_probs
 
+from tba.generate.decoder.build import make_decoder
 from tba.generate.native.engine import NativeEngine
 from tba.generate.sampling import BrokenLogits
-from tba.models.build_decoder import make_decoder
 from tba.types import Request, Sampling
 
 LENGTHS = (3, 8, 1, 5, 12, 4, 7)

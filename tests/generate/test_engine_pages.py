@@ -18,11 +18,11 @@ from tiny_models import (
     plain_log_probs,
 )
 
-from tba.generate.native import page_plan
+from tba.generate.decoder.build import make_decoder
+from tba.generate.native import paged_cache
 from tba.generate.native.engine import NativeEngine
-from tba.generate.native.page_pool import SCRATCH, PagePool, PrefixIndex
-from tba.generate.native.running import RunningResponses
-from tba.models.build_decoder import make_decoder
+from tba.generate.native.paged_cache import SCRATCH, PagePool, PrefixIndex
+from tba.generate.native.slots import RunningResponses
 from tba.types import Prompt, Request, Sampling
 
 PAGE = 4
@@ -355,7 +355,7 @@ def test_tokens_and_pages_are_copied_across_chunks():
 
 
 def test_slots_with_the_same_first_pages_are_a_group_of_at_most_sixteen(monkeypatch):
-    monkeypatch.setattr(page_plan, "LEAST_SHARED_PAGES", 4)
+    monkeypatch.setattr(paged_cache, "LEAST_SHARED_PAGES", 4)
     engine = make(slots=24, max_length=64)
     cache = engine.cache
     # 20 samples of one prompt (pages 1 to 6), two of another (7 to 11) and one that shares only 4 pages with the first.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_models import FAMILIES, VOCABULARY, make_prompt, make_tiny_model, make_weights_of, plain_log_probs
 
-from tba.generate.engine import make_scorer
+from tba.generate.make import make_scorer
 from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import ReferenceScorer, packed_batches
 
@@ -21,15 +21,11 @@ def make_pairs(num_prompts=4, samples=3):
     return [pairs[index][0] for index in order], [pairs[index][1] for index in order]
 
 
-@pytest.mark.parametrize(
-    ("family", "token_budget", "packed"),
-    [("llama", 8192, False), ("llama", 30, True)]
-    + [(family, *settings) for family in FAMILIES for settings in ((30, False), (8192, True))],
-)
-def test_scores_equal_a_plain_forward_pass(family, token_budget, packed):
+@pytest.mark.parametrize(("family", "token_budget"), [("llama", 30), *((family, 8192) for family in FAMILIES)])
+def test_scores_equal_a_plain_forward_pass(family, token_budget):
     model = make_tiny_model(family)
     prompts, responses = make_pairs()
-    scorer = ReferenceScorer(model, max_length=64, token_budget=token_budget, packed=packed)
+    scorer = ReferenceScorer(model, max_length=64, token_budget=token_budget)
     found = scorer.score(prompts, responses, 0.7)
     for prompt, response, scores in zip(prompts, responses, found):
         assert scores.dtype == np.float32
@@ -38,24 +34,23 @@ def test_scores_equal_a_plain_forward_pass(family, token_budget, packed):
 
 def test_responses_of_a_prompt_share_one_pass_over_it():
     scorer = ReferenceScorer(make_tiny_model("llama"), max_length=64)
-    tokens, store_only, hidden = [], scorer.decoder.store_only, scorer.decoder.hidden
-    scorer.decoder.store_only = lambda ids, *rest: (tokens.append(len(ids)), store_only(ids, *rest))[1]
+    tokens, hidden = [], scorer.decoder.hidden
     scorer.decoder.hidden = lambda ids, *rest: (tokens.append(len(ids)), hidden(ids, *rest))[1]
     prompt = make_prompt("p", 21).token_ids
-    scorer.score([prompt] * 5, [np.arange(8)] * 5, 1.0)
-    assert tokens == [20, 5 * 8]
+    scorer.score([prompt] * 5, [np.arange(8) + index for index in range(5)], 1.0)
+    assert tokens == [21 + 5 * 8 - 5]  # no response's last token is read
 
 
-def test_packed_batches_keep_the_budget_and_leave_nothing_out():
-    prompts, responses = [np.zeros(n) for n in (4, 2)], [np.zeros(n) for n in (3, 3, 5, 0, 20, 1)]
-    batches = list(packed_batches(prompts, [[0, 1, 2], [3, 4, 5]], responses, token_budget=12))
+def test_batches_keep_the_budget_and_leave_nothing_out():
+    first, second = np.zeros(4), np.zeros(2)
+    prompts, responses = [first, second, first, first, second, second], [np.zeros(n) for n in (3, 0, 3, 5, 20, 1)]
     # 4 + 3 + 3 = 10, 4 + 5 = 9, then 2 + 20 alone, and 2 + 1
-    assert batches == [{0: [0, 1]}, {0: [2]}, {1: [4]}, {1: [5]}]
+    assert list(packed_batches(prompts, responses, token_budget=12)) == [[[0, 2]], [[3]], [[4]], [[5]]]
+    assert list(packed_batches(prompts, responses, token_budget=99)) == [[[0, 2, 3], [4, 5]]]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_an_empty_response_has_no_scores(packed):
-    scorer = ReferenceScorer(make_tiny_model("llama"), max_length=64, packed=packed)
+def test_an_empty_response_has_no_scores():
+    scorer = ReferenceScorer(make_tiny_model("llama"), max_length=64)
     prompt = make_prompt("p", 4).token_ids
     empty, full = scorer.score([prompt, prompt], [np.zeros(0, np.int32), np.array([5, 6])], 1.0)
     assert empty.shape == (0,)

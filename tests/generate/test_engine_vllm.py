@@ -30,7 +30,7 @@ from tiny_models import (
 
 import tba
 from tba.config import ConfigError, GenerateConfig, LoraConfig
-from tba.generate.engine import LoraEngine, make_engine
+from tba.generate.make import make_engine, with_adapters
 from tba.models.load import add_lora
 from tba.types import Request, Sampling, Weights
 
@@ -64,7 +64,7 @@ def test_nothing_imports_vllm_but_the_modules_that_are_imported_when_it_is_chose
 
 def test_without_vllm_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # as Python notes a module that cannot be imported
-    for name in ("engine", "in_process", "weights", "adapters", "make"):
+    for name in ("engine", "llm"):
         monkeypatch.delitem(sys.modules, f"tba.generate.vllm_{name}", raising=False)
     with pytest.raises(ConfigError, match=r"generate.engine=vllm needs vLLM.*pip install 'tba-rl\[vllm\]'"):
         make()
@@ -303,7 +303,7 @@ def test_a_sibling_generates_with_the_same_weights_while_the_engine_has_response
 @needs_vllm
 def test_a_plain_model_is_used_as_it_is_loaded_and_one_with_a_quantized_layer_is_not():
     """What decides on a GPU whether new weights go straight into the tensors in use."""
-    from tba.generate.vllm_weights import is_used_as_loaded
+    from tba.generate.vllm_llm import is_used_as_loaded
 
     def judge(model):
         layers = list(model.modules())
@@ -338,7 +338,7 @@ def test_tied_embeddings_are_replaced_at_both_ends():
 
 @needs_vllm
 def test_one_config_has_one_folder_so_that_what_vllm_compiles_is_found_again(tmp_path, monkeypatch):
-    from tba.generate.vllm_make import config_folder
+    from tba.generate.vllm_llm import config_folder
 
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     configs = [make_tiny_model(family).config for family in (FAMILY, FAMILY, "qwen2")]
@@ -355,7 +355,7 @@ def test_a_lora_adapter_is_merged_before_vllm_gets_it():
     engine = make(model=model)
     add_lora(model, LoraConfig(rank=2, targets=["q_proj", "v_proj"]), base="tiny", seed=0)
     adapter = {name: p.detach() + 0.3 for name, p in model.named_parameters() if ".lora_" in name}
-    lora = LoraEngine(engine, model)
+    lora = with_adapters(engine, model)
     lora.load(Weights(version=2, tensors=adapter))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -9,7 +9,8 @@ import transformers
 from tiny_models import GROUPED, SHAPE, generate_greedily, make_requests, make_weights_of, plain_log_probs
 from transformers import AutoModelForCausalLM
 
-from tba.generate.transformers_engine import TransformersEngine, TransformersScorer
+from tba.generate.scoring import PolicyScorer
+from tba.generate.transformers_engine import TransformersEngine
 from tba.types import Sampling, Weights
 
 pytestmark = pytest.mark.slow
@@ -50,12 +51,16 @@ def make_engine(model, **changes):
     return TransformersEngine(model, **{"stop_ids": STOPS, "seed": 0, "max_length": 64, **changes})
 
 
+def make_scorer(model):
+    return PolicyScorer(model, token_budget=64, max_length=64)
+
+
 @pytest.mark.parametrize("family", WITH_BUFFERS)
 def test_published_weights_load_though_buffers_are_not_among_them(family):
     new = make_model(WITH_BUFFERS[family](), seed=1)
     weights = make_weights_of(new, version=3)
     assert set(new.state_dict()) - set(weights.tensors), "the model has persistent buffers"
-    engine, scorer = (kind(make_model(WITH_BUFFERS[family]())) for kind in (make_engine, TransformersScorer))
+    engine, scorer = (kind(make_model(WITH_BUFFERS[family]())) for kind in (make_engine, make_scorer))
     engine.load(weights)
     scorer.load(weights)
     (request,) = make_requests(6)
@@ -159,7 +164,7 @@ def test_a_model_that_gives_no_state_at_all_reads_everything_again(monkeypatch):
     np.testing.assert_allclose(found.policy_log_probs, want, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [make_engine, TransformersScorer])
+@pytest.mark.parametrize("kind", [make_engine, make_scorer])
 def test_weights_that_lack_a_parameter_are_refused_and_nothing_is_loaded(kind):
     model = make_model(transformers.Olmo2Config(**GROUPED))
     holder = kind(model)

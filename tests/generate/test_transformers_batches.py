@@ -9,8 +9,7 @@ import transformers
 from tiny_models import GROUPED, SHAPE, VOCABULARY, by_key, make_prompt, make_tiny_model, make_weights_of
 from transformers import AutoModelForCausalLM
 
-from tba.generate.transformers_engine import TransformersEngine
-from tba.generate.transformers_trials import caches_exactly, pads_exactly, selects_exactly
+from tba.generate.transformers_engine import TransformersEngine, cache_abilities
 from tba.types import Request, Sampling
 
 pytestmark = pytest.mark.slow
@@ -84,9 +83,7 @@ def test_a_batch_of_many_prompts_takes_as_many_passes_as_its_longest_response():
     passes = []
     model.register_forward_hook(lambda module, args, output: passes.append(output.logits.shape[0]))
     engine = make_engine(model, slots=64)
-    assert engine._pads_exactly()
-    assert engine._is_exact(selects_exactly)
-    assert engine._is_exact(caches_exactly)
+    assert engine.abilities == (True, True, True, True)
     passes.clear()
     requests = [Request(prompt=make_prompt(f"p{index}", 2 + index)) for index in range(8)]
     assert len(list(engine.generate(requests, samples_per_prompt=4, sampling=sampling))) == 32
@@ -96,9 +93,7 @@ def test_a_batch_of_many_prompts_takes_as_many_passes_as_its_longest_response():
 def test_rows_that_have_finished_leave_the_batch():
     model = make_model("cohere")
     engine = make_engine(model, slots=64)
-    assert engine._pads_exactly()
-    assert engine._is_exact(selects_exactly)
-    assert engine._is_exact(caches_exactly)
+    assert engine.abilities == (True, True, True, True)
     sizes = []
     model.register_forward_hook(lambda module, args, output: sizes.append(output.logits.shape[0]))
     requests = [
@@ -110,11 +105,10 @@ def test_rows_that_have_finished_leave_the_batch():
 
 
 def test_a_model_with_states_decodes_prompts_of_one_length_together():
-    assert not pads_exactly(make_model("mamba"))
-    assert not selects_exactly(make_model("falcon-h1"))
-    assert caches_exactly(make_model("bamba"))  # not so where it is not told positions
-    assert pads_exactly(make_model("bloom"))
-    assert selects_exactly(make_model("bloom"))
+    assert not cache_abilities(make_model("mamba")).pads
+    assert not cache_abilities(make_model("falcon-h1")).selects
+    assert cache_abilities(make_model("bamba")).caches  # not so where it is not told positions
+    assert cache_abilities(make_model("bloom"))[1:] == (True, True, True)
 
 
 def test_weights_that_arrive_in_a_batch_open_a_span_in_each_open_response():
@@ -136,16 +130,5 @@ def test_a_trial_on_a_model_that_says_the_same_after_everything_is_as_strict():
     model = make_model("mamba")
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1e-3)
-    assert not pads_exactly(model)
-    assert caches_exactly(model)
-
-
-def test_nothing_is_concluded_from_weights_that_are_not_finite():
-    model = make_model("cohere")
-    good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    engine = make_engine(model)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.fill_(float("nan"))
-    assert not engine._pads_exactly()
-    model.load_state_dict(good)
-    assert engine._pads_exactly()
+    assert not cache_abilities(model).pads
+    assert cache_abilities(model).caches

@@ -11,7 +11,7 @@ import torch
 from tiny_models import VLLM_DEVICE, make_prompt, make_requests, make_tiny_model, plain_log_probs
 
 from tba.config import ConfigError, GenerateConfig, LoraConfig
-from tba.generate.engine import LoraEngine, make_engine
+from tba.generate.make import make_engine, with_adapters
 from tba.models.load import add_lora
 from tba.types import Sampling, Weights
 
@@ -67,7 +67,7 @@ def test_an_adapter_beside_the_weights_scores_as_one_that_is_merged_into_them():
     model = make_model()
     plain = make_engine(copy.deepcopy(model), [2, 3, 4], GenerateConfig(engine="vllm", slots=3), seed=0, max_length=40)
     engine = make_unmerged(model)
-    lora = LoraEngine(plain, model)
+    lora = with_adapters(plain, model)
     base = plain_log_probs(with_adapter(model, Weights(version=0, tensors={})), PROMPT, RESPONSE)
     np.testing.assert_allclose(engine.score([PROMPT], [RESPONSE], 1.0)[0], base, atol=NEAR)
     for version in (1, 2):  # the second takes the first one's place
@@ -144,7 +144,7 @@ def test_nothing_is_left_of_the_folder_that_vllm_reads(tmp_path, monkeypatch):
     """A searcher may be killed: what lay in memory then would stay there."""
     model = make_model()
     engine = make_unmerged(model)
-    monkeypatch.setattr("tba.generate.vllm_adapters.MEMORY", tmp_path)
+    monkeypatch.setattr("tba.generate.vllm_llm.MEMORY", tmp_path)
     adapter, seen = make_adapter(model, 1), []
     add = engine._shared.llm.llm_engine.add_lora
     monkeypatch.setattr(

@@ -14,7 +14,7 @@ import torch
 from tiny_models import make_prompt, make_requests, make_tiny_model, plain_log_probs
 
 from tba.config import GenerateConfig
-from tba.generate.engine import make_engine
+from tba.generate.make import make_engine
 from tba.runtime.weight_slots import WeightSlots
 from tba.types import Sampling
 
@@ -66,8 +66,8 @@ def trainer_process():
 
 @needs_vllm
 def test_which_way_weights_come_into_vllm(monkeypatch):
-    from tba.generate import vllm_weights
-    from tba.generate.vllm_weights import Transfer
+    from tba.generate import vllm_llm
+    from tba.generate.vllm_llm import Transfer
 
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     for offered, device, beside, expected in (
@@ -76,20 +76,20 @@ def test_which_way_weights_come_into_vllm(monkeypatch):
         (True, cpu, True, Transfer.in_process),
         (False, gpu, True, Transfer.in_process),
     ):
-        monkeypatch.setattr(vllm_weights, "offers_ipc", lambda offered=offered: offered)
+        monkeypatch.setattr(vllm_llm, "offers_ipc", lambda offered=offered: offered)
         assert Transfer.chosen(device, beside_trainer=beside) is expected
 
 
 @needs_gpu
 @needs_vllm
 def test_vllm_reads_what_another_process_has_published_and_its_own_copy_once_that_is_overwritten(monkeypatch):
-    from tba.generate import vllm_weights
+    from tba.generate import vllm_llm
 
-    if not vllm_weights.offers_ipc():
+    if not vllm_llm.offers_ipc():
         pytest.skip("the installed vLLM cannot import its ipc backend")
     read = []
-    shared = vllm_weights._send_shared
-    monkeypatch.setattr(vllm_weights, "_send_shared", lambda *given: read.append(shared(*given)) or read[-1])
+    shared = vllm_llm._send_shared
+    monkeypatch.setattr(vllm_llm, "_send_shared", lambda *given: read.append(shared(*given)) or read[-1])
     model = make_tiny_model(FAMILY).cuda()
     settings = GenerateConfig(engine="vllm", slots=3)
     with trainer_process() as (slots, publish):

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from plain_pages import read_pages
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tba.generate.native import engine, page_pool, paged_prefill
+from tba.generate.native import engine, paged_cache, prefill
 from tba.types import Completion, Prompt, Request, Weights
 
 transformers.logging.set_verbosity_error()
@@ -154,9 +155,10 @@ def keep_in_pages(monkeypatch: pytest.MonkeyPatch, *, page_size: int = 4) -> Non
     """Engines made from now on keep keys and values in pages, as on a GPU: small ones, in small chunks, so that sequences
     have many, and prompts longer than 8 tokens are prefilled in parts while others run."""
     monkeypatch.setattr(engine, "page_size_for", lambda decoder: page_size)
-    monkeypatch.setitem(page_pool.LEAST_CHUNK_BYTES, "cpu", 2**14)
-    monkeypatch.setattr(paged_prefill, "LARGEST_TURN", 2 * page_size)
-    monkeypatch.setattr(paged_prefill, "LEAST_TURN", 2 * page_size)
+    read_pages(monkeypatch)
+    monkeypatch.setitem(paged_cache.LEAST_CHUNK_BYTES, "cpu", 2**14)
+    monkeypatch.setattr(prefill, "LARGEST_TURN", 2 * page_size)
+    monkeypatch.setattr(prefill, "LEAST_TURN", 2 * page_size)
 
 
 def make_prompt(prompt_id: str, length: int, *, seed: int = 0) -> Prompt:

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from tba.config import ConfigError, LoraConfig, ModelConfig, load_config
 from tba.generate.native.engine import NativeEngine
-from tba.generate.scoring import LoraReferenceScorer, ReferenceScorer
+from tba.generate.scoring import PolicyScorer, ReferenceScorer
 from tba.launch import merge_adapter, train
 from tba.models.load import LoadedModel, adapt, add_lora, merged
-from tba.models.policy import PolicyModel
 from tba.models.weights import CanaryMismatch, make_weights
 from tba.observe.run_folder import RunFolder
+from tba.policy.model import PolicyModel
 from tba.runtime.weight_slots import WeightSlots
 from tba.search.new_weights import WeightLoader
 
@@ -88,7 +88,7 @@ def test_the_reference_is_the_base_with_the_adapter_off():
     responses = [rng.integers(3, 40, size=n).astype(np.int32) for n in (5, 1, 7, 3, 2)]
     want = ReferenceScorer(tiny_llama(), max_length=32).score(owners, responses, 0.7)
     for budget in (1000, 12):
-        got = LoraReferenceScorer(adapted(noise=0.3), token_budget=budget).score(owners, responses, 0.7)
+        got = PolicyScorer(adapted(noise=0.3), token_budget=budget).score(owners, responses, 0.7)
         for own, expected in zip(got, want):
             assert np.abs(own - expected).max() < 1e-4
 

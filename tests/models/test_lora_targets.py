@@ -8,11 +8,10 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from tba.config import ConfigError, LoraConfig
-from tba.generate.transformers_engine import load_weights
-from tba.models.load import add_lora, merged, with_adapter
-from tba.models.packing import pack
-from tba.models.policy import PolicyModel
+from tba.models.load import add_lora, load_published, merged, with_adapter
 from tba.models.weights import make_weights
+from tba.policy.model import PolicyModel
+from tba.policy.packing import pack
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -93,7 +92,7 @@ def test_merged_weights_compute_what_the_adapted_model_computes(name, targets):
     plain = make_model(name)
     with torch.no_grad():
         want, before = plain_log_probs(model), plain_log_probs(plain)
-        load_weights(plain, weights.tensors)
+        load_published(plain, weights.tensors)
         got = plain_log_probs(plain)
     assert (got - want).abs().max() < 1e-4
     assert (got - before).abs().max() > 0.1
@@ -108,7 +107,7 @@ def test_every_part_of_an_adapter_gets_the_gradient_of_a_plain_pass(name, target
     expected = torch.autograd.grad((want * weight).sum(), list(trained.values()))
     policy = PolicyModel(model)
     assert policy.packed == (name != "jamba")
-    packed = pack(*sequences(), share_prompts=True, device=CPU)
+    packed = pack(*sequences(), device=CPU)
     got = policy.forward(packed, temperature=1.0).log_pi_N
     assert (got - want).abs().max() < 1e-4
     (got * weight).sum().backward()

@@ -11,11 +11,11 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tba.config import GenerateConfig, LoraConfig, ModelConfig
-from tba.generate.engine import LoraEngine, make_engine, make_scorer, stop_ids_of
+from tba.generate.make import make_engine, make_scorer, stop_ids_of, with_adapters
 from tba.models.load import add_lora, load_model
-from tba.models.packing import pack
-from tba.models.policy import PolicyModel
 from tba.models.weights import make_weights
+from tba.policy.model import PolicyModel
+from tba.policy.packing import pack
 from tba.types import Prompt, Request, Sampling
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def test_the_text_part_trains_packed_and_the_rest_stands_still(loaded):
     want = plain_log_probs(model)
     policy = PolicyModel(model)
     assert policy.packed
-    got = policy.forward(pack(*sequences(), share_prompts=True, device=CPU), temperature=1.0).log_pi_N
+    got = policy.forward(pack(*sequences(), device=CPU), temperature=1.0).log_pi_N
     assert (got - want).abs().max() < 1e-4
     got.sum().backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -115,7 +115,7 @@ def test_an_adapter_on_all_linear_layers_leaves_the_images_out(loaded):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0.0, 0.2)
-    lora = LoraEngine(engine, model)
+    lora = with_adapters(engine, model)
     lora.load(make_weights(model, version=1))
     prompt = Prompt(id="p", token_ids=np.array([7, 8, 9], np.int32), text="")
     (found,) = lora.generate([Request(prompt=prompt)], samples_per_prompt=1, sampling=Sampling(max_new_tokens=6))

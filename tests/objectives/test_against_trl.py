@@ -37,11 +37,11 @@ from builders import VOCABULARY, tiny_llama, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from tba.models.policy import PolicyModel
 from tba.objectives.base import Objective
 from tba.objectives.dpo import OnlineDPO
 from tba.objectives.grpo import GRPO, DrGRPO
 from tba.objectives.policy_gradient import RLOO, ProximalRLOO
+from tba.policy.model import PolicyModel
 from tba.train.batch import pack_responses
 from tba.types import Batch, Forward, Loss, Totals
 
@@ -137,7 +137,7 @@ def our_loss(
 
 def _forward(policy: PolicyModel, batch: Batch, temperature: float) -> Forward:
     everything = list(range(len(batch.lengths)))
-    packed = pack_responses(batch, everything, share_prompts=True, device=torch.device("cpu")).packed
+    packed = pack_responses(batch, everything, device=torch.device("cpu")).packed
     return policy.forward(packed, temperature=temperature)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from builders import tiny_llama, tiny_tokenizer
 
 from tba.config import Config, GenerateConfig
-from tba.generate.engine import make_engine, make_scorer
+from tba.generate.make import make_engine, make_scorer
 from tba.runtime.channels import LocalGroups
 from tba.runtime.leases import LedgerVisits, VisitLedger
 from tba.search.loop import FailureCount, GroupScorer, SearchCounts, Searcher

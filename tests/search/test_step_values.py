@@ -7,7 +7,7 @@ import pytest
 from builders import tiny_llama, tiny_tokenizer
 
 from tba.config import GenerateConfig
-from tba.generate.engine import make_engine
+from tba.generate.make import make_engine
 from tba.search.values import StepValues, lost_without_values
 from tba.tasks.base import FinishedGroup
 from tba.tasks.outcomes import RewardFailed

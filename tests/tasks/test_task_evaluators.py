@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tba.config import load_config
-from tba.generate.engine import make_scorer
+from tba.generate.make import make_scorer
 from tba.launch.defaults import with_defaults
 from tba.launch.run import load_inputs
 from tba.launch.start import evaluate_model

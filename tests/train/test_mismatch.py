@@ -10,8 +10,8 @@ import torch
 from builders import ragged_batch, tiny_llama
 
 from tba.generate.native.engine import NativeEngine
-from tba.models.policy import PolicyModel
 from tba.models.weights import kl_estimate, make_weights
+from tba.policy.model import PolicyModel
 from tba.runtime.weight_slots import WeightSlots
 from tba.train.mismatch import LEAST_TOKENS, MismatchProbe, mismatch_of_batch
 from tba.types import Prompt, Request, Sampling, Trajectory, TrajectoryGroup

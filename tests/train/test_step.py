@@ -11,10 +11,10 @@ from transformers import LlamaForCausalLM
 
 from tba.config import TrainConfig
 from tba.models.load import checkpoint_layers
-from tba.models.packing import pack
-from tba.models.policy import PolicyModel, make_critic, make_log_z
 from tba.objectives.registry import OBJECTIVES
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.policy.model import PolicyModel, make_critic, make_log_z
+from tba.policy.packing import pack
 from tba.train import step as train_step
 from tba.train.batch import Budget
 from tba.train.optimizer import MasterAdamW
@@ -177,7 +177,7 @@ def test_a_critic_of_its_own_leaves_the_policy_alone():
         critic = make_critic(model, separate=separate)
         torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(3))
         policy = PolicyModel(model, critic=critic)
-        packed = pack([torch.tensor([3, 4])], [[torch.tensor([5, 6, 2])]], share_prompts=True, device=policy.device)
+        packed = pack([torch.tensor([3, 4])], [[torch.tensor([5, 6, 2])]], device=policy.device)
         policy.forward(packed, temperature=1.0).values_N.sum().backward()
         gradients[separate] = model.model.layers[0].mlp.up_proj.weight.grad
     assert gradients[True] is None
@@ -192,7 +192,7 @@ def test_values_are_of_the_state_before_each_token(separate):
     tokens = torch.tensor([3, 4, 5, 6, 2])
     hidden = model.model(tokens[None]).last_hidden_state[0]
     want = critic(hidden[1:4])  # states [3 4], [3 4 5], [3 4 5 6] choose 5, 6, 2
-    packed = pack([tokens[:2]], [[tokens[2:]]], share_prompts=True, device=tokens.device)
+    packed = pack([tokens[:2]], [[tokens[2:]]], device=tokens.device)
     got = PolicyModel(model, critic=critic).forward(packed, temperature=1.0).values_N
     assert (got - want).abs().max() < 1e-5
 

@@ -11,10 +11,10 @@ from builders import ragged_batch, tiny_llama
 from tba.config import Config, ConfigError, TrainConfig, dump_config, load_config
 from tba.launch.defaults import with_objective_defaults
 from tba.launch.resume import resumed_config, with_stored_defaults
-from tba.models.policy import PolicyModel
 from tba.objectives.registry import make_objective
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.observe.run_folder import RunFolder
+from tba.policy.model import PolicyModel
 from tba.train.batch import Budget
 from tba.train.learning_rate import LearningRate
 from tba.train.optimizer import MasterAdamW

@@ -25,8 +25,8 @@ Axes: B responses, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -124,6 +124,33 @@ class SamplingState:
     greedy: Tensor
     """int64, 0 or 1."""
     min_new_tokens: Tensor
+
+    @classmethod
+    def of(cls, responses: Sequence[Response], seed: int, device: torch.device) -> SamplingState:
+        """The settings of responses that are about to start."""
+        numbers = [sampling_numbers(response, seed) for response in responses]
+        return cls(**{name: torch.tensor([row[name] for row in numbers], device=device) for name in numbers[0]})
+
+    def rows(self, rows_B: Tensor, num_generated: int) -> SamplingState:
+        """The settings of some of them, so many tokens later."""
+        chosen = SamplingState(**{name: values[rows_B] for name, values in vars(self).items()})
+        return replace(chosen, position=chosen.position + num_generated)
+
+
+def sampling_numbers(response: Response, seed: int) -> dict[str, int | float]:
+    """The fields of `SamplingState` for a response that is about to start."""
+    sampling = response.sampling
+    return {
+        "key": response_key(seed, response.request.prompt.id, response.sample_index),
+        "position": len(response.token_ids),
+        # A greedy response ignores its temperature, and a temperature of 0 would divide by it.
+        "temperature": 1.0 if sampling.greedy else float(sampling.temperature),
+        "policy_temperature": float(sampling.training_temperature),
+        "top_p": float(sampling.top_p),
+        "top_k": sampling.top_k,
+        "greedy": int(sampling.greedy),
+        "min_new_tokens": sampling.min_new_tokens,
+    }
 
 
 class SampledTokens(NamedTuple):
@@ -290,50 +317,37 @@ class Response:
         )
 
 
-def sequence_of(request: Request) -> np.ndarray:
-    """Prompt and prefix, int64."""
-    return np.concatenate((request.prompt.token_ids, request.prefix_ids)).astype(np.int64)
-
-
-def responses_of(request: Request, samples_per_prompt: int, sampling: Sampling) -> list[Response]:
-    """The responses that a request asks for, not yet started."""
-    first = request.first_sample
-    return [
-        Response(request=request, sample_index=index, sampling=request.sampling or sampling)
-        for index in range(first, first + samples_per_prompt)
-    ]
-
-
-def finished_at_once(response: Response, stop_ids: Collection[int], version: int) -> Completion | None:
-    """The completion of a response whose prefix ends in a stop token, or is as long as allowed; None for all others."""
-    prefix = np.asarray(response.request.prefix_ids, dtype=np.int32)
-    stopped = len(prefix) > 0 and int(prefix[-1]) in stop_ids
-    if not stopped and len(prefix) < response.sampling.max_new_tokens:
-        return None
-    response.open_span(len(prefix), version)
+def responses_of(
+    request: Request, samples_per_prompt: int, sampling: Sampling, *, stop_ids: Collection[int], version: int
+) -> tuple[list[Response], list[Completion]]:
+    """The responses that a request asks for: those that need tokens, not yet started, and those whose prefix ends in a stop
+    token, or is as long as allowed."""
+    prefix = np.asarray(request.prefix_ids, dtype=np.int32)
+    own, first = request.sampling or sampling, request.first_sample
+    found = [Response(request=request, sample_index=first + index, sampling=own) for index in range(samples_per_prompt)]
+    is_stopped = len(prefix) > 0 and int(prefix[-1]) in stop_ids
+    if not is_stopped and len(prefix) < own.max_new_tokens:
+        return found, []
     unknown = np.full(len(prefix), np.nan, dtype=np.float32)
-    return response.completion(prefix.copy(), unknown, unknown.copy(), stop_ids)
+    for response in found:
+        response.open_span(len(prefix), version)
+    return [], [response.completion(prefix.copy(), unknown.copy(), unknown.copy(), stop_ids) for response in found]
 
 
 def checked_requests(
     requests: Iterable[Request | None], sampling: Sampling, max_length: int
 ) -> Iterator[Request | None]:
-    """The same requests, read lazily, with an error at the first that cannot be generated."""
+    """The same requests, read lazily; a ValueError at an empty prompt, and at one that is too long with its response."""
     for request in requests:
         if request is not None:
-            check_request(request, request.sampling or sampling, max_length)
+            name, prompt, prefix = request.prompt.id, len(request.prompt.token_ids), len(request.prefix_ids)
+            if prompt == 0:
+                raise ValueError(f"prompt {name!r} has no tokens: add a BOS token or drop it from the data.")
+            response = max(prefix, (request.sampling or sampling).max_new_tokens)
+            if prompt + response > max_length:
+                raise ValueError(
+                    f"prompt {name!r} has {prompt} tokens and its response up to {response} (a prefix of {prefix} "
+                    f"included): together more than the engine's max_length={max_length}. Lower task.max_prompt_tokens or "
+                    "generate.max_new_tokens, or use a model with a longer context."
+                )
         yield request
-
-
-def check_request(request: Request, sampling: Sampling, max_length: int) -> None:
-    """Raise a ValueError for an empty prompt, and for one that is too long with its response."""
-    prompt, prefix = len(request.prompt.token_ids), len(request.prefix_ids)
-    if prompt == 0:
-        raise ValueError(f"prompt {request.prompt.id!r} has no tokens: add a BOS token or drop it from the data.")
-    response = max(prefix, sampling.max_new_tokens)
-    if prompt + response > max_length:
-        raise ValueError(
-            f"prompt {request.prompt.id!r} has {prompt} tokens and its response up to {response} "
-            f"(a prefix of {prefix} included): together more than the engine's max_length={max_length}. "
-            "Lower task.max_prompt_tokens or generate.max_new_tokens, or use a model with a longer context."
-        )

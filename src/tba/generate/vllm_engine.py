@@ -19,41 +19,40 @@ version before the next is loaded; without a scorer they are NaN, and such a res
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from tba.config import ConfigError, LoraConfig
+from tba.generate.contract import Engine, Scorer, Update
 from tba.generate.sampling import (
     Response,
-    checked_requests,
-    finished_at_once,
     response_key,
     responses_of,
-    sequence_of,
+    sampling_needs,
 )
 
 # vLLM's own names come from there as well: what must be set before vLLM is imported is set there.
-from tba.generate.vllm_in_process import (
+from tba.generate.vllm_llm import (
+    LLM,
     AdapterFolder,
     RequestOutput,
     RequestOutputKind,
-    RunningResponse,
     SamplingParams,
-    SharedLLM,
     Transfer,
+    keep,
+    make_llm,
+    tokens_input,
 )
-from tba.generate.vllm_make import make_llm
 from tba.models.load import first_line
 from tba.types import Completion, Request, Sampling, Weights
-
-if TYPE_CHECKING:
-    from tba.generate.engine import Scorer
 
 MIN_TEMPERATURE = 0.01
 """vLLM samples at this temperature where a lower one is asked for, with a warning only."""
@@ -66,7 +65,7 @@ def make_vllm_engine(
     seed: int,
     slots: int,
     max_length: int,
-    update: Literal["in_flight", "drain"],
+    update: Update,
     dtype: torch.dtype,
     device: torch.device | str,
     version: int,
@@ -120,7 +119,7 @@ def make_vllm_engine(
     )
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """An engine that generates with a vLLM, alone or beside its siblings."""
 
     def __init__(
@@ -132,12 +131,12 @@ class VllmEngine:
         slots: int,
         max_length: int,
         vocabulary: int,
-        update: Literal["in_flight", "drain"] = "in_flight",
+        update: Update = "in_flight",
     ) -> None:
+        super().__init__(
+            stop_ids=stop_ids, seed=seed, slots=slots, max_length=max_length, vocabulary=vocabulary, update=update
+        )
         self._shared = shared
-        self.stop_ids = frozenset(stop_ids)
-        self.seed, self.slots, self.max_length, self.update = seed, slots, max_length, update
-        self.vocabulary = vocabulary
         self._waiting: deque[Response] = deque()
         """Samples of the request that was read last which have no slot yet."""
         self._running: dict[str, RunningResponse] = {}
@@ -145,16 +144,10 @@ class VllmEngine:
         self._ended: list[RunningResponse] = []
         """Responses that vLLM has finished, and that are completions when they are handed out."""
         self._finished: deque[Completion] = deque()
-        self._pending: Weights | None = None
-        self._generating = False
 
     @property
-    def version(self) -> int:
+    def version(self) -> int:  # type: ignore[override]
         return self._shared.version
-
-    @property
-    def has_pending(self) -> bool:
-        return self._pending is not None
 
     def sibling(self) -> VllmEngine:
         """A second engine over the same vLLM. While it generates, what this one has running goes on too, with the same
@@ -188,56 +181,52 @@ class VllmEngine:
             )
         return self._shared.scorer.score(prompt_ids, response_ids, temperature)
 
-    def load(self, weights: Weights) -> None:
-        """Take new weights: now, or under `drain` when the running responses have finished."""
-        if self.update == "drain" and self._running:
-            self._pending = weights
-            return
-        self._load_now(weights)
+    def _any_unfinished(self) -> bool:
+        return bool(self._running)
+
+    def _use(self, weights: Weights) -> None:
+        self._shared.score_policy([*self._ended, *self._running.values()])
+        self._shared.load(weights)
         for running in self._running.values():
             running.response.open_span(running.num_tokens, weights.version)
 
-    def generate(
+    def _generate(
         self,
-        requests: Iterable[Request | None],
-        *,
+        requests: Iterator[Request | None],
         samples_per_prompt: int,
         sampling: Sampling,
-        between_steps: Callable[[], None] | None = None,
+        between_steps: Callable[[], None] | None,
     ) -> Iterator[Completion]:
-        """Yield responses as they finish."""
-        if self._generating:
-            raise RuntimeError("this engine is already generating: exhaust or close the other iterator first.")
-        self._generating = True
-        responses = self._responses(checked_requests(requests, sampling, self.max_length), samples_per_prompt, sampling)
-        try:
-            while self._refill(responses) or self._running or self._ended or self._finished:
-                if self._running and between_steps is not None:
-                    between_steps()
-                if self._running:  # scoring between the steps may have finished the last one
-                    self._shared.step()
-                self._complete()
-                while self._finished:
-                    yield self._finished.popleft()
-                self._load_pending()
-        finally:
-            self._shared.abort(list(self._running))
-            self._running.clear()
-            self._waiting.clear()
-            self._ended.clear()
-            self._finished.clear()
+        responses = self._responses(requests, samples_per_prompt, sampling)
+        while self._refill(responses) or self._running or self._ended or self._finished:
+            if self._running and between_steps is not None:
+                between_steps()
+            if self._running:  # scoring between the steps may have finished the last one
+                self._shared.step()
+            self._complete()
+            while self._finished:
+                yield self._finished.popleft()
             self._load_pending()
-            self._generating = False
+
+    def _stop(self) -> None:
+        self._shared.abort(list(self._running))
+        self._running.clear()
+        self._waiting.clear()
+        self._ended.clear()
+        self._finished.clear()
 
     def _responses(
         self, requests: Iterator[Request | None], samples_per_prompt: int, sampling: Sampling
     ) -> Iterator[list[Response]]:
         """The samples of each request that need tokens; an empty list when there is nothing to start now."""
         for request in requests:
-            responses = [] if request is None else responses_of(request, samples_per_prompt, sampling)
-            at_once = [finished_at_once(response, self.stop_ids, self.version) for response in responses]
-            self._finished.extend(completion for completion in at_once if completion is not None)
-            yield [response for response, completion in zip(responses, at_once) if completion is None]
+            responses: list[Response] = []
+            if request is not None:
+                responses, completions = responses_of(
+                    request, samples_per_prompt, sampling, stop_ids=self.stop_ids, version=self.version
+                )
+                self._finished.extend(completions)
+            yield responses
 
     def _refill(self, responses: Iterator[list[Response]]) -> bool:
         """Start responses while slots are free (not while draining) -> whether there may be more to start."""
@@ -257,7 +246,7 @@ class VllmEngine:
     def _start(self, response: Response) -> None:
         response.open_span(response.num_prefix_tokens, self.version)
         running = RunningResponse(response)
-        tokens, taker = sequence_of(response.request), partial(self._take, running)
+        tokens, taker = response.sequence, partial(self._take, running)
         self._running[self._shared.add(tokens, self._parameters(response), taker)] = running
 
     def _parameters(self, response: Response) -> SamplingParams:
@@ -294,11 +283,175 @@ class VllmEngine:
         self._finished.extend(running.completion(self.stop_ids) for running in self._ended)
         self._ended.clear()
 
-    def _load_pending(self) -> None:
-        if self._pending is not None and not self._running:
-            weights, self._pending = self._pending, None
-            self._load_now(weights)
 
-    def _load_now(self, weights: Weights) -> None:
-        self._shared.score_policy([*self._ended, *self._running.values()])
-        self._shared.load(weights)
+@dataclass(eq=False)
+class RunningResponse:
+    """A response inside vLLM, with what has come of it."""
+
+    response: Response
+    tokens: list[int] = field(default_factory=list)
+    """After the prefix."""
+    log_probs: list[float] = field(default_factory=list)
+    """vLLM's, of the distribution that each token was sampled from."""
+    policy: list[float] = field(default_factory=list)
+    """Our scorer's, of the first tokens, each under the version that chose it; empty where vLLM's are the policy's."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.response.num_prefix_tokens + len(self.tokens)
+
+    def all_tokens(self) -> np.ndarray:
+        """The response so far, int32, its prefix included."""
+        return np.concatenate((self.response.request.prefix_ids, self.tokens)).astype(np.int32)
+
+    def take(self, output: RequestOutput) -> None:
+        """Add what a step brought."""
+        (sample,) = output.outputs
+        self.tokens.extend(sample.token_ids)
+        chosen = zip(sample.token_ids, sample.logprobs or ())
+        self.log_probs.extend(log_probs[token].logprob for token, log_probs in chosen)
+
+    def is_sampled_from_the_policy(self) -> np.ndarray:
+        """bool [tokens]: where vLLM's log-prob is that of the whole distribution at the training temperature."""
+        sampling, positions = self.response.sampling, np.arange(self.response.num_prefix_tokens, self.num_tokens)
+        temperature = 1.0 if sampling.greedy else sampling.temperature  # vLLM's greedy log-probs are at 1
+        same = temperature == sampling.training_temperature and not sampling_needs(sampling).truncation
+        # Before min_new_tokens the stop tokens are forbidden, and the others have their share.
+        return same & (positions >= sampling.min_new_tokens)
+
+    def completion(self, stop_ids: frozenset[int]) -> Completion:
+        behaviour, policy = np.full((2, self.num_tokens), np.nan, dtype=np.float32)
+        new = slice(self.response.num_prefix_tokens, None)
+        scored = np.array(self.policy or [np.nan] * len(self.tokens))
+        policy[new] = np.where(self.is_sampled_from_the_policy(), self.log_probs, scored)
+        behaviour[new] = 0.0 if self.response.sampling.greedy else self.log_probs
+        return self.response.completion(self.all_tokens(), behaviour, policy, stop_ids)
+
+
+@dataclass(eq=False)
+class SharedLLM:
+    """A vLLM engine with its weights' version, which an engine and its siblings step together."""
+
+    llm: LLM
+    names: frozenset[str]
+    """Of the tensors that weights must have, unless they are adapters."""
+    scorer: Scorer | None = None
+    adapters: AdapterFolder | None = None
+    """Where weights are adapters: beside the base model, which vLLM was made with."""
+    transfer: Transfer = Transfer.in_process
+    """How vLLM takes weights that are no adapters."""
+    version: int = -1
+    _num_loads: int = 0
+    _ids: Iterator[int] = field(default_factory=itertools.count)
+    _takers: dict[str, Callable[[RequestOutput], None]] = field(default_factory=dict)
+    """By the id of the request: whose output it is."""
+
+    def __post_init__(self) -> None:
+        keep(self)
+
+    def add(self, tokens: np.ndarray, parameters: SamplingParams, taker: Callable[[RequestOutput], None]) -> str:
+        """Queue a request -> its id. `taker` is given each of its outputs."""
+        name = str(next(self._ids))
+        # vLLM cannot forget its prefix cache while requests run, so requests after a load are told apart by a salt: they
+        # find no keys and values of older weights. A count, because a run that goes back uses a version's number again.
+        prompt = tokens_input(tokens.tolist(), cache_salt=f"load {self._num_loads}")
+        adapter = None if self.adapters is None else self.adapters.request
+        self.llm.llm_engine.add_request(name, prompt, parameters, lora_request=adapter)
+        self._takers[name] = taker
+        return name
+
+    def step(self) -> None:
+        """One token for every running request."""
+        for output in self.llm.llm_engine.step():
+            taker = self._takers[output.request_id]
+            if output.finished:
+                del self._takers[output.request_id]
+            taker(output)
+
+    def abort(self, names: list[str]) -> None:
+        for name in names:
+            self._takers.pop(name)
+        self.llm.llm_engine.abort_request(names)
+
+    def load(self, weights: Weights) -> None:
+        """Take new weights while nothing is scheduled; requests that run keep the keys and values that they have."""
+        self.llm.sleep(level=0, mode="keep")
+        try:
+            if self.adapters is None:
+                self._transfer(weights)
+            else:
+                with self.adapters.written(weights.tensors) as adapter:
+                    self.llm.llm_engine.add_lora(adapter)
+        finally:
+            self.llm.wake_up(["scheduling"])
+        if self.scorer is not None:
+            self.scorer.load(weights)
+        self._begin(weights.version)
+
+    def load_start(self, version: int) -> None:
+        """Begin with the base model, where weights are adapters."""
+        assert self.adapters is not None
+        with self.adapters.written_start() as adapter:
+            self.llm.llm_engine.add_lora(adapter)
+        self._begin(version)
+
+    def _begin(self, version: int) -> None:
+        self.version = version
+        self._num_loads += 1
+
+    def _transfer(self, weights: Weights) -> None:
+        missing, unknown = self.names - weights.tensors.keys(), weights.tensors.keys() - self.names
+        if missing or unknown:  # vLLM would keep what is missing as it was
+            raise KeyError(
+                f"weights do not fit the engine's model: missing {sorted(missing)[:1]}, unknown {sorted(unknown)[:1]}."
+            )
+        self.transfer.send(self.llm, weights)
+
+    def score_policy(self, responses: Sequence[RunningResponse]) -> None:
+        """Give the responses the policy's log-probs of tokens that came since the last time, where vLLM's are others: under
+        the weights in use, so it comes before others are loaded."""
+        if self.scorer is None:
+            return
+        unknown = [r for r in responses if len(r.policy) < len(r.tokens) and not r.is_sampled_from_the_policy().all()]
+        for temperature in {r.response.sampling.training_temperature for r in unknown}:
+            chosen = [r for r in unknown if r.response.sampling.training_temperature == temperature]
+            prompts = [r.response.request.prompt.token_ids for r in chosen]
+            scores = self.scorer.score(prompts, [r.all_tokens() for r in chosen], temperature)
+            for running, score in zip(chosen, scores):
+                running.policy.extend(score[running.response.num_prefix_tokens + len(running.policy) :].tolist())
+
+    def score(self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Log-probs at temperature 1 of each response's tokens after its prompt."""
+        scores = [np.zeros(len(response), dtype=np.float32) for response in response_ids]
+        outstanding: set[int] = set()
+        for index, (prompt, response) in enumerate(zip(prompt_ids, response_ids)):
+            if len(response):
+                self._start_score(index, np.concatenate((prompt, response)), scores[index], outstanding)
+        while outstanding:
+            self.step()
+        return scores
+
+    def _start_score(self, index: int, tokens: np.ndarray, score: np.ndarray, outstanding: set[int]) -> None:
+        # The last token is asked for as a generated one: a prompt of the whole length would leave vLLM no room to generate.
+        last = int(tokens[-1])
+        parameters = SamplingParams(
+            temperature=1.0,
+            seed=0,  # beside a request without a seed vLLM 0.26 ignores, on a CPU, those of all others
+            max_tokens=1,
+            prompt_logprobs=0,
+            logprob_token_ids=[last],
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+        def take(output: RequestOutput) -> None:
+            given = zip(tokens[-len(score) : -1], (output.prompt_logprobs or [])[len(tokens) - len(score) :])
+            score[:-1] = [log_probs[int(token)].logprob for token, log_probs in given if log_probs is not None]
+            (generated,) = output.outputs
+            if generated.logprobs is None:
+                raise RuntimeError(f"vLLM returned no log-prob of token {last}: is it newer than 0.32?")
+            score[-1] = generated.logprobs[0][last].logprob
+            outstanding.remove(index)
+
+        outstanding.add(index)
+        self.add(tokens[:-1], parameters, take)

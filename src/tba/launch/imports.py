@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tba.config import Config
-from tba.generate.engine import make_scorer, stop_ids_of
+from tba.generate.make import make_scorer, stop_ids_of
 from tba.launch.run import RunInputs
 from tba.tasks.base import FinishedGroup
 from tba.tasks.outcomes import RewardFailed

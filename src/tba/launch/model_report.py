@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tba.generate.transformers_trials import pads_exactly
-from tba.models.build_decoder import native_spec
-from tba.models.decoder import UnsupportedModel
-from tba.models.decoder_spec import DecoderSpec
-from tba.models.fused_pass import why_never_fused
+from tba.generate.decoder.build import native_spec
+from tba.generate.decoder.fused_pass import why_never_fused
+from tba.generate.decoder.spec import DecoderSpec, UnsupportedModel
+from tba.generate.transformers_engine import cache_abilities
 from tba.models.load import check_generates, check_has_config, told
 from tba.models.names import resolve_path
-from tba.models.policy import PolicyModel
 from tba.models.text_part import stated_context, switch_length
+from tba.policy.model import PolicyModel
 
 TINY = {
     "num_hidden_layers": 4,
@@ -88,7 +87,7 @@ def _tried(config: Any, heard: list[str]) -> tuple[str, str]:
     try:
         torch.manual_seed(0)
         tiny = AutoModelForCausalLM.from_config(tiny_config(config), dtype=torch.float32).eval()
-        padding = "prompts of all lengths together" if pads_exactly(tiny) else "prompts of one length together"
+        padding = "prompts of all lengths together" if cache_abilities(tiny).pads else "prompts of one length together"
         heard.clear()
         packed = PolicyModel(tiny).packed
     except Exception as error:  # a tiny model of an unknown family fails in its own ways: then nothing is known

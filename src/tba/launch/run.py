@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from tba.config import Config
-from tba.generate.engine import stop_ids_of
+from tba.generate.make import stop_ids_of
 from tba.launch.supervise import ENDING_SIGNALS
 from tba.models.load import LoadedModel, load_model
 from tba.observe.display import RoleStatus

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from tba.config import Config, ConfigError
-from tba.generate.native.kv_cache import KEY_MULTIPLE
-from tba.generate.native.page_pool import PAGE
-from tba.generate.native.prefill import READ_AHEAD
+from tba.generate.decoder.families import FAMILIES
+from tba.generate.decoder.fused_pass import why_never_fused
+from tba.generate.native.paged_cache import PAGE
+from tba.generate.native.prompt_queue import READ_AHEAD
+from tba.generate.native.slot_cache import KEY_MULTIPLE
 from tba.launch.devices import device_bytes, kv_bytes
-from tba.models.families import FAMILIES
-from tba.models.fused_pass import why_never_fused
 from tba.models.load import LoadedModel, resolve_dtype
+from tba.models.text_part import kv_bytes_per_token
 from tba.runtime.placement import RolePlacement
 
 logger = logging.getLogger("tba")
@@ -120,9 +121,7 @@ def slot_budget(
     config: Config, loaded: LoadedModel, device: str, *, slots: int, memory: int, longest_prompt: int
 ) -> SlotBudget:
     """What so many slots of a searcher on this device cost."""
-    shape, kind = loaded.model.config.get_text_config(), device.partition(":")[0]
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    kind = device.partition(":")[0]
     dtype = torch.float32 if kind == "cpu" else resolve_dtype(config.model.dtype, torch.device(kind))
     prompt, samples = min(longest_prompt, loaded.context), config.samples_generated_per_prompt
     waiting = max(1, min(READ_AHEAD[kind], slots // samples))
@@ -136,7 +135,7 @@ def slot_budget(
         positions=math.ceil(positions / multiple) * multiple,
         prompts=waiting,
         prompt_tokens=prompt,
-        bytes_per_token=2 * shape.num_hidden_layers * heads * head_dim * dtype.itemsize,
+        bytes_per_token=kv_bytes_per_token(loaded.model.config, dtype),
         memory=memory,
     )
 

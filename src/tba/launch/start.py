@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from tba.config import Config, ConfigError, ModelConfig, dump_config, load_config, load_run_config
-from tba.generate.engine import Scorer, make_scorer
+from tba.generate.contract import Scorer
+from tba.generate.make import make_scorer
 from tba.launch.async_run import AsyncRun
 from tba.launch.checks import check_before_loading, check_inputs, run_of, task_to_evaluate, with_trusted_code
 from tba.launch.defaults import with_defaults, with_objective_defaults, with_room

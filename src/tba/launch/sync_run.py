@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.config import Config
-from tba.generate.engine import Engine
+from tba.generate.contract import Engine
 from tba.launch.run import Interrupt, RunInputs, make_ledger, make_recorder
 from tba.models.load import adapt
 from tba.models.weights import make_weights

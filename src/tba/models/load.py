@@ -39,8 +39,10 @@ from tba.models.text_part import (
     modules_beside_text,
     name_of,
     stated_context,
+    text_parameters,
     trunk_of,
 )
+from tba.models.weights import check_fits
 from tba.types import Weights
 
 logger = logging.getLogger("tba.models")
@@ -145,6 +147,18 @@ def load_weights(auto_class: Any, path: str, *, may_be_missing: frozenset[str] =
             f"{name} has the shape {list(stored)} in its files, and {list(expected)} by config.json{vocabulary}"
         )
     return model
+
+
+def load_published(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Copy published tensors over a model's parameters; nothing is copied when a name or a shape is wrong.
+
+    Published are parameters that text goes through, tied ones once. Buffers (the correction bias of DeepSeek's router) are
+    not, nor are parts that see images: nothing moves them, so those that the model was loaded with stay right.
+    """
+    known = model.state_dict()
+    shapes = {name: tuple(known[name].shape) for name in text_parameters(model)}
+    check_fits(tensors, shapes, ignored=known)
+    model.load_state_dict(dict(tensors), strict=False)
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:
@@ -417,6 +431,10 @@ def _delta(module: Any, name: str, device: torch.device, adapter: Mapping[str, T
 
 @contextmanager
 def adapter_off(model: PreTrainedModel) -> Iterator[None]:
+    """The base model while the context lasts, where there is an adapter."""
+    if not has_lora(model):
+        yield
+        return
     model.disable_adapters()
     try:
         yield

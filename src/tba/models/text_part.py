@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -64,6 +65,14 @@ def stated_context(model_config: Any) -> int | None:
     """Longest sequence in tokens that the config of a model's text part states; None = none."""
     text = model_config.get_text_config()
     return next((int(getattr(text, name)) for name in CONTEXT_NAMES if getattr(text, name, None)), None)
+
+
+def kv_bytes_per_token(model_config: Any, dtype: torch.dtype) -> int:
+    """Size of one token's keys and values in all layers."""
+    text = model_config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * head_dim * dtype.itemsize
 
 
 def switch_length(model_config: Any) -> int | None:

@@ -7,7 +7,8 @@ A bundle that never reaches the engine, or reaches it wrongly, shows as a differ
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -26,6 +27,31 @@ SMALLEST_GAP = 1e-5
 """Least gap assumed at version 0, in nats per token: two fp32 implementations may agree by luck."""
 LARGEST_FIRST_GAP = 0.1
 """Largest gap at version 0, in nats per token, that may be rounding: beyond it the engine computes something else."""
+
+
+def check_fits(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, ignored: Collection[str] = ()
+) -> None:
+    """Raise unless a bundle has the tensors that a model needs, by name and shape; it may have those that are ignored."""
+    unknown = [name for name in tensors if name not in shapes and name not in ignored]
+    missing = [name for name in shapes if name not in tensors]
+    parts = []
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], list(shapes), n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        parts.append(f"{len(unknown)} unknown names, the first {unknown[0]!r}{hint}")
+    if missing:
+        parts.append(f"{len(missing)} missing names, the first {missing[0]!r}")
+    if parts:
+        raise KeyError(
+            f"weights do not fit the engine's model: {'; '.join(parts)}. Names are those of its transformers state dict."
+        )
+    for name, shape in shapes.items():
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(
+                f"weights: {name} has shape {tuple(tensors[name].shape)}, the engine's model has {shape}: load weights of "
+                "the same model (and model.lora)."
+            )
 
 
 class ChecksumMismatch(RuntimeError):

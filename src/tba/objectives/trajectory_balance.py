@@ -136,7 +136,7 @@ class LearnedLogZ(Objective):
     log_z_learning_rate: float = Field(default=0.5, gt=0.0)
     """Learning rate of log Z in nats, whatever the width of the model: the first optimizer step moves the log Z of every
     prompt by this and, as the prompt's hidden state is, by up to as much again; for later steps see
-    `tba.models.policy.LogZ`. log Z has to follow r / beta: the default does where the mean reward rises by no more than
+    `tba.policy.model.LogZ`. log Z has to follow r / beta: the default does where the mean reward rises by no more than
     beta per step."""
 
     default_coupling: ClassVar[Coupling] = "response"

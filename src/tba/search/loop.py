@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from tba.generate.engine import Engine, Scorer
+from tba.generate.contract import Engine, Scorer
 from tba.replay.columns import pack_responses
 from tba.runtime.channels import GroupSender
 from tba.search.prompts import PromptStream, ReferenceSamples

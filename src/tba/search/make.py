@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tba.config import Config
-from tba.generate.engine import Engine, LoraEngine, Scorer, make_engine, make_scorer
+from tba.generate.contract import Engine, Scorer
+from tba.generate.make import make_engine, make_scorer, with_adapters
 from tba.generate.sampling import training_sampling
 from tba.models.load import LoadedModel
 from tba.objectives.registry import make_objective
@@ -36,7 +37,7 @@ def make_search_engine(config: Config, loaded: LoadedModel, *, beside_trainer: b
         lora=lora if unmerged else None,
         beside_trainer=beside_trainer and lora is None,
     )
-    return engine if lora is None or unmerged else LoraEngine(engine, loaded.model)
+    return engine if lora is None or unmerged else with_adapters(engine, loaded.model)
 
 
 def make_reference_engine(config: Config, loaded: LoadedModel) -> Engine | None:

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from tba.generate.engine import Engine
+from tba.generate.contract import Engine
 from tba.models.weights import CANARY_TOKENS, CanaryCheck, canary_tokens, kl_estimate
 from tba.runtime.ends import SearcherEnds
 from tba.search.loop import Searcher

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tba.config import ExploreConfig
-from tba.generate.engine import Engine
+from tba.generate.contract import Engine
 from tba.generate.sampling import response_key, uniforms
 from tba.runtime.board import Row
 from tba.runtime.channels import wait_until

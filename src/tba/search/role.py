@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tba.config import Config, ConfigError
-from tba.generate.engine import Engine, Scorer
+from tba.generate.contract import Engine, Scorer
 from tba.models.cpu import use_cpu
 from tba.models.load import LoadedModel, adapt, load_model
 from tba.models.weights import CanaryMismatch

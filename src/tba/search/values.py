@@ -14,7 +14,7 @@ from hashlib import blake2b
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from tba.generate.engine import Engine
+from tba.generate.contract import Engine
 from tba.tasks.base import FinishedGroup, Rewards
 from tba.tasks.outcomes import Outcome, RewardFailed, components_of
 from tba.tasks.rewards.pool import score_all, texts_of

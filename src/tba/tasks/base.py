@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import Config, RewardConfig, TaskConfig
-from tba.generate.engine import Engine, Scorer
+from tba.generate.contract import Engine, Scorer
 from tba.generate.sampling import training_sampling
 from tba.tasks.outcomes import Outcome
 from tba.tasks.outcomes import RewardFailed as RewardFailed  # what a user's task imports from here

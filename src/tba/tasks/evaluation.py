@@ -20,7 +20,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tba.config import Config
-from tba.generate.engine import Engine, Scorer
+from tba.generate.contract import Engine, Scorer
 from tba.models.load import LoadedModel
 from tba.observe.metrics import mean_metrics
 from tba.runtime.board import Row

@@ -21,7 +21,7 @@ from tba.tasks.rewards.files import describe, line_in
 from tba.types import Prompt
 
 if TYPE_CHECKING:  # it imports this file
-    from tba.generate.engine import Engine
+    from tba.generate.contract import Engine
     from tba.tasks.base import BetweenSteps, Evaluator
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tba.config import Config, TrainConfig
-from tba.models.packing import PackedTokens, pack, split_by_budget
 from tba.objectives.base import centred
+from tba.policy.packing import PackedTokens, pack, split_by_budget
 from tba.types import Batch, Forward, Totals, on_device, total_reward
 
 ROUNDING = 1e-6
@@ -195,11 +195,11 @@ def empty_micro_batch(batch: Batch, *, device: torch.device) -> MicroBatch:
         tokens_N=nothing.to(device),
         prompts=nothing.to(device),
         begins=nothing.bool().to(device),
-        packed=pack([token], [[token]], share_prompts=False, device=device),
+        packed=pack([token], [[token]], device=device),
     )
 
 
-def pack_responses(batch: Batch, responses: list[int], *, share_prompts: bool, device: torch.device) -> MicroBatch:
+def pack_responses(batch: Batch, responses: list[int], *, device: torch.device) -> MicroBatch:
     """Pack some responses of a batch, those of a prompt together."""
     K, index, ends = batch.shape[1], torch.tensor(responses), batch.offsets.tolist()
     prompts, own, begins = [], [], []
@@ -207,7 +207,7 @@ def pack_responses(batch: Batch, responses: list[int], *, share_prompts: bool, d
         prompts.append(prompt)
         own.append([batch.token_ids_N[ends[r] : ends[r + 1]] for r in members])
         begins.append(members[0] == prompt * K)
-    packed = pack([batch.prompt_tokens[p] for p in prompts], own, share_prompts=share_prompts, device=device)
+    packed = pack([batch.prompt_tokens[p] for p in prompts], own, device=device)
     return MicroBatch(
         responses=index,
         tokens_N=on_device(batch.tokens_of(index), device),

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tba.config import Config
-from tba.generate.engine import Scorer, make_scorer
+from tba.generate.contract import Scorer
+from tba.generate.make import make_scorer
 from tba.models.load import LoadedModel, checkpoint_layers, compile_layers
-from tba.models.policy import PolicyModel, make_critic, make_log_z
 from tba.models.weights import CANARY_TOKENS
 from tba.objectives.base import Objective
 from tba.objectives.registry import make_objective
 from tba.observe.recorder import Recorder
+from tba.policy.model import PolicyModel, make_critic, make_log_z
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.durable import make_store
 from tba.runtime.channels import GroupReceiver, WeightPublisher

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.models.policy import PolicyModel
 from tba.models.weights import kl_estimate
+from tba.policy.model import PolicyModel
 from tba.replay.columns import ResponseColumns, columns_of
 from tba.types import Batch, TrajectoryGroup, Weights
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-from tba.models.sharding import rows_of_rank
+from tba.policy.sharding import rows_of_rank
 from tba.train.state import Snapshot, restore, take_snapshot
 
 FOREVER = timedelta(days=3650)

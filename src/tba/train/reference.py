@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tba.config import Config
-from tba.generate.engine import Scorer
+from tba.generate.contract import Scorer
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.columns import columns_of
 from tba.runtime.channels import WeightPublisher

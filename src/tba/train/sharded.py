@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from tba.models.load import has_lora
-from tba.models.packing import pack
-from tba.models.policy import PolicyModel
-from tba.models.sharding import is_sharded, local_part
 from tba.models.weights import CANARY_TOKENS, canary_tokens
+from tba.policy.model import PolicyModel
+from tba.policy.packing import pack
+from tba.policy.sharding import is_sharded, local_part
 from tba.train.ranks import ConnectedRanks, RankLost, first_words, is_of_a_socket
 from tba.train.step import NonFiniteLoss, StepResult, TrainStep
 from tba.types import Batch, Weights
@@ -138,7 +138,7 @@ class ShardedTrainStep(TrainStep):
     @torch.no_grad()
     def _own_canary(self) -> np.ndarray:
         tokens = torch.from_numpy(canary_tokens(self.policy.vocabulary, CANARY_TOKENS)).long()
-        packed = pack([tokens[:1]], [[tokens[1:]]], share_prompts=False, device=self.policy.device)
+        packed = pack([tokens[:1]], [[tokens[1:]]], device=self.policy.device)
         return self.policy.forward(packed, temperature=1.0).log_pi_N.double().cpu().numpy()
 
     @torch.no_grad()

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba.models.policy import PolicyModel
 from tba.models.weights import make_weights
 from tba.objectives.base import Objective
 from tba.observe.metrics import reduce_metrics
+from tba.policy.model import PolicyModel
 from tba.runtime.workers import Workers
 from tba.train.batch import (
     Budget,
@@ -301,8 +301,7 @@ class TrainStep:
             yield empty_micro_batch(batch, device=self.policy.device)
 
     def _pack(self, batch: Batch, responses: list[int]) -> MicroBatch:
-        share = self.budget.share_prompts
-        return pack_responses(batch, responses, share_prompts=share, device=self.policy.device)
+        return pack_responses(batch, responses, device=self.policy.device)
 
     def _forward(self, micro_batch: MicroBatch) -> Forward:
         forward = self.policy.forward(micro_batch.packed, temperature=self.temperature)

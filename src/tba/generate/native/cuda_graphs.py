@@ -16,12 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tba.generate.native.page_attention import FusedPagedAttention
-from tba.generate.native.page_plan import PagePlan
-from tba.generate.native.paged_cache import PagedCache
+from tba.generate.decoder.decoder import Decoder
+from tba.generate.decoder.fused_pass import FusedPass
+from tba.generate.native.paged_cache import PagedCache, PagePlan
 from tba.generate.native.slots import SlotState
-from tba.models.decoder import Decoder
-from tba.models.fused_pass import FusedPass
 
 logger = logging.getLogger("tba.generate")
 
@@ -38,6 +36,49 @@ def slots_of_graph(count: int, num_slots: int) -> int:
     graphs, little waste."""
     rounded = 1 << (count - 1).bit_length() if count <= 64 else -(-count // 64) * 64
     return min(rounded, num_slots)
+
+
+class FusedPagedAttention:
+    """One token per slot over its own pages, in the kernels of `attend_pages`, from the projection on: positions and tables
+    are read on the device, so a captured graph serves all lengths."""
+
+    def __init__(self, decoder: Decoder, cache: PagedCache, state: SlotState, num_slots: int, plan: PagePlan) -> None:
+        from tba.generate.kernels.paged_attention import PageView
+
+        self.decoder, self.plan = decoder, plan
+        self.view = PageView(
+            base=cache.pool.base,
+            table=cache.table,
+            positions=state.column("positions", num_slots),
+            done=state.column("done", num_slots),
+            members=cache.groups.members,
+            shared=cache.groups.shared,
+        )
+
+    def attend_projected(
+        self, layer: int, qkv: Tensor, rotations: Tensor | None, query_norm: Tensor | None, key_norm: Tensor | None
+    ) -> Tensor:
+        from tba.generate.kernels.paged_attention import attend_pages
+
+        spec = self.decoder.spec
+        return attend_pages(
+            qkv,
+            self.view,
+            layer,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.query_scales[layer],
+            cap=spec.attention_cap,
+            window=spec.windows[layer],
+            sinks_H=self.decoder.weights.layers[layer].sinks,
+            rotations=rotations,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            epsilon=spec.norm_epsilon,
+            splits=self.plan.splits,
+            shared=self.plan.shared,
+        )
 
 
 class FusedDecode:
@@ -105,7 +146,7 @@ class FusedDecode:
 
     def _decode_step(self, slots: int, plan: PagePlan) -> None:
         """One decode step: work on static tensors only, so that it can be captured."""
-        from tba.kernels.sampling import choose_tokens
+        from tba.generate.kernels.sampling import choose_tokens
 
         decoder, positions = self.decoder, self.state.column("positions", slots)
         x = self.fused_pass.embed(self.state.column("ids", slots))

@@ -3,7 +3,7 @@
 Each turn of the loop gives free slots to waiting responses, runs a decode step for all running ones and hands out what
 the turn before finished: on a GPU the caller and the decode steps work side by side. A prompt is prefilled once; its samples
 start from its keys and values as slots fall free. With the fused kernels keys and values lie in pages, and memory follows
-the tokens that are there (paged_cache.py); elsewhere each slot has a place of full length (kv_cache.py).
+the tokens that are there (paged_cache.py); elsewhere each slot has a place of full length (slot_cache.py).
 
 `load` may be called whenever the caller has control: between two completions, or from `between_steps`.
     in_flight   new weights act from the next token on; the keys and values of earlier tokens stay as the old weights made
@@ -17,14 +17,20 @@ computed by that version, keys and values included.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tba.generate.contract import Engine, Update
+from tba.generate.decoder.adapter import DecoderAdapter
+from tba.generate.decoder.attention import Attend
+from tba.generate.decoder.build import make_decoder
+from tba.generate.decoder.check import check_engine
+from tba.generate.decoder.decoder import Decoder
+from tba.generate.decoder.fused_pass import why_not_fused
 from tba.generate.native.cuda_graphs import (
     DECODE_STEPS_AHEAD,
     DECODE_STEPS_PER_SNAPSHOT,
@@ -32,21 +38,13 @@ from tba.generate.native.cuda_graphs import (
     InPlaceLoader,
     slots_of_graph,
 )
-from tba.generate.native.kv_cache import SlotAttention, SlotCache
-from tba.generate.native.load_check import check_engine
-from tba.generate.native.page_attention import PagedAttention
-from tba.generate.native.page_pool import PAGE, default_cache_bytes
-from tba.generate.native.paged_cache import PagedCache
-from tba.generate.native.paged_prefill import PagedPrefill
-from tba.generate.native.prefill import READ_AHEAD, Prefill, PrefillQueue
-from tba.generate.native.running import RunningResponses
-from tba.generate.native.slots import SlotState, SlotTable
-from tba.generate.sampling import BrokenLogits, SamplingNeeds, checked_requests, sample
+from tba.generate.native.paged_cache import PAGE, PagedCache, default_cache_bytes
+from tba.generate.native.prefill import PagedPrefill, SlotPrefill
+from tba.generate.native.prompt_queue import READ_AHEAD, KeyValueCache, PrefillQueue
+from tba.generate.native.slot_cache import SlotAttention, SlotCache
+from tba.generate.native.slots import RunningResponses, SlotState, SlotTable
+from tba.generate.sampling import BrokenLogits, SamplingNeeds, sample
 from tba.generate.scoring import ReferenceScorer
-from tba.models.adapter import DecoderAdapter
-from tba.models.build_decoder import make_decoder
-from tba.models.decoder import Decoder
-from tba.models.fused_pass import why_not_fused
 from tba.types import Completion, Request, Sampling, Weights
 
 logger = logging.getLogger("tba.generate")
@@ -58,7 +56,7 @@ def page_size_for(decoder: Decoder) -> int:
     return 0 if decoder.fused_pass is None else PAGE
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """An engine that generates with a copy of `model` in static tensors; a Decoder is used as it is, without a copy."""
 
     def __init__(
@@ -69,26 +67,28 @@ class NativeEngine:
         seed: int,
         slots: int,
         max_length: int,
-        update: Literal["in_flight", "drain"] = "in_flight",
+        update: Update = "in_flight",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         version: int = 0,
         max_cache_bytes: int | None = None,
     ) -> None:
         """`max_cache_bytes` bounds pages of keys and values; None = by what the device has free."""
-        self.seed, self.max_length, self.update = seed, max_length, update
         self.version = version
         self.device = torch.device(device)
         if isinstance(model, Decoder):
             self.decoder = model
         else:
             self.decoder = make_decoder(model, max_length=max_length, dtype=dtype, device=self.device)
+        size = self.decoder.spec.vocab_size
+        super().__init__(
+            stop_ids=stop_ids, seed=seed, slots=slots, max_length=max_length, vocabulary=size, update=update
+        )
         self._load_in_place = InPlaceLoader(self.decoder)
         self._dtype = dtype
         self.state = SlotState(slots, self.device)
-        self.stop_ids = frozenset(stop_ids)
         self._stop_ids = torch.tensor(sorted(self.stop_ids), device=self.device)
-        self._is_stop = torch.zeros(self.decoder.spec.vocab_size, dtype=torch.bool, device=self.device)
+        self._is_stop = torch.zeros(size, dtype=torch.bool, device=self.device)
         self._is_stop[self._stop_ids] = True
         self._slots = SlotTable(slots)
         self._max_cache_bytes = max_cache_bytes
@@ -96,16 +96,14 @@ class NativeEngine:
         self._fused = self._make_fused()
         self._queue: PrefillQueue | None = None
         """What waits for slots while the engine generates."""
-        self._pending: Weights | None = None
         self._sibling: NativeEngine | None = None
-        self._generating = False
         if not isinstance(model, Decoder):
             self._check(model)
 
     def _check(self, model: nn.Module) -> None:
         """Check what this engine generates; fused decode steps that fail, or are wrong, are not used, with a warning."""
         try:
-            check_engine(model, self)
+            check_engine(model, self, self.decoder, self.max_length)
         except Exception as error:  # a kernel may fail to compile in as many ways as there are drivers
             if self._fused is None:
                 raise
@@ -114,13 +112,13 @@ class NativeEngine:
             )
             self._fused = None
             self._make_cache(0)
-            check_engine(model, self)
+            check_engine(model, self, self.decoder, self.max_length)
 
     def _make_cache(self, page_size: int) -> None:
         """Keys and values in pages of this size, or in slots for 0, and what fills and reads them."""
-        spec, slots, dtype = self.decoder.spec, len(self._slots.responses), self.decoder.attention_dtype
-        self.cache: SlotCache | PagedCache
-        self._prefill: Prefill | PagedPrefill
+        spec, slots, dtype = self.decoder.spec, self.slots, self.decoder.attention_dtype
+        self.cache: KeyValueCache
+        self._prefill: SlotPrefill | PagedPrefill
         if page_size:
             most = default_cache_bytes(self.device) if self._max_cache_bytes is None else self._max_cache_bytes
             self.cache = PagedCache(
@@ -129,7 +127,7 @@ class NativeEngine:
             self._prefill = PagedPrefill(self.decoder, self.cache)
         else:
             self.cache = SlotCache(spec, slots, dtype, self.device)
-            self._prefill = Prefill(self.decoder, self.cache)
+            self._prefill = SlotPrefill(self.decoder, self.cache)
         self._running = RunningResponses(self._slots, self.state, self.cache, self._prefill, seed=self.seed)
 
     def _make_fused(self) -> FusedDecode | None:
@@ -142,14 +140,6 @@ class NativeEngine:
             return None
         return FusedDecode(self.decoder, self.cache, self.state, self._is_stop)
 
-    @property
-    def has_pending(self) -> bool:
-        return self._pending is not None
-
-    @property
-    def vocabulary(self) -> int:
-        return self.decoder.spec.vocab_size
-
     def sibling(self) -> NativeEngine:
         """A second engine over the same weights, with slots of its own: to evaluate while this one stands still."""
         # Made once: its tables and graphs cost as much memory and time as this one's.
@@ -158,7 +148,7 @@ class NativeEngine:
                 self.decoder,
                 stop_ids=sorted(self.stop_ids),
                 seed=self.seed,
-                slots=len(self._slots.responses),
+                slots=self.slots,
                 max_length=self.max_length,
                 dtype=self._dtype,
                 device=self.device,
@@ -173,18 +163,15 @@ class NativeEngine:
         """Log-probs of given responses under the weights in use."""
         return ReferenceScorer(self.decoder).score(prompt_ids, response_ids, temperature)
 
-    def load(self, weights: Weights) -> None:
-        """Take new weights: now under `in_flight`, when the running responses have finished under `drain`."""
-        if self.update == "drain" and self._any_unfinished():
-            self._pending = weights
-            return
+    def _use(self, weights: Weights) -> None:
         if self._slots.any_running():
             self._running.synchronize()  # the spans below need the number of tokens that the old weights chose
-        self._pending = None  # what waited for the last response is older than these
-        self._load_now(weights)
+        self._load_in_place(weights.tensors)
+        self.version = weights.version
         for slot, response in self._slots.items():
             response.open_span(int(self._slots.num_tokens[slot]), weights.version)
         if self._queue is not None:
+            self._running.forget_prompts(self._queue)
             self._running.restart(self._queue, self.version)
 
     def _any_unfinished(self) -> bool:
@@ -194,30 +181,25 @@ class NativeEngine:
     def keep_adapter_apart(self, model: PreTrainedModel) -> None:
         """From now on take adapters like the one in `model`, without merging them; raises UnsupportedModel where it changes
         something else than matrices of layers."""
-        self.decoder.adapter = DecoderAdapter(self.decoder, model)
+        self.decoder.adapter = DecoderAdapter(self.decoder.weights, model)
         for engine in (self, self._sibling):
             if engine is not None and engine._fused is not None:
                 engine._fused.forget()
 
-    def generate(
+    def _generate(
         self,
-        requests: Iterable[Request | None],
-        *,
+        requests: Iterator[Request | None],
         samples_per_prompt: int,
         sampling: Sampling,
-        between_steps: Callable[[], None] | None = None,
+        between_steps: Callable[[], None] | None,
     ) -> Iterator[Completion]:
-        """Yield responses as they finish. Requests are read lazily, so an endless iterator keeps the slots full."""
-        if self._generating:
-            raise RuntimeError("this engine is already generating: exhaust or close the other iterator first.")
-        self._generating = True
         queue = self._queue = PrefillQueue(
-            self._checked(requests, sampling),
+            self._fitting(requests, sampling),
             samples_per_prompt=samples_per_prompt,
             sampling=sampling,
             cache=self.cache,
             stop_ids=self.stop_ids,
-            num_slots=len(self._slots.responses),
+            num_slots=self.slots,
             read_ahead=READ_AHEAD[self.device.type],
         )
         try:
@@ -225,15 +207,14 @@ class NativeEngine:
         except BrokenLogits:
             self.cache.wipe()
             raise
-        finally:
-            self._queue = None
-            self._running.clear()
-            self._load_pending()
-            self._generating = False
 
-    def _checked(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Request | None]:
-        """The same requests, with an error at the first that has no room."""
-        for request in checked_requests(requests, sampling, self.max_length):
+    def _stop(self) -> None:
+        self._queue = None
+        self._running.clear()
+
+    def _fitting(self, requests: Iterator[Request | None], sampling: Sampling) -> Iterator[Request | None]:
+        """The same requests, with an error at the first whose keys and values have no room."""
+        for request in requests:
             if request is not None:
                 prompt, most = request.prompt, (request.sampling or sampling).max_new_tokens
                 length = len(prompt.token_ids) + max(len(request.prefix_ids), most)
@@ -245,8 +226,7 @@ class NativeEngine:
         while True:
             if not overlaps:
                 yield from self._running.completions(self.stop_ids)
-            if not self._any_unfinished():
-                self._load_pending()
+            self._load_pending()
             self._refill(queue)
             if slots.any_running() and between_steps is not None:
                 between_steps()
@@ -297,7 +277,7 @@ class NativeEngine:
         if self._fused is None or self._pending is not None:
             return False
         # Where nothing comes to fill the gaps, running responses move together, and for that the device must stand still.
-        slots, total = self._slots, len(self._slots.responses)
+        slots, total = self._slots, self.slots
         together = slots_of_graph(max(1, slots.count - len(slots.gaps)), total)
         return bool(queue.waiting) or together == slots_of_graph(max(1, slots.count), total)
 
@@ -306,22 +286,10 @@ class NativeEngine:
         """One plain decode step: a token for each of the first `count` slots, written into the slots' tables."""
         state, decoder = self.state, self.decoder
         ids, positions = state.column("ids", count), state.column("positions", count)
-        attend: SlotAttention | PagedAttention
-        if isinstance(self.cache, PagedCache):
-            attend = PagedAttention(decoder.spec, self.cache, state, count, num_keys)
-        else:
-            attend = SlotAttention(decoder.spec, self.cache, positions, num_keys)
-        logits = decoder.logits(decoder.hidden(ids, positions, attend))
+        logits = decoder.logits(decoder.hidden(ids, positions, self._attention(count, num_keys)))
         sampled = sample(logits, state.sampling(count), self._stop_ids, needs)
         state.record(count, sampled, self._is_stop)
 
-    def _load_pending(self) -> None:
-        if self._pending is not None:
-            self._load_now(self._pending)
-            self._pending = None
-
-    def _load_now(self, weights: Weights) -> None:
-        self._load_in_place(weights.tensors)
-        self.version = weights.version
-        if self._queue is not None:
-            self._running.forget_prompts(self._queue)
+    def _attention(self, count: int, num_keys: int) -> Attend:
+        assert isinstance(self.cache, SlotCache), "pages are read by the fused kernels"
+        return SlotAttention(self.decoder.spec, self.cache, self.state.column("positions", count), num_keys)

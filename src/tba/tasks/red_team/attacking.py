@@ -19,7 +19,7 @@ from typing import get_args
 import numpy as np
 
 from tba.config import RedTeamConfig
-from tba.generate.engine import Engine
+from tba.generate.contract import Engine
 from tba.models.names import check_named
 from tba.observe.metrics import mean_metrics
 from tba.tasks.base import BetweenSteps, EvaluationInputs, Evaluator, Split, TaskInputs

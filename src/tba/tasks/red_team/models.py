@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from tba.config import GenerateConfig, ModelConfig
-from tba.generate.engine import make_engine
+from tba.generate.make import make_engine
 from tba.models.load import load_model
 from tba.tasks.data.prompts import encode
 from tba.tasks.encoders import load_encoder

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from tba.config import TaskConfig
-from tba.generate.engine import Engine
+from tba.generate.contract import Engine
 from tba.models.names import check_named
 from tba.observe.metrics import mean_metrics
 from tba.tasks.base import BetweenSteps, EvaluationInputs, Evaluator, FinishedGroup, Split, TaskInputs

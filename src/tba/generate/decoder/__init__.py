@@ -1,0 +1,1 @@
+"""Our own decoder: one forward pass for every family, on static tensors."""

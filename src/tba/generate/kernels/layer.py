@@ -1,0 +1,186 @@
+"""What lies between the matrix products of a layer, a kernel each: for decode steps and for passes over whole sequences
+(rotation in a decode step is in paged_attention.py).
+
+A row is a token; in a decode step it is a slot too. The residual stream is fp32, the rest has the engine's dtype; sums are
+fp32. Positions are read on the device, so one captured graph serves all lengths.
+
+Axes: N rows, E hidden, H query heads, K key/value heads, D head dimension, F MLP width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 2048
+"""Number of programs that fill a GPU: up to so many heads a program rotates one, beyond that it takes several."""
+LARGEST_TILE = 8192
+"""Largest count of numbers that one program rotates: more would not stay in registers."""
+
+
+@triton.jit
+def _add_norm(
+    x_NE, delta, bias_E, weight_E, out_NE, N, E, epsilon, delta_scale,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < E
+    x = tl.load(x_NE + row * E + column, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        added = tl.load(delta + row * E + column, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):  # unrolled: all parts are under way at once
+            added += tl.load(delta + (part * N + row) * E + column, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            added += tl.load(bias_E + column, mask=inside, other=0.0).to(tl.float32)
+        x += added * delta_scale
+        tl.store(x_NE + row * E + column, x, mask=inside)
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / E + epsilon)
+        x = x * scale * tl.load(weight_E + column, mask=inside, other=0.0)
+    tl.store(out_NE + row * E + column, x.to(out_NE.dtype.element_ty), mask=inside)
+
+
+def add_norm(
+    x_NE: Tensor,
+    delta: Tensor | None,
+    weight_E: Tensor | None,
+    epsilon: float,
+    dtype: torch.dtype,
+    *,
+    bias_E: Tensor | None = None,
+    delta_scale: float = 1.0,
+) -> Tensor:
+    """RMS norm [N, E] in `dtype` of x + delta_scale x (delta + bias); the sum is kept in x, which is fp32 where there is a
+    delta. No weight = no norm. A delta of three axes [parts, N, E] is the sum of its parts (matmul.py)."""
+    rows, size = x_NE.shape
+    out = torch.empty(rows, size, dtype=dtype, device=x_NE.device)
+    block = triton.next_power_of_2(size)
+    unused = x_NE  # a pointer for arguments that a constant switches off
+    parts = 0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1
+    _add_norm[(rows,)](
+        x_NE, unused if delta is None else delta, unused if bias_E is None else bias_E,
+        unused if weight_E is None else weight_E, out, rows, size, epsilon, delta_scale,
+        PARTS=parts, HAS_BIAS=bias_E is not None, HAS_NORM=weight_E is not None, BLOCK=block,
+        num_warps=min(16, max(4, block // 256)),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rotate_store(
+    qkv, positions, rotations, query_norm, key_norm, query, keys, values,
+    position_stride, row_stride, head_stride, epsilon,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, ROTATED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column, pair = tl.arange(0, 2 * PAIRS), tl.arange(0, PAIRS)
+    inside = (head[:, None] < H + 2 * K) & (column[None, :] < D)
+    is_query, is_value = head[:, None] < H, head[:, None] >= H + K
+    position = tl.load(positions + row * position_stride)
+    x = tl.load(qkv + (row * (H + 2 * K) + head[:, None]) * D + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / D + epsilon)
+        for_query = tl.load(query_norm + column, mask=column < D, other=0.0)
+        for_key = tl.load(key_norm + column, mask=column < D, other=0.0)
+        weight = tl.where(is_query, for_query[None, :], for_key[None, :])
+        x = tl.where(is_value, x, x * scale[:, None] * weight)
+    if ROTATED > 0:
+        turn = tl.load(rotations + position * 2 * ROTATED + column, mask=column < 2 * ROTATED, other=0.0)
+        cos, sin = tl.split(tl.reshape(turn, (PAIRS, 2)))
+        stays = is_value | (pair[None, :] >= ROTATED)
+        cos, sin = tl.where(stays, 1.0, cos[None, :]), tl.where(stays, 0.0, sin[None, :])
+        even, odd = tl.split(tl.reshape(x, (HEADS, PAIRS, 2)))
+        x = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (HEADS, 2 * PAIRS))
+    x = x.to(query.dtype.element_ty)
+    tl.store(query + (row * H + head[:, None]) * D + column[None, :], x, mask=inside & is_query)
+    place = row * row_stride + column[None, :]
+    key_place, value_place = place + (head[:, None] - H) * head_stride, place + (head[:, None] - H - K) * head_stride
+    tl.store(keys + key_place, x, mask=inside & (head[:, None] >= H) & (head[:, None] < H + K))
+    tl.store(values + value_place, x, mask=inside & is_value)
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    positions_N: Tensor,
+    rotations: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    num_heads: int,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    epsilon: float = 0.0,
+) -> Tensor:
+    """Norm and rotate query and key heads, put keys and values where they belong -> query [N, H, D] in the dtype of keys.
+
+    `keys` and `values` are [N, K, D] and lie alike.
+    `rotations` is real [positions, rotated pairs, 2] (cos, sin), or None; the two numbers of a pair lie side by side.
+    """
+    count, num_kv, dim = qkv.shape[0], keys.shape[1], keys.shape[-1]
+    query = torch.empty(count, num_heads, dim, dtype=keys.dtype, device=qkv.device)
+    pairs, all_heads = triton.next_power_of_2(dim // 2), num_heads + 2 * num_kv
+    share = triton.next_power_of_2(triton.cdiv(count * all_heads, PROGRAMS))
+    heads = min(share, triton.next_power_of_2(all_heads), max(1, LARGEST_TILE // (2 * pairs)))
+    unused = positions_N  # a pointer for arguments that a constant switches off
+    _rotate_store[(count, triton.cdiv(all_heads, heads))](
+        qkv, positions_N, unused if rotations is None else rotations,
+        unused if query_norm is None else query_norm, unused if key_norm is None else key_norm,
+        query, keys, values,
+        positions_N.stride(0), keys.stride(0), keys.stride(1), epsilon,
+        H=num_heads, K=num_kv, D=dim, HEADS=heads, PAIRS=pairs, ROTATED=0 if rotations is None else rotations.shape[1],
+        HAS_NORM=query_norm is not None, num_warps=min(8, max(1, heads * pairs // 512)),
+    )  # fmt: skip
+    return query
+
+
+@triton.jit
+def _gated(inner, out, F, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    inside = column < F
+    gate = tl.load(inner + row * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(inner + row * 2 * F + F + column, mask=inside, other=0.0).to(tl.float32)
+    if GELU:
+        # tanh(z) = 2 sigmoid(2 z) - 1
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        gate = gate / (1.0 + tl.exp(-2.0 * z))
+    else:
+        gate = gate / (1.0 + tl.exp(-gate))
+    tl.store(out + row * F + column, (gate * up).to(out.dtype.element_ty), mask=inside)
+
+
+def gated(inner_N2F: Tensor, *, gelu: bool) -> Tensor:
+    """Product activation(gate) * up [N, F], gate first; the activation is SiLU, or GELU by its tanh formula."""
+    rows, size = inner_N2F.shape[0], inner_N2F.shape[1] // 2
+    out = torch.empty(rows, size, dtype=inner_N2F.dtype, device=inner_N2F.device)
+    block = min(1024, triton.next_power_of_2(size))
+    _gated[(rows, triton.cdiv(size, block))](inner_N2F, out, size, GELU=gelu, BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _embed(ids, table_VE, out_NE, id_stride, E, scale, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < E
+    x = tl.load(table_VE + tl.load(ids + row * id_stride) * E + column, mask=inside, other=0.0)
+    # As in transformers, the product has the matrix's dtype.
+    x = (x.to(tl.float32) * scale).to(x.dtype)
+    tl.store(out_NE + row * E + column, x.to(tl.float32), mask=inside)
+
+
+def embed(ids_N: Tensor, table_VE: Tensor, scale: float) -> Tensor:
+    """Rows of the table times the scale, in fp32 [N, E]."""
+    rows, size = ids_N.shape[0], table_VE.shape[1]
+    out = torch.empty(rows, size, device=table_VE.device)
+    block = triton.next_power_of_2(size)
+    _embed[(rows,)](
+        ids_N, table_VE, out, ids_N.stride(0), size, scale,
+        BLOCK=block, num_warps=min(16, max(4, block // 256)),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,184 @@
+"""Which engine and which scorer a model gets, and how they take LoRA adapters."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tba.config import ConfigError, GenerateConfig, LoraConfig
+from tba.generate.contract import Engine, Scorer, Update
+from tba.generate.decoder.spec import UnsupportedModel
+from tba.generate.native.engine import NativeEngine
+from tba.generate.scoring import PolicyScorer, ReferenceScorer
+from tba.generate.transformers_engine import TransformersEngine
+from tba.models.load import ADAPTER, has_lora, merged
+from tba.types import Weights
+
+logger = logging.getLogger("tba.generate")
+
+DEFAULT_SLOTS = 128
+"""Number of responses decoded side by side where generate.slots does not say."""
+SCORED_TOKENS = {"cpu": 2048, "cuda": 32_768}
+"""Most tokens in one reference pass, by device."""
+
+
+def stop_ids_of(model: nn.Module, tokenizer: Any = None) -> list[int]:
+    """All ids that end a response: those of the generation config, of the model config and the tokenizer's EOS."""
+    config: Any = model.config
+    text = config.get_text_config()  # the part of a config that also describes how images are read
+    sources = (getattr(model, "generation_config", None), config, text, tokenizer)
+    found: set[int] = set()
+    for ids in (getattr(source, "eos_token_id", None) for source in sources):
+        if ids is not None:
+            found.update([ids] if isinstance(ids, int) else ids)
+    found = {index for index in found if 0 <= index < text.vocab_size}
+    if not found:
+        raise ValueError(
+            "the model has no EOS: neither its generation config, nor its config, nor its tokenizer names a token below the "
+            f"vocabulary size {text.vocab_size} that ends a response. Set eos_token_id in its generation_config.json."
+        )
+    return sorted(found)
+
+
+def make_engine(
+    model: nn.Module,
+    tokenizer_or_stop_ids: Any,
+    config: GenerateConfig,
+    *,
+    seed: int,
+    max_length: int,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    version: int = 0,
+    update: Update = "in_flight",
+    explores: bool = False,
+    lora: LoraConfig | None = None,
+    beside_trainer: bool = False,
+) -> Engine:
+    """The engine of generate.engine; a model the native one does not know runs through transformers, with a warning.
+
+    `max_length` is the longest prompt + response; dtype and device are the model's unless given. `update` says when
+    new weights are taken: between two decode steps, where running responses keep their old keys and values, or after all of
+    them have finished. `explores` says that some
+    requests are sampled otherwise than the config has it. With `lora` (only vllm) the engine is loaded with adapters, which
+    it keeps beside the model's weights. `beside_trainer` says that whole weights come from another process on the same GPU
+    (`Weights.shared`); vLLM then opens them itself. The transformers engine decodes with a copy of the model, where
+    the model is.
+    """
+    given = isinstance(tokenizer_or_stop_ids, (list, tuple, set, frozenset))
+    stop_ids = sorted(tokenizer_or_stop_ids) if given else stop_ids_of(model, tokenizer_or_stop_ids)
+    like = next(model.parameters())
+    options: dict[str, Any] = {
+        "stop_ids": stop_ids,
+        "seed": seed,
+        "slots": config.slots or DEFAULT_SLOTS,
+        "max_length": max_length,
+        "update": update,
+        "dtype": dtype or like.dtype,
+        "device": device or like.device,
+        "version": version,
+    }
+    if config.engine == "vllm":
+        # A second copy of the weights, only where vLLM's own log-probs are not those that are asked for.
+        is_plain = config.temperature == config.top_p == 1.0 and config.top_k == config.min_new_tokens == 0
+        scorer = None if is_plain and not explores else make_scorer(model, max_length=max_length)
+        if scorer is not None and lora is not None:
+            scorer = with_adapters(scorer, model)
+        try:  # here alone: vLLM takes seconds to import, and is an extra
+            from tba.generate.vllm_engine import make_vllm_engine
+        except ImportError as error:
+            raise ConfigError(
+                f"generate.engine=vllm needs vLLM, which cannot be imported here ({error}): pip install 'tba-rl[vllm]'."
+            ) from error
+        return make_vllm_engine(model, scorer=scorer, lora=lora, beside_trainer=beside_trainer, **options)
+    if config.engine == "native":
+        try:
+            return NativeEngine(model, **options)
+        except UnsupportedModel as reason:
+            logger.warning("generate.engine=native cannot run this model: %s. Falling back to transformers.", reason)
+    own = {name: value for name, value in options.items() if name not in ("dtype", "device")}
+    return TransformersEngine(copy.deepcopy(model), **own)
+
+
+def make_scorer(model: PreTrainedModel, *, max_length: int, token_budget: int | None = None) -> Scorer:
+    """A scorer with a frozen copy of the model, on its device and in its dtype.
+
+    It uses the native decoder, or the model's own forward pass, with a warning, where that does not know the model. A model
+    with a LoRA adapter scores with its own base, without a copy.
+    """
+    parameter = next(model.parameters())
+    budget = token_budget or SCORED_TOKENS[parameter.device.type]
+    if has_lora(model):
+        return PolicyScorer(model, token_budget=budget, max_length=max_length)
+    try:
+        return ReferenceScorer(
+            model, max_length=max_length, token_budget=budget, dtype=parameter.dtype, device=parameter.device
+        )
+    except UnsupportedModel as reason:
+        logger.warning(
+            "the native decoder cannot score with this model: %s. Using its own forward pass, slower.", reason
+        )
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    return PolicyScorer(frozen, token_budget=budget, max_length=max_length)
+
+
+Taker = TypeVar("Taker", Engine, Scorer)
+
+
+def with_adapters(taker: Taker, model: PreTrainedModel) -> Taker:
+    """The same engine or scorer, loaded with adapters from now on.
+
+    `model` is the base with an adapter in it, at the latest when the first adapter is loaded: its weights, shapes and scale
+    are what an arriving adapter goes with.
+    """
+    return cast(Taker, _TakesAdapters(taker, model))
+
+
+class _TakesAdapters:
+    """An engine or scorer whose `load` takes adapters; everything else is its own.
+
+    In fp32 each adapter is merged into the weights, so that decoding costs no more than without LoRA; in half precision,
+    where merging loses small changes, an engine keeps the adapter beside them.
+    """
+
+    def __init__(self, taker: Engine | Scorer, model: PreTrainedModel) -> None:
+        self._taker = taker
+        self._model = model
+        self._prepare: Callable[[Weights], Weights] | None = None
+        """From a published adapter to what is loaded; decided at the first."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._taker, name)
+
+    def load(self, weights: Weights) -> None:
+        if self._prepare is None:
+            self._prepare = self._way_in()
+        self._taker.load(self._prepare(weights))
+
+    def _way_in(self) -> Callable[[Weights], Weights]:
+        """How adapters arrive: merged, or as they are, once there is a place for them."""
+        taker, model = self._taker, self._model
+        if isinstance(taker, NativeEngine) and taker.decoder.dtype != torch.float32:
+            try:
+                taker.keep_adapter_apart(model)
+            except UnsupportedModel as reason:
+                logger.warning("LoRA is merged in %s, which loses small changes: %s.", taker.decoder.dtype, reason)
+            else:
+                return lambda weights: weights
+        if isinstance(taker, TransformersEngine) and model.dtype != torch.float32:
+            taker.model.add_adapter(model.peft_config[ADAPTER], ADAPTER)
+            return partial(_with_base, model)
+        return partial(merged, model)
+
+
+def _with_base(model: PreTrainedModel, weights: Weights) -> Weights:
+    """A published adapter together with the base weights, under the names that both have in the model."""
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return Weights(version=weights.version, tensors={**own, **weights.tensors})

@@ -1,0 +1,1 @@
+"""The policy as the trainer runs it: packed sequences in, log-probs with gradients out."""

@@ -1,0 +1,290 @@
+"""A language model as the trainer uses it: packed tokens in, log-probs of the response tokens out.
+
+Beside the model stand small learned heads on its hidden states: the critic of PPO, and the log Z of learned trajectory
+balance. They live with the trainer, in fp32, and never travel to searchers.
+
+Axes: T packed tokens, M tokens whose probability is wanted, P prompts, H and D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from tba.models.load import ADAPTER, has_adapter
+from tba.models.text_part import stated_context, switch_length, trunk_of
+from tba.models.weights import CANARY_TOKENS, canary_tokens
+from tba.policy.log_probs import chosen_log_probs
+from tba.policy.packed_attention import NAME as PACKED
+from tba.policy.packed_attention import PackedLayout, use_packed_attention
+from tba.policy.packed_check import own_logits, switch_to_packed
+from tba.policy.packing import PackedTokens, split_by_length
+from tba.types import Forward
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger("tba.models")
+
+SMALLEST_SQUARE = 1e-12
+"""Number added to the mean square of a hidden state before it is divided by: only a state of zeros notices."""
+
+
+class PolicyModel:
+    """Computes log_pi of packed responses, with gradients where they are enabled.
+
+    Packed attention must give what plain passes over each sequence give, which is tried once (packed_check.py); a model
+    for which it does not is computed one sequence at a time, with a warning.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        critic: Critic | None = None,
+        log_z: LogZ | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """`max_length` is the longest sequence of the run in tokens; None = the model's context."""
+        self.model = model
+        max_length = max_length or stated_context(model.config)
+        self.critic = None
+        self.log_z = None
+        self._compute: Callable[[PackedTokens, float], tuple[Tensor, Tensor, Tensor | None]] = self._outputs
+        switch = switch_length(model.config)
+        self.switch = None if switch is None or (max_length or switch + 1) <= switch else switch
+        """Length in tokens beyond which a sequence has other rotary angles; None = none of the run has."""
+        # A second user of one model finds it switched over already.
+        self.packed = model.config._attn_implementation == PACKED or self._try_packed(max_length)
+        if critic is not None or log_z is not None:
+            self._check_gives_hidden_states()
+        if critic is not None and critic.trunk is not None:
+            use_packed_attention(critic.trunk)
+        self.critic = critic
+        self.log_z = log_z
+
+    def _try_packed(self, max_length: int | None) -> bool:
+        self.packed = True
+        problem = switch_to_packed(self.model, self._outputs, max_length=max_length)
+        if problem is not None:
+            logger.warning(
+                "training one sequence at a time, which is slow: packed attention does not work here (%s).", problem
+            )
+        return problem is None
+
+    def _check_gives_hidden_states(self) -> None:
+        if not self.packed:
+            raise ValueError(
+                "objectives with a critic or a learned log Z need hidden states of packed responses, which this model does "
+                "not give (see the warning above): use tb, rloo, grpo or another objective without them."
+            )
+        if self.switch is not None:
+            raise ValueError(
+                f"objectives with a critic or a learned log Z need the hidden states of a prompt once, and this model has "
+                f"others where prompt and response are longer than {self.switch} tokens: keep them below that "
+                "(task.max_prompt_tokens, generate.max_new_tokens), or use tb, rloo, grpo or another objective without them."
+            )
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def forward(self, packed: PackedTokens, *, temperature: float) -> Forward:
+        """Log-probs (log_pi) and entropy of all response tokens, in the order the responses were given to `pack`."""
+        log_pi, entropy, hidden = self._compute(packed, temperature)
+        if hidden is None:
+            return Forward(log_pi_N=packed.expand(log_pi), entropy_N=packed.expand(entropy))
+        hidden_TH = hidden[0]
+        return Forward(
+            log_pi_N=packed.expand(log_pi),
+            entropy_N=packed.expand(entropy),
+            values_N=None if self.critic is None else packed.expand(self._values(self.critic, hidden_TH, packed)),
+            log_z_P=None if self.log_z is None else self.log_z(hidden_TH, packed.prompt_spans),
+        )
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Spread the model over the ranks of a mesh, in place: from here on all of them run `forward` at once. The heads
+        stay whole on every rank."""
+        from tba.policy.sharding import shard
+
+        self._compute = shard(self.model, self._outputs, mesh)
+
+    def _outputs(self, packed: PackedTokens, temperature: float) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-prob and entropy of each distinct response token, and the hidden states [1, T, H] if there are any."""
+        if not self.packed:
+            return self._outputs_one_by_one(packed, temperature)
+        if self.switch is not None and packed.layout.longest > self.switch:
+            parts = split_by_length(packed, self.switch)
+            if len(parts) > 1:
+                return self._outputs_of_parts(parts, temperature)
+        head = self.model.get_output_embeddings()
+        hidden = self._hidden(trunk_of(self.model), packed)
+        hidden_MD, head_VD = _with_adapter(head, hidden[0, packed.predict_M])
+        config = self.model.config.get_text_config()
+        log_pi, entropy = chosen_log_probs(
+            hidden_MD,
+            head_VD,
+            packed.targets_M,
+            temperature=temperature / _logit_scale(config),
+            bias_V=getattr(head, "bias", None),
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
+        return log_pi, entropy, hidden
+
+    def _outputs_of_parts(
+        self, parts: list[tuple[PackedTokens, Tensor]], temperature: float
+    ) -> tuple[Tensor, Tensor, None]:
+        """Parts that have rotary angles of their own, one after the other; their outputs in the order of the whole."""
+        found = [self._outputs(part, temperature) for part, _ in parts]
+        order = torch.argsort(torch.cat([index_M for _, index_M in parts]))
+        return torch.cat([log_pi for log_pi, _, _ in found])[order], torch.cat([e for _, e, _ in found])[order], None
+
+    def _values(self, critic: Critic, hidden_TH: Tensor, packed: PackedTokens) -> Tensor:
+        if critic.trunk is not None:
+            hidden_TH = self._hidden(critic.trunk, packed)[0]
+        return critic(hidden_TH[packed.predict_M])
+
+    @property
+    def heads(self) -> list[nn.Module]:
+        """The modules that are trained beside the model."""
+        return [head for head in (self.critic, self.log_z) if head is not None]
+
+    def _hidden(self, trunk: nn.Module, packed: PackedTokens) -> Tensor:
+        output = trunk(
+            input_ids=packed.input_ids_T[None],
+            position_ids=packed.positions_T[None],
+            use_cache=False,
+            packed_layout=packed.layout,
+        )
+        return output.last_hidden_state
+
+    def _outputs_one_by_one(self, packed: PackedTokens, temperature: float) -> tuple[Tensor, Tensor, None]:
+        """The model's own logits, whatever it does to them."""
+        logits_MV = torch.cat([own_logits(self.model, row[None], size)[0].float() for row, size in packed.rows()])
+        log_probs_MV = torch.log_softmax(logits_MV / temperature, dim=-1)
+        entropy_M = -(log_probs_MV.detach().exp() * log_probs_MV.detach()).sum(dim=-1)
+        return log_probs_MV.gather(1, packed.targets_M[:, None])[:, 0], entropy_M, None
+
+    @torch.no_grad()
+    def canary(self, tensors: Mapping[str, Tensor]) -> np.ndarray:
+        """Log-probs of the canary tokens under the given weights, as published."""
+        tokens = canary_tokens(self.vocabulary, CANARY_TOKENS)
+        return self.log_probs_under(tensors, tokens[:1], tokens[1:], temperature=1.0)
+
+    @torch.no_grad()
+    def log_probs_under(
+        self, tensors: Mapping[str, Tensor], prompt_ids: np.ndarray, response_ids: np.ndarray, *, temperature: float
+    ) -> np.ndarray:
+        """float64 [T]: log-probs of one response under the given weights, as published, instead of the model's own."""
+        tokens = torch.from_numpy(np.concatenate([prompt_ids, response_ids])).long().to(self.device)
+        options: dict[str, Any] = {"use_cache": False}
+        if self.packed:
+            options["packed_layout"] = PackedLayout(root_lengths=[len(tokens) - 1], device=self.device)
+        published = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        output = functional_call(self.model, published, (tokens[None, :-1],), options)
+        log_probs = torch.log_softmax(output.logits[0, len(prompt_ids) - 1 :].float() / temperature, dim=-1)
+        return log_probs.gather(1, tokens[len(prompt_ids) :, None])[:, 0].double().cpu().numpy()
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
+
+
+class Critic(nn.Module):
+    """Value of the state before each response token: a linear head on hidden states, 0 at the start.
+
+    The hidden states are the policy's own, and the value loss then trains its trunk too, or those of `trunk`, a second
+    model.
+    """
+
+    def __init__(self, hidden_size: int, *, trunk: PreTrainedModel | None = None) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, hidden_MH: Tensor) -> Tensor:
+        return self.head(hidden_MH.float())[:, 0]
+
+
+class LogZ(nn.Module):
+    """Learned log Z of a prompt: a start value plus a linear head on the mean of its last hidden states.
+
+        log Z = start + bias + sum_i weight_i h_i / H,   h the mean hidden state scaled to a root mean square of 1
+
+    sum_i |h_i| <= H whatever the width H, so an update that moves every parameter by at most a moves log Z by at most 2 a
+    nats: a by the bias, which all prompts share, and a by the weights. Adam's first step has a = its learning rate, and so
+    have later steps whose gradients agree; the most it can do is 3.2 times that (betas .9 and .999), after gradients of
+    almost nothing.
+
+    Deviation: the hidden states are detached, so that learning log Z does not move the policy.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(hidden_size, 1)
+        self.start: Tensor
+        self.register_buffer("start", torch.tensor(0.0))
+        self.started = False
+        self._zero()
+
+    def start_at(self, log_z: float) -> None:
+        """Give every prompt this log Z; what was learned before is forgotten.
+
+        Begin near the truth: at beta .005 log Z is in the hundreds, and the head would take as many optimizer steps to
+        get there.
+        """
+        self._zero()
+        self.start.fill_(log_z)
+        self.started = True
+
+    def _zero(self) -> None:
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, hidden_TH: Tensor, prompt_spans: tuple[tuple[int, int], ...]) -> Tensor:
+        means_PH = torch.stack([hidden_TH[start : start + length].mean(dim=0) for start, length in prompt_spans])
+        width = means_PH.shape[1]
+        scaled_PH = nn.functional.rms_norm(means_PH.detach().float(), (width,), eps=SMALLEST_SQUARE)
+        return self.start + self.head(scaled_PH / width)[:, 0]
+
+
+def make_critic(model: PreTrainedModel, *, separate: bool) -> Critic:
+    """A critic on the model's trunk, or on a copy of it."""
+    parameter = next(model.parameters())
+    trunk = copy.deepcopy(trunk_of(model)) if separate else None
+    return Critic(_hidden_size(model), trunk=trunk).to(parameter.device)
+
+
+def make_log_z(model: PreTrainedModel) -> LogZ:
+    return LogZ(_hidden_size(model)).to(next(model.parameters()).device)
+
+
+def _hidden_size(model: PreTrainedModel) -> int:
+    return int(model.get_output_embeddings().weight.shape[1])
+
+
+def _logit_scale(config: Any) -> float:
+    """What a model multiplies its logits by: Cohere's logit_scale, one over Granite's logits_scaling."""
+    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+
+
+def _with_adapter(head: Any, hidden_MD: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states and the head's matrix, with the adapter of a head that has one in further columns:
+    W h + s B (A h) = [W B] [h, s A h]. W + s B A in bf16 would round small updates away."""
+    if not has_adapter(head) or head.disable_adapters:
+        return hidden_MD, head.weight
+    low_rank, up = head.lora_A[ADAPTER], head.lora_B[ADAPTER]
+    added = head.scaling[ADAPTER] * low_rank(hidden_MD.to(low_rank.weight.dtype))
+    return torch.cat([hidden_MD, added.to(hidden_MD.dtype)], dim=1), torch.cat(
+        [head.weight, up.weight.to(head.weight.dtype)], dim=1
+    )
