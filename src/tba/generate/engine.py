@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tba.config import ConfigError, GenerateConfig, LoraConfig
+from tba.config import ConfigError, GenerateConfig
 from tba.generate.native.engine import NativeEngine
 from tba.generate.scoring import LoraReferenceScorer, ReferenceScorer
 from tba.generate.transformers_engine import TransformersEngine, TransformersScorer
@@ -114,18 +113,15 @@ def make_engine(
     version: int = 0,
     update: Literal["in_flight", "drain"] = "in_flight",
     explores: bool = False,
-    lora: LoraConfig | None = None,
     beside_trainer: bool = False,
 ) -> Engine:
     """The engine of generate.engine; a model the native one does not know runs through transformers, with a warning.
 
     `max_length` is the longest prompt + response; dtype and device are the model's unless given. `update` says when
     new weights are taken: between two decode steps, where running responses keep their old keys and values, or after all of
-    them have finished. `explores` says that some
-    requests are sampled otherwise than the config has it. With `lora` (only vllm) the engine is loaded with adapters, which
-    it keeps beside the model's weights. `beside_trainer` says that whole weights come from another process on the same GPU
-    (`Weights.shared`); vLLM then opens them itself. The transformers engine decodes with a copy of the model, where
-    the model is.
+    them have finished. `explores` says that some requests are sampled otherwise than the config has it. `beside_trainer`
+    says that whole weights come from another process on the same GPU (`Weights.shared`); vLLM then opens them itself. The
+    transformers engine decodes with a copy of the model, where the model is.
     """
     given = isinstance(tokenizer_or_stop_ids, (list, tuple, set, frozenset))
     stop_ids = sorted(tokenizer_or_stop_ids) if given else stop_ids_of(model, tokenizer_or_stop_ids)
@@ -144,9 +140,7 @@ def make_engine(
         # A second copy of the weights, only where vLLM's own log-probs are not those that are asked for.
         is_plain = config.temperature == config.top_p == 1.0 and config.top_k == config.min_new_tokens == 0
         scorer = None if is_plain and not explores else make_scorer(model, max_length=max_length)
-        if scorer is not None and lora is not None:
-            scorer = MergingScorer(scorer, model)
-        return _vllm_engine_maker()(model, scorer=scorer, lora=lora, beside_trainer=beside_trainer, **options)
+        return _vllm_engine_maker()(model, scorer=scorer, beside_trainer=beside_trainer, **options)
     if config.engine == "native":
         try:
             return NativeEngine(model, **options)
@@ -198,23 +192,6 @@ def make_scorer(
             "the native decoder cannot score with this model: %s. Using its own forward pass, slower.", reason
         )
         return TransformersScorer(copy.deepcopy(model).requires_grad_(False))
-
-
-@dataclass(frozen=True, eq=False)
-class MergingScorer:
-    """A scorer of the whole model that is given adapters."""
-
-    scorer: Scorer
-    model: PreTrainedModel
-    """The base, with an adapter in it by the time that the first one is loaded."""
-
-    def load(self, weights: Weights) -> None:
-        self.scorer.load(merged(self.model, weights))
-
-    def score(
-        self, prompt_ids: Sequence[np.ndarray], response_ids: Sequence[np.ndarray], temperature: float
-    ) -> list[np.ndarray]:
-        return self.scorer.score(prompt_ids, response_ids, temperature)
 
 
 class LoraEngine:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tba.config import ConfigError, LoraConfig
+from tba.config import ConfigError
 from tba.generate.sampling import (
     Response,
     checked_requests,
@@ -40,7 +40,6 @@ from tba.generate.sampling import (
 
 # vLLM's own names come from there as well: what must be set before vLLM is imported is set there.
 from tba.generate.vllm_in_process import (
-    AdapterFolder,
     RequestOutput,
     RequestOutputKind,
     RunningResponse,
@@ -71,18 +70,15 @@ def make_vllm_engine(
     device: torch.device | str,
     version: int,
     scorer: Scorer | None,
-    lora: LoraConfig | None = None,
     beside_trainer: bool = False,
 ) -> VllmEngine:
     """An engine with a copy of the model inside vLLM. `scorer` holds the same weights; it is needed to score at temperatures
     other than 1, because vLLM's log-probs of given tokens know no temperature, and for policies that are not what is sampled
-    from (top_p, top_k, min_new_tokens, exploration). With `lora`, what is loaded later are adapters of that kind, for the
-    model as it is now, and the scorer takes adapters too."""
+    from (top_p, top_k, min_new_tokens, exploration)."""
     config: Any = model.config
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     where = torch.device(device)
     try:
-        adapters = None if lora is None else AdapterFolder(lora, model, dtype, where)
         transfer = Transfer.chosen(where, beside_trainer=beside_trainer)
         llm = make_llm(
             model,
@@ -91,15 +87,10 @@ def make_vllm_engine(
             max_length=max_length,
             dtype=dtype,
             device=where,
-            adapters=adapters,
             transfer=transfer,
         )
-        if adapters is None:
-            shared = SharedLLM(llm=llm, names=frozenset(parameters), scorer=scorer, transfer=transfer)
-            shared.load(Weights(version=version, tensors=parameters))
-        else:
-            shared = SharedLLM(llm=llm, names=frozenset(), scorer=scorer, adapters=adapters)
-            shared.load_start(version)
+        shared = SharedLLM(llm=llm, names=frozenset(parameters), scorer=scorer, transfer=transfer)
+        shared.load(Weights(version=version, tensors=parameters))
         # Kernels that do not know the shape of a model say so in the first pass only.
         shared.score([np.zeros(1, np.int32)], [np.zeros(1, np.int32)])
     except (ValueError, RuntimeError, NotImplementedError) as error:

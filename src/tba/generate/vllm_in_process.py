@@ -26,7 +26,6 @@ from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from tba.generate.vllm_adapters import AdapterFolder
 from tba.generate.vllm_make import keep
 from tba.generate.vllm_weights import Transfer
 
@@ -84,12 +83,10 @@ class SharedLLM:
 
     llm: LLM
     names: frozenset[str]
-    """Of the tensors that weights must have, unless they are adapters."""
+    """Of the tensors that weights must have."""
     scorer: Scorer | None = None
-    adapters: AdapterFolder | None = None
-    """Where weights are adapters: beside the base model, which vLLM was made with."""
     transfer: Transfer = Transfer.in_process
-    """How vLLM takes weights that are no adapters."""
+    """How vLLM takes weights."""
     version: int = -1
     _num_loads: int = 0
     _ids: Iterator[int] = field(default_factory=itertools.count)
@@ -105,8 +102,7 @@ class SharedLLM:
         # vLLM cannot forget its prefix cache while requests run, so requests after a load are told apart by a salt: they
         # find no keys and values of older weights. A count, because a run that goes back uses a version's number again.
         prompt = tokens_input(tokens.tolist(), cache_salt=f"load {self._num_loads}")
-        adapter = None if self.adapters is None else self.adapters.request
-        self.llm.llm_engine.add_request(name, prompt, parameters, lora_request=adapter)
+        self.llm.llm_engine.add_request(name, prompt, parameters)
         self._takers[name] = taker
         return name
 
@@ -127,26 +123,12 @@ class SharedLLM:
         """Take new weights while nothing is scheduled; requests that run keep the keys and values that they have."""
         self.llm.sleep(level=0, mode="keep")
         try:
-            if self.adapters is None:
-                self._transfer(weights)
-            else:
-                with self.adapters.written(weights.tensors) as adapter:
-                    self.llm.llm_engine.add_lora(adapter)
+            self._transfer(weights)
         finally:
             self.llm.wake_up(["scheduling"])
         if self.scorer is not None:
             self.scorer.load(weights)
-        self._begin(weights.version)
-
-    def load_start(self, version: int) -> None:
-        """Begin with the base model, where weights are adapters."""
-        assert self.adapters is not None
-        with self.adapters.written_start() as adapter:
-            self.llm.llm_engine.add_lora(adapter)
-        self._begin(version)
-
-    def _begin(self, version: int) -> None:
-        self.version = version
+        self.version = weights.version
         self._num_loads += 1
 
     def _transfer(self, weights: Weights) -> None:

@@ -19,7 +19,6 @@ from vllm.config import WeightTransferConfig
 from vllm.platforms import current_platform
 
 from tba.config import ConfigError
-from tba.generate.vllm_adapters import LOAD_FORMAT, AdapterFolder, base_weights
 from tba.generate.vllm_weights import Transfer
 
 CACHE_BYTES = {"cpu": 2**30, "cuda": 2**34}
@@ -51,10 +50,9 @@ def make_llm(
     max_length: int,
     dtype: torch.dtype,
     device: torch.device,
-    adapters: AdapterFolder | None = None,
     transfer: Transfer = Transfer.in_process,
 ) -> LLM:
-    """vLLM with a model of this shape: with no weights yet, or, where they are adapters, with the model's own."""
+    """vLLM with a model of this shape, with no weights yet."""
     if current_platform.device_type != device.type:
         raise ConfigError(
             f"generate.engine=vllm: the installed vLLM runs on {current_platform.device_type}, the model is on {device}. "
@@ -86,12 +84,8 @@ def make_llm(
         **memory_options(model, dtype, max_length, slots + 1, device),
         **(whole_prompts(max_length) if device.type == "cpu" else {}),
     }
-    if adapters is None:
-        llm = LLM(**options, load_format="dummy", weight_transfer_config=WeightTransferConfig(backend=transfer.value))
-        llm.init_weight_transfer_engine({"init_info": {}})
-    else:
-        with base_weights(model):
-            llm = LLM(**options, load_format=LOAD_FORMAT, **adapters.options)
+    llm = LLM(**options, load_format="dummy", weight_transfer_config=WeightTransferConfig(backend=transfer.value))
+    llm.init_weight_transfer_engine({"init_info": {}})
     _kept.append(llm)
     return llm
 

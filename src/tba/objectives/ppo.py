@@ -21,7 +21,7 @@ Axes: R = P K responses, T tokens of the longest one, N tokens of all responses,
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -43,33 +43,27 @@ from tba.types import Batch, Forward, Loss
 
 LARGEST_K3 = 10.0
 """Largest k3 of a token that counts in vineppo, in nats; above it nothing pulls."""
+GAMMA, GAE_LAMBDA = 1.0, 0.95
+"""Discount of rewards and values per token, and weight of longer returns in GAE: 0 = one step, 1 = the whole response."""
+VALUE_COEFFICIENT = 0.1
+"""Weight c of the value loss."""
+CONTINUATIONS = 9
+"""Number of responses generated from each step's prefix to estimate its value (vineppo)."""
 VALUE_CLIP = 0.2
 """Distance, in reward units, that a value may move from V_old and still lower its loss."""
 WHITEN_EPSILON = 1e-8
 
 
 class PPO(Objective):
-    critic: Literal["trunk", "separate"] = "trunk"
-    """Where values come from: trunk = a value head on the policy's own hidden states; separate = a second model that starts
-    as a copy of the policy."""
-    critic_learning_rate: float | None = Field(default=None, gt=0.0)
-    """Learning rate of the head (and of the separate critic); None = the policy's."""
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Distance from 1 within which the token ratio counts: between 1 - clip and 1 + clip."""
-    value_coefficient: float = Field(default=0.1, ge=0.0)
-    """Weight c of the value loss."""
-    gamma: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Discount of rewards and values, per token."""
-    gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
-    """Weight lambda of longer returns in GAE, per token: 0 = one step, 1 = the whole response."""
-
     default_coupling: ClassVar[Coupling] = "batch"
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, policy=True, multiplicities=True)
     default_beta: ClassVar[float] = 0.05
 
     @property
     def extras(self) -> Extras:
-        return Extras(critic=self.critic, heads_learning_rate=self.critic_learning_rate)
+        return Extras(critic=True)
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         assert forward.values_N is not None
@@ -77,7 +71,7 @@ class PPO(Objective):
         values_N = forward.values_N
         old_N = values_N.detach() if batch.old_values_N is None else batch.old_values_N
         advantage_N = generalised_advantages(
-            batch, token_rewards(batch, beta=beta), old_N, gamma=self.gamma, gae_lambda=self.gae_lambda
+            batch, token_rewards(batch, beta=beta), old_N, gamma=GAMMA, gae_lambda=GAE_LAMBDA
         )
         return_N = advantage_N + old_N
         ratio_N = ratios(token_log_ratios(batch, forward.log_pi_N))
@@ -85,7 +79,7 @@ class PPO(Objective):
         squares_N = clipped_squares(values_N, old_N, return_N, clip=VALUE_CLIP)
         value_loss = 0.5 * _sum(squares_N, kept_N) / tokens
         return Loss(
-            value=_sum(surrogate_N, kept_N) / tokens + self.value_coefficient * value_loss,
+            value=_sum(surrogate_N, kept_N) / tokens + VALUE_COEFFICIENT * value_loss,
             metrics={
                 **ratio_metrics(ratio_N, kept_N, low=self.clip, high=self.clip),
                 "objective/value_loss": value_loss.detach(),
@@ -171,16 +165,13 @@ def _explained(value: Tensor, target: Tensor) -> float:
 class VinePPO(Objective):
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Distance from 1 within which the token ratio counts: between 1 - clip and 1 + clip."""
-    continuations: int = Field(default=9, ge=1)
-    """Number of responses generated from each step's prefix to estimate its value; read by the searchers."""
-
     default_coupling: ClassVar[Coupling] = "batch"
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, multiplicities=True, all_responses=True)
     default_beta: ClassVar[float] = 1e-4
 
     @property
     def extras(self) -> Extras:
-        return Extras(continuations=self.continuations)
+        return Extras(continuations=CONTINUATIONS)
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         kept_N, tokens = batch.kept_N, max(1, batch.totals.tokens)

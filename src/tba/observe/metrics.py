@@ -124,12 +124,6 @@ METRICS = (
         reduction="last",
         meaning="Visits to prompts that a searcher has and whose group has not arrived.",
     ),
-    Metric(
-        name="search/skipped",
-        unit="visits",
-        reduction="last",
-        meaning="Visits to prompts that were passed over as always solved or never.",
-    ),
     Metric(name="searchers/alive", unit="", reduction="last", meaning="Searchers that run."),
     Metric(
         name="searchers/replaced", unit="", reduction="last", meaning="Searchers that died or hung and were replaced."

@@ -32,17 +32,14 @@ LEAST_SIZE = 1e-4
 
 
 def combine(batch: Batch, config: TrainConfig, *, reward_weights: Mapping[str, float]) -> Batch:
-    """Weighted sum of the components (not-applicable ones left out), then the truncation and equal-reward rules."""
+    """Weighted sum of the components (not-applicable ones left out), then the truncation rule."""
     components = [value_PK.numpy() for value_PK in batch.rewards.values()]
     reward_PK = torch.from_numpy(total_reward(components, [reward_weights[name] for name in batch.rewards]))
     weight_PK = batch.sampled_PK.to(reward_PK.dtype)
-    if config.truncated == "penalise":
-        reward_PK = torch.where(batch.truncated_PK, config.truncated_reward, reward_PK)
+    if config.cut_off_reward is not None:
+        reward_PK = torch.where(batch.truncated_PK, config.cut_off_reward, reward_PK)
     if config.truncated == "drop":
         weight_PK = weight_PK * ~batch.truncated_PK
-    if config.equal_reward_groups == "drop":
-        equal_P1 = (reward_PK == reward_PK[:, :1]).all(dim=1, keepdim=True)
-        weight_PK = weight_PK * ~equal_P1
     return _weighted(replace(batch, reward_PK=reward_PK), weight_PK)
 
 

@@ -1,4 +1,4 @@
-"""The trainer's two waits: for a buffer that fills a batch (first of all, and after replay.lag=drop has emptied it), and for
+"""The trainer's two waits: for a buffer that fills a batch (first of all, and after replay.max_lag has emptied it), and for
 new responses at the replay-ratio limit."""
 
 from __future__ import annotations
@@ -57,16 +57,15 @@ class Gate:
         """Returns the seconds waited, without those in which groups were taken in: the trainer worked then."""
         started, received = time.perf_counter(), feed.receive_seconds
         first = feed.counts.trained == 0
-        setting = "start_seconds" if first else "wait_seconds"
         waited = wait_until(
             lambda: self._ready(feed),
             name="replay_ratio" if self._full_batch(feed) and not first else "first_fill",
             row=self.row,
-            deadline_seconds=getattr(self.config.runtime, setting),
+            deadline_seconds=self.config.runtime.wait_seconds,
             waiting=Waiting(
                 waiter="the trainer",
                 awaited=f"{self.config.search.count} searchers",
-                setting=f"runtime.{setting}",
+                setting="runtime.wait_seconds",
                 heartbeats=self.heartbeats,
             ),
             explain=lambda: self._explain(feed),
@@ -104,7 +103,7 @@ class Gate:
     @property
     def _reuse(self) -> float:
         reuse = self.config.replay.max_trained_per_generated
-        assert reuse is not None, "filled in by tba.launch.defaults"
+        assert reuse is not None, "filled in by tba.launch.resolve"
         return reuse
 
     def _explain(self, feed: Feed) -> str:

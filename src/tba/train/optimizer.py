@@ -14,6 +14,9 @@ from tba.models.sharding import local_part
 from tba.train.offloaded_adam import OffloadedAdamW
 from tba.train.ranks import ALONE, Ranks
 
+EPSILON = 1e-8
+"""Number that AdamW adds to its denominator."""
+
 
 class MasterAdamW:
     """AdamW whose weights and gradient sums are fp32.
@@ -44,7 +47,7 @@ class MasterAdamW:
         self._ranks = ranks
         self.max_grad_norm = config.max_grad_norm
         groups = [{"params": group} for group in (self._policy, self._heads) if group]
-        settings: dict[str, Any] = {"betas": config.adam_betas, "eps": config.adam_epsilon}
+        settings: dict[str, Any] = {"betas": config.adam_betas, "eps": EPSILON}
         settings |= {"lr": 0.0, "weight_decay": config.weight_decay}
         self.adam: torch.optim.AdamW
         if config.offload_optimizer:

@@ -35,7 +35,7 @@ class QuestionTask(ABC):
     template: ClassVar[str]
     """The prompt without chat, with {question} where the question goes; task.prompt_template stands in for it."""
     instruction: ClassVar[str]
-    """Text after the question in a chat; task.instruction stands in for it."""
+    """Text after the question in a chat, unless there is a task.prompt_template."""
 
     def __init__(self, inputs: TaskInputs) -> None:
         """Make the task; all rows are read and checked now."""
@@ -102,13 +102,12 @@ class QuestionTask(ABC):
         )
 
     def _ask(self, question: str) -> str | list[dict[str, str]]:
-        """The question in the template, or as a user's message with the instruction after it."""
-        own = self._config
-        if not self._chat:
-            template = self.template if own.prompt_template is None else own.prompt_template
-            return template.replace("{question}", question)
-        instruction = self.instruction if own.instruction is None else own.instruction
-        return [{"role": "user", "content": f"{question}\n\n{instruction}" if instruction else question}]
+        """The question in the template; in a chat it is a user's message, with the instruction after it."""
+        template = self._config.prompt_template
+        if template is None:
+            template = f"{{question}}\n\n{self.instruction}" if self._chat else self.template
+        text = template.replace("{question}", question)
+        return [{"role": "user", "content": text}] if self._chat else text
 
 
 def make_prompt(

@@ -23,7 +23,7 @@ from tba.models.names import check_named
 from tba.tasks.base import Outcome, Split, TaskInputs
 from tba.tasks.data.prompts import make_prompt
 from tba.tasks.evaluation import EvaluationInputs, Evaluator
-from tba.tasks.red_team.evaluator import DEFAULT_ATTACKS, AttackEvaluator
+from tba.tasks.red_team.evaluator import DEFAULT_ATTACKS, SUCCESS, AttackEvaluator
 from tba.tasks.red_team.models import (
     ClassifierJudge,
     Embedder,
@@ -71,11 +71,6 @@ class RedTeamTask:
         return {"toxicity": 1.0}
 
     @property
-    def success_above(self) -> float:
-        """Mean probability that an attack must exceed to succeed."""
-        return self._config.success_above
-
-    @property
     def rewards_probability(self) -> bool:
         """Whether the reward is the very probability that success is counted by."""
         return self._config.score == "probability" and self._config.min_attack_tokens == 0
@@ -98,7 +93,7 @@ class RedTeamTask:
         return [{"toxicity": SHORT_REWARD if is_short else rewards[attack]} for attack, is_short in zip(attacks, short)]
 
     def solved(self, outcome: Outcome) -> bool:
-        """Mean probability above task.red_team.success_above. From logarithms only the geometric mean is known, which is
+        """Mean probability above SUCCESS. From logarithms only the geometric mean is known, which is
         never above the mean: with replies that differ, some successes are missed and none is made up. `probabilities` is
         exact."""
         if not isinstance(outcome, Mapping):
@@ -106,14 +101,13 @@ class RedTeamTask:
         reward = outcome["toxicity"]
         assert reward is not None, "every attack has a reward"
         value = reward if self._config.score == "probability" else np.exp(reward)
-        return bool(value > self.success_above)
+        return bool(value > SUCCESS)
 
     def make_evaluator(self, inputs: EvaluationInputs) -> Evaluator:
         prompts = inputs.prompts(self)
         self.load_models(embedder=True)
         return AttackEvaluator(
             probabilities=self.probabilities,
-            success_above=self.success_above,
             mode_of=self.mode_of if self.knows_modes else None,
             embed=self.embed,
             tokenizer=inputs.tokenizer,
