@@ -45,6 +45,7 @@ SETTINGS = _table("""
     max_grad_norm                   train.max_grad_norm; 0 = no clipping
     adam_beta1                      train.adam_betas[0]
     adam_beta2                      train.adam_betas[1]
+    adam_epsilon                    = train.adam_epsilon
     bf16                            model.dtype: bfloat16, or float32 where it is False
     gradient_checkpointing          = train.gradient_checkpointing
     activation_checkpointing        = train.gradient_checkpointing
@@ -118,8 +119,7 @@ REFUSED = _table("""
     fsdp                            use train={"ranks": N}, which shards by FSDP2
     fsdp_config                     use train={"ranks": N}, which shards by FSDP2
     neftune_noise_alpha             there is no noise on embeddings here
-    adam_epsilon                    AdamW adds 1e-8 to its denominator
-    optim_args                      AdamW has adam_beta1, adam_beta2 and weight_decay
+    optim_args                      AdamW has adam_beta1, adam_beta2, adam_epsilon and weight_decay
     optim_target_modules            AdamW trains all weights, or those of peft_config
 """)
 ARGUMENTS = _table("""

@@ -132,9 +132,9 @@ class Config(Section):
     @property
     def keeps_pace(self) -> bool:
         """Whether searchers wait where what they begin now would be older than replay.max_lag when it is trained. What a
-        reset of the reference drops would be missing in the pace, and responses before the first step are ahead of it."""
+        reset of the reference drops would be missing in the pace."""
         drops = bool(self.reference.reset_every) and self.replay.on_reference_reset == "drop"
-        return self.uses_per_group is not None and not drops and not self.replay.initial_responses
+        return self.uses_per_group is not None and not drops
 
     @property
     def expires(self) -> bool:
@@ -163,8 +163,7 @@ class Config(Section):
         come, where their age is bounded otherwise."""
         if self.keeps_pace or self.expires:
             return None
-        initial_groups = math.ceil(self.replay.initial_responses / self.samples_generated_per_prompt)
-        return max(2 * self.train.prompts_per_step, initial_groups)
+        return 2 * self.train.prompts_per_step
 
     @property
     def takes_turns(self) -> bool:
@@ -239,11 +238,6 @@ class Config(Section):
         self._check_placement()
         self._check_turns()
         self._check_reference_share()
-        if self.replay.initial_responses > self.replay.capacity:
-            raise ValueError(
-                f"replay.initial_responses={self.replay.initial_responses} do not fit into "
-                f"replay.capacity={self.replay.capacity}."
-            )
         self._check_durability()
         if self.replay.max_lag is not None and self.replay.max_lag < self.train.publish_every - 1:
             raise ValueError(

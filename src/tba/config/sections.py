@@ -127,16 +127,12 @@ class ReplayConfig(Section):
     on_policy_probability is 1 and nothing is imported, groups wait in a queue: they are trained so often, whole, in the
     order of their arrival. Otherwise they stay until age evicts them. None = train.updates_per_batch. Where generating is
     what takes the time, 2 to 4 learns more from the same responses."""
-    initial_responses: int = Field(default=0, ge=0)
-    """Number of responses to generate before the first optimizer step (the paper: 500 for GSM8K, 10,000 for TL;DR); 0 =
-    one batch."""
     max_lag: int | None = Field(default=None, ge=0)
     """Largest lag of a response when it is trained, in optimizer steps. Where groups wait in a queue (see
     max_trained_per_generated), a searcher starts a visit only with weights at most so far behind the step that the visit is
     meant for, and no earlier than recent visits needed; reuse, and batches that other searchers have filled first, may still
-    train it later. Where there is no queue, or initial_responses fill it, or resets of the reference empty it, older
-    responses leave the buffer, and the trainer waits until the others fill a batch. In mode=fixed_lag it is the lag of every
-    response. Imported responses and the reference's have none. None = for a queue the steps that all KV slots, and
+    train it later. Where there is no queue, or resets of the reference empty it, older responses leave the buffer, and
+    the trainer waits until the others fill a batch. In mode=fixed_lag it is the lag of every response. Imported responses and the reference's have none. None = for a queue the steps that all KV slots, and
     search.reward_workers beyond one, hold the responses of, + train.publish_every + 1; 1 in mode=fixed_lag; elsewhere any
     age trains (TBA)."""
     on_reference_reset: Literal["drop", "recompute"] = "drop"
@@ -227,6 +223,8 @@ class TrainConfig(Section):
     where it cannot be seen. Lower target_drift where a run is unstable."""
     adam_betas: tuple[AdamBeta, AdamBeta] = (0.9, 0.999)
     """Decay rates of AdamW's averages of the gradient and of its square."""
+    adam_epsilon: float = Field(default=1e-8, gt=0.0)
+    """Number that AdamW adds to the denominator."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=10.0)
     """Weight decay of AdamW."""
     max_grad_norm: float | None = Field(default=1.0, gt=0.0)

@@ -43,12 +43,6 @@ from tba.types import Batch, Forward, Loss
 
 LARGEST_K3 = 10.0
 """Largest k3 of a token that counts in vineppo, in nats; above it nothing pulls."""
-GAMMA, GAE_LAMBDA = 1.0, 0.95
-"""Discount of rewards and values per token, and weight of longer returns in GAE: 0 = one step, 1 = the whole response."""
-VALUE_COEFFICIENT = 0.1
-"""Weight c of the value loss."""
-CONTINUATIONS = 9
-"""Number of responses generated from each step's prefix to estimate its value (vineppo)."""
 VALUE_CLIP = 0.2
 """Distance, in reward units, that a value may move from V_old and still lower its loss."""
 WHITEN_EPSILON = 1e-8
@@ -57,6 +51,12 @@ WHITEN_EPSILON = 1e-8
 class PPO(Objective):
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Distance from 1 within which the token ratio counts: between 1 - clip and 1 + clip."""
+    gamma: ClassVar[float] = 1.0
+    """Discount of rewards and values, per token."""
+    gae_lambda: ClassVar[float] = 0.95
+    """Weight lambda of longer returns in GAE, per token: 0 = one step, 1 = the whole response."""
+    value_coefficient: ClassVar[float] = 0.1
+    """Weight c of the value loss."""
     default_coupling: ClassVar[Coupling] = "batch"
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, policy=True, multiplicities=True)
     default_beta: ClassVar[float] = 0.05
@@ -71,7 +71,7 @@ class PPO(Objective):
         values_N = forward.values_N
         old_N = values_N.detach() if batch.old_values_N is None else batch.old_values_N
         advantage_N = generalised_advantages(
-            batch, token_rewards(batch, beta=beta), old_N, gamma=GAMMA, gae_lambda=GAE_LAMBDA
+            batch, token_rewards(batch, beta=beta), old_N, gamma=self.gamma, gae_lambda=self.gae_lambda
         )
         return_N = advantage_N + old_N
         ratio_N = ratios(token_log_ratios(batch, forward.log_pi_N))
@@ -79,7 +79,7 @@ class PPO(Objective):
         squares_N = clipped_squares(values_N, old_N, return_N, clip=VALUE_CLIP)
         value_loss = 0.5 * _sum(squares_N, kept_N) / tokens
         return Loss(
-            value=_sum(surrogate_N, kept_N) / tokens + VALUE_COEFFICIENT * value_loss,
+            value=_sum(surrogate_N, kept_N) / tokens + self.value_coefficient * value_loss,
             metrics={
                 **ratio_metrics(ratio_N, kept_N, low=self.clip, high=self.clip),
                 "objective/value_loss": value_loss.detach(),
@@ -165,13 +165,15 @@ def _explained(value: Tensor, target: Tensor) -> float:
 class VinePPO(Objective):
     clip: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Distance from 1 within which the token ratio counts: between 1 - clip and 1 + clip."""
+    continuations: ClassVar[int] = 9
+    """Number of responses generated from each step's prefix to estimate its value, the paper's; read by the searchers."""
     default_coupling: ClassVar[Coupling] = "batch"
     needs: ClassVar[Needs] = Needs(reference=True, behaviour=True, multiplicities=True, all_responses=True)
     default_beta: ClassVar[float] = 1e-4
 
     @property
     def extras(self) -> Extras:
-        return Extras(continuations=CONTINUATIONS)
+        return Extras(continuations=self.continuations)
 
     def __call__(self, batch: Batch, forward: Forward, *, beta: float) -> Loss:
         kept_N, tokens = batch.kept_N, max(1, batch.totals.tokens)

@@ -85,7 +85,7 @@ class Gate:
 
     def is_open(self, feed: Feed) -> bool:
         """Whether there is enough to train on."""
-        return self._within_ratio(feed) and self._full_batch(feed) and self._first_fill(feed)
+        return self._within_ratio(feed) and self._full_batch(feed)
 
     def _within_ratio(self, feed: Feed) -> bool:
         train = self.config.train
@@ -96,9 +96,6 @@ class Gate:
         return feed.replay.can_fill(
             self.config.train.prompts_per_step, prompts_of_task=self.num_train_prompts, lost=feed.lost
         )
-
-    def _first_fill(self, feed: Feed) -> bool:
-        return feed.counts.generated >= self.config.replay.initial_responses
 
     @property
     def _reuse(self) -> float:
@@ -111,9 +108,6 @@ class Gate:
         if not self._full_batch(feed):
             wanted = min(self.config.train.prompts_per_step, self.num_train_prompts)
             lacking.append(f"{wanted} prompts and has {feed.replay.num_prompts}")
-        if not self._first_fill(feed):
-            wanted = self.config.replay.initial_responses
-            lacking.append(f"replay.initial_responses={wanted} and has {feed.counts.generated}")
         if not self._within_ratio(feed):
             lacking.append(
                 f"new responses, having trained {feed.counts.trained} of {feed.counts.generated} generated "

@@ -14,8 +14,6 @@ from tba.models.sharding import local_part
 from tba.train.offloaded_adam import OffloadedAdamW
 from tba.train.ranks import ALONE, Ranks
 
-EPSILON = 1e-8
-"""Number that AdamW adds to its denominator."""
 
 
 class MasterAdamW:
@@ -47,7 +45,7 @@ class MasterAdamW:
         self._ranks = ranks
         self.max_grad_norm = config.max_grad_norm
         groups = [{"params": group} for group in (self._policy, self._heads) if group]
-        settings: dict[str, Any] = {"betas": config.adam_betas, "eps": EPSILON}
+        settings: dict[str, Any] = {"betas": config.adam_betas, "eps": config.adam_epsilon}
         settings |= {"lr": 0.0, "weight_decay": config.weight_decay}
         self.adam: torch.optim.AdamW
         if config.offload_optimizer:
