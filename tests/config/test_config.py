@@ -251,6 +251,17 @@ def test_warm_up_stable_decay_by_hand():
     assert values == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5, 0])
 
 
+def test_a_schedule_that_jumps_to_its_end_by_hand():
+    schedule = Schedule(kind="linear", start=1.0, end=0.2, steps=8, end_from_step=3)
+    assert [schedule.at(step, progress=step / 100) for step in range(6)] == pytest.approx(
+        [1.0, 0.9, 0.8, 0.2, 0.2, 0.2]
+    )
+    with pytest.raises(ValueError, match="end_from_step=3 needs a schedule with an `end`"):
+        Schedule(kind="linear", start=1.0, end_from_step=3)
+    with pytest.raises(ValueError, match="must not lie in the warm-up of 5 steps"):
+        Schedule(kind="linear", start=1.0, end=0.2, warmup_steps=5, end_from_step=3)
+
+
 def test_a_reciprocal_schedule_is_linear_in_1_over_its_value():
     # 1 / value from 1 to 5 in 4 steps: 1, 2, 3, 4, 5
     schedule = Schedule(kind="reciprocal", start=1.0, end=0.2, steps=4)

@@ -99,6 +99,9 @@ class Schedule(Section):
     """Number of optimizer steps of linear warm-up from start / warmup_steps."""
     decay_steps: int | None = Field(default=None, ge=1)
     """Number of optimizer steps of the final decay of a wsd schedule; None = a fifth of `steps`, or of the run."""
+    end_from_step: int | None = Field(default=None, ge=0)
+    """Optimizer step (0 is the first) from which on the value is `end`, however far it has come; None = it goes there
+    evenly."""
 
     @model_validator(mode="before")
     @classmethod
@@ -117,6 +120,11 @@ class Schedule(Section):
             raise ValueError(
                 f"a reciprocal schedule needs start and end above 0, got start={self.start}, end={self.end}."
             )
+        if self.end_from_step is not None and (self.end is None or self.end_from_step < self.warmup_steps):
+            raise ValueError(
+                f"end_from_step={self.end_from_step} needs a schedule with an `end` (it is {self.end}) and must not lie in "
+                f"the warm-up of {self.warmup_steps} steps: give `end`, or leave end_from_step out."
+            )
         if self.steps is not None and self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} leaves nothing of steps={self.steps}: make it smaller.")
         if self.steps is not None and self.warmup_steps + (self.decay_steps or 0) > self.steps:
@@ -134,6 +142,8 @@ class Schedule(Section):
 
     def at(self, step: int, *, progress: float) -> float:
         """Value for optimizer step `step` (0 is the first), before which `progress` (0 to 1) of the run is done."""
+        if self.end_from_step is not None and self.end is not None and step >= self.end_from_step:
+            return self.end
         if step < self.warmup_steps:
             return self.start * (step + 1) / self.warmup_steps
         if self.kind == "constant":

@@ -34,6 +34,7 @@ GONE = {
     "objective.ratio_max": "tba_prime clamps ratios at 8",
     "objective.ratio_on_kl": "the ratio multiplies the whole advantage",
     "objective.ratio_on_reward": "the ratio multiplies the whole advantage",
+    "objective.reference_weight": "a weight w is a beta of w * beta and a target_temperature of tau / w",
     "objective.residual_clip": "objective.off_policy and train.max_grad_norm bound the pull of a response",
     "objective.sapo_temperature_neg": "surrogate=sapo has the 1.05 of its paper",
     "objective.sapo_temperature_pos": "surrogate=sapo has the 1 of its paper",

@@ -191,17 +191,13 @@ class Config(Section):
         assert self.objective.beta is not None, "filled in by tba.launch.resolve"
         return self.objective.beta.at(step, progress=progress)
 
-    def reference_weight_at(self, step: int, progress: float) -> float:
-        weight = self.objective.reference_weight
-        return 1.0 if weight is None else weight.at(step, progress=progress)
-
     def target_temperature_at(self, step: int, progress: float) -> float:
         temperature = self.objective.target_temperature
         return 1.0 if temperature is None else temperature.at(step, progress=progress)
 
     def has_plain_target_at(self, step: int, progress: float) -> bool:
         """Whether the target is pi_ref exp(r / beta) itself."""
-        return self.reference_weight_at(step, progress) == self.target_temperature_at(step, progress) == 1.0
+        return self.target_temperature_at(step, progress) == 1.0
 
     def learning_rate_at(self, step: int, progress: float) -> float:
         """Learning rate of a schedule that was given; that of train.learning_rate=auto is the trainer's state."""

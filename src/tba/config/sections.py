@@ -131,10 +131,10 @@ class ReplayConfig(Section):
     """Largest lag of a response when it is trained, in optimizer steps. Where groups wait in a queue (see
     max_trained_per_generated), a searcher starts a visit only with weights at most so far behind the step that the visit is
     meant for, and no earlier than recent visits needed; reuse, and batches that other searchers have filled first, may still
-    train it later. Where there is no queue, or resets of the reference empty it, older responses leave the buffer, and
-    the trainer waits until the others fill a batch. In mode=fixed_lag it is the lag of every response. Imported responses and the reference's have none. None = for a queue the steps that all KV slots, and
-    search.reward_workers beyond one, hold the responses of, + train.publish_every + 1; 1 in mode=fixed_lag; elsewhere any
-    age trains (TBA)."""
+    train it later. Where there is no queue, or resets of the reference empty it, older responses leave the buffer, and the
+    trainer waits until the others fill a batch. In mode=fixed_lag it is the lag of every response. Imported responses and
+    the reference's have none. None = for a queue the steps that all KV slots, and search.reward_workers beyond one, hold the
+    responses of, + train.publish_every + 1; 1 in mode=fixed_lag; elsewhere any age trains (TBA)."""
     on_reference_reset: Literal["drop", "recompute"] = "drop"
     """What happens at a reset to responses scored by the earlier reference: drop = they leave; recompute = their
     log_ref is computed again (the trainer then holds the reference)."""
@@ -167,12 +167,10 @@ class ObjectiveConfig(Section):
     """Number that rewards are divided by before they are trained on: beta and max_kl_penalty are in this unit. spread =
     twice the largest standard deviation of the rewards within prompts so far, which is about 1 for rewards that are right or
     wrong. None = spread for tb where beta is unset, 1 otherwise."""
-    reference_weight: Schedule | None = None
-    """Factor w of log pi_ref in the log of the target (1 / gamma of GFNOrg/red-teaming), for tb and tb_learned_z only;
-    below 1 the target is broader than the reference. None = 1."""
     target_temperature: Schedule | None = None
-    """Temperature tau by which the log of the target, w log pi_ref + r / beta, is divided, for tb and tb_learned_z
-    only; None = 1."""
+    """Temperature tau by which the log of the target, log pi_ref + r / beta, is divided, for tb and tb_learned_z only;
+    None = 1. A target (w log pi_ref + r / b) / t, where w is 1 / gamma of GFNOrg/red-teaming, has beta = b w and tau = t / w.
+    """
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Needs:
     """Whether cut-off responses must be there too, which train.truncated=drop leaves out: the values that a response is
     compared with count them."""
     target: bool = False
-    """Whether the target is a distribution, which objective.reference_weight and target_temperature can shape."""
+    """Whether the target is a distribution, which objective.target_temperature can shape."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,18 +149,14 @@ def _beta(name: str, first: float, last: float, needs: Needs, *, default_beta: f
 
 
 def _shaping(config: Config, needs: Needs) -> Iterator[Check]:
-    objective = config.objective
-    for key, schedule in (
-        ("reference_weight", objective.reference_weight),
-        ("target_temperature", objective.target_temperature),
-    ):
-        if schedule is not None:
-            first, last = schedule.ends
-            yield (
-                not needs.target,
-                f"objective.{key} cannot be used with {objective.name}, whose target is not shaped: use tb or tb_learned_z.",
-            )
-            yield min(first, last) <= 0, f"objective.{key} must stay above 0, got start={first}, end={last}."
+    name, temperature = config.objective.name, config.objective.target_temperature
+    if temperature is not None:
+        first, last = temperature.ends
+        yield (
+            not needs.target,
+            f"objective.target_temperature cannot be used with {name}, whose target is not shaped: use tb or tb_learned_z.",
+        )
+        yield min(first, last) <= 0, f"objective.target_temperature must stay above 0, got start={first}, end={last}."
 
 
 def _resets(config: Config, every: int, *, has_reference: bool) -> Iterator[Check]:

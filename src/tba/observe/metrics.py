@@ -57,7 +57,6 @@ METRICS = (
     Metric(name="frac_reward_zero_std", unit="share", meaning="Share of prompts with one reward for all responses."),
     Metric(name="kl", unit="nats per response", meaning="Mean log_pi - log_ref of the trained responses."),
     Metric(name="entropy", unit="nats per token", meaning="Entropy of the policy at the trained tokens."),
-    Metric(name="reference_weight", unit="", reduction="last", meaning="w of TB's target: log pi_ref counts w times."),
     Metric(
         name="target_temperature", unit="", reduction="last", meaning="tau of TB's target: all of it is divided by tau."
     ),

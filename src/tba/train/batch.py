@@ -54,11 +54,11 @@ def _weighted(batch: Batch, weight_PK: Tensor) -> Batch:
 
 
 def shape_target(batch: Batch, config: Config, step: int, progress: float, *, beta: float) -> tuple[Batch, float]:
-    """The batch and the beta whose target log pi_ref + r / beta is (w log pi_ref + r / beta) / tau of this step."""
-    weight, temperature = config.reference_weight_at(step, progress), config.target_temperature_at(step, progress)
-    if weight == temperature:
-        return batch, beta * temperature
-    return replace(batch, log_ref_N=batch.log_ref_N * (weight / temperature)), beta * temperature
+    """The batch and the beta whose target log pi_ref + r / beta is (log pi_ref + r / beta) / tau of this step."""
+    temperature = config.target_temperature_at(step, progress)
+    if temperature == 1.0:
+        return batch, beta
+    return replace(batch, log_ref_N=batch.log_ref_N / temperature), beta * temperature
 
 
 @dataclass(frozen=True, kw_only=True)

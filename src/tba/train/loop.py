@@ -171,7 +171,6 @@ class Trainer:
         step, progress = self.step_index, self.progress
         return {
             "beta": self.beta.at(step, progress) * self.updates.reward_unit,
-            "reference_weight": self.config.reference_weight_at(step, progress),
             "target_temperature": self.config.target_temperature_at(step, progress),
         }
 

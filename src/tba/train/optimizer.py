@@ -15,7 +15,6 @@ from tba.train.offloaded_adam import OffloadedAdamW
 from tba.train.ranks import ALONE, Ranks
 
 
-
 class MasterAdamW:
     """AdamW whose weights and gradient sums are fp32.
 
