@@ -169,8 +169,8 @@ class ObjectiveConfig(Section):
     wrong. None = spread for tb where beta is unset, 1 otherwise."""
     target_temperature: Schedule | None = None
     """Temperature tau by which the log of the target, log pi_ref + r / beta, is divided, for tb and tb_learned_z only;
-    None = 1. A target (w log pi_ref + r / b) / t, where w is 1 / gamma of GFNOrg/red-teaming, has beta = b w and tau = t / w.
-    """
+    None = 1. A target (w log pi_ref + r / b) / t, where w is 1 / gamma of GFNOrg/red-teaming, has beta = b w and
+    tau = t / w."""
 
     @property
     def settings(self) -> dict[str, Any]:
